@@ -1,0 +1,76 @@
+"""What every embedding engine offers to training, ranking, prediction and checkpoints.
+
+An engine owns the entity table: one row of ``dim`` numbers per entity, split by rows over the
+ranks.  Everything outside ``kge_torchrec.entities`` talks to it through these two classes, so
+engines are interchangeable.
+
+Shapes: N entities, D numbers per entity, n rows on this rank, M ids.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+ENTITY = "entity"  # name of the table and of its only feature, in every engine
+
+
+@dataclass(frozen=True)
+class EntityShard:
+    """The rows of the entity table that this rank holds, as a view: writes reach the table."""
+
+    rows: Tensor  # (n, D); n may be 0 when there are more ranks than entities
+    first_row: int  # global id of rows[0]
+    num_entities: int  # N, over all ranks
+
+    @property
+    def dim(self) -> int:
+        return self.rows.shape[1]
+
+    @property
+    def row_range(self) -> tuple[int, int]:
+        """Global ids [start, stop) held here."""
+        return self.first_row, self.first_row + self.rows.shape[0]
+
+    def holds(self, ids: Tensor) -> Tensor:
+        """(M,) bool: which of the global ids live here."""
+        start, stop = self.row_range
+        return (ids >= start) & (ids < stop)
+
+    @torch.no_grad()
+    def fetch(self, ids: Tensor) -> Tensor:
+        """Rows of the global ids (M,), as (M, D) float32 on every rank.
+
+        Collective: every rank passes the same ids.  Raises IndexError on an id outside [0, N).
+        """
+        if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < self.num_entities):
+            raise IndexError(f"entity ids must lie in [0, {self.num_entities})")
+        here = self.holds(ids)
+        out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)
+        out[here] = self.rows[ids[here] - self.first_row].float()
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(out)
+        return out
+
+
+class EntityEngine(Protocol):
+    """The entity side of a model that is ready to train."""
+
+    model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
+    optimizer: torch.optim.Optimizer  # steps the dense parameters; the table steps in backward
+
+    def shard(self) -> EntityShard:
+        """This rank's rows, current as of the last finished step."""
+
+    def state(self) -> dict[str, Any]:
+        """Everything a checkpoint needs (table, optimizer state, dense part), resharded on load."""
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``state`` gave, after a distributed load filled it in."""
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Multiplies the base learning rates of table and dense parameters from now on."""

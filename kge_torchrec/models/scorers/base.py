@@ -1,0 +1,111 @@
+"""The scorer contract that training, ranking and prediction share.
+
+A scorer holds the relation (and any other dense) parameters; entity rows are handed in, so that
+it never needs to know where they live.  A query is an anchor entity and a relation, asked for the
+missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` asks (?, relation, anchor).
+
+Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+Side = Literal["head", "tail"]
+SIDES: tuple[Side, ...] = ("head", "tail")
+
+
+class Scorer(nn.Module):
+    """Scores triples; a higher score means more plausible.
+
+    With ``reciprocal`` every relation r has a twin r + num_relations, and the head query
+    (?, r, t) is asked as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
+    """
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
+        super().__init__()
+        self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
+
+    @property
+    def relation_rows(self) -> int:
+        """Rows that a relation table needs: twice the relations when reciprocal."""
+        return self.num_relations * (2 if self.reciprocal else 1)
+
+    def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
+        """The relation rows and the side to score with, after the reciprocal twist if any."""
+        if self.reciprocal and side == "head":
+            return relation + self.num_relations, "tail"
+        return relation, side
+
+    def score_triples(
+        self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
+    ) -> Tensor:
+        """Scores of single triples.
+
+        anchor, target: (..., D) rows; relation: (...) int64 ids.  With side "tail" the anchor is
+        the head, with side "head" the tail.  Returns (...).
+        """
+        raise NotImplementedError
+
+    def score_candidates(
+        self, anchor: Tensor, relation: Tensor, candidates: Tensor, side: Side
+    ) -> Tensor:
+        """Scores of every query against the candidates of its chunk.
+
+        anchor: (C, b, D); relation: (C, b); candidates: (C, K, D).  Returns (C, b, K).
+        Candidates of each single query are C = queries, b = 1.
+        """
+        raise NotImplementedError
+
+    def score_all(self, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side) -> Tensor:
+        """Scores against all rows given.  anchor: (B, D); relation: (B,); rows: (N, D) -> (B, N)."""
+        return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
+
+    def relation_factors(self, relation: Tensor, side: Side = "tail") -> Tensor:
+        """Rows of parameters that regularizers act on: (...) ids -> (..., D')."""
+        raise NotImplementedError
+
+
+class QueryScorer(Scorer):
+    """A scorer whose query folds into one vector, compared with each candidate row.
+
+    Subclasses give ``query`` and ``similarity``; the three contract calls follow, so that they
+    cannot disagree.
+    """
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        """(..., D), (...) -> (..., D)"""
+        raise NotImplementedError
+
+    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+        """(..., D), (..., D) -> (...)"""
+        raise NotImplementedError
+
+    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        """(C, b, D), (C, K, D) -> (C, b, K)"""
+        raise NotImplementedError
+
+    def score_triples(
+        self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
+    ) -> Tensor:
+        relation, side = self.direct(relation, side)
+        return self.similarity(self.query(anchor, relation, side), target)
+
+    def score_candidates(
+        self, anchor: Tensor, relation: Tensor, candidates: Tensor, side: Side
+    ) -> Tensor:
+        relation, side = self.direct(relation, side)
+        return self.similarity_matrix(self.query(anchor, relation, side), candidates)
+
+
+class DotScorer(QueryScorer):
+    """A query scorer that compares by inner product: one matrix product scores a whole chunk."""
+
+    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+        return (query * rows).sum(-1)
+
+    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        return torch.matmul(query, rows.transpose(-1, -2))
