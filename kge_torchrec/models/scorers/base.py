@@ -9,6 +9,7 @@ Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, ...] = ("head", "tail")
+Fill = Callable[[Tensor, torch.Generator], object]  # draws into a tensor, in place
 
 
 class Scorer(nn.Module):
@@ -64,9 +66,16 @@ class Scorer(nn.Module):
         """Scores against all rows given.  anchor: (B, D); relation: (B,); rows: (N, D) -> (B, N)."""
         return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
 
-    def relation_factors(self, relation: Tensor, side: Side = "tail") -> Tensor:
-        """Rows of parameters that regularizers act on: (...) ids -> (..., D')."""
-        raise NotImplementedError
+    def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
+        """The relation rows that a query uses, for regularizers: (...) ids -> (..., D')."""
+        relation, _ = self.direct(relation, side)
+        return nn.functional.embedding(relation, self.relations)
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, generator: torch.Generator) -> None:
+        """Gives every parameter its start from the generator; ``fill`` is the configured draw."""
+        for parameter in self.parameters():
+            fill(parameter, generator)
 
 
 class QueryScorer(Scorer):
