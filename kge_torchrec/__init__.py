@@ -1,0 +1,25 @@
+"""Knowledge-graph embeddings on TorchRec, from a laptop CPU to many GPUs on many hosts."""
+
+from kge_torchrec.environment import check_packages, silence_dependencies
+
+check_packages()
+silence_dependencies()
+
+__all__ = ["Config", "Run", "load_config", "open_run", "train"]
+
+
+def __getattr__(name: str):
+    # Importing torch and torchrec takes seconds; `kge-torchrec --help` should not wait for them.
+    if name in ("Config",):
+        from kge_torchrec.config import Config
+
+        return Config
+    if name == "load_config":
+        from kge_torchrec.config_parser import load_config
+
+        return load_config
+    if name in ("Run", "open_run", "train"):
+        from kge_torchrec import api
+
+        return getattr(api, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-ENTITY = "entity"  # name of the table and of its only feature, in every engine
+from kge_torchrec.data.batches import ENTITY
+
+__all__ = ["ENTITY", "EntityEngine", "EntityShard"]
 
 
 @dataclass(frozen=True)

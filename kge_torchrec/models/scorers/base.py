@@ -27,6 +27,10 @@ class Scorer(nn.Module):
     (?, r, t) is asked as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
     """
 
+    # Whether rows are read as complex numbers, which N3 then takes the modulus of.
+    is_complex = False
+    relation_is_complex = False
+
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
         super().__init__()
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal

@@ -16,6 +16,8 @@ class ComplEx(DotScorer):
     the head query t conj(r).  Raises ValueError when D is odd.
     """
 
+    is_complex = relation_is_complex = True
+
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
         require_even(dim, "complex")
         super().__init__(num_relations, dim, reciprocal)

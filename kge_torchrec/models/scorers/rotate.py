@@ -18,6 +18,8 @@ class RotatE(QueryScorer):
     A rotation keeps distances, so the head query is t e^(-i r).  Raises ValueError when D is odd.
     """
 
+    is_complex = True  # entities only: relations are phases
+
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
         require_even(dim, "rotate")
         super().__init__(num_relations, dim, reciprocal)

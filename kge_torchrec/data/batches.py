@@ -1,0 +1,162 @@
+"""Batches: this rank's share of every global batch, with its negatives, ready for the lookup.
+
+A global batch is a run of positions of the epoch order; rank r takes the r-th part of it.  Triples
+are grouped into chunks that share negatives; chunks are cut at fixed positions of the global
+batch, so what is trained does not depend on the world size.
+
+Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique entities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from kge_torchrec.data.known import KnownTriples
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.order import EpochOrder
+
+ENTITY = "entity"  # name of the entity table and of its only feature, in every engine
+_SIDE_CODES = {"head": 0, "tail": 1}
+
+
+@dataclass
+class Batch(Pipelineable):
+    """One rank's share of a step.  Entities are de-duplicated: the lookup fetches each id once."""
+
+    ids: KeyedJaggedTensor  # the U unique entity ids, as one list under one key
+    entities: Tensor  # (2 C b + sides C K) positions in ids: heads, tails, negatives by side
+    relation: Tensor  # (C, b)
+    weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
+    known_head: Tensor  # (C, b, K) bool: known facts among the head negatives; empty if unused
+    known_tail: Tensor
+
+    def _map(self, change) -> Batch:
+        return replace(self, **{f.name: change(getattr(self, f.name)) for f in fields(self)})
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
+        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Batch:
+        return self._map(lambda x: x.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        for field in fields(self):
+            getattr(self, field.name).record_stream(stream)
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which positions of a global batch a rank trains, laid out in chunks."""
+
+    positions: np.ndarray  # (C, b) positions in the global batch
+    counted: np.ndarray  # (C, b) bool, False on padding
+    first_chunk: int
+
+
+def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
+    """Rank's share of a global batch of ``batch`` triples.
+
+    Positions are dealt in equal runs.  A run that reaches over several chunks is padded to whole
+    chunks; one inside a single chunk is not.
+    """
+    start, stop = batch * rank // world_size, batch * (rank + 1) // world_size
+    if start == stop:
+        empty = np.zeros((0, 0), dtype=np.int64)
+        return Share(empty, empty.astype(bool), 0)
+    first, last = start // chunk_size, (stop - 1) // chunk_size
+    if first == last:
+        positions = np.arange(start, stop)[None]
+        return Share(positions, np.ones_like(positions, dtype=bool), first)
+    grid = np.arange(first * chunk_size, (last + 1) * chunk_size).reshape(-1, chunk_size)
+    counted = (grid >= start) & (grid < stop)
+    return Share(np.clip(grid, start, stop - 1), counted, first)
+
+
+class BatchBuilder:
+    """Builds batch (epoch, step) for one rank.
+
+    triples: (T, 3) integer array (memory-mapped is fine), columns head, relation, tail.
+    chunk_size: triples that share negatives; 1 gives each its own, 0 shares over the whole batch.
+    known: facts never used as negatives, or None.
+    """
+
+    def __init__(
+        self,
+        triples: np.ndarray,
+        batch_size: int,
+        sampler: NegativeSampler,
+        *,
+        sides: Sequence[str] = ("head", "tail"),
+        chunk_size: int = 0,
+        known: KnownTriples | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+    ):
+        if len(triples) == 0:
+            raise ValueError("there are no training triples")
+        self.triples, self.batch_size, self.sampler = triples, batch_size, sampler
+        self.sides, self.known, self.seed = tuple(sides), known, seed
+        self.chunk_size = chunk_size or batch_size
+        self.rank, self.world_size = rank, world_size
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps an epoch, the same on every rank; the last one may be smaller."""
+        return -(-len(self.triples) // self.batch_size)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
+        """This rank's batches of an epoch, from ``first_step`` on."""
+        order = EpochOrder(len(self.triples), self.seed, epoch)
+        for step in range(first_step, self.steps_per_epoch):
+            yield self.batch(order, epoch, step)
+
+    def batch(self, order: EpochOrder, epoch: int, step: int) -> Batch:
+        """The batch of one step of an epoch."""
+        start = step * self.batch_size
+        size = min(self.batch_size, len(self.triples) - start)
+        share = share_of(size, self.chunk_size, self.rank, self.world_size)
+        index = order(start + share.positions.reshape(-1))
+        rows = self.triples[index].astype(np.int64)
+        chunks, triples = share.positions.shape
+        negatives = {
+            side: self.sampler.draw(epoch, step, _SIDE_CODES[side], share.first_chunk, chunks)
+            for side in self.sides
+        }
+        head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
+        every = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
+        unique, entities = torch.unique(torch.from_numpy(every), return_inverse=True)
+        masks = {side: self._known(side, rows, negatives, chunks) for side in _SIDE_CODES}
+        weight = share.counted.astype(np.float32) * (self.world_size / size)
+        return Batch(
+            ids=_as_feature(unique),
+            entities=entities,
+            relation=torch.from_numpy(relation.reshape(chunks, triples)),
+            weight=torch.from_numpy(weight),
+            known_head=masks["head"],
+            known_tail=masks["tail"],
+        )
+
+    def _known(self, side: str, rows: np.ndarray, negatives: dict, chunks: int) -> Tensor:
+        """(C, b, K) bool: which negatives of the side make a known fact; empty if not asked."""
+        if self.known is None or side not in negatives or len(rows) == 0:
+            return torch.zeros(0, dtype=torch.bool)
+        anchors = rows[:, 0] if side == "tail" else rows[:, 2]
+        per_triple = np.repeat(negatives[side], len(rows) // chunks, axis=0)
+        mask = self.known.contains(side, anchors, rows[:, 1], per_triple)
+        return torch.from_numpy(mask.reshape(chunks, -1, per_triple.shape[1]))
+
+
+def _as_feature(unique: Tensor) -> KeyedJaggedTensor:
+    """The unique ids as a single sample of the entity feature."""
+    return KeyedJaggedTensor(
+        keys=[ENTITY], values=unique, lengths=torch.tensor([unique.numel()]), stride=1
+    )

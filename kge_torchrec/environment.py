@@ -1,0 +1,107 @@
+"""What must be right before torch is imported: the package set, its noise, memory, threads."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import sys
+import warnings
+from importlib import metadata
+
+# Versions released together: torch's first two numbers -> (torchrec, fbgemm) first two numbers.
+KNOWN_SETS = {"2.13": ("1.8", "1.8"), "2.11": ("1.6", "1.6")}
+_FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_HOW = "run `make setup` (CPU) or `make setup VARIANT=gpu`, or see 'Set-up' in the README"
+
+
+class PackageSetError(ImportError):
+    """The installed torch, torchrec and fbgemm do not belong together."""
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _short(version: str) -> str:
+    return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def check_packages() -> None:
+    """Raises PackageSetError, in one sentence, unless exactly one known set is installed.
+
+    Reads package metadata only, so that it can speak before a broken set fails to import.
+    """
+    torch, torchrec = _version("torch"), _version("torchrec")
+    fbgemm = {name: version for name in _FBGEMM if (version := _version(name))}
+    missing = [n for n, v in (("torch", torch), ("torchrec", torchrec)) if v is None]
+    if not fbgemm:
+        missing.append("fbgemm-gpu-cpu (CPU) or fbgemm-gpu (CUDA)")
+    if missing:
+        raise PackageSetError(f"{' and '.join(missing)} is not installed: {_HOW}.")
+    if len(fbgemm) > 1:
+        raise PackageSetError(
+            "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other: "
+            f"uninstall both and {_HOW}."
+        )
+    (fbgemm_name, fbgemm_version), *_ = fbgemm.items()
+    expected = KNOWN_SETS.get(_short(torch))
+    if expected is None:
+        known = ", ".join(KNOWN_SETS)
+        raise PackageSetError(f"torch {torch} is not among the supported ones ({known}): {_HOW}.")
+    if (_short(torchrec), _short(fbgemm_version)) != expected:
+        raise PackageSetError(
+            f"torch {torch} goes with torchrec {expected[0]} and {fbgemm_name} {expected[1]}, but "
+            f"torchrec {torchrec} and {fbgemm_name} {fbgemm_version} are installed: {_HOW}."
+        )
+
+
+def silence_dependencies() -> None:
+    """Drops the notices that torch, torchrec and fbgemm print at import and while sharding.
+
+    Only theirs: our own warnings and everything of level ERROR still show.
+    """
+    for name in (
+        "torchrec",
+        "fbgemm_gpu",
+        "torch.fx._symbolic_trace",
+        "torch.distributed.elastic.multiprocessing.redirects",
+        "torch.distributed.checkpoint",
+    ):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
+        warnings.filterwarnings("ignore", module=module)
+
+
+def keep_large_blocks() -> bool:
+    """Tells glibc to keep freed blocks up to 32 MiB, for the whole process; True if it took it.
+
+    By default it returns a step's temporaries to the kernel and faults them in again at the next
+    step, which costs a CPU training step a third of its time.  Settings made through the
+    MALLOC_* environment variables win.
+    """
+    if not sys.platform.startswith("linux") or any(k.startswith("MALLOC_") for k in os.environ):
+        return False
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):  # not glibc
+        return False
+    trim_threshold, top_pad, mmap_threshold = -1, -2, -3  # from malloc.h
+    sizes = {mmap_threshold: 32 << 20, trim_threshold: 512 << 20, top_pad: 16 << 20}
+    return all([mallopt(option, size) for option, size in sizes.items()])
+
+
+def set_threads(requested: int, local_world_size: int) -> int:
+    """CPU threads of this rank: as requested, or an equal share of the cores; returns the number.
+
+    More threads than cores make OpenMP's spinning workers fight.
+    """
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    threads = requested or max(1, (cores or 1) // local_world_size)
+    torch.set_num_threads(threads)
+    return threads

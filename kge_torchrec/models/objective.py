@@ -1,0 +1,97 @@
+"""Scorer and loss together: from looked-up rows and a batch's indices to one number.
+
+Shapes: U unique entities of the batch, D numbers a row, C chunks, b triples a chunk, K negatives a
+chunk and side.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.models.regularizers import l2, n3
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.take_rows import take_rows
+
+
+class TripleBatch(Protocol):
+    """What the objective reads of a batch; entities are positions in the batch's unique ids."""
+
+    entities: Tensor  # (2 C b + sides C K): heads, tails, then the negatives side by side
+    relation: Tensor  # (C, b)
+    weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
+    known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
+    known_tail: Tensor
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Weights of the penalties on touched rows (0 = off)."""
+
+    n3: float = 0.0
+    l2: float = 0.0
+
+
+class Objective(nn.Module):
+    """Mean over the batch's triples and sides of the loss, plus penalties.
+
+    All dense parameters of a model live below this module, which is what the dense wrappers wrap.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        loss: nn.Module,
+        sides: tuple[Side, ...] = SIDES,
+        penalties: Penalties | None = None,
+    ):
+        super().__init__()
+        self.scorer, self.loss, self.sides = scorer, loss, sides
+        self.penalties = penalties or Penalties()
+
+    def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
+        """rows: (U, D) of the batch's unique entities.  Returns the loss, a scalar."""
+        chunks, triples = batch.relation.shape
+        count = chunks * triples
+        if count == 0:  # a rank without triples still takes part in every exchange
+            return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
+        taken = take_rows(rows, batch.entities)
+        head = taken[:count].view(chunks, triples, -1)
+        tail = taken[count : 2 * count].view(chunks, triples, -1)
+        negatives = taken[2 * count :].view(len(self.sides), chunks, -1, rows.shape[1])
+        ids = batch.entities
+        targets = {"head": ids[:count], "tail": ids[count : 2 * count]}
+        negative_ids = ids[2 * count :].view(len(self.sides), chunks, 1, -1)
+
+        total = rows.new_zeros(())
+        for position, side in enumerate(self.sides):
+            anchor, target = (head, tail) if side == "tail" else (tail, head)
+            # The accidental positive is no negative: a drawn entity that is the answer itself.
+            counted = negative_ids[position] != targets[side].view(chunks, triples, 1)
+            known = batch.known_tail if side == "tail" else batch.known_head
+            if known.numel():
+                counted &= ~known
+            positive = self.scorer.score_triples(anchor, batch.relation, target, side)
+            negative = self.scorer.score_candidates(
+                anchor, batch.relation, negatives[position], side
+            )
+            total = total + (self.loss(positive, negative, counted) * batch.weight).sum()
+            if self.penalties.n3 or self.penalties.l2:
+                factors = self.scorer.relation_factors(batch.relation, side)
+                total = total + (self._penalty(anchor, factors, target) * batch.weight).sum()
+        return total / len(self.sides)
+
+    def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+        """(C, b): the weighted penalties of a triple's three rows."""
+        out = torch.zeros(anchor.shape[:-1], device=anchor.device)
+        if self.penalties.n3:
+            is_complex = self.scorer.is_complex
+            terms = [n3(x, is_complex) for x in (anchor, target)]
+            terms.append(n3(factors, self.scorer.relation_is_complex))
+            out = out + self.penalties.n3 * sum(terms)
+        if self.penalties.l2:
+            out = out + self.penalties.l2 * sum(l2(x) for x in (anchor, factors, target))
+        return out
