@@ -1,0 +1,103 @@
+"""Scores of a few queries against all local rows, one block of rows at a time.
+
+Exact ties must stay ties however the entities are split: two equal rows have to get the same
+score bit for bit in whichever block, shard or column they stand.  Matrix products give that as
+long as no side of them is very small (libraries switch kernels, hence the order of summation,
+below a dozen rows), so both sides are padded to ``SMALLEST`` rows.
+
+Shapes: B queries, n rows of one block, D numbers per entity, M excluded pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.models.scorers.base import Scorer, Side
+
+SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, more leaves room for threads
+CPU_BLOCK_BYTES = 8 << 20  # about what stays in cache until the scores are counted
+CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
+
+
+@contextmanager
+def scoring(scorer: Scorer) -> Iterator[None]:
+    """No gradients and evaluation mode inside; the scorer's mode is put back after."""
+    training = scorer.training
+    scorer.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        scorer.train(training)
+
+
+def score_block(
+    scorer: Scorer, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side
+) -> Tensor:
+    """Scores whose bits depend on the query and the row alone, not on the block around them.
+
+    anchor: (B, D); relation: (B,); rows: (n, D).  Returns a new contiguous (B, n) float32.
+    """
+    queries, width = anchor.shape[0], rows.shape[0]
+    anchor, relation, rows = _padded(anchor), _padded(relation), _padded(rows.float())
+    scores = scorer.score_all(anchor, relation, rows, side)
+    return scores[:queries, :width].float().contiguous()
+
+
+def local_scores(
+    scorer: Scorer,
+    shard: EntityShard,
+    anchor: Tensor,
+    relation: Tensor,
+    side: Side,
+    block_bytes: int | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yields (global id of the first row, scores (B, n)) over all rows that this rank holds.
+
+    One block takes about block_bytes; the default suits the device.
+    """
+    height = block_height(anchor.shape[0], shard.rows.device, block_bytes)
+    for first in range(0, shard.rows.shape[0], height):
+        rows = shard.rows[first : first + height]
+        yield shard.first_row + first, score_block(scorer, anchor, relation, rows, side)
+
+
+def block_height(queries: int, device: torch.device, block_bytes: int | None = None) -> int:
+    """Rows per block so that B x n float32 scores take at most block_bytes, but at least 64."""
+    if block_bytes is None:
+        block_bytes = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
+    return max(SMALLEST, block_bytes // (4 * max(queries, SMALLEST)))
+
+
+class Exclusions:
+    """Pairs (query, entity) that must not count, each found by the block that holds the entity."""
+
+    def __init__(self, query: np.ndarray, entity: np.ndarray, shard: EntityShard):
+        """query, entity: (M,) int64, query counted within the batch; duplicates do no harm."""
+        start, stop = shard.row_range
+        here = (entity >= start) & (entity < stop)
+        query, entity = query[here], entity[here]
+        order = np.argsort(entity)
+        self._query, self._entity = query[order], entity[order]
+        self._device = shard.rows.device
+
+    def erase(self, scores: Tensor, first: int, value: float = -torch.inf) -> None:
+        """Writes value over the excluded pairs in scores (B, n) of the entities from first on."""
+        lo, hi = np.searchsorted(self._entity, (first, first + scores.shape[1]))
+        if lo == hi:
+            return
+        query = torch.from_numpy(self._query[lo:hi]).to(self._device)
+        column = torch.from_numpy(self._entity[lo:hi] - first).to(self._device)
+        scores[query, column] = value
+
+
+def _padded(x: Tensor) -> Tensor:
+    """At least SMALLEST rows, by zeros (id 0 for relations)."""
+    missing = SMALLEST - x.shape[0]
+    return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

@@ -1,0 +1,139 @@
+"""Exact filtered ranking over a table that is split by rows over the ranks.
+
+Every rank scores its own rows for the same queries and counts how many score below the true
+answer and how many tie with it; the counts are summed over the ranks once per side.  Nothing of
+size T x N is ever held, only one block of scores.
+
+Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kge_torchrec.data.known import KnownTriples
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.ranking.blocks import Exclusions, local_scores, score_block, scoring
+from kge_torchrec.ranking.counting import count_block
+from kge_torchrec.ranking.metrics import Ranks
+
+FETCH_BYTES = 32 << 20  # entity rows fetched by one collective, for several batches
+
+
+def rank_triples(
+    scorer: Scorer,
+    shard: EntityShard,
+    triples: Tensor | np.ndarray,
+    known: KnownTriples | None,
+    *,
+    sides: Sequence[Side] = SIDES,
+    block_bytes: int | None = None,
+    batch_size: int = 512,
+    progress: Callable[[int], object] | None = None,
+) -> Ranks:
+    """Ranks of the true head and tail of every triple among all N entities.
+
+    triples: (T, 3) int64 head, relation, tail; the same on every rank (collective).
+    known: triples removed from the candidates, except the true one; None ranks unfiltered.  While
+    validating, the caller leaves the test triples out of it.
+    block_bytes: size of the score block; the default suits the device.
+    progress: called with the number of queries done since the last call (``tqdm.update`` fits).
+
+    A NaN counts against the model: one in a candidate as a better candidate, one in the true
+    score as the last rank, N.  Raises ValueError on triples of another shape and IndexError on
+    entity ids outside [0, N).
+    """
+    triples = torch.as_tensor(triples, dtype=torch.int64)
+    if triples.ndim != 2 or triples.shape[1] != 3:
+        raise ValueError(f"triples must have shape (T, 3), not {tuple(triples.shape)}")
+    counter = _Counter(scorer, shard, known, block_bytes, batch_size, progress)
+    optimistic, pessimistic = {}, {}
+    with scoring(scorer):
+        for side in sides:
+            less, equal = counter.count(triples, side)
+            pessimistic[side] = shard.num_entities - less
+            # A NaN true score ties with nothing, not even itself: it must not fall behind N.
+            optimistic[side] = np.minimum(pessimistic[side] - equal + 1, pessimistic[side])
+    return Ranks(optimistic, pessimistic)
+
+
+class _Counter:
+    """Counts worse and equal candidates of queries, batch by batch."""
+
+    def __init__(self, scorer, shard, known, block_bytes, batch_size, progress):
+        self.scorer, self.shard, self.known = scorer, shard, known
+        self.block_bytes, self.batch_size, self.progress = block_bytes, batch_size, progress
+
+    def count(self, triples: Tensor, side: Side) -> np.ndarray:
+        """(2, T) int64: candidates less than and equal to the true one, over all ranks."""
+        counts = torch.zeros(2, len(triples), dtype=torch.int64, device=self.shard.rows.device)
+        done = 0
+        for queries, anchor, target in self._fetched(triples, side):
+            size = len(queries)
+            less, equal = counts[:, done : done + size]
+            self._count_batch(queries, anchor, target, side, less, equal)
+            done += size
+            if self.progress is not None:
+                self.progress(size)
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.all_reduce(counts)
+        return counts.cpu().numpy()
+
+    def _fetched(self, triples: Tensor, side: Side) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Batches (B, 3) as (anchor, relation, target), with anchor and target rows (B, D).
+
+        The rows of several batches come by one collective.
+        """
+        queries = triples if side == "tail" else triples.flip(1)
+        batches = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * self.batch_size))
+        for group in queries.split(batches * self.batch_size):
+            ids = torch.cat([group[:, 0], group[:, 2]]).to(self.shard.rows.device)
+            anchor, target = self.shard.fetch(ids).split(len(group))
+            yield from zip(
+                group.split(self.batch_size),
+                anchor.split(self.batch_size),
+                target.split(self.batch_size),
+                strict=True,
+            )
+
+    def _count_batch(
+        self, queries: Tensor, anchor: Tensor, target: Tensor, side: Side, less: Tensor,
+        equal: Tensor,
+    ) -> None:  # fmt: skip
+        """Adds the counts of the local rows to less and equal, both (B,)."""
+        relation = queries[:, 1].to(anchor.device)
+        # Every rank computes the true scores itself, by the same product as the blocks; so ties
+        # are exact without a second pass or another collective.
+        true = score_block(self.scorer, anchor, relation, target, side).diagonal().contiguous()
+        filtered, own = self._exclusions(queries, side), _Targets(queries[:, 2], true, self.shard)
+        blocks = local_scores(self.scorer, self.shard, anchor, relation, side, self.block_bytes)
+        for first, scores in blocks:
+            filtered.erase(scores, first)
+            own.restore(scores, first)
+            count_block(scores, true, less, equal)
+
+    def _exclusions(self, queries: Tensor, side: Side) -> Exclusions:
+        if self.known is None:
+            nothing = np.empty(0, np.int64)
+            return Exclusions(nothing, nothing, self.shard)
+        anchors, relations, _ = queries.numpy().T
+        return Exclusions(*self.known.answers(side, anchors, relations), self.shard)
+
+
+class _Targets:
+    """The true answers' own columns, which the filter erases and which must tie with themselves."""
+
+    def __init__(self, ids: Tensor, true: Tensor, shard: EntityShard):
+        self._ids, self._true = ids.to(true.device), true
+
+    def restore(self, scores: Tensor, first: int) -> None:
+        """Writes the true scores into the block scores (B, n) of the entities from first on."""
+        column = self._ids - first
+        query = ((column >= 0) & (column < scores.shape[1])).nonzero()[:, 0]
+        scores[query, column[query]] = self._true[query]

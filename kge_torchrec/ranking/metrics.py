@@ -1,0 +1,73 @@
+"""Ranks of the true answers and the metrics that the field reports from them.
+
+Shapes: T triples.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kge_torchrec.models.scorers.base import Side
+
+KINDS = ("optimistic", "realistic", "pessimistic")
+HITS = (1, 3, 10)
+COLUMNS = ("mrr", "mr", *(f"hits@{k}" for k in HITS))
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """1-based ranks of the true answer, by the side that was asked for; each (T,) int64.
+
+    Among candidates of equal score the true one comes first in optimistic and last in
+    pessimistic ranks.
+    """
+
+    optimistic: dict[Side, np.ndarray]
+    pessimistic: dict[Side, np.ndarray]
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return tuple(self.optimistic)
+
+    def values(self, side: str, kind: str) -> np.ndarray:
+        """(T,) float64 ranks of one side, or (2T,) of side "both"; realistic is the mean rank."""
+        if side == "both":
+            return np.concatenate([self.values(one, kind) for one in self.sides])
+        if kind == "realistic":
+            return (self.optimistic[side] + self.pessimistic[side]) / 2
+        return getattr(self, kind)[side].astype(np.float64)
+
+
+def metrics(ranks: Ranks) -> dict[str, dict[str, dict[str, float]]]:
+    """{"head" | "tail" | "both": {kind: {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.
+
+    "both" is over the union of the sides' ranks.  A realistic rank of 1.5 is no hit at 1.
+    Raises ValueError when there is nothing to average.
+    """
+    if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
+        raise ValueError("no metrics without ranks: the set of triples is empty")
+    return {
+        side: {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
+        for side in (*ranks.sides, "both")
+    }
+
+
+def results_table(results: dict[str, dict[str, dict[str, float]]]) -> str:
+    """The metrics as a fixed-width text table, one line per side and kind."""
+    lines = [f"{'side':<6}{'ties':<13}" + "".join(f"{name:>10}" for name in COLUMNS)]
+    lines.append("-" * len(lines[0]))
+    for side, kinds in results.items():
+        for kind, row in kinds.items():
+            lines.append(f"{side:<6}{kind:<13}" + "".join(_cell(row, name) for name in COLUMNS))
+    return "\n".join(lines)
+
+
+def _summary(ranks: np.ndarray) -> dict[str, float]:
+    means = {"mrr": float((1 / ranks).mean()), "mr": float(ranks.mean())}
+    return means | {f"hits@{k}": float((ranks <= k).mean()) for k in HITS}
+
+
+def _cell(row: dict[str, float], name: str) -> str:
+    return f"{row[name]:>10.1f}" if name == "mr" else f"{row[name]:>10.4f}"

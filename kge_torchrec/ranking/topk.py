@@ -1,0 +1,89 @@
+"""The k best answers of a query, exact over the shards.
+
+A score and an entity id are packed into one int64 key that orders by score first and then by
+smaller id.  Keys are unique, so the result depends neither on the blocks nor on the ranks.
+
+Shapes: B queries, n rows of a block, k answers, M excluded pairs.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.models.scorers.base import Scorer, Side
+from kge_torchrec.ranking.blocks import Exclusions, local_scores, scoring
+
+ID_LIMIT = 2**32 - 1  # ids take the lower half of a key
+NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
+
+
+def top_k(
+    scorer: Scorer,
+    shard: EntityShard,
+    anchor_ids: Tensor,
+    relation_ids: Tensor,
+    side: Side,
+    k: int,
+    exclude: tuple[np.ndarray, np.ndarray] | None = None,
+    block_bytes: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The best k entities of each query, the same on every rank (collective).
+
+    anchor_ids, relation_ids: (B,) int64; side: the one asked for; exclude: (query index, entity),
+    both (M,) int64, answers to leave out, such as the known ones.
+
+    Returns scores (B, k) float32, best first, and ids (B, k) int64; equal scores come by smaller
+    id, NaN as -inf.  Where fewer than k entities are left the rest is -inf and id -1.  Raises
+    ValueError when k < 1 and IndexError on ids outside [0, N).
+    """
+    if k < 1:
+        raise ValueError(f"k must be at least 1, not {k}")
+    device = shard.rows.device
+    nothing = np.empty(0, np.int64)
+    excluded = Exclusions(*(exclude or (nothing, nothing)), shard)
+    best = torch.full((len(anchor_ids), k), NOTHING, device=device)
+    with scoring(scorer):
+        anchor, relation = shard.fetch(anchor_ids.to(device)), relation_ids.to(device)
+        for first, scores in local_scores(scorer, shard, anchor, relation, side, block_bytes):
+            keys = _keys(scores, first)
+            excluded.erase(keys, first, NOTHING)
+            best = _best(torch.cat([best, _best(keys, k)], 1), k)
+    return _unpack(_best(_gather(best), k))
+
+
+def _keys(scores: Tensor, first: int) -> Tensor:
+    """(B, n) scores of the entities from first on -> (B, n) int64 keys."""
+    # Adding zero turns -0.0 into 0.0, which compares equal but has other bits.
+    scores = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
+    ids = torch.arange(first, first + scores.shape[1], device=scores.device)
+    return (_order(scores.view(torch.int32)).long() << 32) + (ID_LIMIT - ids)
+
+
+def _order(bits: Tensor) -> Tensor:
+    """Float bits to integers of the same order, and back: negative floats grow downwards."""
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+def _best(keys: Tensor, k: int) -> Tensor:
+    return keys.topk(min(k, keys.shape[1]), dim=1).values
+
+
+def _gather(keys: Tensor) -> Tensor:
+    """(B, k) of this rank -> (B, ranks * k) of all."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return keys
+    parts = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, keys)
+    return torch.cat(parts, 1)
+
+
+def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, k) keys -> scores (B, k), ids (B, k)."""
+    missing = keys == NOTHING
+    scores = _order((keys >> 32).int()).view(torch.float32)
+    ids = ID_LIMIT - (keys & ID_LIMIT)
+    return scores.masked_fill(missing, -torch.inf), ids.masked_fill(missing, -1)
