@@ -1,0 +1,97 @@
+"""Initial values of the entity table: a function of (seed, global row) and of nothing else.
+
+Any number of ranks, on any device, starts from the same table.  The rows are drawn in chunks of
+65,536; every chunk has a stream of its own, and a rank that holds the middle of a chunk draws it
+from its beginning.
+
+Shapes: n rows on this rank, D numbers per entity.
+"""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kge_torchrec.entities.contract import EntityShard
+
+CHUNK_ROWS = 1 << 16
+_STREAM = 0xE7717  # keeps these streams apart from others that are drawn with the same seed
+
+
+@dataclass(frozen=True)
+class EntityInit:
+    """How entity rows are drawn.
+
+    ``normal`` has standard deviation ``scale``, ``uniform`` lies in [-scale, scale).  The xavier
+    forms look at one row as a layer with D outputs and no input (as PyKEEN does), with ``scale``
+    as gain: standard deviation scale * sqrt(2 / D), for uniform the bound scale * sqrt(6 / D).
+
+    Raises ValueError, naming the field, for an unknown distribution or a scale that is no finite
+    number >= 0.
+    """
+
+    distribution: str = "normal"
+    scale: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.distribution not in _DRAWS:
+            raise ValueError(f"distribution: {self.distribution!r} is none of {', '.join(_DRAWS)}")
+        if not (math.isfinite(self.scale) and self.scale >= 0):
+            raise ValueError(f"scale: {self.scale} is not a finite number >= 0")
+
+
+def _draw_normal(stream: np.random.Generator, out: np.ndarray, deviation: float) -> None:
+    stream.standard_normal(out=out, dtype=np.float32)
+    out *= np.float32(deviation)
+
+
+def _draw_uniform(stream: np.random.Generator, out: np.ndarray, bound: float) -> None:
+    stream.random(out=out, dtype=np.float32)
+    out -= np.float32(0.5)
+    out *= np.float32(2 * bound)
+
+
+_DRAWS = {
+    "normal": _draw_normal,
+    "uniform": _draw_uniform,
+    "xavier_normal": lambda stream, out, gain: _draw_normal(
+        stream, out, gain * math.sqrt(2 / out.shape[1])
+    ),
+    "xavier_uniform": lambda stream, out, gain: _draw_uniform(
+        stream, out, gain * math.sqrt(6 / out.shape[1])
+    ),
+}
+
+
+@torch.no_grad()
+def fill_rows(shard: EntityShard, seed: int, init: EntityInit) -> None:
+    """Writes the initial values of this rank's rows into the table; no communication.
+
+    Draws in float32 on the CPU, on torch.get_num_threads() threads, then copies to where the rows
+    are: beyond the table it needs one chunk (65,536 x D x 4 bytes) a thread at most.
+    """
+    start, stop = shard.row_range
+    chunks = range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0)
+    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+        for _ in threads.map(lambda chunk: _fill_chunk(shard, seed, chunk, init), chunks):
+            pass  # raises what a thread raised
+
+
+def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> None:
+    begin = chunk * CHUNK_ROWS
+    start, stop = shard.row_range
+    low, high = max(begin, start), min(begin + CHUNK_ROWS, stop)
+    target = shard.rows[low - start : high - start]
+    in_place = low == begin and target.device.type == "cpu" and target.dtype == torch.float32
+    if in_place and target.is_contiguous():
+        values = target.numpy()
+    else:
+        values = np.empty((high - begin, shard.dim), np.float32)
+    seeds = np.random.SeedSequence((seed, _STREAM, chunk))
+    _DRAWS[init.distribution](np.random.Generator(np.random.SFC64(seeds)), values, init.scale)
+    if not in_place or not target.is_contiguous():
+        target.copy_(torch.from_numpy(values[low - begin :]))

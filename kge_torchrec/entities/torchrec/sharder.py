@@ -1,0 +1,108 @@
+"""TorchRec's row-wise sharding with the CPU table put in where FBGEMM has no kernel.
+
+TorchRec builds a table's kernel at the end of a chain of factories; each class here overrides one
+link.  On CUDA nothing changes.
+
+    EmbeddingCollectionSharder -> ShardedEmbeddingCollection -> RwSequenceEmbeddingSharding
+        -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding -> CpuFusedTable
+"""
+
+from __future__ import annotations
+
+import torch
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BatchedFusedEmbedding,
+    EmbeddingFusedOptimizer,
+)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.types import ShardingType
+from torchrec.types import DataType
+
+from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+
+
+class _CpuFusedEmbedding(BatchedFusedEmbedding):
+    def __init__(self, config: GroupedEmbeddingConfig, pg=None, device=None) -> None:
+        # Not BatchedFusedEmbedding's own __init__, which would build FBGEMM's table.
+        BaseBatchedEmbedding.__init__(self, config, pg, device)
+        _check(config)
+        optimizer = TableOptimizer.from_fused_params(config.fused_params or {})
+        self._emb_module = CpuFusedTable(self._local_rows[0], self._local_cols[0], optimizer)
+        self._optim = EmbeddingFusedOptimizer(config, self._emb_module, pg)
+        self.init_parameters()
+
+
+def _check(config: GroupedEmbeddingConfig) -> None:
+    if len(config.embedding_tables) != 1:
+        names = ", ".join(table.name for table in config.embedding_tables)
+        raise ValueError(f"the CPU table holds one table, not several ({names})")
+    if config.data_type != DataType.FP32:
+        raise ValueError(
+            f"the CPU table holds float32 numbers, not {config.data_type.value}; "
+            "16-bit tables run on CUDA only"
+        )
+
+
+class _Lookup(GroupedEmbeddingsLookup):
+    def _create_embedding_kernel(self, config, pg, device, *args, **kwargs):
+        on_cpu = device is None or device.type == "cpu"
+        if on_cpu and config.compute_kernel == EmbeddingComputeKernel.FUSED:
+            return _CpuFusedEmbedding(config, pg, device)
+        return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
+
+
+class _RowWiseSharding(RwSequenceEmbeddingSharding):
+    def create_lookup(self, device=None, fused_params=None, feature_processor=None):
+        return _Lookup(
+            grouped_configs=self._grouped_embedding_configs,
+            pg=self._pg,
+            device=device if device is not None else self._device,
+            env=self._env,
+        )
+
+
+class _ShardedEntityCollection(ShardedEmbeddingCollection):
+    @classmethod
+    def create_embedding_sharding(
+        cls, sharding_type, sharding_infos, env, device=None, qcomm_codecs_registry=None
+    ):
+        if sharding_type != ShardingType.ROW_WISE.value:
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        return _RowWiseSharding(
+            sharding_infos=sharding_infos,
+            env=env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+
+
+class EntitySharder(EmbeddingCollectionSharder):
+    """Shards an EmbeddingCollection by rows: FBGEMM's table on CUDA, CpuFusedTable on CPU.
+
+    Args as EmbeddingCollectionSharder; ``fused_params`` from TableOptimizer.fused_params().
+    """
+
+    def shard(
+        self, module, params, env, device: torch.device | None = None, module_fqn: str | None = None
+    ) -> ShardedEmbeddingCollection:
+        return _ShardedEntityCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self):
+        return _ShardedEntityCollection

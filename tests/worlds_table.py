@@ -1,0 +1,51 @@
+"""A sharded entity table on this rank, for the tests of tables, planner and initial values."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.entities.torchrec.collection import (
+    entity_collection,
+    entity_ids,
+    entity_shard,
+)
+from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.planning.planner import plan_row_wise
+
+
+class TableModel(nn.Module):
+    """Nothing but the entity table."""
+
+    def __init__(self, num_entities: int, dim: int) -> None:
+        super().__init__()
+        self.table = entity_collection(num_entities, dim)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.table(entity_ids(ids))[ENTITY].values()
+
+
+def sharded_table(
+    num_entities: int, dim: int, optimizer: TableOptimizer, values: Tensor | None = None
+) -> DistributedModelParallel:
+    """The table (N, D) sharded over this world, with ``values`` (N, D) if given."""
+    world_size, rank = dist.get_world_size(), dist.get_rank()
+    sharder = EntitySharder(fused_params=optimizer.fused_params())
+    model = TableModel(num_entities, dim)
+    group = dist.group.WORLD
+    model = DistributedModelParallel(
+        model,
+        env=ShardingEnv(world_size, rank, group, output_dtensor=True),
+        device=torch.device("cpu"),
+        plan=plan_row_wise(model, sharder, world_size, world_size, "cpu", process_group=group),
+        sharders=[sharder],
+    )
+    if values is not None:
+        shard = entity_shard(model)
+        shard.rows.copy_(values[slice(*shard.row_range)])
+    return model
