@@ -1,0 +1,49 @@
+"""Dividing triples into train, valid and test at random."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.sources import SPLITS
+
+
+def check_ratio(ratio: Sequence[float]) -> None:
+    """Raises DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
+    if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
+        raise DataError(
+            f"ratio {tuple(ratio)}: give the shares of train, valid and test, which sum to 1, "
+            "such as (0.9, 0.05, 0.05)"
+        )
+
+
+def divide(
+    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
+) -> dict[str, np.ndarray]:
+    """Random splits of ``triples`` (T, 3), each in the order of the input.
+
+    In a random order, the first triple of each entity and of each relation is bound to train;
+    valid and test are drawn from the others, hence come out smaller than asked for where few
+    others are left.
+    """
+    total = len(triples)
+    order = np.random.default_rng(seed).permutation(total)
+    bound = np.zeros(total, bool)
+    for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
+        first = np.full(size, total, np.int64)
+        for column in columns:
+            # Of repeated ids numpy keeps the last one written, here the earliest in order.
+            earliest = np.full(size, total, np.int64)
+            earliest[triples[order[::-1], column]] = np.arange(total)[::-1]
+            np.minimum(first, earliest, out=first)
+        bound[first[first < total]] = True
+    free = order[~bound]
+    num_valid, num_test = (round(total * share) for share in ratio[1:])
+    if num_valid + num_test > len(free):
+        num_valid = len(free) * num_valid // (num_valid + num_test)
+        num_test = len(free) - num_valid
+    split_of = np.zeros(total, np.int8)
+    split_of[free[:num_valid]] = 1
+    split_of[free[num_valid : num_valid + num_test]] = 2
+    return {split: triples[split_of == index] for index, split in enumerate(SPLITS)}

@@ -1,0 +1,34 @@
+"""Which column is which: the rule that recognises a header."""
+
+from collections.abc import Sequence
+
+COLUMNS = ("head", "relation", "tail")
+
+_WORDS = {
+    "head": "head h subject subj s source src from head_id subject_id source_id "
+    "head_entity entity1 entity_1 e1 node1",
+    "relation": "relation rel r predicate pred p property edge edge_type relation_type type label "
+    "relation_id predicate_id relationship",
+    "tail": "tail t object obj o target dst dest destination to tail_id object_id target_id "
+    "tail_entity entity2 entity_2 e2 node2",
+}
+_ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
+
+
+def role(field: str) -> str | None:
+    """``head``, ``relation`` or ``tail`` if the column name means one of them.
+
+    Case, surrounding blanks and a leading ``#`` or ``:`` do not matter.
+    """
+    return _ROLES.get(field.strip().lstrip("#:").strip().lower())
+
+
+def roles(fields: Sequence[str]) -> list[str] | None:
+    """The roles of a header's three fields in file order, or None if this is no header.
+
+    The rule: three fields are a header if each is a word for a different one of head, relation
+    and tail (``subject predicate object``, ``h r t``, ``source type target``, ...). The columns
+    may come in any order: ``head,tail,relation`` is read as such.
+    """
+    found = [role(field) for field in fields]
+    return found if len(found) == 3 and set(found) == set(COLUMNS) else None

@@ -1,0 +1,143 @@
+"""The filter index: which answers of a query (anchor, relation, ?) are known to be true."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from kge_torchrec.data.ordering import sorted_rows
+
+SIDES = ("tail", "head")
+
+
+class SideIndex(NamedTuple):
+    """One split's triples as rows sorted by (anchor, relation, answer); may be memory-mapped.
+
+    The rows of anchor a are ``indptr[a]:indptr[a + 1]``.
+    """
+
+    indptr: np.ndarray  # (N + 1,) int64
+    relations: np.ndarray  # (T,)
+    entities: np.ndarray  # (T,) the answers
+
+
+def build_side(
+    side: str, triples: np.ndarray, num_entities: int, num_relations: int
+) -> SideIndex:
+    """The index of ``triples`` (T, 3) that answers queries for ``side``."""
+    heads, relations, tails = triples.T
+    anchors, answers = (heads, tails) if side == "tail" else (tails, heads)
+    sizes = (num_entities, num_relations, num_entities)
+    anchors, relations, answers = sorted_rows((anchors, relations, answers), sizes)
+    indptr = np.zeros(num_entities + 1, np.int64)
+    np.cumsum(np.bincount(anchors, minlength=num_entities), out=indptr[1:])
+    return SideIndex(indptr, relations, answers)
+
+
+class KnownTriples:
+    """Known answers over one or more splits.
+
+    Queries for side "tail" have heads as anchors and tails as answers; for side "head" tails are
+    the anchors and heads the answers.
+    """
+
+    def __init__(
+        self,
+        indices: Sequence[Mapping[str, SideIndex]],
+        num_entities: int,
+        num_relations: int,
+    ):
+        self._indices = [
+            {side: SideIndex(*map(_read_only, index[side])) for side in SIDES} for index in indices
+        ]
+        self.num_entities = num_entities
+        self.num_relations = num_relations
+
+    def answers(
+        self, side: str, anchors: np.ndarray, relations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """All known answers of B queries, concatenated.
+
+        Args:
+            side: "tail" or "head", the side asked for.
+            anchors, relations: (B,) ids.
+
+        Returns:
+            query (M,) int64, ascending, and entity (M,) int64: entity[i] answers query[i]. An
+            answer known from several splits is repeated.
+
+        Raises:
+            IndexError: an id outside the store.
+        """
+        anchors, relations = self._checked(side, anchors, relations)
+        found = [_gather(index[side], anchors, relations) for index in self._indices]
+        if len(found) == 1:
+            return found[0]
+        query = np.concatenate([queries for queries, _ in found] or [np.empty(0, np.int64)])
+        entity = np.concatenate([entities for _, entities in found] or [np.empty(0, np.int64)])
+        order = np.argsort(query, kind="stable")
+        return query[order], entity[order]
+
+    def contains(
+        self, side: str, anchors: np.ndarray, relations: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray:
+        """Which candidates are known answers: (B, K) bool.
+
+        Args:
+            side: "tail" or "head", the side asked for.
+            anchors, relations: (B,) ids.
+            candidates: (B, K) entity ids, or (K,) shared by all queries.
+
+        Raises:
+            IndexError: an anchor or relation outside the store.
+        """
+        from kge_torchrec.data import search
+
+        anchors, relations = self._checked(side, anchors, relations)
+        candidates = np.asarray(candidates, np.int64)
+        shape = (len(anchors), candidates.shape[-1])
+        candidates = np.ascontiguousarray(np.broadcast_to(candidates, shape))
+        found = np.zeros(shape, bool)
+        for index in self._indices:
+            starts, stops = _ranges(index[side], anchors, relations)
+            search.mark_members(index[side].entities, starts, stops, candidates, found)
+        return found
+
+    def _checked(self, side, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+        if side not in SIDES:
+            raise ValueError(f"side must be 'head' or 'tail', not {side!r}")
+        anchors = np.ascontiguousarray(anchors, np.int64)
+        relations = np.ascontiguousarray(relations, np.int64)
+        if anchors.ndim != 1 or anchors.shape != relations.shape:
+            raise ValueError(
+                f"anchors {anchors.shape} and relations {relations.shape} must both be (B,)"
+            )
+        for name, ids, size in (
+            ("anchor", anchors, self.num_entities), ("relation", relations, self.num_relations),
+        ):  # fmt: skip
+            if len(ids) and (ids.min() < 0 or ids.max() >= size):
+                raise IndexError(f"{name} ids must lie in [0, {size})")
+        return anchors, relations
+
+
+def _read_only(array: np.ndarray) -> np.ndarray:
+    """A view like that of a mapped file, so that one compiled look-up serves both."""
+    view = np.asarray(array).view()
+    view.flags.writeable = False
+    return view
+
+
+def _ranges(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+    # Imported on use: compiling takes a second that preparing and opening a store need not wait.
+    from kge_torchrec.data import search
+
+    return search.find_ranges(index.indptr, index.relations, anchors, relations)
+
+
+def _gather(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+    starts, stops = _ranges(index, anchors, relations)
+    counts = stops - starts
+    query = np.repeat(np.arange(len(counts)), counts)
+    # Position within the query's range, plus where that range starts.
+    position = np.arange(len(query)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    return query, index.entities[position].astype(np.int64)

@@ -1,0 +1,107 @@
+"""N-Triples files to record batches, parsed by one vectorised regular expression."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv as arrow_csv
+
+from kge_torchrec.data.delimited import BLOCK_BYTES
+from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.header import COLUMNS
+from kge_torchrec.data.streams import OnBytes, lines, open_bytes
+
+_IRI = r"<(?P<{}>[^<>\s]+)>"
+_BLANK_NODE = r"_:[^\s<>]*[^\s<>.]"
+_LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[A-Za-z0-9-]+|\^\^<[^<>\s]+>)?'
+# Of the two groups for a subject or object exactly one matches; the other stays empty.
+TRIPLE = (
+    rf"^[ \t]*(?:{_IRI.format('head')}|(?P<head_node>{_BLANK_NODE}))"
+    rf"[ \t]*{_IRI.format('relation')}"
+    rf"[ \t]*(?:{_IRI.format('tail')}|(?P<tail_value>{_BLANK_NODE}|{_LITERAL}))"
+    r"[ \t]*\.[ \t]*(?:#.*)?$"
+)
+NO_TRIPLE = r"^[ \t]*(?:#.*)?$"
+
+# A byte that no valid file holds, so that each line is one field.
+_NO_DELIMITER = "\x01"
+
+
+def read_ntriples(path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
+    """Batches of the string columns head, relation, tail.
+
+    IRIs lose their angle brackets; literals (with language or type) and blank nodes stay as
+    written; escapes are not decoded. Comments and blank lines are skipped.
+
+    Raises:
+        DataError: naming file and line: a malformed line, invalid UTF-8; or no triples at all.
+    """
+    first_line, count = 1, 0
+    try:
+        with open_bytes(path, on_bytes) as stream:
+            for batch in _open_lines(path, stream):
+                triples = _parse(path, batch.column(0), first_line)
+                first_line += batch.num_rows
+                count += triples.num_rows
+                yield triples
+    except pa.ArrowInvalid as error:
+        raise _fault(path) or DataError(f"{path}: {error}") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read to its end: {error}") from error
+    if count == 0:
+        raise DataError(f"{path}: empty file: no triples")
+
+
+def _open_lines(path: Path, stream) -> arrow_csv.CSVStreamingReader:
+    if next(lines(path), None) is None:
+        raise DataError(f"{path}: empty file: no triples")
+    return arrow_csv.open_csv(
+        stream,
+        read_options=arrow_csv.ReadOptions(column_names=["line"], block_size=BLOCK_BYTES),
+        # Blank lines are kept, so that a row's position gives its line number.
+        parse_options=arrow_csv.ParseOptions(
+            delimiter=_NO_DELIMITER, quote_char=False, ignore_empty_lines=False
+        ),
+        convert_options=arrow_csv.ConvertOptions(
+            column_types={"line": pa.large_string()}, strings_can_be_null=False
+        ),
+    )
+
+
+def _parse(path: Path, text: pa.Array, first_line: int) -> pa.RecordBatch:
+    parts = pc.extract_regex(text, TRIPLE)
+    if parts.null_count:
+        unparsed = pc.is_null(parts)
+        faulty = pc.and_(unparsed, pc.invert(pc.match_substring_regex(text, NO_TRIPLE)))
+        position = pc.index(faulty, True).as_py()
+        if position >= 0:
+            raise _malformed(path, first_line + position, text[position].as_py())
+        parts = parts.filter(pc.invert(unparsed))
+    head, node, relation, tail, value = parts.flatten()
+    head = pc.binary_join_element_wise(head, node, "")
+    tail = pc.binary_join_element_wise(tail, value, "")
+    return pa.record_batch([head, relation, tail], list(COLUMNS))
+
+
+def _malformed(path: Path, line: int, text: str) -> DataError:
+    shown = text if len(text) <= 80 else text[:77] + "..."
+    return DataError(
+        f"{path}:{line}: not an N-Triples line (<subject> <predicate> <object or literal> .): "
+        f"{shown!r}"
+    )
+
+
+def _fault(path: Path) -> DataError | None:
+    """What the line reader stumbled over: bytes that are not UTF-8, or a control character."""
+    for number, line in lines(path):
+        try:
+            text = line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            return DataError(
+                f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
+                f"{error.start + 1} of the line); convert the file to UTF-8"
+            )
+        if _NO_DELIMITER in text:
+            return _malformed(path, number, text)
+    return None

@@ -1,0 +1,71 @@
+"""Sorting rows of ids fast: three columns packed into one 64-bit key wherever they fit."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def _bits(sizes: Sequence[int]) -> list[int]:
+    return [max(1, (size - 1).bit_length()) for size in sizes]
+
+
+def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | None:
+    """One uint64 per row that orders like the columns; None if it would not fit 64 bits.
+
+    ``columns[i]`` (T,) holds ids in ``[0, sizes[i])``.
+    """
+    bits = _bits(sizes)
+    if sum(bits) > 64:
+        return None
+    key = columns[0].astype(np.uint64)
+    for column, width in zip(columns[1:], bits[1:], strict=True):
+        key <<= np.uint64(width)
+        key |= column.astype(np.uint64)
+    return key
+
+
+def unpack(key: np.ndarray, sizes: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
+    """The columns that `pack` made ``key`` of; overwrites ``key``."""
+    columns = []
+    for width in reversed(_bits(sizes)):
+        columns.append((key & np.uint64((1 << width) - 1)).astype(dtype))
+        key >>= np.uint64(width)
+    return columns[::-1]
+
+
+def sorted_rows(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
+    """The columns with their rows in lexicographic order."""
+    key = pack(columns, sizes)
+    if key is None:
+        order = np.lexsort(columns[::-1])
+        return [column[order] for column in columns]
+    key.sort()
+    return unpack(key, sizes, columns[0].dtype)
+
+
+def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
+    """Ascending positions of the rows that equal an earlier row, int64."""
+    key = pack(columns, sizes)
+    if key is None:
+        order = np.lexsort(columns[::-1])
+        equal = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
+        return np.sort(order[1:][equal])
+    ordered = np.sort(key)
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice) == 0:
+        return np.empty(0, np.int64)
+    # Few rows share the low bits of a repeated key: only those need the slower sort with positions.
+    suspects = np.flatnonzero(_shares_hash(key, twice))
+    key = key[suspects]
+    order = np.argsort(key, kind="stable")
+    equal = key[order][1:] == key[order][:-1]
+    return np.sort(suspects[order[1:][equal]])
+
+
+def _shares_hash(key: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """True for every row whose key is among ``others``, and for a few rows more."""
+    width = max(10, int(len(others) * 16).bit_length())
+    multiplier, shift = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - min(width, 30))
+    table = np.zeros(1 << min(width, 30), bool)
+    table[(others * multiplier) >> shift] = True
+    return table[(key * multiplier) >> shift]

@@ -1,0 +1,48 @@
+"""From a file of triples, whatever its format, to batches of three string columns."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+
+from kge_torchrec.data.delimited import read_delimited
+from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.ntriples import read_ntriples
+from kge_torchrec.data.parquet import read_parquet
+from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
+
+DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
+SUFFIXES = (*DELIMITERS, ".nt", ".parquet")
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the file's name ends like a format that `read_triples` knows."""
+    return Path(bare_name(path)).suffix.lower() in SUFFIXES
+
+
+def read_triples(
+    path: Path, has_header: bool | None = None, on_bytes: OnBytes | None = None
+) -> Iterator[pa.RecordBatch]:
+    """Record batches of the large_string columns head, relation, tail; never the whole file.
+
+    The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
+    (N-Triples), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``. ``has_header`` overrides
+    the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of the n bytes just read.
+
+    Raises:
+        DataError: a missing file, an unknown format, or bad input, named by file and line.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file")
+    suffix = Path(bare_name(path)).suffix.lower()
+    if suffix in DELIMITERS:
+        return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes)
+    if suffix == ".nt":
+        return read_ntriples(path, on_bytes)
+    if suffix == ".parquet" and path.suffix.lower() == ".parquet":
+        return read_parquet(path, on_bytes)
+    raise DataError(
+        f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
+        f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"
+    )

@@ -1,0 +1,63 @@
+"""What `prepare` found out about the data."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from kge_torchrec.data.known import KnownTriples, SideIndex
+from kge_torchrec.data.sources import SPLITS
+
+EXAMPLES = 5
+
+
+def unseen_entities(entities: pa.Array, triples: Mapping[str, np.ndarray]) -> dict:
+    """Per split: entities (number and examples) without a training triple, and their triples."""
+    seen = np.zeros(len(entities), bool)
+    for column in (0, 2):
+        seen[triples["train"][:, column]] = True
+    found = {}
+    for split in ("valid", "test"):
+        ends = triples[split][:, 0::2]
+        unseen = ~seen[ends]
+        ids = np.unique(ends[unseen])
+        if len(ids):
+            found[split] = {
+                "entities": len(ids),
+                "triples": int(unseen.any(1).sum()),
+                "examples": entities.take(pa.array(ids[:EXAMPLES])).to_pylist(),
+            }
+    return found
+
+
+def unseen_relations(relations: pa.Array, triples: Mapping[str, np.ndarray]) -> dict:
+    """Per split: relations without a training triple, with the number of their triples there."""
+    count = {
+        split: np.bincount(triples[split][:, 1], minlength=len(relations)) for split in SPLITS
+    }
+    found = {}
+    for split in ("valid", "test"):
+        ids = np.flatnonzero((count["train"] == 0) & (count[split] > 0))
+        if len(ids):
+            labels = relations.take(pa.array(ids)).to_pylist()
+            found[split] = dict(zip(labels, count[split][ids].tolist(), strict=True))
+    return found
+
+
+def leaks(
+    triples: Mapping[str, np.ndarray],
+    indices: Mapping[str, Mapping[str, SideIndex]],
+    num_entities: int,
+    num_relations: int,
+) -> dict:
+    """Numbers of triples that two splits share, as ``{"train-valid": 3}``."""
+    found = {}
+    for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
+        if len(triples[first]) == 0 or len(triples[second]) == 0:
+            continue
+        known = KnownTriples([indices[first]], num_entities, num_relations)
+        heads, relations, tails = triples[second].T
+        shared = int(known.contains("tail", heads, relations, tails[:, None]).sum())
+        if shared:
+            found[f"{first}-{second}"] = shared
+    return found

@@ -1,0 +1,45 @@
+"""Compiled look-ups in the filter index."""
+
+import numba
+import numpy as np
+
+
+@numba.njit(cache=True, nogil=True)
+def lower_bound(values, value, low, high):
+    """First position in the ascending ``values[low:high]`` that is not below ``value``."""
+    while low < high:
+        middle = (low + high) // 2
+        if values[middle] < value:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@numba.njit(cache=True, nogil=True)
+def find_ranges(indptr, row_relations, anchors, relations):
+    """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
+    starts = np.empty(len(anchors), np.int64)
+    stops = np.empty(len(anchors), np.int64)
+    for query in range(len(anchors)):
+        low, high = indptr[anchors[query]], indptr[anchors[query] + 1]
+        starts[query] = lower_bound(row_relations, relations[query], low, high)
+        stops[query] = lower_bound(row_relations, relations[query] + 1, starts[query], high)
+    return starts, stops
+
+
+@numba.njit(cache=True, nogil=True)
+def mark_members(entities, starts, stops, candidates, found):
+    """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
+    for query in range(len(starts)):
+        low, high = starts[query], stops[query]
+        if low == high:
+            continue
+        first, last = entities[low], entities[high - 1]
+        for column in range(candidates.shape[1]):
+            candidate = candidates[query, column]
+            if candidate < first or candidate > last:
+                continue
+            position = lower_bound(entities, candidate, low, high)
+            if position < high and entities[position] == candidate:
+                found[query, column] = True

@@ -1,0 +1,211 @@
+"""The triple store: a directory of memory-mapped ids, vocabularies and filter index."""
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+
+from kge_torchrec.data.errors import StoreError
+from kge_torchrec.data.known import SIDES, KnownTriples, SideIndex
+from kge_torchrec.data.sources import SPLITS
+from kge_torchrec.data.vocabulary import Vocabulary
+
+FORMAT = "kge-torchrec triple store"
+FORMAT_VERSION = 1
+META = "meta.json"
+
+
+class TripleStore:
+    """A prepared knowledge graph, read in place: opening it costs no memory.
+
+    Attributes:
+        path: the store's directory.
+        num_entities, num_relations: N and R.
+        entities, relations: the `Vocabulary` of each.
+        train, valid, test: (T, 3) memory-mapped ids in columns head, relation, tail; int32 where
+            ids fit, else int64.
+        report: counts, duplicates, unseen entities and relations, leaks (see `prepare`).
+        fingerprint: hash of the labels and triples; equal for stores that mean the same by an id.
+    """
+
+    def __init__(self, path: Path, meta: Mapping):
+        self.path = path
+        self.num_entities: int = meta["num_entities"]
+        self.num_relations: int = meta["num_relations"]
+        self.fingerprint: str = meta["fingerprint"]
+        self.report: dict = meta["report"]
+        self.entities = Vocabulary.open(path / "entities.arrow", "entity")
+        self.relations = Vocabulary.open(path / "relations.arrow", "relation")
+        self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
+
+    @classmethod
+    def open(cls, path: str | Path) -> "TripleStore":
+        """Opens the store at ``path``.
+
+        Raises:
+            StoreError: no store there, one written by another version, or a damaged one.
+        """
+        path = Path(path)
+        meta = _read_meta(path)
+        for name, size in meta["files"].items():
+            file = path / name
+            if not file.is_file():
+                raise StoreError(f"{path}: damaged store: {name} is missing; prepare it again")
+            if file.stat().st_size != size:
+                raise StoreError(
+                    f"{path}: damaged store: {name} has {file.stat().st_size} bytes instead of "
+                    f"{size}; prepare it again"
+                )
+        return cls(path, meta)
+
+    def split(self, name: str) -> np.ndarray:
+        """The triples (T, 3) of split "train", "valid" or "test"."""
+        if name not in SPLITS:
+            raise ValueError(f"no split {name!r}; there are {', '.join(SPLITS)}")
+        return getattr(self, name)
+
+    def known(self, splits: Sequence[str] = SPLITS) -> KnownTriples:
+        """The filter index over the given splits."""
+        indices = []
+        for split in splits:
+            self.split(split)
+            indices.append({side: self._side(split, side) for side in SIDES})
+        return KnownTriples(indices, self.num_entities, self.num_relations)
+
+    def degrees(self) -> np.ndarray:
+        """How often each entity is head or tail of a training triple, (N,) int64."""
+        return sum(
+            np.bincount(self.train[:, column], minlength=self.num_entities) for column in (0, 2)
+        )
+
+    def _side(self, split: str, side: str) -> SideIndex:
+        return SideIndex(*(_map(self.path / _index_name(split, side, part))
+                           for part in SideIndex._fields))  # fmt: skip
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{split} {len(self.split(split)):,}" for split in SPLITS)
+        return (
+            f"TripleStore({str(self.path)!r}: {self.num_entities:,} entities, "
+            f"{self.num_relations:,} relations; {sizes})"
+        )
+
+
+def write_store(
+    directory: Path,
+    entities: pa.Array,
+    relations: pa.Array,
+    triples: Mapping[str, np.ndarray],
+    indices: Mapping[str, Mapping[str, SideIndex]],
+    report: Mapping,
+) -> None:
+    """Writes all files of a store into the existing ``directory``, the meta file last."""
+    Vocabulary(entities).save(directory / "entities.arrow")
+    Vocabulary(relations).save(directory / "relations.arrow")
+    for split in SPLITS:
+        np.save(directory / f"{split}.npy", triples[split])
+        for side, index in indices[split].items():
+            for part, array in zip(SideIndex._fields, index, strict=True):
+                np.save(directory / _index_name(split, side, part), array)
+    meta = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "num_entities": len(entities),
+        "num_relations": len(relations),
+        "fingerprint": fingerprint(entities, relations, triples),
+        "report": report,
+        "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
+    }
+    (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
+
+
+def fingerprint(
+    entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
+) -> str:
+    """Hash of everything that gives ids their meaning: labels in order, and triples."""
+    digest = hashlib.sha256()
+    for labels in (entities, relations):
+        lengths = np.diff(np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1))
+        digest.update(lengths.astype(np.int32).tobytes())
+        digest.update(labels.buffers()[2] or b"")
+    for split in SPLITS:
+        digest.update(f"{split} {len(triples[split])}\n".encode())
+        digest.update(np.ascontiguousarray(triples[split]))
+    return digest.hexdigest()
+
+
+def check_writable(output: Path, overwrite: bool) -> None:
+    """Raises StoreError unless a store may be written to ``output``."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / META).is_file():
+        raise StoreError(f"{output}: exists and is no store; choose another output")
+    if not overwrite:
+        raise StoreError(f"{output}: a store exists here; allow overwriting or choose another path")
+
+
+@contextmanager
+def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary directory beside ``output`` that takes its place when the block succeeds."""
+    check_writable(output, overwrite)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
+    try:
+        os.chmod(temporary, 0o777 & ~_umask())
+        yield temporary
+        _replace(output, temporary, overwrite)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _replace(output: Path, temporary: Path, overwrite: bool) -> None:
+    check_writable(output, overwrite)
+    if not output.exists():
+        temporary.rename(output)
+        return
+    # The old store steps aside by a rename, so that the path is without a store only for a moment.
+    old = temporary.with_name(temporary.name + ".old")
+    output.rename(old)
+    temporary.rename(output)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def _read_meta(path: Path) -> dict:
+    if not path.is_dir():
+        raise StoreError(f"{path}: no such store; write one with `kge-torchrec prepare`")
+    try:
+        meta = json.loads((path / META).read_text("utf-8"))
+    except FileNotFoundError:
+        raise StoreError(
+            f"{path}: not a triple store (no {META}); write one with `kge-torchrec prepare`"
+        ) from None
+    except ValueError as error:
+        raise StoreError(f"{path}: damaged store: {META}: {error}; prepare it again") from error
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise StoreError(f"{path}: not a triple store ({META} is of another program)")
+    if meta.get("version") != FORMAT_VERSION:
+        raise StoreError(
+            f"{path}: store of version {meta.get('version')}, this program reads version "
+            f"{FORMAT_VERSION}; prepare it again"
+        )
+    return meta
+
+
+def _index_name(split: str, side: str, part: str) -> str:
+    return f"known-{split}-{side}-{part}.npy"
+
+
+def _map(path: Path) -> np.ndarray:
+    return np.load(path, mmap_mode="r")
