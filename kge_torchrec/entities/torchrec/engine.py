@@ -1,0 +1,110 @@
+"""The TorchRec engine: table, scorer and optimizers put together, ready to train.
+
+Order matters, as in TorchRec's own examples: a table on the meta device, its plan,
+DistributedModelParallel, initial values, optimizers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv, ShardingPlan
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.entities.initialize import EntityInit, fill_rows
+from kge_torchrec.entities.torchrec.collection import (
+    entity_collection,
+    entity_shard,
+    set_table_step,
+    table_step,
+)
+from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.models.objective import Objective
+from kge_torchrec.parallel.dense import dense_wrapper
+from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.planning.planner import plan_row_wise
+
+DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class TorchRecEngine:
+    """Entities in a row-wise sharded EmbeddingCollection whose optimizer steps in backward.
+
+    Collective: every rank builds it with the same arguments.  Raises PlanDoesNotFit when the
+    table does not fit the ranks' memory.
+    """
+
+    def __init__(
+        self,
+        num_entities: int,
+        objective: Objective,
+        table_optimizer: TableOptimizer,
+        dense_optimizer: DenseOptimizer,
+        processes: Processes,
+        *,
+        init: EntityInit,
+        seed: int,
+    ):
+        device = processes.device
+        collection = entity_collection(num_entities, objective.scorer.dim)
+        model = KnowledgeGraphModel(collection, objective.to(device))
+        sharder = EntitySharder(fused_params=table_optimizer.fused_params())
+        self.plan: ShardingPlan = plan_row_wise(
+            model,
+            sharder,
+            processes.world_size,
+            processes.local_world_size,
+            device.type,
+            process_group=processes.group,
+        )
+        self.model = DistributedModelParallel(
+            model,
+            env=ShardingEnv(
+                processes.world_size, processes.rank, processes.group, output_dtensor=True
+            ),
+            device=device,
+            plan=self.plan,
+            sharders=[sharder],
+            data_parallel_wrapper=dense_wrapper(processes.world_size),
+        )
+        fill_rows(self.shard(), seed, init)
+        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self._dense = KeyedOptimizerWrapper(dense, dense_optimizer)
+        self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self._dense])
+        self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def shard(self) -> EntityShard:
+        """This rank's rows, current as of the last finished step."""
+        return entity_shard(self.model)
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Multiplies the base learning rates; the table's kernel takes it at the next zero_grad."""
+        for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            group["lr"] = base * factor
+
+    def state(self) -> dict[str, Any]:
+        """Table, scorer and optimizer state for a distributed checkpoint."""
+        self._dense.init_state()  # a checkpoint can only fill in state that exists
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "table_step": torch.tensor(table_step(self.model)),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``state`` gave, once a distributed load has filled it in."""
+        self.model.load_state_dict(state["model"])
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        self.optimizer.load_state_dict(state["optimizer"])
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate  # the schedule sets it, from config and step
+        # The iteration that FBGEMM corrects the Adams' bias with is in no state_dict.
+        set_table_step(self.model, int(state["table_step"]))

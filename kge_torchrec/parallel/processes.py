@@ -1,0 +1,109 @@
+"""The processes of a run: who am I, how many are we, which device is mine."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+TIMEOUT = timedelta(minutes=30)  # preparing a large store keeps the other ranks waiting
+
+
+@dataclass(frozen=True)
+class Processes:
+    """This rank's place among the ranks of a run."""
+
+    rank: int
+    world_size: int
+    local_world_size: int
+    device: torch.device
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        return dist.group.WORLD
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def broadcast(self, value):
+        """Rank 0's picklable value, on every rank."""
+        if self.world_size == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box)
+        return box[0]
+
+
+def on_first_rank(processes: Processes, work):
+    """Runs ``work()`` on rank 0 and returns its result on every rank; its error too.
+
+    So a failure on rank 0 ends all ranks in words instead of leaving them in a collective.
+    """
+    result = error = None
+    if processes.is_first:
+        try:
+            result = work()
+        except Exception as caught:
+            error = caught
+    result, error = processes.broadcast((result, error))
+    if error is not None:
+        raise error
+    return result
+
+
+@contextmanager
+def processes(device: str = "auto") -> Iterator[Processes]:
+    """Joins the process group that torchrun describes, or makes a group of one without torchrun.
+
+    device: "auto", "cpu" or "cuda".  A group that exists already is used and left alone.
+    Raises RuntimeError when CUDA is asked for and absent.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    where = _device(device, local_rank)
+    started = not dist.is_initialized()
+    if started:
+        _start(where)
+    try:
+        world = dist.get_world_size()
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        yield Processes(dist.get_rank(), world, local, where)
+    finally:
+        if started:
+            dist.destroy_process_group()
+
+
+def _device(name: str, local_rank: int) -> torch.device:
+    if name == "cuda" and not torch.cuda.is_available():
+        raise RuntimeError("device: cuda was asked for, but torch finds no CUDA device")
+    if name == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise RuntimeError(
+            f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; "
+            "start at most one process per GPU"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+def _start(device: torch.device) -> None:
+    # gloo besides NCCL: checkpoints and small objects travel between CPUs.
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        return
+    handle, path = tempfile.mkstemp(prefix="kge_torchrec_")
+    os.close(handle)
+    store = dist.FileStore(path, 1)  # a file needs no free port and no host name
+    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
