@@ -10,7 +10,6 @@ Shapes: n rows on this rank, D numbers per entity.
 from __future__ import annotations
 
 import math
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -43,6 +42,10 @@ class EntityInit:
         if not (math.isfinite(self.scale) and self.scale >= 0):
             raise ValueError(f"scale: {self.scale} is not a finite number >= 0")
 
+    def draw(self, stream: np.random.Generator, out: np.ndarray) -> None:
+        """Fills ``out``, float32 rows of D numbers in its last axis, from the stream."""
+        _DRAWS[self.distribution](stream, out, self.scale)
+
 
 def _draw_normal(stream: np.random.Generator, out: np.ndarray, deviation: float) -> None:
     stream.standard_normal(out=out, dtype=np.float32)
@@ -71,14 +74,12 @@ _DRAWS = {
 def fill_rows(shard: EntityShard, seed: int, init: EntityInit) -> None:
     """Writes the initial values of this rank's rows into the table; no communication.
 
-    Draws in float32 on the CPU, on torch.get_num_threads() threads, then copies to where the rows
-    are: beyond the table it needs one chunk (65,536 x D x 4 bytes) a thread at most.
+    Draws in float32 on the CPU, then copies to where the rows are; beyond the table it needs at
+    most one chunk (65,536 x D x 4 bytes).
     """
     start, stop = shard.row_range
-    chunks = range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0)
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        for _ in threads.map(lambda chunk: _fill_chunk(shard, seed, chunk, init), chunks):
-            pass  # raises what a thread raised
+    for chunk in range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0):
+        _fill_chunk(shard, seed, chunk, init)
 
 
 def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> None:
@@ -92,6 +93,6 @@ def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> 
     else:
         values = np.empty((high - begin, shard.dim), np.float32)
     seeds = np.random.SeedSequence((seed, _STREAM, chunk))
-    _DRAWS[init.distribution](np.random.Generator(np.random.SFC64(seeds)), values, init.scale)
+    init.draw(np.random.Generator(np.random.SFC64(seeds)), values)
     if not in_place or not target.is_contiguous():
         target.copy_(torch.from_numpy(values[low - begin :]))

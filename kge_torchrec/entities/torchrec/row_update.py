@@ -224,7 +224,7 @@ def update_rows(
         optimizer: a TableOptimizer; its own ``lr`` is not read.
         lr: the learning rate of this step.
         step: number of this step, from 1; only the Adams read it.
-        rows: (M,) int64, row of each gradient, in [0, n): not checked here.
+        rows: (M,) integers, row of each gradient, in [0, n): not checked here.
         grad: (M, D) float32.
         weights: (n, D) float32, written in place.
         first: (n, D) the first moment (Adams) or the sum of squares (adagrad); (n,) for
@@ -233,7 +233,7 @@ def update_rows(
     """
     if rows.numel() == 0:
         return
-    rows_array = rows.numpy()
+    rows_array = rows.long().numpy()  # one compiled form for every kind of id
     places, bounds, count = _group(rows_array, optimizer.max_gradient is not None)
     table = weights.numpy()
     arguments = (
