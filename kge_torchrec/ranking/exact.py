@@ -94,7 +94,7 @@ class _Counter:
         batches = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * self.batch_size))
         for group in queries.split(batches * self.batch_size):
             ids = torch.cat([group[:, 0], group[:, 2]]).to(self.shard.rows.device)
-            anchor, target = self.shard.fetch(ids).split(len(group))
+            anchor, target = self.shard.fetch(ids).view(2, len(group), self.shard.dim)
             yield from zip(
                 group.split(self.batch_size),
                 anchor.split(self.batch_size),

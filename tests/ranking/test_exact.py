@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_ranking import oracle_ranks
+from ranking_cases import (
+    ColumnScorer,
+    RecordingScorer,
+    make_known,
+    make_scorer,
+    my_shard,
+    random_triples,
+    whole,
+)
+from worlds import run_world
+
+from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.ranking.blocks import score_block
+from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.metrics import metrics
+
+N, R, D, T = 300, 3, 16, 100
+EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}  # uneven, one empty, one of one row
+TRIPLES = random_triples(T, N, R, seed=1)
+# Few anchors, so that a query has many known answers; test triples are known as well.
+KNOWN = np.concatenate([random_triples(2000, N, R, seed=2).numpy() % [9, R, N], TRIPLES])
+KNOWN = np.concatenate([KNOWN, KNOWN[:, [2, 1, 0]], KNOWN[:50]])
+QUERIES = torch.cat([TRIPLES, torch.from_numpy(KNOWN[:100])])
+
+
+def duplicated_table(seed=3):
+    """Every row stands three times, in shuffled places: ties between all blocks and shards."""
+    generator = torch.Generator().manual_seed(seed)
+    distinct = torch.randn(N // 3, D, generator=generator)
+    return distinct[torch.randperm(N, generator=generator) % len(distinct)]
+
+
+def rank_on_my_shard(scorer, table, edges, triples, known, kwargs):
+    shard = my_shard(table, edges)
+    known = None if known is None else make_known(known, len(table), R)
+    return as_lists(rank_triples(scorer, shard, triples, known, **kwargs))
+
+
+def as_lists(ranks):
+    kinds = (ranks.optimistic, ranks.pessimistic)
+    return {side: tuple(kind[side].tolist() for kind in kinds) for side in ranks.sides}
+
+
+def oracle(scorer, table, triples, known=()):
+    return {side: oracle_ranks(scorer, table, triples, known, side) for side in SIDES}
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_ranks_are_the_oracles_on_every_world_size(name):
+    table, scorer = duplicated_table(), make_scorer(name, R, D)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the ranks have, so that queries round alike
+    expected = oracle(scorer, table, QUERIES, KNOWN.tolist())
+    torch.set_num_threads(threads)
+    for world_size, edges in EDGES.items():
+        kwargs = {"block_bytes": 1, "batch_size": 64}
+        results = run_world(
+            world_size, rank_on_my_shard, scorer, table, edges, QUERIES, KNOWN, kwargs
+        )
+        for result in results:
+            assert result == expected
+
+
+@pytest.mark.parametrize("name", SCORERS)
+def test_equal_rows_tie_exactly(name):
+    """Unfiltered, the true answer ties with its two copies and with nothing else."""
+    table, scorer = duplicated_table(), make_scorer(name, R, D)
+    for block_bytes in (1, 1 << 16, None):
+        ranks = rank_triples(scorer, whole(table), QUERIES, None, block_bytes=block_bytes)
+        for side in SIDES:
+            assert (ranks.pessimistic[side] - ranks.optimistic[side] == 2).all()
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("dim", [2, 10, 130])
+def test_scores_do_not_depend_on_the_block_around_them(name, dim):
+    scorer, table = make_scorer(name, R, dim), torch.randn(700, dim)
+    anchor, relation = torch.randn(90, dim), torch.arange(90) % R
+    with torch.no_grad():
+        expected = score_block(scorer, anchor, relation, table, "tail")
+        for start, stop in ((0, 1), (3, 20), (5, 70), (1, 700), (650, 700)):
+            part = score_block(scorer, anchor, relation, table[start:stop], "tail")
+            assert torch.equal(part, expected[:, start:stop])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_fewer_entities_than_ranks(world_size):
+    table, scorer = torch.randn(1, D), make_scorer("distmult", R, D)
+    triples = torch.zeros(5, 3, dtype=torch.int64)
+    edges = [0] * world_size + [1]
+    for result in run_world(
+        world_size, rank_on_my_shard, scorer, table, edges, triples, None, {}
+    ):
+        assert result == {side: ([1] * 5, [1] * 5) for side in SIDES}
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 512])
+@pytest.mark.parametrize("block_bytes", [1, 40_000, 1 << 28])
+def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
+    table, scorer = duplicated_table(), make_scorer("transe_l1", R, D)
+    known = make_known(KNOWN, N, R)
+    queries = QUERIES[80:120]
+    ranks = rank_triples(
+        scorer, whole(table), queries, known, block_bytes=block_bytes, batch_size=batch_size
+    )
+    assert as_lists(ranks) == oracle(scorer, table, queries, KNOWN.tolist())
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_filter_and_ties_agree_with_the_oracle(data):
+    entities = data.draw(st.integers(1, 8))
+    values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("inf")])
+    table = torch.tensor(data.draw(st.lists(values, min_size=entities, max_size=entities)))[:, None]
+    ids = st.integers(0, entities - 1)
+    triple = st.tuples(ids, st.integers(0, 1), ids)
+    triples = torch.tensor(data.draw(st.lists(triple, min_size=1, max_size=6)))
+    known = data.draw(st.lists(triple, max_size=40))
+    ranks = rank_triples(ColumnScorer(), whole(table), triples, make_known(known, entities, 2))
+    assert as_lists(ranks) == oracle(ColumnScorer(), table, triples, known)
+
+
+def test_filter_conventions_by_hand():
+    """Entity i scores i; the better known answers go, the true one and unknown ones stay."""
+    table = torch.arange(6.0)[:, None]
+    triples, known = torch.tensor([[0, 0, 2]]), [(0, 0, 5), (0, 0, 2), (0, 0, 1), (3, 0, 4)]
+    tail = {"sides": ("tail",)}
+    unfiltered = rank_triples(ColumnScorer(), whole(table), triples, None, **tail)
+    filtered = rank_triples(ColumnScorer(), whole(table), triples, make_known(known, 6, 1), **tail)
+    assert unfiltered.pessimistic["tail"].tolist() == [4]  # behind 3, 4 and 5
+    assert filtered.pessimistic["tail"].tolist() == [3]  # behind 3 and 4, which has another head
+    assert filtered.sides == ("tail",)
+
+
+def test_a_constant_scorer_looks_like_chance():
+    table, entities = torch.zeros(1001, 1), 1001
+    ranks = rank_triples(ColumnScorer(), whole(table), random_triples(50, entities, 1, 0), None)
+    realistic = metrics(ranks)["both"]["realistic"]
+    assert realistic["mr"] == (entities + 1) / 2
+    assert realistic["mrr"] == pytest.approx(2 / (entities + 1))
+    assert realistic["hits@10"] == 0
+
+
+def test_nan_scores_rank_last():
+    table = torch.tensor([1.0, 2.0, torch.nan, 3.0])[:, None]
+    triples = torch.tensor([[0, 0, 2], [0, 0, 3]])
+    ranks = rank_triples(ColumnScorer(), whole(table), triples, None, sides=("tail",))
+    assert ranks.optimistic["tail"].tolist() == [4, 2]  # last of all; behind the NaN
+    assert ranks.pessimistic["tail"].tolist() == [4, 2]
+    everywhere = rank_triples(
+        ColumnScorer(), whole(torch.full((9, 1), torch.nan)), triples, None
+    )
+    assert metrics(everywhere)["both"]["optimistic"]["mr"] == 9
+
+
+def test_no_score_matrix_exceeds_the_block():
+    scorer, bound = RecordingScorer(), 1 << 17
+    rank_triples(
+        scorer, whole(torch.randn(5000, 1)), random_triples(600, 5000, 1, 0), None,
+        block_bytes=bound, batch_size=128,
+    )  # fmt: skip
+    assert max(scorer.bytes) <= bound
+
+
+def test_training_mode_is_restored():
+    scorer = make_scorer("distmult", R, D)
+    for mode in (True, False):
+        scorer.train(mode)
+        rank_triples(scorer, whole(duplicated_table()), QUERIES[:2], None)
+        assert scorer.training is mode
+    scorer.train()
+    with pytest.raises(IndexError):
+        rank_triples(scorer, whole(duplicated_table()), torch.tensor([[0, 0, N]]), None)
+    assert scorer.training
+
+
+def test_progress_counts_every_query():
+    seen = []
+    rank_triples(
+        ColumnScorer(), whole(torch.zeros(4, 1)), torch.zeros(10, 3, dtype=torch.int64), None,
+        batch_size=4, progress=seen.append,
+    )  # fmt: skip
+    assert seen == [4, 4, 2] * 2
+
+
+def test_low_precision_tables_are_ranked_in_float32():
+    table, scorer = duplicated_table().bfloat16(), make_scorer("complex", R, D)
+    ranks = rank_triples(scorer, whole(table), QUERIES, make_known(KNOWN, N, R))
+    assert as_lists(ranks) == oracle(scorer, table.float(), QUERIES, KNOWN.tolist())
+
+
+def test_empty_and_misshapen_triples():
+    none = torch.empty(0, 3, dtype=torch.int64)
+    ranks = rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none, None)
+    assert all(len(ranks.values(side, "realistic")) == 0 for side in SIDES)
+    with pytest.raises(ValueError, match=r"\(T, 3\)"):
+        rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none[:, :2], None)

@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from kge_torchrec.ranking.metrics import Ranks, metrics, results_table
+
+
+def ranks(head, tail):
+    """Each side as (optimistic, pessimistic) lists."""
+    sides = {"head": head, "tail": tail}
+    parts = [{side: np.array(pair[i]) for side, pair in sides.items()} for i in (0, 1)]
+    return Ranks(*parts)
+
+
+EXAMPLE = ranks(head=([1, 2], [2, 4]), tail=([10, 1], [11, 1]))
+
+
+def test_hand_computed_example():
+    results = metrics(EXAMPLE)
+    assert set(results) == {"head", "tail", "both"}
+    for kinds in results.values():
+        assert set(kinds) == {"optimistic", "realistic", "pessimistic"}
+    assert results["head"]["optimistic"] == pytest.approx(
+        {"mrr": (1 + 1 / 2) / 2, "mr": 1.5, "hits@1": 0.5, "hits@3": 1, "hits@10": 1}
+    )
+    # Realistic ranks 1.5 and 3: neither is a hit at 1, both are at 3.
+    assert results["head"]["realistic"] == pytest.approx(
+        {"mrr": (1 / 1.5 + 1 / 3) / 2, "mr": 2.25, "hits@1": 0, "hits@3": 1, "hits@10": 1}
+    )
+    assert results["head"]["pessimistic"] == pytest.approx(
+        {"mrr": (1 / 2 + 1 / 4) / 2, "mr": 3, "hits@1": 0, "hits@3": 0.5, "hits@10": 1}
+    )
+    # Realistic ranks 10.5 and 1.
+    assert results["tail"]["realistic"] == pytest.approx(
+        {"mrr": (1 / 10.5 + 1) / 2, "mr": 5.75, "hits@1": 0.5, "hits@3": 0.5, "hits@10": 0.5}
+    )
+    both = (1 / 1.5 + 1 / 3 + 1 / 10.5 + 1) / 4
+    assert results["both"]["realistic"]["mrr"] == pytest.approx(both)
+    assert results["both"]["optimistic"]["hits@10"] == 1
+
+
+def test_values_are_plain_floats():
+    results = metrics(EXAMPLE)
+    values = [v for kinds in results.values() for row in kinds.values() for v in row.values()]
+    assert {type(value) for value in values} == {float}
+
+
+def test_large_ranks_keep_their_precision():
+    large = 2**53 - 1
+    one = ranks(([large], [large]), ([large], [large]))
+    assert metrics(one)["both"]["pessimistic"]["mr"] == large
+
+
+def test_one_side_alone():
+    tail = Ranks({"tail": np.array([2])}, {"tail": np.array([2])})
+    results = metrics(tail)
+    assert set(results) == {"tail", "both"}
+    assert results["tail"] == results["both"]
+
+
+@pytest.mark.parametrize("nothing", [ranks(([], []), ([], [])), Ranks({}, {})])
+def test_no_triples_is_an_error(nothing):
+    with pytest.raises(ValueError, match="empty"):
+        metrics(nothing)
+
+
+def test_table_is_aligned_and_complete():
+    lines = results_table(metrics(EXAMPLE)).splitlines()
+    assert len(lines) == 2 + 9
+    assert len({len(line) for line in lines}) == 1
+    assert lines[0].split() == ["side", "ties", "mrr", "mr", "hits@1", "hits@3", "hits@10"]
+    assert lines[3].split() == ["head", "realistic", "0.5000", "2.2", "0.0000", "1.0000", "1.0000"]

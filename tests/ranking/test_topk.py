@@ -1,0 +1,80 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_ranking import dense_scores, oracle_top_k
+from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
+from worlds import run_world
+
+from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.ranking.topk import top_k
+
+N, R, D, B = 200, 3, 8, 20
+EDGES = {1: [0, N], 2: [0, 77, N], 4: [0, 130, 130, 131, N]}
+EXCLUDE = (np.array([0, 0, 0, 3, 19]), np.array([0, 77, 199, 130, 131]))
+
+
+def case(seed=0):
+    """Rows in equal pairs far apart: ties across blocks and shards."""
+    generator = torch.Generator().manual_seed(seed)
+    table = torch.randn(N // 2, D, generator=generator).repeat(2, 1)
+    return table, torch.randint(N, (B,), generator=generator), torch.arange(B) % R
+
+
+def top_k_on_my_shard(scorer, table, edges, anchors, relations, side, k):
+    return top_k(
+        scorer, my_shard(table, edges), anchors, relations, side, k, EXCLUDE, block_bytes=1
+    )
+
+
+@pytest.mark.parametrize("side", ["head", "tail"])
+@pytest.mark.parametrize("name", SCORERS)
+def test_agrees_with_the_oracle_on_every_world_size(name, side):
+    (table, anchors, relations), scorer = case(), make_scorer(name, R, D)
+    pairs = set(zip(*(ids.tolist() for ids in EXCLUDE), strict=True))
+    expected = oracle_top_k(scorer, table, anchors, relations, side, 7, pairs)
+    dense = dense_scores(scorer, table, torch.stack([anchors, relations, anchors], 1), side)
+    for world_size, edges in EDGES.items():
+        for scores, ids in run_world(
+            world_size, top_k_on_my_shard, scorer, table, edges, anchors, relations, side, 7
+        ):
+            assert ids.tolist() == expected
+            torch.testing.assert_close(scores, dense.gather(1, ids))
+
+
+def test_asking_for_more_than_there_is():
+    table = torch.tensor([[3.0], [1.0], [2.0]])
+    zero = torch.zeros(1, dtype=torch.int64)
+    scores, ids = top_k(ColumnScorer(), whole(table), zero, zero, "tail", 5)
+    assert ids.tolist() == [[0, 2, 1, -1, -1]]
+    assert scores.tolist() == [[3, 2, 1, -torch.inf, -torch.inf]]
+
+
+def test_excluded_entities_never_appear_even_when_nothing_else_is_left():
+    table = torch.zeros(3, 1)
+    zero = torch.zeros(1, dtype=torch.int64)
+    exclude = (np.array([0, 0]), np.array([0, 2]))
+    _, ids = top_k(ColumnScorer(), whole(table), zero, zero, "head", 3, exclude)
+    assert ids.tolist() == [[1, -1, -1]]
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data())
+def test_order_of_special_values(data):
+    special = [0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, np.nan, 1e-40, -1e-40]
+    values = data.draw(st.lists(st.sampled_from(special), min_size=1, max_size=12))
+    table = torch.tensor(values)[:, None]
+    zero = torch.zeros(1, dtype=torch.int64)
+    scores, ids = top_k(ColumnScorer(), whole(table), zero, zero, "tail", len(values))
+    assert ids.tolist() == oracle_top_k(ColumnScorer(), table, zero, zero, "tail", len(values))
+    found = table[ids[0], 0]
+    assert torch.equal(scores[0], torch.where(found.isnan(), -torch.inf, found))
+
+
+def test_bad_arguments():
+    table, zero = torch.zeros(3, 1), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ValueError, match="k must"):
+        top_k(ColumnScorer(), whole(table), zero, zero, "tail", 0)
+    with pytest.raises(IndexError):
+        top_k(ColumnScorer(), whole(table), zero + 3, zero, "tail", 1)

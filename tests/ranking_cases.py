@@ -1,0 +1,63 @@
+"""Scorers, shards and known triples that the ranking tests share."""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kge_torchrec.data.known import KnownTriples, build_side
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers.base import Scorer
+
+
+def make_scorer(name, num_relations, dim, seed=0):
+    scorer = SCORERS[name](num_relations, dim)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.normal_(generator=generator)
+    return scorer
+
+
+class ColumnScorer(Scorer):
+    """Scores an entity by the first number of its row, whatever the query."""
+
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def score_all(self, anchor, relation, rows, side):
+        return rows[:, 0].expand(len(anchor), -1)
+
+
+class RecordingScorer(ColumnScorer):
+    """Also notes the bytes of every score matrix that it makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def score_all(self, anchor, relation, rows, side):
+        self.bytes.append(4 * len(anchor) * len(rows))
+        return super().score_all(anchor, relation, rows, side)
+
+
+def make_known(triples, num_entities, num_relations):
+    triples = np.asarray(triples, np.int64).reshape(-1, 3)
+    index = {side: build_side(side, triples, num_entities, num_relations) for side in SIDES}
+    return KnownTriples([index], num_entities, num_relations)
+
+
+def random_triples(count, num_entities, num_relations, seed):
+    generator = np.random.default_rng(seed)
+    sizes = (num_entities, num_relations, num_entities)
+    return torch.from_numpy(np.stack([generator.integers(n, size=count) for n in sizes], 1))
+
+
+def whole(table):
+    return EntityShard(table, 0, len(table))
+
+
+def my_shard(table, edges):
+    """This rank's rows when rank i holds edges[i] to edges[i + 1]."""
+    start, stop = edges[dist.get_rank() : dist.get_rank() + 2]
+    return EntityShard(table[start:stop], start, len(table))
