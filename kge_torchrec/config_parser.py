@@ -18,7 +18,8 @@ CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 def build_parser(prog: str = "kge-torchrec train") -> ArgumentParser:
     """The parser of every key; its --help lists them with their meaning and default."""
-    parser = ArgumentParser(prog=prog, exit_on_error=False, usage=f"{prog} CONFIG [--key.sub value]")
+    usage = f"{prog} CONFIG [--key.sub value]"
+    parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
     parser.add_class_arguments(Config, None)
     return parser

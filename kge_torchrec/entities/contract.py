@@ -49,7 +49,7 @@ class EntityShard:
 
         Collective: every rank passes the same ids.  Raises IndexError on an id outside [0, N).
         """
-        if ids.numel() and not (0 <= int(ids.min()) and int(ids.max()) < self.num_entities):
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_entities):
             raise IndexError(f"entity ids must lie in [0, {self.num_entities})")
         here = self.holds(ids)
         out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)

@@ -2,7 +2,7 @@
 
 A scorer holds the relation (and any other dense) parameters; entity rows are handed in, so that
 it never needs to know where they live.  A query is an anchor entity and a relation, asked for the
-missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` asks (?, relation, anchor).
+missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` (?, relation, anchor).
 
 Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, ...] = ("head", "tail")
-Fill = Callable[[Tensor, torch.Generator], object]  # draws into a tensor, in place
+Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
 
 
 class Scorer(nn.Module):
@@ -67,7 +68,7 @@ class Scorer(nn.Module):
         raise NotImplementedError
 
     def score_all(self, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side) -> Tensor:
-        """Scores against all rows given.  anchor: (B, D); relation: (B,); rows: (N, D) -> (B, N)."""
+        """Scores against all rows given: (B, D), (B,), (N, D) -> (B, N)."""
         return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
 
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
@@ -76,10 +77,10 @@ class Scorer(nn.Module):
         return nn.functional.embedding(relation, self.relations)
 
     @torch.no_grad()
-    def reset_parameters(self, fill: Fill, generator: torch.Generator) -> None:
-        """Gives every parameter its start from the generator; ``fill`` is the configured draw."""
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Gives every parameter its start from the stream; ``fill`` is the configured draw."""
         for parameter in self.parameters():
-            fill(parameter, generator)
+            fill(stream, parameter.numpy())
 
 
 class QueryScorer(Scorer):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,9 +27,10 @@ class RotatE(QueryScorer):
         self.relations = nn.Parameter(torch.empty(self.relation_rows, dim // 2))
 
     @torch.no_grad()
-    def reset_parameters(self, fill: Fill, generator: torch.Generator) -> None:
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Phases start uniform over the circle: the configured distribution plays no part."""
-        self.relations.uniform_(-math.pi, math.pi, generator=generator)
+        phases = stream.uniform(-math.pi, math.pi, self.relations.shape)
+        self.relations.copy_(torch.from_numpy(phases))
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         phase = nn.functional.embedding(relation, self.relations)

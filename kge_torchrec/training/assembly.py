@@ -1,0 +1,114 @@
+"""From the config to objects: the one place where names in the config become parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import nn
+
+from kge_torchrec.config import Config, LossConfig, TrainConfig
+from kge_torchrec.data.batches import BatchBuilder
+from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.entities.initialize import EntityInit
+from kge_torchrec.entities.torchrec.engine import TorchRecEngine
+from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.models.losses import (
+    BinaryCrossEntropyLoss,
+    MarginLoss,
+    SelfAdversarialLoss,
+    SoftmaxLoss,
+)
+from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.scorers import SCORERS, SIDES, Side
+from kge_torchrec.parallel.processes import Processes
+
+_SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
+
+
+def sides_of(name: str) -> tuple[Side, ...]:
+    """"both" -> ("head", "tail"); a side's own name -> that side."""
+    return SIDES if name == "both" else (name,)
+
+
+def build_loss(config: LossConfig) -> nn.Module:
+    """The loss of a query."""
+    return {
+        "softmax": lambda: SoftmaxLoss(config.label_smoothing),
+        "bce": lambda: BinaryCrossEntropyLoss(config.label_smoothing),
+        "margin": lambda: MarginLoss(config.margin),
+        "self_adversarial": lambda: SelfAdversarialLoss(config.margin, config.temperature),
+    }[config.name]()
+
+
+def build_engine(config: Config, store: TripleStore, processes: Processes) -> TorchRecEngine:
+    """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
+    model, train = config.model, config.train
+    scorer = SCORERS[model.scorer](store.num_relations, model.dim, model.reciprocal)
+    init = EntityInit(model.init, model.init_scale)
+    stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
+    scorer.reset_parameters(init.draw, stream)
+    objective = Objective(
+        scorer,
+        build_loss(config.loss),
+        sides_of(config.negatives.sides),
+        Penalties(n3=config.loss.n3, l2=config.loss.l2),
+    )
+    table = TableOptimizer(
+        name=train.optimizer,
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+    )
+    return TorchRecEngine(
+        store.num_entities,
+        objective,
+        table,
+        dense_optimizer(train),
+        processes,
+        init=init,
+        seed=config.seed,
+    )
+
+
+def dense_optimizer(
+    train: TrainConfig,
+) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
+    """The optimizer of the dense parameters: the table's one without row-wise state."""
+    rate = train.relation_lr or train.lr
+    decay = {"weight_decay": train.weight_decay}
+
+    def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        if train.optimizer in ("adam", "rowwise_adam"):
+            betas = (train.beta1, train.beta2)
+            return torch.optim.AdamW(
+                parameters, lr=rate, betas=betas, eps=train.eps, fused=True, **decay
+            )
+        if train.optimizer in ("adagrad", "rowwise_adagrad"):
+            return torch.optim.Adagrad(parameters, lr=rate, eps=train.eps, **decay)
+        return torch.optim.SGD(parameters, lr=rate, **decay)
+
+    return build
+
+
+def build_batches(config: Config, store: TripleStore, processes: Processes) -> BatchBuilder:
+    """This rank's batches."""
+    negatives = config.negatives
+    weights = None
+    if negatives.sampling == "degree":
+        weights = degree_weights(store.degrees(), negatives.degree_power)
+    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, weights)
+    return BatchBuilder(
+        store.train,
+        config.train.batch_size,
+        sampler,
+        sides=sides_of(negatives.sides),
+        chunk_size=negatives.chunk_size,
+        known=store.known(("train",)) if negatives.filtered else None,
+        seed=config.seed,
+        rank=processes.rank,
+        world_size=processes.world_size,
+    )

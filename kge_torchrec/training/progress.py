@@ -1,0 +1,38 @@
+"""Where a run stands: everything a resume needs that is not a tensor."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass
+class Progress:
+    """The data position and what validation has seen so far."""
+
+    epoch: int = 0  # epochs finished
+    step: int = 0  # steps finished in the epoch under way
+    global_step: int = 0
+    seconds: float = 0.0  # of training, validation and checkpoints not counted
+    triples: int = 0  # positives trained
+    best_metric: float | None = None
+    best_checkpoint: str | None = None
+    bad_validations: int = 0  # since the best one
+    plateaus: int = 0
+    plateau_wait: int = 0
+    data: str = ""  # fingerprint of the store that was trained on
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Progress:
+        """The inverse of ``to_dict``."""
+        return cls(**values)
+
+    def is_better(self, metric: str, value: float) -> bool:
+        """Whether ``value`` beats the best so far; a mean rank is better when lower."""
+        if self.best_metric is None:
+            return True
+        return value < self.best_metric if metric == "mr" else value > self.best_metric

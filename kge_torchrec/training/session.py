@@ -1,0 +1,117 @@
+"""A run in memory: its data, engine and checkpoints, for training, ranking and prediction."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+
+from kge_torchrec.config import Config
+from kge_torchrec.data.errors import StoreError
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.environment import keep_large_blocks, set_threads
+from kge_torchrec.models.scorers.base import Scorer
+from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.training.assembly import build_engine
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.sources import open_store
+
+log = logging.getLogger(__name__)
+
+# While selecting models on valid, test triples are not in the filter.
+FILTERS = {
+    "train": ("train", "valid", "test"),
+    "valid": ("train", "valid"),
+    "test": ("train", "valid", "test"),
+}
+
+
+class Session:
+    """Collective: every rank makes one with the same arguments."""
+
+    def __init__(self, config: Config, folder: RunFolder, processes: Processes):
+        keep_large_blocks()
+        set_threads(config.threads, processes.local_world_size)
+        self.config, self.folder, self.processes = config, folder, processes
+        self.show = config.run.progress and processes.is_first
+        self.store: TripleStore = open_store(
+            config.data, config.seed, folder.store, processes, self.show
+        )
+        self.engine = build_engine(config, self.store, processes)
+        self.checkpoints = Checkpoints(folder.checkpoints, processes, config.checkpoint.keep)
+
+    @property
+    def scorer(self) -> Scorer:
+        """The scorer inside the sharded model."""
+        found = [m for m in self.engine.model.modules() if isinstance(m, Scorer)]
+        return found[0]
+
+    def restore(self) -> Progress:
+        """Everything from the newest readable checkpoint, to train on; a new start without one."""
+        state = self.engine.state()
+        progress = self.checkpoints.load(state)
+        if progress is None:
+            return Progress(data=self.store.fingerprint)
+        self._check_data(progress)
+        self.engine.load_state(state)
+        return progress
+
+    def restore_parameters(self, name: str | None = None) -> Progress:
+        """Only the parameters, of the named checkpoint, or of the best one, or of the newest.
+
+        Raises CheckpointError when the run has no readable checkpoint.
+        """
+        state = {"model": self.engine.model.state_dict()}
+        progress = self.checkpoints.load(state, name or self._best())
+        if progress is None:
+            raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
+        self._check_data(progress)
+        self.engine.model.load_state_dict(state["model"])
+        return progress
+
+    def rank(self, split: str) -> dict:
+        """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""
+        return self._metrics(self.store.split(split), split)
+
+    def validate(self) -> dict:
+        """Metrics of valid, or of a fixed sample of it if evaluation.max_triples says so."""
+        triples, limit = self.store.valid, self.config.evaluation.max_triples
+        if limit and limit < len(triples):
+            stream = np.random.default_rng(self.config.seed)
+            triples = triples[np.sort(stream.choice(len(triples), limit, replace=False))]
+        return self._metrics(triples, "valid")
+
+    def _metrics(self, triples: np.ndarray, split: str) -> dict:
+        from tqdm import tqdm
+
+        total = 2 * len(triples)
+        with tqdm(
+            total=total, desc=f"rank {split}", unit="query", disable=not self.show, leave=False
+        ) as bar:
+            ranks = rank_triples(
+                self.scorer,
+                self.engine.shard(),
+                np.asarray(triples, dtype=np.int64),
+                self.store.known(FILTERS[split]),
+                batch_size=self.config.evaluation.batch_size,
+                progress=bar.update,
+            )
+        return metrics(ranks)
+
+    def _best(self) -> str | None:
+        """The best checkpoint, if there is one that can be read."""
+        for name in reversed(self.checkpoints.names()):
+            best = self.checkpoints.progress(name).best_checkpoint
+            return best if best in self.checkpoints.names() else None
+        return None
+
+    def _check_data(self, progress: Progress) -> None:
+        if progress.data and progress.data != self.store.fingerprint:
+            raise StoreError(
+                f"{self.store.path}: the triples are not the ones that {self.folder.path} was "
+                "trained on, so its ids mean something else; give it the old ones back"
+            )

@@ -1,0 +1,72 @@
+"""From the config's data.path to an open store."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+
+from kge_torchrec.config import DataConfig
+from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.parallel.processes import Processes, on_first_rank
+
+EMBEDDED = "countries"
+log = logging.getLogger(__name__)
+
+
+def open_store(
+    config: DataConfig, seed: int, prepared: Path, processes: Processes, progress: bool
+) -> TripleStore:
+    """The store that data.path names; raw files are prepared into ``prepared`` first, once.
+
+    Collective; rank 0 prepares, the others wait, then all map the same files.
+    Raises DataError on bad input.
+    """
+    path = Path(config.path)
+    if (path / META).is_file():
+        prepared = path
+    elif not (prepared / META).is_file():
+        on_first_rank(processes, lambda: _prepare(config, seed, prepared, progress))
+    return TripleStore.open(prepared)
+
+
+def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> None:
+    if config.path == EMBEDDED and not Path(EMBEDDED).exists():
+        from kge_torchrec.data.countries import country_splits
+
+        prepare_triples(country_splits(), prepared)
+        return
+    prepare(
+        config.path,
+        prepared,
+        ratio=config.ratio,
+        seed=seed,
+        has_header=config.has_header,
+        allow_unseen_relations=config.allow_unseen_relations,
+        progress=progress,
+    )
+
+
+def remove_prepared(prepared: Path) -> None:
+    """Drops a store that was prepared for a run which then did not start."""
+    shutil.rmtree(prepared, ignore_errors=True)
+
+
+def notes(store: TripleStore) -> list[str]:
+    """What a person should know about the data before reading results, a sentence each."""
+    report, out = store.report, []
+    for split, found in (report.get("unseen_entities") or {}).items():
+        out.append(
+            f"{split}: {found['entities']:,} entities never occur in train; their "
+            f"{found['triples']:,} triples stay in"
+        )
+    for split, count in (report.get("duplicates") or {}).items():
+        if count:
+            out.append(f"{split}: {count:,} duplicate triples were dropped")
+    for splits, count in (report.get("shared") or {}).items():
+        if count:
+            out.append(f"{splits}: {count:,} triples occur in both")
+    for split, found in (report.get("unseen_relations") or {}).items():
+        out.append(f"{split}: relations without a training triple: {', '.join(found)}")
+    return out

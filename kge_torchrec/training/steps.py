@@ -1,0 +1,74 @@
+"""One training step after another: TorchRec's pipeline, or the same steps in a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from kge_torchrec.data.batches import Batch
+from kge_torchrec.entities.contract import EntityEngine
+
+
+class Pipeline(Protocol):
+    """Trains the next batch of an iterator; StopIteration when all are trained."""
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor: ...
+
+
+class Loop:
+    """batch -> device -> forward -> backward -> step, one after another."""
+
+    def __init__(self, engine: EntityEngine, device: torch.device):
+        self.engine, self.device = engine, device
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor:
+        """Trains one batch; returns its loss, detached."""
+        batch = next(batches).to(self.device, non_blocking=True)
+        self.engine.optimizer.zero_grad()
+        loss, detached = self.engine.model(batch)
+        loss.backward()  # the table steps here
+        self.engine.optimizer.step()
+        return detached
+
+
+class NotPipelined(RuntimeError):
+    """TorchRec fell back to looking entities up without the pipeline."""
+
+
+class SparseDist:
+    """TorchRec's pipeline: the next batch's ids travel while this batch is computed.
+
+    Only ids are sent ahead, rows are looked up after the step before: training is as exact as in
+    ``Loop``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
+    """
+
+    def __init__(self, engine: EntityEngine, device: torch.device):
+        self._pipeline = TrainPipelineSparseDist(
+            engine.model, engine.optimizer, device, execute_all_batches=True
+        )
+        self._model, self._checked = engine.model, False
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor:
+        """Trains one batch; returns its loss, detached."""
+        loss = self._pipeline.progress(batches)
+        if not self._checked:
+            self._check()
+        return loss
+
+    def _check(self) -> None:
+        tables = [m for m in self._model.modules() if isinstance(m, ShardedEmbeddingCollection)]
+        if not (tables and all(table.is_pipelined for table in tables)):
+            raise NotPipelined(
+                "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
+            )
+        self._checked = True
+
+
+def build_pipeline(name: str, engine: EntityEngine, device: torch.device) -> Pipeline:
+    """train.pipeline: "sparse_dist" or "loop"."""
+    return {"sparse_dist": SparseDist, "loop": Loop}[name](engine, device)
