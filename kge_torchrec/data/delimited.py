@@ -10,7 +10,7 @@ from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.header import COLUMNS, roles
-from kge_torchrec.data.streams import OnBytes, lines, open_bytes
+from kge_torchrec.data.streams import OnBytes, lines, open_bytes, unreadable
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
 BLOCK_BYTES = 32 << 20
@@ -42,7 +42,7 @@ def read_delimited(
     except pa.ArrowInvalid as error:
         raise _fault(path, delimiter) or DataError(f"{path}: {error}") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read to its end: {error}") from error
+        raise unreadable(path, error) from error
     if count == 0:
         raise DataError(f"{path}: no triples after the header")
 

@@ -29,15 +29,18 @@ def divide(
     """
     total = len(triples)
     order = np.random.default_rng(seed).permutation(total)
+    # Backwards: of repeated ids numpy keeps the last one written, here the earliest in order.
+    backwards = triples[order[::-1]]
+    places = np.arange(total)[::-1]
     bound = np.zeros(total, bool)
     for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
-        first = np.full(size, total, np.int64)
+        first = np.full(size, total)
         for column in columns:
-            # Of repeated ids numpy keeps the last one written, here the earliest in order.
-            earliest = np.full(size, total, np.int64)
-            earliest[triples[order[::-1], column]] = np.arange(total)[::-1]
+            earliest = np.full(size, total)
+            earliest[backwards[:, column]] = places
             np.minimum(first, earliest, out=first)
         bound[first[first < total]] = True
+    del backwards
     free = order[~bound]
     num_valid, num_test = (round(total * share) for share in ratio[1:])
     if num_valid + num_test > len(free):

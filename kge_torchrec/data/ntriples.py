@@ -10,7 +10,7 @@ from pyarrow import csv as arrow_csv
 from kge_torchrec.data.delimited import BLOCK_BYTES
 from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.header import COLUMNS
-from kge_torchrec.data.streams import OnBytes, lines, open_bytes
+from kge_torchrec.data.streams import OnBytes, lines, open_bytes, unreadable
 
 _IRI = r"<(?P<{}>[^<>\s]+)>"
 _BLANK_NODE = r"_:[^\s<>]*[^\s<>.]"
@@ -48,7 +48,7 @@ def read_ntriples(path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.Re
     except pa.ArrowInvalid as error:
         raise _fault(path) or DataError(f"{path}: {error}") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read to its end: {error}") from error
+        raise unreadable(path, error) from error
     if count == 0:
         raise DataError(f"{path}: empty file: no triples")
 
@@ -79,8 +79,9 @@ def _parse(path: Path, text: pa.Array, first_line: int) -> pa.RecordBatch:
             raise _malformed(path, first_line + position, text[position].as_py())
         parts = parts.filter(pc.invert(unparsed))
     head, node, relation, tail, value = parts.flatten()
-    head = pc.binary_join_element_wise(head, node, "")
-    tail = pc.binary_join_element_wise(tail, value, "")
+    nothing = pa.scalar("", pa.large_string())
+    head = pc.binary_join_element_wise(head, node, nothing)
+    tail = pc.binary_join_element_wise(tail, value, nothing)
     return pa.record_batch([head, relation, tail], list(COLUMNS))
 
 

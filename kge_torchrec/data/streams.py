@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from kge_torchrec.data.errors import DataError
+
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
@@ -49,8 +51,15 @@ def lines(path: Path):
 
     Slow (a Python object per line): for looking at the first line or for naming a faulty one.
     """
-    with io.BufferedReader(open_bytes(path), 1 << 20) as stream:
-        for number, line in enumerate(stream, 1):
-            if number == 1:
-                line = line.removeprefix(BYTE_ORDER_MARK)
-            yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+    try:
+        with io.BufferedReader(open_bytes(path), 1 << 20) as stream:
+            for number, line in enumerate(stream, 1):
+                if number == 1:
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read or decompressed: {error}")

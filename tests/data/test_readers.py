@@ -1,0 +1,304 @@
+import bz2
+import gzip
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kge_torchrec.data import delimited
+from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.readers import read_triples
+
+ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]
+
+
+def rows_of(path, **options) -> list[tuple[str, str, str]]:
+    return [
+        tuple(row.values())
+        for batch in read_triples(path, **options)
+        for row in batch.to_pylist()
+    ]
+
+
+def tsv(rows=ROWS, end="\n") -> bytes:
+    return "".join("\t".join(row) + end for row in rows).encode()
+
+
+def write(path: Path, content: bytes) -> Path:
+    path.write_bytes(content)
+    return path
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, "zstd", asbytes=True)
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.txt", "x.TSV"])
+def test_tab_separated(tmp_path, name):
+    assert rows_of(write(tmp_path / name, tsv())) == ROWS
+
+
+@pytest.mark.parametrize(
+    "suffix, compress", [(".gz", gzip.compress), (".zst", zstd), (".bz2", bz2.compress)]
+)
+def test_compressed(tmp_path, suffix, compress):
+    assert rows_of(write(tmp_path / f"x.tsv{suffix}", compress(tsv()))) == ROWS
+
+
+def test_gzip_of_several_members(tmp_path):
+    content = gzip.compress(tsv(ROWS[:1])) + gzip.compress(tsv(ROWS[1:]))
+    assert rows_of(write(tmp_path / "x.tsv.gz", content)) == ROWS
+
+
+def test_windows_line_ends_and_byte_order_mark(tmp_path):
+    assert rows_of(write(tmp_path / "x.tsv", b"\xef\xbb\xbf" + tsv(end="\r\n"))) == ROWS
+
+
+def test_last_line_without_end_and_blank_lines(tmp_path):
+    content = b"\n" + tsv().replace(b"\n", b"\n\n").rstrip(b"\n")
+    assert rows_of(write(tmp_path / "x.tsv", content)) == ROWS
+
+
+def test_csv_with_quotes(tmp_path):
+    content = b'a,likes,b\r\n"x, y","says ""hi""","two\nlines"\r\n'
+    expected = [("a", "likes", "b"), ("x, y", 'says "hi"', "two\nlines")]
+    assert rows_of(write(tmp_path / "x.csv", content)) == expected
+
+
+def test_quotes_in_tsv_are_text(tmp_path):
+    rows = [('"a', 'r"', '"'), ("'", '""', 'x"y"')]
+    assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
+
+
+def test_labels_that_look_like_nulls_or_numbers_stay_text(tmp_path):
+    rows = [("NA", "null", "nan"), ("1", "2.0", "true"), ("007", " ", "\\N")]
+    assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
+
+
+@pytest.mark.parametrize(
+    "header", ["head\trelation\ttail", "Subject\tPREDICATE\tobject", "h\tr\tt", "#src\trel\tdst"]
+)
+def test_header_recognised(tmp_path, header):
+    assert rows_of(write(tmp_path / "x.tsv", header.encode() + b"\n" + tsv())) == ROWS
+
+
+def test_header_in_another_order(tmp_path):
+    path = write(tmp_path / "x.csv", b"source,target,type\na,b,likes\n")
+    assert rows_of(path) == [("a", "likes", "b")]
+
+
+def test_header_overridden(tmp_path):
+    recognised = write(tmp_path / "x.tsv", b"h\tr\tt\n" + tsv())
+    assert rows_of(recognised, has_header=False) == [("h", "r", "t"), *ROWS]
+    unusual = write(tmp_path / "y.tsv", b"\nWho\tHow\tWhom\n" + tsv())
+    assert rows_of(unusual, has_header=True) == ROWS
+    assert rows_of(unusual) == [("Who", "How", "Whom"), *ROWS]
+
+
+def test_many_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 256)
+    rows = [(f"e{i}", f"r{i % 7}", f"e{i * 31 % 501}") for i in range(500)]
+    assert rows_of(write(tmp_path / "x.tsv", tsv(rows))) == rows
+    assert rows_of(write(tmp_path / "x.tsv.gz", gzip.compress(tsv(rows)))) == rows
+
+
+def test_progress_counts_the_bytes_on_disk(tmp_path):
+    path, counts = write(tmp_path / "x.tsv.gz", gzip.compress(tsv())), []
+    rows_of(path, on_bytes=counts.append)
+    assert sum(counts) == path.stat().st_size
+
+
+LABEL = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\ufeff"), min_size=1
+)
+
+
+@given(rows=st.lists(st.tuples(LABEL, LABEL, LABEL), min_size=1))
+def test_any_label_survives_tsv_and_csv(tmp_path_factory, rows):
+    directory = tmp_path_factory.mktemp("labels")
+    assert rows_of(write(directory / "x.tsv", tsv(rows)), has_header=False) == rows
+    quoted = "".join(
+        ",".join('"' + label.replace('"', '""') + '"' for label in row) + "\n" for row in rows
+    )
+    assert rows_of(write(directory / "x.csv", quoted.encode()), has_header=False) == rows
+
+
+# Faults are named by file and line.
+
+
+def fault_of(path, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        rows_of(path, **options)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.csv", "x.nt", "x.tsv.gz"])
+@pytest.mark.parametrize("content", [b"", b"\n\n"])
+def test_empty_file(tmp_path, name, content):
+    content = gzip.compress(content) if name.endswith(".gz") else content
+    assert fault_of(write(tmp_path / name, content)).startswith(f"{tmp_path / name}: empty file")
+
+
+def test_header_only(tmp_path):
+    assert "no triples" in fault_of(write(tmp_path / "x.tsv", b"h\tr\tt\n"))
+
+
+@pytest.mark.parametrize("row, found", [(b"a\tb", 2), (b"a\tb\tc\td", 4), (b"a b c", 1), (b" ", 1)])
+@pytest.mark.parametrize("line", [1, 2, 700])
+def test_wrong_number_of_columns(tmp_path, monkeypatch, row, found, line):
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
+    rows = [b"a\tr\tb"] * 1000
+    rows[line - 1] = row
+    path = write(tmp_path / "x.tsv", b"\n".join(rows) + b"\n")
+    message = fault_of(path)
+    assert message.startswith(f"{path}:{line}: expected 3 tab-separated columns")
+    assert f"found {found}" in message
+
+
+def test_blank_lines_count_as_lines(tmp_path):
+    path = write(tmp_path / "x.tsv", b"\n\r\na\tr\tb\n\nx\ty\n")
+    assert fault_of(path).startswith(f"{path}:5: ")
+
+
+def test_wrong_number_of_columns_in_csv(tmp_path):
+    path = write(tmp_path / "x.csv", b'"a\nb",r,c\na,r\n')
+    assert fault_of(path).startswith(f"{path}:3: expected 3 comma-separated columns")
+
+
+@pytest.mark.parametrize("name", ["x.tsv", "x.csv", "x.tsv.gz"])
+def test_invalid_utf8(tmp_path, name):
+    content = b"a\tr\tb\n" * 9 + b"a\tr\tcaf\xe9\n" + b"a\tr\tb\n" * 9
+    content = content.replace(b"\t", b",") if ".csv" in name else content
+    content = gzip.compress(content) if name.endswith(".gz") else content
+    path = write(tmp_path / name, content)
+    assert fault_of(path).startswith(f"{path}:10: invalid UTF-8 (byte 0xe9 at position 8")
+
+
+@pytest.mark.parametrize(
+    "line, role", [("\tr\tb", "head"), ("a\t\tb", "relation"), ("a\tr\t", "tail")]
+)
+def test_empty_field(tmp_path, line, role):
+    path = write(tmp_path / "x.tsv", tsv() + line.encode() + b"\n")
+    assert fault_of(path) == f"{path}:4: the {role} is empty"
+
+
+def test_carriage_return_inside_a_label(tmp_path):
+    path = write(tmp_path / "x.tsv", tsv() + b"a\rb\tr\tc\n")
+    assert fault_of(path) == f"{path}:4: carriage return inside the head"
+
+
+def test_unclosed_quote(tmp_path):
+    path = write(tmp_path / "x.csv", b'a,r,b\n"a,r,b\n')
+    assert fault_of(path).startswith(f"{path}:2: expected 3 comma-separated columns")
+
+
+def test_truncated_gzip(tmp_path):
+    rows = [(f"e{i * 7919 % 10007}", "r", f"e{i * 104729 % 10009}") for i in range(5000)]
+    path = write(tmp_path / "x.tsv.gz", gzip.compress(tsv(rows))[:-2000])
+    assert fault_of(path).startswith(f"{path}: cannot be read or decompressed: ")
+
+
+def test_not_gzip(tmp_path):
+    path = write(tmp_path / "x.tsv.gz", tsv())
+    assert fault_of(path).startswith(f"{path}: cannot be read or decompressed: ")
+
+
+def test_missing_file_and_unknown_format(tmp_path):
+    assert "no such file" in fault_of(tmp_path / "none.tsv")
+    assert "unknown format '.xlsx'" in fault_of(write(tmp_path / "x.xlsx", b"x"))
+
+
+# Parquet
+
+
+def parquet(path, columns) -> Path:
+    pq.write_table(pa.table(columns), path)
+    return path
+
+
+@pytest.mark.parametrize("names", ["head relation tail", "Subject predicate object", "x y z"])
+def test_parquet(tmp_path, names):
+    columns = dict(zip(names.split(), zip(*ROWS, strict=True), strict=True))
+    assert rows_of(parquet(tmp_path / "x.parquet", columns)) == ROWS
+
+
+def test_parquet_columns_found_by_name(tmp_path):
+    columns = {"tail": ["b"], "weight": [0.5], "relation": ["r"], "head": ["a"], "type": ["t"]}
+    assert rows_of(parquet(tmp_path / "x.parquet", columns)) == [("a", "r", "b")]
+
+
+def test_parquet_types(tmp_path):
+    columns = {
+        "h": pa.array([1, 2]),
+        "r": pa.array(["r", "r"]).dictionary_encode(),
+        "t": pa.array([b"x", b"y"]),
+    }
+    assert rows_of(parquet(tmp_path / "x.parquet", columns)) == [("1", "r", "x"), ("2", "r", "y")]
+
+
+@pytest.mark.parametrize(
+    "columns, message",
+    [
+        ({"h": ["a", None], "r": ["r", "r"], "t": ["b", "c"]}, "row 2: column 'h' is empty"),
+        ({"h": ["a", "b"], "r": ["r", "r"], "t": ["b", ""]}, "row 2: column 't' is empty"),
+        ({"h": ["a"], "r": ["r"]}, "cannot tell head, relation and tail"),
+        ({"h": ["a"], "r": ["r"], "t": ["b"], "type": ["x"]}, "cannot tell"),
+        ({"h": [["a"]], "r": ["r"], "t": ["b"]}, "is not text"),
+        ({"h": [b"\xff"], "r": ["r"], "t": ["b"]}, "is not text"),
+        ({"h": pa.array([], pa.string()), "r": pa.array([], pa.string()),
+          "t": pa.array([], pa.string())}, "empty file"),
+    ],
+)  # fmt: skip
+def test_bad_parquet(tmp_path, columns, message):
+    path = parquet(tmp_path / "x.parquet", columns)
+    fault = fault_of(path)
+    assert fault.startswith(str(path)) and message in fault
+
+
+def test_not_parquet(tmp_path):
+    assert "not a readable Parquet file" in fault_of(write(tmp_path / "x.parquet", tsv()))
+
+
+# N-Triples
+
+
+def test_ntriples(tmp_path):
+    content = """# a comment
+<http://x/a> <http://x/r> <http://x/b> .
+
+  <http://x/a>\t<http://x/r> "l\\"i. t" .  # more
+_:n1 <http://x/r> "1"^^<http://x/int> .
+<http://x/a><http://x/r>"é"@en-GB.
+<http://x/a> <http://x/r> _:n.2 .
+"""
+    assert rows_of(write(tmp_path / "x.nt", content.encode())) == [
+        ("http://x/a", "http://x/r", "http://x/b"),
+        ("http://x/a", "http://x/r", '"l\\"i. t"'),
+        ("_:n1", "http://x/r", '"1"^^<http://x/int>'),
+        ("http://x/a", "http://x/r", '"é"@en-GB'),
+        ("http://x/a", "http://x/r", "_:n.2"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["<a> <b> <c>", "<a> <b> .", "a b c .", "<a> _:b <c> .", '<a> <b> "c .', '"a" <b> <c> .', "x",
+     "<a> <b> <c> <d> .", "<a> <b> <c> . x", "<a> <b> \x01 ."],
+)  # fmt: skip
+def test_malformed_ntriples(tmp_path, line):
+    path = write(tmp_path / "x.nt", b"# c\n\n<a> <b> <c> .\r\n" + line.encode() + b"\n")
+    assert fault_of(path).startswith(f"{path}:4: not an N-Triples line")
+
+
+def test_ntriples_line_numbers_across_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 100)
+    path = write(tmp_path / "x.nt", b"<a> <b> <c> .\n\n" * 300 + b"oops\n")
+    assert fault_of(path).startswith(f"{path}:601: not an N-Triples line")
+
+
+def test_ntriples_invalid_utf8(tmp_path):
+    path = write(tmp_path / "x.nt", b'<a> <b> <c> .\n<a> <b> "\xff" .\n')
+    assert fault_of(path).startswith(f"{path}:2: invalid UTF-8")
