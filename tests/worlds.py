@@ -19,7 +19,6 @@ import tempfile
 import time
 import traceback
 from multiprocessing.connection import wait
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,13 +49,15 @@ def run_world(world_size: int, function, *args: Any, timeout: float = 120.0) -> 
     ``timeout`` seconds.
     """
     context = _context()
-    call = _pack((_locate(function), args))
+    place, arguments = _locate(function), _pack(args)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world_size):
             receiver, sender = context.Pipe(duplex=False)
             process = context.Process(
-                target=_rank_main, args=(rank, world_size, folder, call, sender), daemon=True
+                target=_rank_main,
+                args=(rank, world_size, folder, place, arguments, sender),
+                daemon=True,
             )
             process.start()
             sender.close()
@@ -102,7 +103,7 @@ def _kill(processes) -> None:
         process.kill()
 
 
-def _rank_main(rank: int, world_size: int, folder: str, call: bytes, sender) -> None:
+def _rank_main(rank: int, world_size: int, folder: str, place, arguments: bytes, sender) -> None:
     try:
         for name, value in (("RANK", rank), ("LOCAL_RANK", rank)):
             os.environ[name] = str(value)
@@ -111,9 +112,8 @@ def _rank_main(rank: int, world_size: int, folder: str, call: bytes, sender) -> 
         dist.init_process_group(
             "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size
         )
-        (path, name), args = _unpack(call)
-        result = _pack(_load(path, name)(*args))
-        sender.send((True, result))
+        function = _load(*place)  # first, since the arguments may be of classes of its module
+        sender.send((True, _pack(function(*_unpack(arguments)))))
         dist.barrier()  # nobody leaves while another still needs its connection
         dist.destroy_process_group()
     except BaseException:
@@ -124,24 +124,23 @@ def _rank_main(rank: int, world_size: int, folder: str, call: bytes, sender) -> 
     os._exit(0)  # no waiting for threads of gloo or numba
 
 
-def _locate(function) -> tuple[str, str]:
-    if "<locals>" in function.__qualname__:
+def _locate(function) -> tuple[str, str, str]:
+    """(file, module, name) of a module-level function."""
+    if "<locals>" in function.__qualname__ or function.__name__ == "<lambda>":
         raise TypeError(f"{function.__qualname__} must be a module-level function")
-    return function.__code__.co_filename, function.__qualname__
+    return function.__code__.co_filename, function.__module__, function.__qualname__
 
 
-def _load(path: str, name: str):
-    """The function ``name`` of the file ``path``, imported under a name of its own."""
-    module_name = "world_" + Path(path).stem
+def _load(path: str, module_name: str, name: str):
+    """The function ``name`` of the file ``path``, whose module keeps its name for pickle."""
+    if module_name == "__main__":
+        module_name = "world_main"
     if module_name not in sys.modules:
         spec = importlib.util.spec_from_file_location(module_name, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[module_name] = module
         spec.loader.exec_module(module)
-    target = sys.modules[module_name]
-    for part in name.split("."):
-        target = getattr(target, part)
-    return target
+    return getattr(sys.modules[module_name], name)
 
 
 def _pack(value: Any) -> bytes:

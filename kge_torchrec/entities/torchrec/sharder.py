@@ -22,6 +22,7 @@ from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddi
 from torchrec.distributed.types import ShardingType
 from torchrec.types import DataType
 
+from kge_torchrec.entities.contract import ENTITY
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
 
@@ -33,8 +34,27 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
         _check(config)
         optimizer = TableOptimizer.from_fused_params(config.fused_params or {})
         self._emb_module = CpuFusedTable(self._local_rows[0], self._local_cols[0], optimizer)
-        self._optim = EmbeddingFusedOptimizer(config, self._emb_module, pg)
+        self._optim = _FusedOptimizer(config, self._emb_module, pg)
         self.init_parameters()
+
+
+class _FusedOptimizer(EmbeddingFusedOptimizer):
+    """TorchRec takes a second state of one number for a scalar of the whole shard.
+
+    On a rank with a single row that is wrong for rowwise_adam's second moment, and no checkpoint
+    could be written.  A first state is never taken for that, so the state is described as one.
+    """
+
+    def __init__(self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg) -> None:
+        super().__init__(config, table, pg)
+        for states in table.get_optimizer_state():
+            for name, state in list(states.items())[1:]:
+                if state.numel() == 1:
+                    alone = EmbeddingFusedOptimizer(
+                        config, table, pg, all_optimizer_states=[{name: state}]
+                    )
+                    (described,) = next(iter(alone.state.values())).values()
+                    next(iter(self.state.values()))[f"{ENTITY}.{name}"] = described
 
 
 def _check(config: GroupedEmbeddingConfig) -> None:

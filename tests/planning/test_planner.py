@@ -1,0 +1,109 @@
+"""Plans: shard sizes, what fits, what is said when it does not."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+from worlds_table import TableModel
+
+from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.planning.planner import (
+    GIB,
+    PlanDoesNotFit,
+    describe_plan,
+    host_memory,
+    plan_row_wise,
+)
+
+BIG = (86_000_000, 400)  # 128 GiB of values
+
+
+def sharder(name: str = "adam") -> EntitySharder:
+    return EntitySharder(fused_params=TableOptimizer(name).fused_params())
+
+
+def plan(num_entities: int, dim: int, world_size: int, device="cuda", optimizer="adam", **memory):
+    memory = {"device_bytes": 80 * GIB, "host_bytes": 1024 * GIB} | memory
+    model = TableModel(num_entities, dim)
+    local = min(world_size, 8)
+    return plan_row_wise(model, sharder(optimizer), world_size, local, device, **memory)
+
+
+def rows_of(plan) -> list[int]:
+    shards = plan.plan["table"]["entity"].sharding_spec.shards
+    return [shard.shard_sizes[0] for shard in shards]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize(
+    ("num_entities", "world_size", "rows"),
+    [
+        (5, 4, [2, 2, 1, 0]),
+        (3, 4, [1, 1, 1, 0]),
+        (8, 4, [2, 2, 2, 2]),
+        (7, 1, [7]),
+        (135, 64, [3] * 45 + [0] * 19),
+    ],
+)
+def test_blocks_of_rows(num_entities, world_size, rows, device):
+    assert rows_of(plan(num_entities, 8, world_size, device)) == rows
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "fits"),
+    [("adam", 45), ("rowwise_adam", 30), ("adagrad", 30), ("rowwise_adagrad", 15), ("sgd", 15)],
+)
+def test_optimizer_state_is_counted(optimizer, fits):
+    """100M x 40 is 14.9 GiB of values: states add two, one or (almost) no times that."""
+    with pytest.raises(PlanDoesNotFit):
+        plan(100_000_000, 40, 1, optimizer=optimizer, device_bytes=(fits - 1) * GIB)
+    plan(100_000_000, 40, 1, optimizer=optimizer, device_bytes=(fits + 3) * GIB)
+
+
+def test_what_does_not_fit_is_said_with_rank_and_bytes():
+    with pytest.raises(PlanDoesNotFit, match=r"rank 0 gets 21,500,000 rows and needs 96.11 GiB"):
+        plan(*BIG, world_size=4)
+    with pytest.raises(PlanDoesNotFit, match="main memory"):
+        plan(*BIG, world_size=4, device="cpu", host_bytes=64 * GIB)
+
+
+def test_main_memory_of_a_machine_is_shared_by_its_ranks():
+    with pytest.raises(PlanDoesNotFit):
+        plan(*BIG, world_size=8, device="cpu", host_bytes=300 * GIB)
+    plan(*BIG, world_size=8, device="cpu", host_bytes=500 * GIB)
+    plan(*BIG, world_size=16, device="cpu", host_bytes=300 * GIB)
+
+
+def test_rows_in_main_memory_with_a_cache_on_the_device():
+    cached = plan(*BIG, world_size=4, kernel="fused_uvm_caching", cache_load_factor=0.1)
+    assert cached.plan["table"]["entity"].compute_kernel == "fused_uvm_caching"
+
+
+def test_planning_leaves_the_parameter_as_it_was():
+    model = TableModel(5, 8)
+    plan_row_wise(model, sharder(), 1, 1, "cpu")
+    assert not hasattr(model.table.embeddings["entity"].weight, "_optimizer_classes")
+
+
+def test_a_plan_in_words():
+    text = describe_plan(plan(86_000_001, 400, 4, kernel="fused_uvm"), sharder())
+    assert text.splitlines() == [
+        "table.entity: row_wise, kernel fused_uvm, 4 shards",
+        "  ranks 0-2: 21,500,001 rows x 400, 96.11 GiB each",
+        "  rank 3: 21,499,998 rows x 400, 96.11 GiB each",
+    ]
+
+
+def test_a_model_without_entities_is_refused():
+    with pytest.raises(ValueError, match="found 0"):
+        plan_row_wise(nn.Linear(2, 2), sharder(), 1, 1, "cpu")
+
+
+def test_planning_says_nothing(capfd):
+    plan(100, 8, 2)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_host_memory_is_plausible():
+    assert 2**28 < host_memory() < 2**50

@@ -1,0 +1,79 @@
+"""The harness itself: results, errors, deaths and hangs of ranks."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import WorldError, run_world
+
+
+def rank_describes(scale: torch.Tensor) -> tuple[torch.Tensor, list[str], int]:
+    total = torch.ones(2) * dist.get_rank()
+    dist.all_reduce(total)
+    names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"]
+    return total * scale, [os.environ[name] for name in names], torch.get_num_threads()
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_results_in_rank_order(world_size):
+    for rank, (total, names, threads) in enumerate(
+        run_world(world_size, rank_describes, torch.tensor(2.0))
+    ):
+        assert torch.equal(total, torch.full((2,), world_size * (world_size - 1.0)))
+        assert names == [str(rank)] * 2 + [str(world_size)] * 2
+        assert threads == 1
+
+
+@dataclass(frozen=True)
+class Mine:
+    value: int
+
+
+def rank_doubles(mine: Mine) -> Mine:
+    return Mine(2 * mine.value)
+
+
+def test_classes_of_the_test_module_travel_both_ways():
+    assert run_world(1, rank_doubles, Mine(4)) == [Mine(8)]
+
+
+def rank_one_raises() -> None:
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def test_the_traceback_of_the_rank_that_failed():
+    with pytest.raises(WorldError, match=r"(?s)rank 1 of 3 raised.*rank_one_raises.*'lost'"):
+        run_world(3, rank_one_raises)
+
+
+def rank_one_dies() -> None:
+    if dist.get_rank() == 1:
+        os._exit(3)
+    time.sleep(60)
+
+
+def test_a_rank_that_dies():
+    with pytest.raises(WorldError, match="rank 1 died with exit code 3"):
+        run_world(2, rank_one_dies)
+
+
+def rank_one_hangs() -> None:
+    if dist.get_rank() == 1:
+        time.sleep(60)
+
+
+def test_a_rank_that_hangs():
+    with pytest.raises(WorldError, match=r"ranks \[1\] not done after 2 s"):
+        run_world(2, rank_one_hangs, timeout=2)
+
+
+def test_a_local_function_is_refused():
+    with pytest.raises(TypeError, match="module-level"):
+        run_world(1, lambda: None)
