@@ -11,16 +11,17 @@ from typing import Any
 import torch
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import config_from_dict, load_config
+from kge_torchrec.config_parser import Overrides, config_from_dict, load_config
 from kge_torchrec.data.errors import DataError
-from kge_torchrec.parallel.processes import Processes, on_first_rank, processes
+from kge_torchrec.data.report import notes
+from kge_torchrec.parallel.processes import on_first_rank, processes
 from kge_torchrec.planning.planner import describe_plan
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.fit import Fit, peak_memory_bytes
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import FILTERS, Session
-from kge_torchrec.training.sources import notes, remove_prepared
+from kge_torchrec.training.sources import remove_prepared
 
 
 @dataclass(frozen=True)
@@ -146,15 +147,13 @@ def train(config: Config | dict[str, Any] | str | Path | None = None) -> Run:
     return Run(folder.path)
 
 
-def resume(path: str | Path, overrides: dict[str, Any] | None = None) -> Run:
+def resume(path: str | Path, overrides: Overrides = ()) -> Run:
     """Goes on with a run as if it had never stopped, on any number of ranks.
 
     overrides: dotted keys to change from here on, such as {"train.epochs": 200}.
     """
     folder = RunFolder(path)
-    config = folder.load_config()
-    if overrides:
-        config = config_from_dict(_merged(config.to_dict(), overrides))
+    config = folder.load_config(overrides)
     with processes(config.device) as ranks:
         session = Session(config, folder, ranks)
         progress = session.restore()
@@ -182,7 +181,7 @@ def _fit(session: Session, progress: Progress, resumed_at: int | None) -> None:
 
 
 def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
-    if progress.best_checkpoint is not None and progress.best_checkpoint in session.checkpoints.names():
+    if progress.best_checkpoint in session.checkpoints.names():
         session.restore_parameters(progress.best_checkpoint)
     train = {
         "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
@@ -193,7 +192,7 @@ def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
     }
     test = session.rank("test") if len(session.store.test) else None
     valid = {"metric": session.config.evaluation.metric, "best": progress.best_metric}
-    return {"test": test, "valid": valid, "train": train, "notes": notes(session.store)}
+    return {"test": test, "valid": valid, "train": train, "notes": notes(session.store.report)}
 
 
 def _splits_of_answers(store, side: str, anchors, relations) -> dict[int, str]:
@@ -210,16 +209,6 @@ def _as_config(config: Config | dict[str, Any] | str | Path | None) -> Config:
     if isinstance(config, dict):
         return config_from_dict(config)
     return load_config(config)
-
-
-def _merged(values: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    for key, value in overrides.items():
-        *groups, name = key.split(".")
-        node = values
-        for group in groups:
-            node = node[group]
-        node[name] = value
-    return values
 
 
 def _undo(folder: RunFolder) -> None:

@@ -13,6 +13,7 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 
+Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
@@ -25,9 +26,7 @@ def build_parser(prog: str = "kge-torchrec train") -> ArgumentParser:
     return parser
 
 
-def load_config(
-    path: str | Path | None = None, overrides: Sequence[str] | dict[str, Any] = ()
-) -> Config:
+def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
     """Reads a config.
 
     path: YAML file, the name of one in ``configs/`` ("demo"), or None for the defaults.
@@ -39,11 +38,9 @@ def load_config(
         file = _find(path)
         _check_file(file)
         arguments = ["--config", str(file)]
-    if isinstance(overrides, dict):
-        overrides = [f"--{key}={_as_text(value)}" for key, value in overrides.items()]
     try:
         parser = build_parser()
-        parsed = parser.instantiate(parser.parse_args([*arguments, *overrides]))
+        parsed = parser.instantiate(parser.parse_args([*arguments, *_as_arguments(overrides)]))
     except ArgumentError as error:
         raise ConfigError(_explain(str(error))) from None
     values = vars(parsed)
@@ -51,9 +48,15 @@ def load_config(
     return Config(**values)
 
 
-def config_from_dict(values: dict[str, Any]) -> Config:
-    """A Config from nested values, as ``Config.to_dict`` gives them."""
-    return load_config(None, _flatten(values))
+def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
+    """A Config from nested values, as ``Config.to_dict`` gives them, with overrides."""
+    return load_config(None, [*_as_arguments(_flatten(values)), *_as_arguments(overrides)])
+
+
+def _as_arguments(overrides: Overrides) -> list[str]:
+    if not isinstance(overrides, dict):
+        return list(overrides)
+    return [f"--{key}={_as_text(value)}" for key, value in overrides.items()]
 
 
 def _as_text(value: Any) -> str:

@@ -61,3 +61,22 @@ def leaks(
         if shared:
             found[f"{first}-{second}"] = shared
     return found
+
+
+def notes(report: Mapping) -> list[str]:
+    """What a person should know about the data before reading results, a sentence each."""
+    out = []
+    for split, found in (report.get("unseen_entities") or {}).items():
+        out.append(
+            f"{split}: {found['entities']:,} entities never occur in train; their "
+            f"{found['triples']:,} triples stay in"
+        )
+    for split, count in (report.get("duplicates") or {}).items():
+        if count:
+            out.append(f"{split}: {count:,} duplicate triples were dropped")
+    for splits, count in (report.get("shared") or {}).items():
+        if count:
+            out.append(f"{splits}: {count:,} triples occur in both")
+    for split, found in (report.get("unseen_relations") or {}).items():
+        out.append(f"{split}: relations without a training triple: {', '.join(found)}")
+    return out

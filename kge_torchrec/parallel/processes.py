@@ -12,6 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from kge_torchrec.config import ConfigError
+
 TIMEOUT = timedelta(minutes=30)  # preparing a large store keeps the other ranks waiting
 
 
@@ -56,6 +58,7 @@ def on_first_rank(processes: Processes, work):
             result = work()
         except Exception as caught:
             error = caught
+            error.on_every_rank = True  # so that one of them may speak for all
     result, error = processes.broadcast((result, error))
     if error is not None:
         raise error
@@ -67,7 +70,7 @@ def processes(device: str = "auto") -> Iterator[Processes]:
     """Joins the process group that torchrun describes, or makes a group of one without torchrun.
 
     device: "auto", "cpu" or "cuda".  A group that exists already is used and left alone.
-    Raises RuntimeError when CUDA is asked for and absent.
+    Raises ConfigError when CUDA is asked for and absent.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     where = _device(device, local_rank)
@@ -85,11 +88,11 @@ def processes(device: str = "auto") -> Iterator[Processes]:
 
 def _device(name: str, local_rank: int) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise RuntimeError("device: cuda was asked for, but torch finds no CUDA device")
+        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise RuntimeError(
+        raise ConfigError(
             f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; "
             "start at most one process per GPU"
         )

@@ -29,7 +29,7 @@ _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the
 
 
 def sides_of(name: str) -> tuple[Side, ...]:
-    """"both" -> ("head", "tail"); a side's own name -> that side."""
+    """The sides that negatives.sides means: "both", or one side's own name."""
     return SIDES if name == "both" else (name,)
 
 

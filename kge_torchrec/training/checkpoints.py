@@ -83,7 +83,7 @@ class Checkpoints:
                 return self._read(engine_state, candidate)
             problems.append(f"{candidate}: {problem}")
             if self.processes.is_first:
-                log.warning("checkpoint %s is damaged: %s; trying an earlier one", candidate, problem)
+                log.warning("checkpoint %s: %s; trying an earlier one", candidate, problem)
         if problems:
             raise CheckpointError(f"no readable checkpoint in {self.folder}: {'; '.join(problems)}")
         return None

@@ -10,6 +10,8 @@ from torch import Tensor
 class NonFiniteLoss(RuntimeError):
     """Training met a loss that is no finite number; the message says when and on which rank."""
 
+    on_every_rank = True
+
 
 class LossesSeen:
     """Collects a loss a step and reads them all at once.

@@ -1,5 +1,6 @@
 """A run's folder: resolved config, metrics, TensorBoard, checkpoints, results.
 
+It holds:
     config.yaml      every setting of the run
     plan.txt         how the table is laid out over the ranks
     store/           the prepared triples, unless the config names a store
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.config_parser import Overrides, config_from_dict
 
 
 class RunFolder:
@@ -62,12 +63,12 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.path / "config.yaml")
 
-    def load_config(self) -> Config:
-        """The config of the run.  Raises ConfigError if the folder holds none."""
+    def load_config(self, overrides: Overrides = ()) -> Config:
+        """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
         file = self.path / "config.yaml"
         if not file.is_file():
             raise ConfigError(f"{self.path} is no run folder: it has no config.yaml")
-        return config_from_dict(yaml.safe_load(file.read_text(encoding="utf-8")))
+        return config_from_dict(yaml.safe_load(file.read_text(encoding="utf-8")), overrides)
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes results.json, whole or not at all."""

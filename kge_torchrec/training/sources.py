@@ -51,22 +51,3 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
 def remove_prepared(prepared: Path) -> None:
     """Drops a store that was prepared for a run which then did not start."""
     shutil.rmtree(prepared, ignore_errors=True)
-
-
-def notes(store: TripleStore) -> list[str]:
-    """What a person should know about the data before reading results, a sentence each."""
-    report, out = store.report, []
-    for split, found in (report.get("unseen_entities") or {}).items():
-        out.append(
-            f"{split}: {found['entities']:,} entities never occur in train; their "
-            f"{found['triples']:,} triples stay in"
-        )
-    for split, count in (report.get("duplicates") or {}).items():
-        if count:
-            out.append(f"{split}: {count:,} duplicate triples were dropped")
-    for splits, count in (report.get("shared") or {}).items():
-        if count:
-            out.append(f"{splits}: {count:,} triples occur in both")
-    for split, found in (report.get("unseen_relations") or {}).items():
-        out.append(f"{split}: relations without a training triple: {', '.join(found)}")
-    return out

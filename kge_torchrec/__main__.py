@@ -1,0 +1,7 @@
+"""python -m kge_torchrec"""
+
+import sys
+
+from kge_torchrec.cli import main
+
+sys.exit(main())
