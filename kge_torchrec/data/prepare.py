@@ -1,6 +1,6 @@
 """From files of string triples to a `TripleStore`."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -11,8 +11,8 @@ from kge_torchrec.data import report as reports
 from kge_torchrec.data.divide import check_ratio, divide
 from kge_torchrec.data.encode import TripleEncoder
 from kge_torchrec.data.errors import DataError
-from kge_torchrec.data.header import COLUMNS
 from kge_torchrec.data.known import SIDES, build_side
+from kge_torchrec.data.memory import InMemory, batches_of
 from kge_torchrec.data.ordering import repeats
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.sources import SPLITS, WHOLE, Sources, find_sources
@@ -65,7 +65,7 @@ def prepare(
 
 
 def prepare_triples(
-    splits: Mapping[str, object],
+    splits: Mapping[str, InMemory],
     output: str | Path,
     *,
     allow_unseen_relations: bool = False,
@@ -84,7 +84,9 @@ def prepare_triples(
     if unknown or "train" not in splits:
         raise DataError(f"splits {sorted(splits)}: give train, and optionally valid and test")
     batches = (
-        (split, batch) for split, rows in splits.items() for batch in _batches_of(split, rows)
+        (split, batch)
+        for split in SPLITS
+        for batch in batches_of(split, splits.get(split, ()))
     )
     return _prepare(
         batches, Path(output), (1, 0, 0), 0, allow_unseen_relations, overwrite, False, {}
@@ -174,22 +176,3 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
         f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
         "learnt for them. Correct the files, or allow unseen relations"
     )
-
-
-def _batches_of(split: str, rows) -> Iterator[pa.RecordBatch]:
-    if isinstance(rows, pa.Table):
-        columns = [column.combine_chunks() for column in rows.columns]
-    elif len(rows) == 0:
-        return
-    else:
-        bad = next((i for i, row in enumerate(rows) if len(row) != 3), None)
-        if bad is not None:
-            raise DataError(f"{split}: triple {bad} has {len(rows[bad])} fields: {rows[bad]!r}")
-        columns = [pa.array(column) for column in zip(*rows, strict=True)]
-    if len(columns) != 3:
-        raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
-    try:
-        columns = [column.cast(pa.large_string()) for column in columns]
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"{split}: labels must be strings: {error}") from error
-    yield pa.record_batch(columns, list(COLUMNS))

@@ -94,11 +94,13 @@ def _check_same_format(split: str, files: list[Path]) -> None:
     if split == WHOLE:
         return
     stems = [Path(bare_name(path)).stem.lower() for path in files]
-    if len({path.suffix for path in files}) > 1 or len(set(stems)) < len(stems):
+    whole = [stem for stem in stems if stem in _NAMES]
+    same_data = len(whole) > 1 or len(set(stems)) < len(stems)
+    if same_data or len({Path(bare_name(path)).suffix for path in files}) > 1:
         raise DataError(
             f"more than one {split} file: {', '.join(map(str, files))}; name the ones to read"
         )
-    if len(files) > 1 and len({_NAMES.get(stem) for stem in stems}) > 1:
+    if whole and len(files) > 1:
         raise DataError(
             f"{split} both whole and in parts: {', '.join(map(str, files))}; "
             "name the ones to read"

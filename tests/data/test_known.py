@@ -1,0 +1,148 @@
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data import ordering
+from kge_torchrec.data.known import SIDES, KnownTriples, build_side
+
+SPLITS = 2
+
+
+def known_of(splits, num_entities, num_relations) -> KnownTriples:
+    indices = [
+        {side: build_side(side, rows, num_entities, num_relations) for side in SIDES}
+        for rows in splits
+    ]
+    return KnownTriples(indices, num_entities, num_relations)
+
+
+@st.composite
+def worlds(draw):
+    """Sizes, and two splits of distinct triples, possibly empty."""
+    num_entities, num_relations = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    triple = st.tuples(
+        st.integers(0, num_entities - 1),
+        st.integers(0, num_relations - 1),
+        st.integers(0, num_entities - 1),
+    )
+    splits = [
+        np.array(sorted(draw(st.sets(triple, max_size=40))), np.int32).reshape(-1, 3)
+        for _ in range(SPLITS)
+    ]
+    return num_entities, num_relations, splits
+
+
+def true_answers(splits, side, anchor, relation) -> list[int]:
+    """By going through all triples; repeated where several splits hold the triple."""
+    found = []
+    for head, r, tail in np.concatenate(splits).tolist():
+        if r == relation and (head if side == "tail" else tail) == anchor:
+            found.append(tail if side == "tail" else head)
+    return sorted(found)
+
+
+@settings(deadline=None)
+@given(world=worlds(), side=st.sampled_from(SIDES))
+def test_equal_to_brute_force(world, side):
+    num_entities, num_relations, splits = world
+    known = known_of(splits, num_entities, num_relations)
+    anchors, relations = (ids.ravel() for ids in np.mgrid[:num_entities, :num_relations])
+    expected = [
+        true_answers(splits, side, a, r) for a, r in zip(anchors, relations, strict=True)
+    ]
+    query, entity = known.answers(side, anchors, relations)
+    assert query.dtype == entity.dtype == np.int64
+    assert (np.diff(query) >= 0).all()
+    assert [sorted(entity[query == i].tolist()) for i in range(len(anchors))] == expected
+
+    shared = np.arange(-1, num_entities + 1)
+    marks = np.array([[e in answers for e in shared] for answers in expected])
+    assert (known.contains(side, anchors, relations, shared) == marks).all()
+    own = np.broadcast_to(shared, marks.shape)[:, ::-1]
+    assert (known.contains(side, anchors, relations, own) == marks[:, ::-1]).all()
+
+
+@given(world=worlds())
+def test_rows_too_wide_for_one_key_are_sorted_alike(world):
+    num_entities, num_relations, splits = world
+    columns, sizes = splits[0].T, (num_entities, num_relations, num_entities)
+    wide = (1 << 31, 1 << 31, 1 << 31)
+    assert ordering.pack(columns, wide) is None
+    for narrow, broad in zip(
+        ordering.sorted_rows(columns, sizes), ordering.sorted_rows(columns, wide), strict=True
+    ):
+        assert narrow.dtype == broad.dtype
+        assert (narrow == broad).all()
+
+
+@pytest.mark.parametrize("sizes", [(50, 3, 50), (1 << 31, 1 << 31, 1 << 31)])
+@given(seed=st.integers(0, 99), total=st.integers(0, 3000))
+def test_repeats_are_the_later_ones(sizes, seed, total):
+    rows = np.random.default_rng(seed).integers(0, (50, 3, 50), (total, 3), np.int32)
+    seen, expected = set(), []
+    for position, row in enumerate(map(tuple, rows.tolist())):
+        if row in seen:
+            expected.append(position)
+        seen.add(row)
+    assert ordering.repeats(rows.T, sizes).tolist() == expected
+
+
+def test_pack_uses_all_64_bits():
+    sizes = (1 << 27, 1 << 10, 1 << 27)
+    columns = [np.array([0, size - 1], np.int32) for size in sizes]
+    key = ordering.pack(columns, sizes)
+    assert key.tolist() == [0, (1 << 64) - 1]
+    for column, back in zip(columns, ordering.unpack(key, sizes, np.int32), strict=True):
+        assert (column == back).all()
+
+
+def test_ids_too_large_for_a_32_bit_product():
+    num_entities, num_relations = 3_000_000, 2000
+    rows = np.array([[2_999_999, 1999, 2_999_998], [2_147_483, 1, 5]], np.int32)
+    known = known_of([rows], num_entities, num_relations)
+    assert known.answers("tail", [2_999_999], [1999])[1].tolist() == [2_999_998]
+    assert known.answers("head", [5], [1])[1].tolist() == [2_147_483]
+
+
+def test_no_splits_and_no_queries():
+    rows = np.array([[0, 0, 1]], np.int32)
+    assert [len(part) for part in known_of([], 2, 1).answers("tail", [0], [0])] == [0, 0]
+    assert not known_of([], 2, 1).contains("tail", [0], [0], [1]).any()
+    nothing = np.empty(0, np.int64)
+    known = known_of([rows], 2, 1)
+    assert [len(part) for part in known.answers("tail", nothing, nothing)] == [0, 0]
+    assert known.contains("tail", nothing, nothing, [0, 1]).shape == (0, 2)
+
+
+@pytest.mark.parametrize("anchor, relation", [(-1, 0), (2, 0), (0, -1), (0, 1)])
+def test_ids_outside_the_store(anchor, relation):
+    known = known_of([np.array([[0, 0, 1]], np.int32)], 2, 1)
+    with pytest.raises(IndexError, match="ids must lie in"):
+        known.answers("tail", [anchor], [relation])
+    with pytest.raises(IndexError, match="ids must lie in"):
+        known.contains("tail", [anchor], [relation], [0])
+
+
+def test_wrong_arguments():
+    known = known_of([np.array([[0, 0, 1]], np.int32)], 2, 1)
+    with pytest.raises(ValueError, match="side must be"):
+        known.answers("left", [0], [0])
+    with pytest.raises(ValueError, match="must both be"):
+        known.answers("tail", [0, 1], [0])
+
+
+def test_fast_enough_for_a_training_step():
+    random = np.random.default_rng(0)
+    rows = np.unique(random.integers(0, (10_000, 20, 10_000), (300_000, 3), np.int32), axis=0)
+    known = known_of([rows], 10_000, 20)
+    queries, candidates = rows[:1024], random.integers(0, 10_000, (1024, 128))
+    known.contains("tail", queries[:, 0], queries[:, 1], candidates)
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        known.contains("tail", queries[:, 0], queries[:, 1], candidates)
+        times.append(time.perf_counter() - start)
+    assert min(times) < 0.05  # a few milliseconds on an idle machine

@@ -1,0 +1,303 @@
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data import encode
+from kge_torchrec.data.divide import divide
+from kge_torchrec.data.errors import DataError, StoreError
+from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.sources import find_sources
+from kge_torchrec.data.store import TripleStore
+
+REAL = Path(__file__).parents[2].parent / "shared" / "data"
+
+TRAIN = [("a", "r", "b"), ("b", "s", "c"), ("c", "r", "a")]
+
+
+def write(path: Path, rows) -> Path:
+    path.write_text("".join("\t".join(row) + "\n" for row in rows), "utf-8")
+    return path
+
+
+def labelled(store: TripleStore, split: str) -> list[tuple[str, str, str]]:
+    heads, relations, tails = store.split(split).T
+    return list(
+        zip(
+            store.entities.labels(heads),
+            store.relations.labels(relations),
+            store.entities.labels(tails),
+            strict=True,
+        )
+    )
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+# Reading splits
+
+
+def test_directory(tmp_path):
+    rows = {"train": TRAIN, "valid": [("a", "s", "c")], "test": [("b", "r", "b")]}
+    data = tmp_path / "data"
+    data.mkdir()
+    write(data / "train.txt", rows["train"])
+    (data / "dev.tsv.gz").write_bytes(gzip.compress(b"head\trel\ttail\na\ts\tc\n"))
+    pq.write_table(pa.table({"h": ["b"], "r": ["r"], "t": ["b"]}), data / "test.parquet")
+    (data / "README.md").write_text("hello")
+    write(data / "test_neg.txt", [("x", "y", "z")])
+    store = prepare(data, tmp_path / "store")
+    assert {split: labelled(store, split) for split in rows} == rows
+    assert store.report["triples"] == {"train": 3, "valid": 1, "test": 1}
+    assert store.report["sources"]["valid"] == [str(data / "dev.tsv.gz")]
+    assert store.report["split"] is None
+    assert names(tmp_path) == ["data", "store"]
+
+
+def test_list_of_files_in_parts(tmp_path):
+    files = [
+        write(tmp_path / "train-00000-of-00002.tsv", TRAIN[:1]),
+        write(tmp_path / "train-00001-of-00002.tsv", TRAIN[1:]),
+        write(tmp_path / "test.tsv", TRAIN[:1]),
+    ]
+    store = prepare(files, tmp_path / "store")
+    assert labelled(store, "train") == TRAIN
+    assert labelled(store, "test") == TRAIN[:1]
+    assert len(store.valid) == 0
+
+
+def test_compression_and_blocks_do_not_change_the_triples(tmp_path, monkeypatch):
+    rows = [(f"e{i * 7 % 90}", f"r{i % 5}", f"e{i * 13 % 101}") for i in range(400)]
+    plain = prepare(write(tmp_path / "x.tsv", rows), tmp_path / "plain")
+    (tmp_path / "x.tsv.gz").write_bytes(gzip.compress((tmp_path / "x.tsv").read_bytes()))
+    packed = prepare(tmp_path / "x.tsv.gz", tmp_path / "packed")
+    assert packed.fingerprint == plain.fingerprint
+    monkeypatch.setattr("kge_torchrec.data.delimited.BLOCK_BYTES", 100)
+    monkeypatch.setattr(encode, "MERGE_BYTES", 50)
+    blocks = prepare(tmp_path / "x.tsv", tmp_path / "blocks")
+    assert set(labelled(blocks, "train")) == set(labelled(plain, "train"))
+    assert blocks.num_entities == plain.num_entities
+
+
+@pytest.mark.parametrize(
+    "files, message",
+    [
+        ([], "no file of triples here"),
+        (["a.tsv", "b.tsv"], "none of its 2 files is named train, valid or test"),
+        (["valid.tsv", "test.tsv"], "no train file among"),
+        (["train.tsv", "train.csv"], "more than one train file"),
+        (["train.tsv", "training.tsv"], "more than one train file"),
+        (["train.tsv", "train-1.tsv"], "both whole and in parts"),
+    ],
+)
+def test_ambiguous_directory(tmp_path, files, message):
+    for name in files:
+        write(tmp_path / name, TRAIN)
+    with pytest.raises(DataError, match=message):
+        find_sources(tmp_path)
+
+
+def test_ambiguous_files(tmp_path):
+    train, other = write(tmp_path / "train.tsv", TRAIN), write(tmp_path / "other.tsv", TRAIN)
+    with pytest.raises(DataError, match=r"other.tsv: not named train, valid or test"):
+        find_sources([train, other])
+    with pytest.raises(DataError, match="is a directory"):
+        find_sources([train, tmp_path])
+    with pytest.raises(DataError, match="no such file"):
+        find_sources(tmp_path / "none")
+    with pytest.raises(DataError, match="no input files"):
+        find_sources([])
+
+
+# What the report says
+
+
+def test_duplicates_are_counted_and_kept_once(tmp_path):
+    splits = {"train": [*TRAIN, TRAIN[0], TRAIN[0], TRAIN[2]], "test": [TRAIN[1], TRAIN[1]]}
+    store = prepare_triples(splits, tmp_path / "store")
+    assert labelled(store, "train") == TRAIN
+    assert labelled(store, "test") == [TRAIN[1]]
+    assert store.report["duplicates"] == {"train": 3, "valid": 0, "test": 1}
+
+
+def test_triples_shared_by_splits_are_kept_and_counted(tmp_path):
+    new = ("a", "s", "a")
+    splits = {"train": TRAIN, "valid": [TRAIN[0], new], "test": [*TRAIN[:2], new]}
+    store = prepare_triples(splits, tmp_path / "store")
+    assert store.report["shared"] == {"train-valid": 1, "train-test": 2, "valid-test": 2}
+    assert store.report["triples"] == {"train": 3, "valid": 2, "test": 3}
+
+
+def test_unseen_entities_stay_and_are_counted(tmp_path):
+    splits = {"train": TRAIN, "test": [("x", "r", "y"), ("x", "r", "a"), ("a", "r", "c")]}
+    store = prepare_triples(splits, tmp_path / "store")
+    assert len(store.test) == 3
+    assert store.report["unseen_entities"] == {
+        "test": {"entities": 2, "triples": 2, "examples": ["x", "y"]}
+    }
+
+
+def test_unseen_relations_are_refused_unless_allowed(tmp_path):
+    splits = {"train": TRAIN, "valid": [("a", "new", "b"), ("b", "new", "a")]}
+    with pytest.raises(DataError, match=r"'new' \(2 triples in valid\)"):
+        prepare_triples(splits, tmp_path / "store")
+    assert names(tmp_path) == []
+    store = prepare_triples(splits, tmp_path / "store", allow_unseen_relations=True)
+    assert store.report["unseen_relations"] == {"valid": {"new": 2}}
+    assert labelled(store, "valid") == splits["valid"]
+
+
+# Splitting one file
+
+
+def test_one_file_is_split(tmp_path):
+    rows = [(f"e{i % 50}", f"r{i % 3}", f"e{i * 7 % 53}") for i in range(2000)]
+    path = write(tmp_path / "all.tsv", rows)
+    store = prepare(path, tmp_path / "store", ratio=(0.8, 0.15, 0.05), seed=3)
+    distinct = list(dict.fromkeys(rows))
+    assert len(store.valid) == round(0.15 * len(distinct))
+    assert len(store.test) == round(0.05 * len(distinct))
+    found = [row for split in ("train", "valid", "test") for row in labelled(store, split)]
+    assert sorted(found) == sorted(distinct)
+    assert store.report["unseen_entities"] == {} == store.report["unseen_relations"]
+    assert store.report["split"] == {"ratio": [0.8, 0.15, 0.05], "seed": 3}
+    assert store.report["duplicates"] == {"whole": len(rows) - len(distinct)}
+    again = prepare(path, tmp_path / "again", ratio=(0.8, 0.15, 0.05), seed=3)
+    other = prepare(path, tmp_path / "other", ratio=(0.8, 0.15, 0.05), seed=4)
+    assert again.fingerprint == store.fingerprint != other.fingerprint
+
+
+@settings(deadline=None)
+@given(
+    total=st.integers(1, 200), entities=st.integers(1, 60), relations=st.integers(1, 9),
+    shares=st.tuples(st.floats(0, 0.6), st.floats(0, 0.39)), seed=st.integers(0, 9),
+)  # fmt: skip
+def test_every_entity_and_relation_is_in_train(total, entities, relations, shares, seed):
+    high = (entities, relations, entities)
+    triples = np.random.default_rng(seed).integers(0, high, (total, 3), np.int32)
+    splits = divide(triples, (1 - sum(shares), *shares), seed, entities, relations)
+    parts = [splits[name] for name in ("train", "valid", "test")]
+    assert sorted(np.concatenate(parts).tolist()) == sorted(triples.tolist())
+    assert set(splits["train"][:, 0::2].ravel()) == set(triples[:, 0::2].ravel())
+    assert set(splits["train"][:, 1]) == set(triples[:, 1])
+    for part, share in zip(parts[1:], shares, strict=True):
+        assert len(part) <= round(share * total)
+
+
+def test_too_few_free_triples_are_shared_out():
+    rows = [[i, 0, i] for i in range(10)] + [[0, 0, 0]] * 6
+    splits = divide(np.array(rows, np.int32), (0.2, 0.4, 0.4), 0, 10, 1)
+    assert [len(splits[name]) for name in ("train", "valid", "test")] == [10, 3, 3]
+
+
+@pytest.mark.parametrize("ratio", [(0.9, 0.1), (0.9, 0.2, 0.1), (0, 0.5, 0.5), (1.2, -0.1, -0.1)])
+def test_bad_ratio(tmp_path, ratio):
+    with pytest.raises(DataError, match="which sum to 1"):
+        prepare(write(tmp_path / "x.tsv", TRAIN), tmp_path / "store", ratio=ratio)
+
+
+# Whole or not at all
+
+
+def test_bad_input_leaves_nothing(tmp_path):
+    path = write(tmp_path / "x.tsv", [*TRAIN, ("a", "b")])
+    with pytest.raises(DataError, match=r"x.tsv:4: expected 3"):
+        prepare(path, tmp_path / "store")
+    assert names(tmp_path) == ["x.tsv"]
+
+
+def test_failure_keeps_the_old_store(tmp_path):
+    old = prepare_triples({"train": TRAIN}, tmp_path / "store")
+    with pytest.raises(DataError):
+        prepare(write(tmp_path / "x.tsv", [("a", "b")]), old.path, overwrite=True)
+    assert TripleStore.open(old.path).fingerprint == old.fingerprint
+    assert names(tmp_path) == ["store", "x.tsv"]
+
+
+def test_overwriting(tmp_path):
+    old = prepare_triples({"train": TRAIN}, tmp_path / "deep" / "store")
+    with pytest.raises(StoreError, match="a store exists here"):
+        prepare_triples({"train": TRAIN[:1]}, old.path)
+    new = prepare_triples({"train": TRAIN[:1]}, old.path, overwrite=True)
+    assert len(new.train) == 1
+    assert len(old.train) == 3  # still mapped by whoever opened it
+    assert names(tmp_path / "deep") == ["store"]
+
+
+def test_other_data_is_never_overwritten(tmp_path):
+    (tmp_path / "photos").mkdir()
+    write(tmp_path / "photos" / "x.tsv", TRAIN)
+    with pytest.raises(StoreError, match="is no store"):
+        prepare_triples({"train": TRAIN}, tmp_path / "photos", overwrite=True)
+    with pytest.raises(StoreError, match="is no store"):
+        prepare_triples({"train": TRAIN}, tmp_path / "photos" / "x.tsv", overwrite=True)
+    (tmp_path / "empty").mkdir()
+    assert len(prepare_triples({"train": TRAIN}, tmp_path / "empty").train) == 3
+
+
+# Triples in memory
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        TRAIN,
+        iter(TRAIN),
+        np.array(TRAIN),
+        np.array(TRAIN, object),
+        pa.table(dict(zip("hrt", map(list, zip(*TRAIN, strict=True)), strict=True))),
+    ],
+    ids=["list", "iterator", "array", "object array", "table"],
+)
+def test_in_memory(tmp_path, rows):
+    assert labelled(prepare_triples({"train": rows}, tmp_path / "store"), "train") == TRAIN
+
+
+@pytest.mark.parametrize(
+    "splits, message",
+    [
+        ({"train": []}, "no training triples"),
+        ({"test": TRAIN}, "give train"),
+        ({"train": TRAIN, "dev": TRAIN}, "give train"),
+        ({"train": [("a", "b")]}, "train: triple 0 has 2 fields"),
+        ({"train": [("a", "r", None)]}, "train: triple 0: the tail is empty"),
+        ({"train": [("a", "", "b")]}, "train: triple 0: the relation is empty"),
+        ({"train": [("a", "r", ["b"])]}, "train: labels must be strings"),
+        ({"train": pa.table({"h": ["a"]})}, "train: 1 columns"),
+    ],
+)
+def test_bad_triples_in_memory(tmp_path, splits, message):
+    with pytest.raises(DataError, match=message):
+        prepare_triples(splits, tmp_path / "store")
+
+
+# The benchmarks
+
+
+@pytest.mark.parametrize(
+    "name, entities, relations, counts",
+    [
+        ("fb15k-237", 14541, 237, (272115, 17535, 20466)),
+        ("wn18rr", 40943, 11, (86835, 3034, 3134)),
+        ("umls", 135, 46, (5216, 652, 661)),
+        ("kinship", 104, 25, (8544, 1068, 1074)),
+    ],
+)
+def test_benchmarks(tmp_path, name, entities, relations, counts):
+    if not (REAL / name).is_dir():
+        pytest.skip(f"benchmark data not at {REAL / name}")
+    store = prepare(REAL / name, tmp_path / "store")
+    assert (store.num_entities, store.num_relations) == (entities, relations)
+    for split, count in zip(("train", "valid", "test"), counts, strict=True):
+        assert store.split(split).shape == (count, 3)
+        lines = (REAL / name / f"{split}.txt").read_text("utf-8").splitlines()
+        assert labelled(store, split) == [tuple(line.split("\t")) for line in lines]
+    assert sum(store.report["duplicates"].values()) == 0
+    assert store.report["shared"] == {}

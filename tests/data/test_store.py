@@ -1,0 +1,154 @@
+import json
+import os
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+from kge_torchrec.data.errors import StoreError, UnknownLabelError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import FORMAT_VERSION, TripleStore
+from kge_torchrec.data.vocabulary import Vocabulary
+
+TRAIN = [("ann", "knows", "bob"), ("bob", "knows", "eve"), ("eve", "likes", "eve")]
+
+
+@pytest.fixture
+def store(tmp_path) -> TripleStore:
+    return prepare_triples({"train": TRAIN, "valid": [("ann", "likes", "eve")]}, tmp_path / "store")
+
+
+def test_reopened(store):
+    again = TripleStore.open(str(store.path))
+    assert (again.num_entities, again.num_relations) == (3, 2)
+    assert again.entities.labels(range(3)) == ["ann", "bob", "eve"]
+    assert again.train.tolist() == [[0, 0, 1], [1, 0, 2], [2, 1, 2]]
+    assert again.split("valid").tolist() == [[0, 1, 2]]
+    assert again.test.shape == (0, 3)
+    assert again.train.dtype == np.int32 and isinstance(again.train, np.memmap)
+    assert again.report == store.report
+    assert "3 entities" in repr(again)
+
+
+def test_degrees(store):
+    assert store.degrees().tolist() == [1, 2, 3]
+    assert store.degrees().dtype == np.int64
+
+
+def test_known(store):
+    known = store.known(["train", "valid"])
+    query, entity = known.answers("tail", [0, 0, 2], [0, 1, 0])
+    assert query.tolist() == [0, 1] and entity.tolist() == [1, 2]
+    assert store.known(["train"]).answers("tail", [0], [1])[1].tolist() == []
+    assert known.contains("head", [2], [1], [0, 1, 2]).tolist() == [[True, False, True]]
+
+
+def test_unknown_split(store):
+    for call in (store.split, lambda name: store.known([name])):
+        with pytest.raises(ValueError, match="no split 'dev'; there are train, valid, test"):
+            call("dev")
+
+
+def test_fingerprint_follows_the_content(store, tmp_path):
+    def fingerprint(**splits):
+        path = tmp_path / "other"
+        return prepare_triples(splits, path, overwrite=True).fingerprint
+
+    valid = [("ann", "likes", "eve")]
+    assert fingerprint(train=TRAIN, valid=valid) == store.fingerprint
+    renamed = [("anna", r, t) if h == "ann" else (h, r, t) for h, r, t in TRAIN]
+    others = {
+        fingerprint(train=TRAIN),
+        fingerprint(train=TRAIN, test=valid),
+        fingerprint(train=TRAIN[::-1], valid=valid),
+        fingerprint(train=renamed, valid=[("anna", "likes", "eve")]),
+        store.fingerprint,
+    }
+    assert len(others) == 5
+
+
+# Stores that cannot be read
+
+
+def open_error(path) -> str:
+    with pytest.raises(StoreError) as caught:
+        TripleStore.open(path)
+    return str(caught.value)
+
+
+def test_no_store(tmp_path):
+    assert "no such store" in open_error(tmp_path / "none")
+    assert "not a triple store" in open_error(tmp_path)
+
+
+def change_meta(store, **changes):
+    path = store.path / "meta.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+
+
+def test_other_version(store):
+    change_meta(store, version=FORMAT_VERSION + 1)
+    assert f"store of version {FORMAT_VERSION + 1}, this program reads version" in open_error(
+        store.path
+    )
+
+
+def test_other_program(store):
+    change_meta(store, format="something else")
+    assert "not a triple store" in open_error(store.path)
+    (store.path / "meta.json").write_text("[1]")
+    assert "not a triple store" in open_error(store.path)
+
+
+def test_damaged_meta(store):
+    (store.path / "meta.json").write_text("{")
+    assert "damaged store: meta.json" in open_error(store.path)
+
+
+def test_truncated(store):
+    os.truncate(store.path / "train.npy", 140)
+    assert "damaged store: train.npy has 140 bytes instead of 164" in open_error(store.path)
+
+
+def test_missing_file(store):
+    (store.path / "entities.arrow").unlink()
+    assert "damaged store: entities.arrow is missing" in open_error(store.path)
+
+
+# Vocabularies
+
+
+def vocabulary(labels) -> Vocabulary:
+    return Vocabulary(pa.array(labels, pa.large_string()), "entity")
+
+
+def test_labels_and_ids():
+    words = vocabulary(["b", "a", "ç", "東"])
+    assert len(words) == 4
+    assert words.labels(np.array([3, 0, 0])) == ["東", "b", "b"]
+    ids = words.ids(["ç", "b", "ç"])
+    assert ids.tolist() == [2, 0, 2] and ids.dtype == np.int64
+    assert words.ids([]).tolist() == [] and words.labels([]) == []
+
+
+@pytest.mark.parametrize("wrong", [4, -1])
+def test_label_of_no_id(wrong):
+    with pytest.raises(IndexError):
+        vocabulary(["a", "b", "c", "d"]).labels([wrong])
+
+
+def test_unknown_label():
+    words = vocabulary(["Germany", "France", "germ"])
+    with pytest.raises(UnknownLabelError) as caught:
+        words.ids(["France", "germany"])
+    assert str(caught.value).startswith("unknown entity 'germany'; did you mean 'Germany'")
+    with pytest.raises(UnknownLabelError, match=r"'qqq' \(and 1 more labels\)$"):
+        words.ids(["qqq", "France", "zzz"])
+
+
+def test_unknown_label_among_many(monkeypatch):
+    monkeypatch.setattr("kge_torchrec.data.vocabulary.MAX_COMPARED", 100)
+    words = vocabulary([f"/m/{i:06d}" for i in range(1000)] + ["United_Kingdom"])
+    assert words.close_to("united_kingdon") == ["United_Kingdom"]
+    assert words.close_to("Untied_Kingdom") == ["United_Kingdom"]
+    assert words.close_to("/n/000120")[0] == "/m/000120"
