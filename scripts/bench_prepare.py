@@ -1,0 +1,133 @@
+"""How long `prepare` takes, beside pyarrow's bare reading and numbering of the same file.
+
+Writes a TSV of string triples whose entities follow Zipf's law, then runs both in turn, each time
+in a new process, and prints the medians, one figure per line: name, value, unit.
+
+    python scripts/bench_prepare.py --triples 5_000_000 --repeats 5
+"""
+
+import argparse
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
+
+RELATIONS = 500
+ROWS_AT_ONCE = 1_000_000
+
+
+def zipf_ids(random: np.random.Generator, size: int, count: int) -> np.ndarray:
+    """Ids (count,) in [0, size), the frequency of each inverse to its rank; ranks scattered."""
+    ranks = np.minimum((size ** random.random(count)).astype(np.int64) - 1, size - 1)
+    step = 2654435761 % size
+    while np.gcd(step, size) != 1:
+        step += 1
+    return ranks * step % size
+
+
+def write_tsv(path: Path, triples: int, entities: int, seed: int = 0) -> None:
+    random = np.random.default_rng(seed)
+    options = csv.WriteOptions(include_header=False, delimiter="\t", quoting_style="none")
+    schema = pa.schema([(name, pa.string()) for name in "hrt"])
+    with csv.CSVWriter(path, schema, write_options=options) as writer:
+        for start in range(0, triples, ROWS_AT_ONCE):
+            count = min(ROWS_AT_ONCE, triples - start)
+            columns = [
+                labels(prefix, zipf_ids(random, size, count))
+                for prefix, size in (("Q", entities), ("P", RELATIONS), ("Q", entities))
+            ]
+            writer.write_table(pa.table(columns, schema))
+
+
+def labels(prefix: str, ids: np.ndarray) -> pa.Array:
+    digits = pa.array(ids * 7 + 13).cast(pa.string())
+    return pc.binary_join_element_wise(prefix, digits, "")
+
+
+def bare(source: Path, _: Path) -> None:
+    """The whole file into memory, entities and relations numbered, nothing written."""
+    table = csv.read_csv(
+        source,
+        read_options=csv.ReadOptions(column_names=["h", "r", "t"]),
+        parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+    )
+    ends = pa.chunked_array(table["h"].chunks + table["t"].chunks)
+    ends.dictionary_encode().combine_chunks()
+    table["r"].dictionary_encode()
+
+
+def prepared(source: Path, output: Path) -> None:
+    from kge_torchrec.data.prepare import prepare
+
+    prepare(source, output, overwrite=True, progress=False)
+
+
+TASKS = {"bare": bare, "prepare": prepared}
+
+
+def run_here(task: str, source: Path, output: Path) -> None:
+    start = time.perf_counter()
+    TASKS[task](source, output)
+    seconds = time.perf_counter() - start
+    print(seconds, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+
+
+def run_apart(task: str, source: Path, output: Path) -> tuple[float, float]:
+    """Seconds (without the start of Python) and peak bytes of one run in a new process."""
+    command = [sys.executable, __file__, "--task", task, str(source), str(output)]
+    result = subprocess.run(command, check=True, capture_output=True, text=True)
+    seconds, peak = map(float, result.stdout.split())
+    return seconds, peak
+
+
+def benchmark(triples: int, entities: int, repeats: int, directory: str | None) -> None:
+    with tempfile.TemporaryDirectory(dir=directory) as temporary:
+        source, output = Path(temporary, "triples.tsv"), Path(temporary, "store")
+        write_tsv(source, triples, entities)
+        print(f"file {source.stat().st_size / 1e6:.0f} MB")
+        runs = {task: [] for task in TASKS}
+        for _ in range(repeats):
+            for task in TASKS:
+                runs[task].append(run_apart(task, source, output))
+        store = sum(file.stat().st_size for file in output.iterdir())
+        print(f"store {store / 1e6:.0f} MB")
+    median = {}
+    for task, results in runs.items():
+        seconds, peaks = zip(*results, strict=True)
+        median[task] = statistics.median(seconds)
+        print(f"{task}_time {median[task]:.2f} s")
+        print(f"{task}_time_best {min(seconds):.2f} s")
+        print(f"{task}_rate {triples / median[task] / 1e6:.2f} Mtriples/s")
+        print(f"{task}_peak_memory {max(peaks) / 1e9:.2f} GB")
+    ratios = [p[0] / b[0] for b, p in zip(runs["bare"], runs["prepare"], strict=True)]
+    print(f"ratio {median['prepare'] / median['bare']:.2f} times")
+    print(f"ratio_of_pairs {statistics.median(ratios):.2f} times")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--triples", type=int, default=5_000_000)
+    parser.add_argument("--entities", type=int, help="as many as triples, unless given")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--directory", help="where to put the files, about 80 bytes a triple")
+    parser.add_argument("--task", nargs=3, metavar=("TASK", "SOURCE", "OUTPUT"),
+                        help=argparse.SUPPRESS)  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.task:
+        task, source, output = arguments.task
+        run_here(task, Path(source), Path(output))
+    else:
+        entities = arguments.entities or arguments.triples
+        benchmark(arguments.triples, entities, arguments.repeats, arguments.directory)
+
+
+if __name__ == "__main__":
+    main()
