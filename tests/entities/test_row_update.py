@@ -120,9 +120,9 @@ def test_rows_without_a_gradient_keep_every_bit(name):
 
 @pytest.mark.parametrize("sorted_ids", [True, False])
 def test_bits_do_not_depend_on_the_number_of_threads(sorted_ids):
-    ids = torch.arange(2000) if sorted_ids else torch.randint(0, 1500, (2000,))
-    grad = torch.randn(2000, 64)
-    values = torch.randn(2000, 64)
+    ids = torch.arange(4000) if sorted_ids else torch.randint(0, 3000, (4000,))
+    grad = torch.randn(4000, 64)  # enough numbers for two threads
+    values = torch.randn(4000, 64)
     tables = []
     before = torch.get_num_threads()
     try:

@@ -27,11 +27,15 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
+from kge_torchrec.entities.torchrec.prefetch import prefetch_row
+
 KINDS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 _ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)
 
 # Below this many gradient numbers waking a second thread costs more than it saves.
-_SERIAL_NUMBERS = 1 << 16
+_SERIAL_NUMBERS = 1 << 17
+
+_AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
 
 _JIT = {"cache": True, "nogil": True, "error_model": "numpy"}
 
@@ -144,6 +148,14 @@ def _update_range(kind, start, stop, rows, places, bounds, grad, weights, first,
     scratch = np.empty(grad.shape[1], np.float32)
     distinct = bounds.shape[0] == 0
     for u in range(start, stop):
+        ahead = u + _AHEAD
+        if ahead < stop:
+            row = rows[ahead if distinct else places[bounds[ahead]]]
+            prefetch_row(weights, row)
+            if kind != _SGD:
+                prefetch_row(first, row)
+            if kind in (_ADAM, _ROWWISE_ADAM):
+                prefetch_row(second, row)
         low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
         place = u if distinct else places[low]
         row = rows[place]
