@@ -4,59 +4,41 @@ Each batch is dictionary-encoded on its own, several at a time; the small dictio
 batches are then themselves dictionary-encoded, which gives the map from batch ids to final ids.
 """
 
-import os
-from collections import defaultdict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import defaultdict
+from collections.abc import Iterable
 
 import numpy as np
 import pyarrow as pa
+
+from kge_torchrec.data.ahead import map_ahead
 
 # Dictionaries of batches are merged when they hold this much, so that they never hold all text.
 MERGE_BYTES = 1 << 30
 
 
-class TripleEncoder:
-    """Collects batches of labels and numbers the labels by first appearance, batch by batch.
+def encode(
+    batches: Iterable[tuple[str, pa.RecordBatch]],
+) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
+    """Numbers labels by their first appearance, batch by batch.
 
-    Use as a context manager: ``add`` every batch, then ``finish`` once.
+    Args:
+        batches: (split, batch of the large_string columns head, relation, tail).
+
+    Returns:
+        entity labels (N,), relation labels (R,), and per split the ids (T, 3) int32.
     """
-
-    def __init__(self):
-        self._workers = max(1, min(4, os.cpu_count() or 1))
-        self._pool = ThreadPoolExecutor(self._workers)
-        self._running: deque[tuple[str, Future]] = deque()
-        self._entities, self._relations = _Labels(), _Labels()
-        self._codes: dict[str, list[np.ndarray]] = defaultdict(list)
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self._pool.shutdown(cancel_futures=True)
-
-    def add(self, split: str, batch: pa.RecordBatch) -> None:
-        """Takes over a batch of the string columns head, relation, tail."""
-        self._running.append((split, self._pool.submit(_encode, batch)))
-        while len(self._running) > self._workers:
-            self._collect()
-
-    def finish(self) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
-        """Entity labels (N,), relation labels (R,), and per split the ids (T, 3) int32."""
-        while self._running:
-            self._collect()
-        self._entities.merge()
-        self._relations.merge()
-        triples = {}
-        for split in list(self._codes):
-            triples[split] = np.concatenate(self._codes.pop(split))
-        return self._entities.values, self._relations.values, triples
-
-    def _collect(self) -> None:
-        split, encoded = self._running.popleft()
-        entities, relations, codes = encoded.result()
-        self._entities.add(entities, codes[:, 0::2])
-        self._relations.add(relations, codes[:, 1:2])
-        self._codes[split].append(codes)
+    entities, relations = _Labels(), _Labels()
+    blocks: dict[str, list[np.ndarray]] = defaultdict(list)
+    filled = (item for item in batches if item[1].num_rows)
+    for split, new_entities, new_relations, codes in map_ahead(_encode, filled):
+        entities.add(new_entities, codes[:, 0::2])
+        relations.add(new_relations, codes[:, 1:2])
+        blocks[split].append(codes)
+    entities.merge()
+    relations.merge()
+    # One split at a time, so that only one is held twice.
+    triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
+    return entities.values, relations.values, triples
 
 
 class _Labels:
@@ -89,12 +71,13 @@ class _Labels:
         self._pending = []
 
 
-def _encode(batch: pa.RecordBatch) -> tuple[pa.Array, pa.Array, np.ndarray]:
-    """Labels of the entities and relations of a batch, and its triples as codes (T, 3)."""
+def _encode(item: tuple[str, pa.RecordBatch]) -> tuple[str, pa.Array, pa.Array, np.ndarray]:
+    """Split, labels of the entities and relations of a batch, and its triples as codes (T, 3)."""
+    split, batch = item
     ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
     relations = batch["relation"].dictionary_encode()
     codes = np.empty((batch.num_rows, 3), np.int32)
     codes[:, 0] = ends.chunk(0).indices
     codes[:, 1] = relations.indices
     codes[:, 2] = ends.chunk(1).indices
-    return ends.chunk(0).dictionary, relations.dictionary, codes
+    return split, ends.chunk(0).dictionary, relations.dictionary, codes

@@ -7,6 +7,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data.ahead import map_ahead
 from kge_torchrec.data.delimited import BLOCK_BYTES
 from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.header import COLUMNS
@@ -37,12 +38,10 @@ def read_ntriples(path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.Re
     Raises:
         DataError: naming file and line: a malformed line, invalid UTF-8; or no triples at all.
     """
-    first_line, count = 1, 0
+    count = 0
     try:
         with open_bytes(path, on_bytes) as stream:
-            for batch in _open_lines(path, stream):
-                triples = _parse(path, batch.column(0), first_line)
-                first_line += batch.num_rows
+            for triples in map_ahead(_parse, _texts(path, stream)):
                 count += triples.num_rows
                 yield triples
     except pa.ArrowInvalid as error:
@@ -51,6 +50,14 @@ def read_ntriples(path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.Re
         raise unreadable(path, error) from error
     if count == 0:
         raise DataError(f"{path}: empty file: no triples")
+
+
+def _texts(path: Path, stream) -> Iterator[tuple[Path, pa.Array, int]]:
+    """The lines in blocks, each with the number of its first line."""
+    first_line = 1
+    for batch in _open_lines(path, stream):
+        yield path, batch.column(0), first_line
+        first_line += batch.num_rows
 
 
 def _open_lines(path: Path, stream) -> arrow_csv.CSVStreamingReader:
@@ -69,7 +76,8 @@ def _open_lines(path: Path, stream) -> arrow_csv.CSVStreamingReader:
     )
 
 
-def _parse(path: Path, text: pa.Array, first_line: int) -> pa.RecordBatch:
+def _parse(block: tuple[Path, pa.Array, int]) -> pa.RecordBatch:
+    path, text, first_line = block
     parts = pc.extract_regex(text, TRIPLE)
     if parts.null_count:
         unparsed = pc.is_null(parts)

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.divide import check_ratio, divide
-from kge_torchrec.data.encode import TripleEncoder
+from kge_torchrec.data.encode import encode
 from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.known import SIDES, build_side
 from kge_torchrec.data.memory import InMemory, batches_of
@@ -45,8 +45,10 @@ def prepare(
         progress: show a progress bar, if standard error is a terminal.
 
     A triple repeated within a split is kept once. Entities without a training triple and triples
-    shared by splits stay; the store's ``report`` counts them all: ``triples``, ``duplicates``,
-    ``unseen_entities``, ``unseen_relations``, ``shared``, ``split``, ``sources``.
+    shared by splits stay; the store's ``report`` counts them all: ``triples`` and ``duplicates``
+    by split ("whole" for what was read undivided), ``unseen_entities`` and ``unseen_relations`` by
+    split, ``shared`` by pair of splits ("train-test"), and where they came from: ``sources``,
+    ``split`` (ratio and seed, or None).
 
     Raises:
         DataError: bad input, named by file and line.
@@ -141,10 +143,7 @@ def _hidden(progress: bool) -> bool | None:
 
 
 def _encode(batches: Batches) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
-    with TripleEncoder() as encoder:
-        for split, batch in batches:
-            encoder.add(split, batch)
-        entities, relations, triples = encoder.finish()
+    entities, relations, triples = encode(batches)
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
@@ -174,5 +173,5 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
     more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
     return DataError(
         f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
-        "learnt for them. Correct the files, or allow unseen relations"
+        "learnt for them. Correct the files, or keep them with allow_unseen_relations"
     )

@@ -28,7 +28,7 @@ class Vocabulary:
     def open(cls, path: Path, kind: str = "label") -> "Vocabulary":
         """``kind`` ("entity", "relation") names the labels in messages."""
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
-        return cls(table["label"].combine_chunks(), kind)
+        return cls(table["label"].chunk(0), kind)
 
     def save(self, path: Path) -> None:
         batch = pa.record_batch([self._labels], ["label"])

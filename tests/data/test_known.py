@@ -65,6 +65,7 @@ def test_equal_to_brute_force(world, side):
     assert (known.contains(side, anchors, relations, own) == marks[:, ::-1]).all()
 
 
+@settings(deadline=None)
 @given(world=worlds())
 def test_rows_too_wide_for_one_key_are_sorted_alike(world):
     num_entities, num_relations, splits = world
@@ -79,6 +80,7 @@ def test_rows_too_wide_for_one_key_are_sorted_alike(world):
 
 
 @pytest.mark.parametrize("sizes", [(50, 3, 50), (1 << 31, 1 << 31, 1 << 31)])
+@settings(deadline=None)
 @given(seed=st.integers(0, 99), total=st.integers(0, 3000))
 def test_repeats_are_the_later_ones(sizes, seed, total):
     rows = np.random.default_rng(seed).integers(0, (50, 3, 50), (total, 3), np.int32)

@@ -86,6 +86,14 @@ def test_compression_and_blocks_do_not_change_the_triples(tmp_path, monkeypatch)
     assert blocks.num_entities == plain.num_entities
 
 
+def test_ntriples_with_blocks_of_comments(tmp_path, monkeypatch):
+    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 40)
+    path = tmp_path / "x.nt"
+    path.write_text("# comment\n" * 20 + "<a> <r> <b> .\n" + "\n" * 100 + '<b> <r> "c" .\n')
+    store = prepare(path, tmp_path / "store", ratio=(1, 0, 0))
+    assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", '"c"')]
+
+
 @pytest.mark.parametrize(
     "files, message",
     [

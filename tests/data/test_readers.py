@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import delimited
@@ -116,6 +116,7 @@ LABEL = st.text(
 )
 
 
+@settings(deadline=None)
 @given(rows=st.lists(st.tuples(LABEL, LABEL, LABEL), min_size=1))
 def test_any_label_survives_tsv_and_csv(tmp_path_factory, rows):
     directory = tmp_path_factory.mktemp("labels")
