@@ -22,21 +22,25 @@ from kge_torchrec.planning.planner import plan_row_wise
 class TableModel(nn.Module):
     """Nothing but the entity table."""
 
-    def __init__(self, num_entities: int, dim: int) -> None:
+    def __init__(self, num_entities: int, dim: int, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        self.table = entity_collection(num_entities, dim)
+        self.table = entity_collection(num_entities, dim, dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
         return self.table(entity_ids(ids))[ENTITY].values()
 
 
 def sharded_table(
-    num_entities: int, dim: int, optimizer: TableOptimizer, values: Tensor | None = None
+    num_entities: int,
+    dim: int,
+    optimizer: TableOptimizer,
+    values: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> DistributedModelParallel:
     """The table (N, D) sharded over this world, with ``values`` (N, D) if given."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
     sharder = EntitySharder(fused_params=optimizer.fused_params())
-    model = TableModel(num_entities, dim)
+    model = TableModel(num_entities, dim, dtype)
     group = dist.group.WORLD
     model = DistributedModelParallel(
         model,

@@ -90,9 +90,15 @@ def plan_row_wise(
         ids_per_batch: distinct entity ids that a rank looks up in a step.
         process_group: if given, rank 0 plans and sends its plan to all (a collective call).
 
-    Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit.
+    Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit, and
+    ValueError for a D that FBGEMM's CUDA kernels cannot have.
     """
     name, collection = _find_collection(model)
+    if device_type == "cuda" and _entity_shape(collection)[1] % 4:
+        raise ValueError(
+            f"on CUDA the numbers per entity must be a multiple of 4, not "
+            f"{_entity_shape(collection)[1]} (FBGEMM reads four at a time)"
+        )
     host = (host_memory() if host_bytes is None else host_bytes) // local_world_size
     device = device_memory() if device_bytes is None else device_bytes
     constraints = ParameterConstraints(
@@ -123,9 +129,9 @@ def plan_row_wise(
                 raise  # some other complaint
             raise PlanDoesNotFit(
                 f"the entity table {name!r} does not fit by rows on {world_size} ranks: rank 0 "
-                f"gets {rows:,} rows and needs {_gib(rows * (table + state))} (values "
-                f"{_gib(rows * table)}, optimizer state {_gib(rows * state)}) of "
-                f"{'main' if on_host else 'device'} memory, of which it has {_gib(have)}. "
+                f"gets {rows:,} rows and needs {_amount(rows * (table + state))} (values "
+                f"{_amount(rows * table)}, optimizer state {_amount(rows * state)}) of "
+                f"{'main' if on_host else 'device'} memory, of which it has {_amount(have)}. "
                 "Use more ranks, a row-wise optimizer, 16-bit values or, on GPUs, the kernel "
                 "fused_uvm_caching."
             ) from error
@@ -149,7 +155,9 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
             row_bytes = 4 * dim + (_state_bytes(sharder, dim) if sharder else 0)
             for first, last, count in _runs(rows):
                 ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-                lines.append(f"  {ranks}: {count:,} rows x {dim}, {_gib(count * row_bytes)} each")
+                lines.append(
+                    f"  {ranks}: {count:,} rows x {dim}, {_amount(count * row_bytes)} each"
+                )
     return "\n".join(lines)
 
 
@@ -235,5 +243,8 @@ def _runs(counts: list[int]) -> Iterator[tuple[int, int, int]]:
             first = rank
 
 
-def _gib(size: int) -> str:
-    return f"{size / GIB:.2f} GiB" if size >= GIB / 10 else f"{size / 2**20:.2f} MiB"
+def _amount(size: int) -> str:
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit / 10:
+            return f"{size / unit:.2f} {name}"
+    return f"{size} bytes"

@@ -134,6 +134,26 @@ def rank_looks_around() -> dict:
     return seen
 
 
+def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
+    model = sharded_table(10, DIM, TableOptimizer("sgd", lr=1.0), start_values(10))
+    ids = torch.tensor([9, 0, 5, 9, 3])
+    looked_up = model(ids)
+    copy = looked_up.detach().clone()
+    looked_up.backward(torch.arange(5.0)[:, None].expand(5, DIM))
+    return copy, entity_shard(model).rows.clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unsorted_and_repeated_ids(world_size):
+    results = run_world(world_size, rank_asks_out_of_order)
+    expected = start_values(10)
+    for looked_up, _ in results:
+        assert torch.equal(looked_up, expected[[9, 0, 5, 9, 3]])
+    # The ranks' gradients are averaged; each has 0 + 3 for row 9.
+    expected[[9, 0, 5, 3]] -= torch.tensor([3.0, 1, 2, 4])[:, None]
+    torch.testing.assert_close(torch.cat([rows for _, rows in results]), expected)
+
+
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_steps_keys_views_and_empty_batches(world_size):
     for rank, seen in enumerate(run_world(world_size, rank_looks_around)):
@@ -206,6 +226,15 @@ def rank_asks_for_a_missing_entity() -> None:
 def test_an_id_outside_the_table_is_an_error():
     with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
         run_world(1, rank_asks_for_a_missing_entity)
+
+
+def rank_builds_a_16_bit_table() -> None:
+    sharded_table(5, DIM, TableOptimizer(), dtype=torch.bfloat16)
+
+
+def test_a_16_bit_table_on_cpu_is_refused_in_words():
+    with pytest.raises(WorldError, match="16-bit tables run on CUDA only"):
+        run_world(1, rank_builds_a_16_bit_table)
 
 
 def test_a_model_without_a_sharded_table_is_named():

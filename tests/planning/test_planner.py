@@ -100,6 +100,12 @@ def test_a_model_without_entities_is_refused():
         plan_row_wise(nn.Linear(2, 2), sharder(), 1, 1, "cpu")
 
 
+def test_a_width_that_cuda_kernels_cannot_have():
+    with pytest.raises(ValueError, match="multiple of 4, not 6"):
+        plan(100, 6, 1)
+    plan(100, 6, 1, device="cpu")
+
+
 def test_planning_says_nothing(capfd):
     plan(100, 8, 2)
     assert capfd.readouterr() == ("", "")

@@ -53,11 +53,13 @@ def entity_ids(unique_ids: Tensor) -> KeyedJaggedTensor:
 def entity_shard(sharded_model: nn.Module) -> EntityShard:
     """This rank's rows, as a view of the table that the sharded model holds.
 
-    Rows that a GPU cache holds are written back first.  Raises ValueError if the model has no
-    sharded entity table, or more than one.
+    Rows that a GPU cache holds are written back and dropped first, so the view may be read and
+    written until the next lookup.  Raises ValueError if the model has no sharded entity table, or
+    more than one.
     """
     kernel = _kernel(sharded_model)
     kernel.flush()
+    kernel.purge()
     (table,) = kernel.config.embedding_tables
     (rows,) = kernel.split_embedding_weights()
     return EntityShard(

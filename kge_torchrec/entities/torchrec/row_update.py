@@ -195,6 +195,15 @@ def _strictly_increasing(rows):
 
 
 @njit(**_JIT)
+def is_identity(order):
+    """Whether ``order`` (M,) is 0, 1, ..., M - 1."""
+    for i in range(order.shape[0]):  # noqa: SIM110
+        if order[i] != i:
+            return False
+    return True
+
+
+@njit(**_JIT)
 def _group_bounds(rows, places):
     """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
     bounds = np.empty(places.shape[0] + 1, np.int64)

@@ -5,9 +5,12 @@ link.  On CUDA nothing changes.
 
     EmbeddingCollectionSharder -> ShardedEmbeddingCollection -> RwSequenceEmbeddingSharding
         -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding -> CpuFusedTable
+        -> RwSequenceEmbeddingDist
 """
 
 from __future__ import annotations
+
+import copy
 
 import torch
 from torchrec.distributed.batched_embedding_kernel import (
@@ -18,13 +21,17 @@ from torchrec.distributed.batched_embedding_kernel import (
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
-from torchrec.distributed.sharding.rw_sequence_sharding import RwSequenceEmbeddingSharding
+from torchrec.distributed.sharding.rw_sequence_sharding import (
+    RwSequenceEmbeddingDist,
+    RwSequenceEmbeddingSharding,
+)
 from torchrec.distributed.types import ShardingType
 from torchrec.types import DataType
 
 from kge_torchrec.entities.contract import ENTITY
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.row_update import is_identity
 
 
 class _CpuFusedEmbedding(BatchedFusedEmbedding):
@@ -84,6 +91,30 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
             device=device if device is not None else self._device,
             env=self._env,
         )
+
+    def create_output_dist(self, device=None):
+        return _OutputDist(
+            self._pg,
+            self._get_num_features(),
+            device if device is not None else self._device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+        )
+
+
+class _OutputDist(RwSequenceEmbeddingDist):
+    """Leaves out the final permutation of rows where it changes nothing.
+
+    Ids that arrive sorted are still in order once they are grouped by rank, so their rows come
+    back in order; permuting them anyway costs as much as the optimizer step.  On CUDA looking
+    would stop the host, and the permutation is cheap.
+    """
+
+    def forward(self, local_embs, sharding_ctx=None):
+        order = sharding_ctx.unbucketize_permute_tensor
+        if order is not None and order.device.type == "cpu" and is_identity(order.numpy()):
+            sharding_ctx = copy.copy(sharding_ctx)
+            sharding_ctx.unbucketize_permute_tensor = None
+        return super().forward(local_embs, sharding_ctx)
 
 
 class _ShardedEntityCollection(ShardedEmbeddingCollection):
