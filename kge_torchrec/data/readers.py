@@ -8,11 +8,12 @@ import pyarrow as pa
 from kge_torchrec.data.delimited import read_delimited
 from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.ntriples import read_ntriples
+from kge_torchrec.data.numbered import layout_of, read_numbered
 from kge_torchrec.data.parquet import read_parquet
 from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
-SUFFIXES = (*DELIMITERS, ".nt", ".parquet")
+SUFFIXES = (*DELIMITERS, ".nt", ".parquet", ".del")
 
 
 def is_readable(path: Path) -> bool:
@@ -26,8 +27,10 @@ def read_triples(
     """Record batches of the large_string columns head, relation, tail; never the whole file.
 
     The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
-    (N-Triples), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``. ``has_header`` overrides
-    the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of the n bytes just read.
+    (N-Triples), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``; numbered triples with
+    their labels beside them as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
+    ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
+    the n bytes just read.
 
     Raises:
         DataError: a missing file, an unknown format, or bad input, named by file and line.
@@ -36,6 +39,9 @@ def read_triples(
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     suffix = Path(bare_name(path)).suffix.lower()
+    layout = layout_of(path)
+    if layout:
+        return read_numbered(path, layout, on_bytes)
     if suffix in DELIMITERS:
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes)
     if suffix == ".nt":

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.numbered import layout_of
 from kge_torchrec.data.readers import SUFFIXES, is_readable
 from kge_torchrec.data.streams import bare_name
 
@@ -18,8 +19,8 @@ _NAMES = {
     "valid": "valid", "validation": "valid", "val": "valid", "dev": "valid",
     "test": "test", "testing": "test",
 }  # fmt: skip
-# "train", or a part of it such as "train-00000-of-00002".
-_PART = re.compile(rf"({'|'.join(_NAMES)})([-_.]?\d+([-_]of[-_]\d+)?)?", re.IGNORECASE)
+# "train", a part of it such as "train-00000-of-00002", or OpenKE's "train2id".
+_PART = re.compile(rf"({'|'.join(_NAMES)})(2id|[-_.]?\d+([-_]of[-_]\d+)?)?", re.IGNORECASE)
 
 Sources = str | Path | Sequence[str | Path]
 
@@ -57,7 +58,8 @@ def _of_directory(directory: Path) -> dict[str, list[Path]]:
     files = sorted(path for path in directory.iterdir() if path.is_file() and is_readable(path))
     named = [path for path in files if _split_of(path)]
     if named:
-        return _of_files(named)
+        # Triples as text and as numbers side by side are the same data.
+        return _of_files([path for path in named if not layout_of(path)] or named)
     if len(files) == 1:
         return {WHOLE: files}
     if not files:

@@ -1,0 +1,91 @@
+import numpy as np
+import pytest
+
+from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers import read_triples
+
+
+def write_all(directory, files):
+    for name, content in files.items():
+        (directory / name).write_text(content, "utf-8")
+    return directory
+
+
+@pytest.fixture(params=[" ", "\t"])
+def openke(tmp_path, request):
+    """Columns are head, tail, relation; the labels are in no particular order."""
+    gap = request.param
+    return write_all(
+        tmp_path,
+        {
+            "entity2id.txt": "3\nb\t1\na\t0\nç d\t2\n",
+            "relation2id.txt": "2\nr\t0\ns\t1\n",
+            "train2id.txt": "3\n" + "0 1 0\n1 2 1\n2 0 0\n".replace(" ", gap),
+            "test2id.txt": "1\n" + "0 2 1\n".replace(" ", gap),
+            "test2id_all.txt": "not read",
+        },
+    )
+
+
+def labels_of(path):
+    return [tuple(row.values()) for batch in read_triples(path) for row in batch.to_pylist()]
+
+
+def test_openke(openke):
+    assert labels_of(openke / "train2id.txt") == [
+        ("a", "r", "b"), ("b", "s", "ç d"), ("ç d", "r", "a"),
+    ]  # fmt: skip
+    store = prepare(openke, openke / "store")
+    assert store.report["triples"] == {"train": 3, "valid": 0, "test": 1}
+    assert store.entities.labels(range(3)) == ["a", "b", "ç d"]
+
+
+@pytest.fixture
+def libkge(tmp_path):
+    return write_all(
+        tmp_path,
+        {
+            "entity_ids.del": "0\ta\n1\tb\n",
+            "relation_ids.del": "0\tr\n",
+            "train.del": "0\t0\t1\n1\t0\t0\n",
+            "valid.del": "1\t0\t1\n",
+        },
+    )
+
+
+def test_libkge(libkge):
+    assert labels_of(libkge / "train.del") == [("a", "r", "b"), ("b", "r", "a")]
+    store = prepare(libkge, libkge / "store")
+    assert np.array_equal(store.valid, [[1, 0, 1]])
+
+
+def test_text_is_preferred_to_numbers(libkge):
+    (libkge / "train.txt").write_text("x\ty\tz\n")
+    assert prepare(libkge, libkge / "store").entities.labels([0, 1]) == ["x", "z"]
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("train2id.txt", "2\n0 1 0\n", r"train2id.txt:1: announces 2 rows, but 1 follow"),
+        ("train2id.txt", "0 1 0\n", r"train2id.txt: empty file"),
+        ("train2id.txt", "0 1 0\n0 1 0\n", r"train2id.txt:1: expected the number of rows"),
+        ("train2id.txt", "2\n0 1 0\n0 3 0\n", r"train2id.txt:3: the tail 3 has no label"),
+        ("train2id.txt", "2\n0 1 0\n0 1 x\n", r"train2id.txt:3: the relation is no number: 'x'"),
+        ("train2id.txt", "2\n0 1 0\n0 1\n", r"train2id.txt:3: expected 3 columns"),
+        ("entity2id.txt", "2\na\t0\nb\t2\n", r"entity2id.txt: the ids are not 0 to 1"),
+        ("entity2id.txt", "2\na\t0\nb\tb\n", r"entity2id.txt:3: the id is no number"),
+        ("train2id.txt", "", r"train2id.txt: empty file"),
+    ],
+)
+def test_bad_openke(openke, name, content, message):
+    (openke / name).write_text(content)
+    with pytest.raises(DataError, match=message):
+        labels_of(openke / "train2id.txt")
+
+
+def test_missing_labels(libkge):
+    (libkge / "entity_ids.del").unlink()
+    with pytest.raises(DataError, match=r"entity_ids.del: no such file"):
+        labels_of(libkge / "train.del")
