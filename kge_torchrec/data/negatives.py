@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 _PER_COUNTER = 4  # 64-bit words that Philox gives for one counter value
+_STREAM = 1  # sets the draws apart from the epoch order, which takes the key (epoch,)
 
 
 class NegativeSampler:
@@ -27,11 +28,12 @@ class NegativeSampler:
     def draw(self, epoch: int, step: int, side: int, first_chunk: int, chunks: int) -> np.ndarray:
         """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on."""
         blocks = -(-self.count // _PER_COUNTER)
-        key = np.random.SeedSequence([self.seed, epoch, 1]).generate_state(2, np.uint64)
+        key = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
+        key = key.generate_state(2, np.uint64)
         bits = np.random.Philox(key=key, counter=[first_chunk * blocks, step, side, 0])
         words = bits.random_raw(chunks * blocks * _PER_COUNTER)
         unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
-        return self._to_ids(unit.reshape(chunks, -1)[:, : self.count])
+        return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, : self.count])
 
     def _to_ids(self, unit: np.ndarray) -> np.ndarray:
         if self._cumulative is None:
