@@ -28,9 +28,9 @@ class NegativeSampler:
     def draw(self, epoch: int, step: int, side: int, first_chunk: int, chunks: int) -> np.ndarray:
         """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on."""
         blocks = -(-self.count // _PER_COUNTER)
-        key = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
-        key = key.generate_state(2, np.uint64)
-        bits = np.random.Philox(key=key, counter=[first_chunk * blocks, step, side, 0])
+        seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
+        key, counter = seeds.generate_state(2, np.uint64), [first_chunk * blocks, step, side, 0]
+        bits = np.random.Philox(key=key, counter=counter)
         words = bits.random_raw(chunks * blocks * _PER_COUNTER)
         unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
         return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, : self.count])
