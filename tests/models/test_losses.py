@@ -1,0 +1,178 @@
+"""Losses against their formulas, query by query in float64 Python."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from kge_torchrec.models.losses import (
+    BinaryCrossEntropyLoss,
+    MarginLoss,
+    SelfAdversarialLoss,
+    SoftmaxLoss,
+)
+
+SHAPE = (2, 3, 5)  # chunks, queries, candidates
+
+
+def log_sigmoid(x):
+    return -np.logaddexp(0, -x)
+
+
+def softmax(positive, negative, smooth):
+    choices = np.append(positive, negative)
+    log_shares = choices - np.logaddexp.reduce(choices)
+    target = np.full(len(choices), smooth / len(choices))
+    target[0] += 1 - smooth
+    return -(target * log_shares).sum()
+
+
+def bce(positive, negative, smooth):
+    def cross(target, score):
+        return -target * log_sigmoid(score) - (1 - target) * log_sigmoid(-score)
+
+    of_negative = cross(smooth / 2, negative).mean() if len(negative) else 0.0
+    return (cross(1 - smooth / 2, positive) + of_negative) / 2
+
+
+def margin(positive, negative, gap):
+    return np.maximum(0, gap - positive + negative).mean() if len(negative) else 0.0
+
+
+def self_adversarial(positive, negative, gap, temperature):
+    share = np.exp(temperature * negative)
+    share = share / share.sum()
+    of_negative = -(share * log_sigmoid(-gap - negative)).sum()
+    return (of_negative - log_sigmoid(gap + positive)) / 2
+
+
+CASES = {
+    "softmax": (SoftmaxLoss(), lambda p, n: softmax(p, n, 0)),
+    "softmax smoothed": (SoftmaxLoss(0.3), lambda p, n: softmax(p, n, 0.3)),
+    "bce": (BinaryCrossEntropyLoss(), lambda p, n: bce(p, n, 0)),
+    "bce smoothed": (BinaryCrossEntropyLoss(0.3), lambda p, n: bce(p, n, 0.3)),
+    "margin": (MarginLoss(1.5), lambda p, n: margin(p, n, 1.5)),
+    "self-adversarial": (
+        SelfAdversarialLoss(1.5, 0.7),
+        lambda p, n: self_adversarial(p, n, 1.5, 0.7),
+    ),
+}
+every_loss = pytest.mark.parametrize(("loss", "oracle"), CASES.values(), ids=CASES)
+
+
+def scores(dtype=torch.float64):
+    torch.manual_seed(0)
+    positive, negative = torch.randn(SHAPE[:2], dtype=dtype), torch.randn(SHAPE, dtype=dtype)
+    return (2 * positive).requires_grad_(), (2 * negative).requires_grad_()
+
+
+def some_counted():
+    """Everywhere some candidates, except that the first query has none and the second all."""
+    counted = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < 0.5
+    counted[0, 0], counted[0, 1] = False, True
+    return counted
+
+
+@every_loss
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_value(loss, oracle, masked, dtype):
+    positive, negative = scores(dtype)
+    counted = some_counted() if masked else None
+    found = loss(positive, negative, counted)
+    assert found.shape == SHAPE[:2] and found.dtype == dtype
+    for query in np.ndindex(*SHAPE[:2]):
+        candidates = negative[query] if counted is None else negative[query][counted[query]]
+        expected = oracle(positive[query].item(), candidates.detach().double().numpy())
+        rtol = 1e-5 if dtype == torch.float32 else 1e-12
+        assert found[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
+
+
+@every_loss
+def test_a_mask_of_all_is_no_mask(loss, oracle):
+    positive, negative = scores()
+    every = torch.ones(SHAPE, dtype=torch.bool)
+    torch.testing.assert_close(loss(positive, negative, every), loss(positive, negative, None))
+
+
+@every_loss
+def test_candidates_that_do_not_count_change_nothing(loss, oracle):
+    positive, negative = scores()
+    counted = some_counted()
+    changed = torch.where(counted, negative, 1e4 * negative)
+    torch.testing.assert_close(
+        loss(positive, negative, counted), loss(positive, changed, counted), rtol=0, atol=0
+    )
+    loss(positive, negative, counted).sum().backward()
+    assert not negative.grad[~counted].any()
+
+
+# Without self-adversarial: its weights are constants by design, which has a test below.
+@pytest.mark.parametrize("name", [name for name in CASES if name != "self-adversarial"])
+@pytest.mark.parametrize("masked", [False, True])
+def test_gradients(name, masked):
+    loss, _ = CASES[name]
+    positive, negative = scores()
+    counted = some_counted() if masked else None
+    assert torch.autograd.gradcheck(lambda p, n: loss(p, n, counted), (positive, negative))
+
+
+@every_loss
+@pytest.mark.parametrize("positive", [-1e4, 0.0, 1e4])
+@pytest.mark.parametrize("negative", [-1e4, 0.0, 1e4])
+@pytest.mark.parametrize("counted", [None, "some", "none"])
+def test_extreme_scores_stay_finite(loss, oracle, positive, negative, counted):
+    mask = {None: None, "some": some_counted(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
+    positive = torch.full(SHAPE[:2], positive, requires_grad=True)
+    negative = torch.full(SHAPE, negative).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
+    found = loss(positive, negative, mask[counted])
+    found.sum().backward()
+    assert found.isfinite().all() and (found >= -1e-3).all()
+    assert positive.grad.isfinite().all() and negative.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("smooth", [0.0, 0.3])
+def test_softmax_is_torchs_cross_entropy(smooth):
+    positive, negative = scores()
+    logits = torch.cat([positive[..., None], negative], -1).flatten(0, 1)
+    expected = cross_entropy(
+        logits, torch.zeros(len(logits), dtype=torch.int64),
+        label_smoothing=smooth, reduction="none",
+    )  # fmt: skip
+    torch.testing.assert_close(SoftmaxLoss(smooth)(positive, negative, None).flatten(), expected)
+
+
+def test_self_adversarial_weights_carry_no_gradient():
+    positive, negative = scores()
+    SelfAdversarialLoss(1.5, 0.7)(positive, negative, None).sum().backward()
+    # d/dn of -log sigmoid(-m - n) is sigmoid(m + n); the weight is a constant to it.
+    weight = (0.7 * negative).detach().softmax(-1)
+    expected = weight * torch.sigmoid(1.5 + negative.detach()) / 2
+    torch.testing.assert_close(negative.grad, expected)
+    torch.testing.assert_close(positive.grad, -torch.sigmoid(-1.5 - positive.detach()) / 2)
+
+
+def test_self_adversarial_without_temperature_weighs_all_alike():
+    positive, negative = scores()
+    found = SelfAdversarialLoss(1.0, 0.0)(positive, negative, None)
+    of_negative = torch.nn.functional.softplus(1 + negative).mean(-1)
+    of_positive = torch.nn.functional.softplus(-1 - positive)
+    torch.testing.assert_close(found, (of_negative + of_positive) / 2)
+
+
+def test_a_perfect_margin_costs_nothing():
+    positive, negative = torch.tensor([[5.0]]), torch.tensor([[[3.0, 4.0]]])
+    assert MarginLoss(1.0)(positive, negative, None).item() == 0
+    assert MarginLoss(2.0)(positive, negative, None).item() == pytest.approx(0.5)
+
+
+def test_softmax_with_nothing_to_choose_from_is_zero():
+    """A query whose candidates are all known facts teaches nothing, and costs nothing."""
+    positive = torch.tensor([[3.0]], requires_grad=True)
+    none = torch.zeros(1, 1, 4, dtype=torch.bool)
+    for smooth in (0.0, 0.2):
+        loss = SoftmaxLoss(smooth)(positive, torch.randn(1, 1, 4), none)
+        (gradient,) = torch.autograd.grad(loss.sum(), positive)
+        assert math.isclose(loss.item(), 0, abs_tol=1e-6) and abs(gradient.item()) < 1e-6

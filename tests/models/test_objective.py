@@ -1,0 +1,244 @@
+"""The objective against a loop that goes triple by triple and candidate by candidate."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.batches import BatchBuilder
+from kge_torchrec.data.known import KnownTriples, build_side
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
+from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.take_rows import take_rows
+
+ENTITIES, RELATIONS, DIM = 7, 3, 4
+NONE = torch.zeros(0, dtype=torch.bool)
+LAYOUTS = {"shared": (1, 4, 5), "chunked": (3, 2, 5), "per triple": (4, 1, 5)}  # C, b, K
+
+
+@dataclass
+class Triples:
+    """A batch as the objective reads it, and its parts for the oracle."""
+
+    head: torch.Tensor  # (C, b)
+    tail: torch.Tensor
+    relation: torch.Tensor
+    weight: torch.Tensor
+    negatives: dict  # side -> (C, K)
+    known_head: torch.Tensor = NONE
+    known_tail: torch.Tensor = NONE
+
+    @property
+    def entities(self):
+        parts = [self.head, self.tail, *self.negatives.values()]
+        return torch.cat([part.flatten() for part in parts])
+
+
+def random_batch(chunks, triples, count, sides=SIDES, known=False):
+    draw = lambda *shape: torch.randint(ENTITIES, shape)  # noqa: E731
+    mask = torch.rand(2, chunks, triples, count) < 0.3
+    return Triples(
+        head=draw(chunks, triples),
+        tail=draw(chunks, triples),
+        relation=torch.randint(RELATIONS, (chunks, triples)),
+        weight=torch.rand(chunks, triples, dtype=torch.float64),
+        negatives={side: draw(chunks, count) for side in sides},
+        known_head=mask[0] if known else NONE,
+        known_tail=mask[1] if known else NONE,
+    )
+
+
+def oracle(scorer, loss, rows, batch, penalties=None):
+    """Sum over triples and sides of weight * (loss + penalties), over the number of sides."""
+    penalties = penalties or Penalties()
+    total = torch.zeros((), dtype=rows.dtype)
+    for side, negatives in batch.negatives.items():
+        known = batch.known_tail if side == "tail" else batch.known_head
+        for c, i in np.ndindex(*batch.relation.shape):
+            ends = batch.head[c, i], batch.tail[c, i]
+            anchor, answer = ends if side == "tail" else ends[::-1]
+            relation = batch.relation[c, i]
+            usable = [
+                entity
+                for k, entity in enumerate(negatives[c])
+                if entity != answer and not (known.numel() and known[c, i, k])
+            ]
+            score = lambda e, a=anchor, r=relation, s=side: scorer.score_triples(  # noqa: E731
+                rows[a], r, rows[e], s
+            )
+            if usable:
+                against = torch.stack([score(entity) for entity in usable])
+                value = loss(score(answer)[None, None], against[None, None], None)[0, 0]
+            else:
+                value = loss(score(answer)[None, None], rows.new_zeros(1, 1, 1),
+                             torch.zeros(1, 1, 1, dtype=torch.bool))[0, 0]  # fmt: skip
+            twin = RELATIONS if scorer.reciprocal and side == "head" else 0
+            triple = rows[anchor], rows[answer], scorer.relations[relation + twin]
+            value = value + penalties.n3 * sum(cubes(scorer, x) for x in triple)
+            value = value + penalties.l2 * sum((x * x).sum() for x in triple)
+            total = total + batch.weight[c, i] * value
+    return total / len(batch.negatives)
+
+
+def cubes(scorer, row):
+    """Sum of |x|^3; complex scorers hold (re, im) pairs, RotatE's relations phases."""
+    if scorer.is_complex and len(row) == DIM:
+        return (row[0::2] ** 2 + row[1::2] ** 2).pow(1.5).sum()
+    return row.abs().pow(3).sum()
+
+
+def make(name="complex", reciprocal=False):
+    scorer = SCORERS[name](RELATIONS, DIM, reciprocal).double()
+    torch.nn.init.normal_(scorer.relations)
+    return scorer
+
+
+def normal_rows():
+    return torch.randn(ENTITIES, DIM, dtype=torch.float64, requires_grad=True)
+
+
+def both(objective, rows, batch):
+    """(value, gradient of the rows, gradient of the relations) of the objective and the oracle."""
+    inputs = rows, objective.scorer.relations
+    expected = oracle(objective.scorer, objective.loss, rows, batch, objective.penalties)
+    for value in (objective(rows, batch), expected):
+        yield value.detach(), *torch.autograd.grad(value, inputs)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("reciprocal", [False, True])
+@pytest.mark.parametrize("known", [False, True])
+def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
+    torch.manual_seed(0)
+    rows = normal_rows()
+    objective = Objective(make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Penalties(0.1, 0.2))
+    batch = random_batch(*LAYOUTS[layout], known=known)
+    torch.testing.assert_close(*both(objective, rows, batch))
+
+
+@pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",), ("tail", "head")])
+@pytest.mark.parametrize("loss", [SoftmaxLoss(), MarginLoss(), SelfAdversarialLoss(1.0)])
+def test_sides(sides, loss):
+    torch.manual_seed(1)
+    objective = Objective(make(reciprocal=True), loss, sides)
+    batch = random_batch(*LAYOUTS["chunked"], sides=sides)
+    torch.testing.assert_close(*both(objective, normal_rows(), batch))
+
+
+def test_the_answer_itself_is_no_negative():
+    torch.manual_seed(2)
+    batch = random_batch(1, 1, 3)
+    batch.tail[...] = 4
+    batch.negatives["tail"] = torch.tensor([[4, 4, 4]])
+    rows, objective = normal_rows(), Objective(make(), SoftmaxLoss(), ("tail",))
+    batch.negatives.pop("head")
+    assert objective(rows, batch).item() == pytest.approx(0)
+    batch.negatives["tail"] = torch.tensor([[4, 5, 4]])  # its gradient comes from 5 alone
+    alone = replace(batch, negatives={"tail": torch.tensor([[5]])})
+    torch.testing.assert_close(objective(rows, batch), objective(rows, alone))
+
+
+def test_padding_has_no_effect():
+    torch.manual_seed(3)
+    rows = normal_rows()
+    objective = Objective(make("rotate"), SoftmaxLoss(), SIDES, Penalties(0.1, 0.1))
+    batch = random_batch(2, 3, 5)
+    batch.weight[:, 1:] = 0
+    short = replace(batch, **{name: getattr(batch, name)[:, :1]
+                              for name in ("head", "tail", "relation", "weight")})  # fmt: skip
+    inputs = rows, objective.scorer.relations
+    padded, alone = objective(rows, batch), objective(rows, short)
+    torch.testing.assert_close(padded, alone)
+    torch.testing.assert_close(
+        torch.autograd.grad(padded, inputs), torch.autograd.grad(alone, inputs)
+    )
+
+
+def test_penalties_by_hand():
+    batch = Triples(*(torch.tensor([[i]]) for i in (0, 1, 0)), torch.tensor([[0.5]]), {})
+    batch.negatives["tail"] = torch.tensor([[1]])  # the answer: no loss, the penalties are alone
+    rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    of = {}
+    for name in ("complex", "distmult"):
+        scorer = SCORERS[name](1, 2)
+        torch.nn.init.ones_(scorer.relations)
+        for penalties in (Penalties(n3=0.1), Penalties(l2=0.1)):
+            objective = Objective(scorer, SoftmaxLoss(), ("tail",), penalties)
+            of[name, penalties.n3 > 0] = objective(rows, batch).item()
+    # |3 + 4i| = 5, |2i| = 2, |1 + i| = sqrt(2)
+    assert of["complex", True] == pytest.approx(0.05 * (125 + 8 + 2**1.5))
+    assert of["distmult", True] == pytest.approx(0.05 * (27 + 64 + 8 + 1 + 1))
+    assert of["complex", False] == of["distmult", False] == pytest.approx(0.05 * (25 + 4 + 2))
+
+
+def test_n3_has_a_finite_gradient_at_zero():
+    rows = torch.zeros(ENTITIES, DIM, requires_grad=True)
+    scorer = SCORERS["complex"](RELATIONS, DIM)
+    torch.nn.init.zeros_(scorer.relations)
+    objective = Objective(scorer, SoftmaxLoss(), SIDES, Penalties(n3=1.0))
+    batch = random_batch(1, 2, 3)
+    for gradient in torch.autograd.grad(objective(rows, batch), (rows, scorer.relations)):
+        assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("unique", [0, 3])
+def test_no_triples_give_a_zero_loss_and_zero_gradients(name, unique):
+    scorer = make(name)
+    objective = Objective(scorer, SoftmaxLoss(), SIDES, Penalties(0.1, 0.1))
+    empty = torch.zeros(0, 0, dtype=torch.int64)
+    batch = Triples(empty, empty, empty, empty.double(), dict.fromkeys(SIDES, empty))
+    rows = torch.randn(unique, DIM, dtype=torch.float64, requires_grad=True)
+    loss = objective(rows, batch)
+    loss.backward()
+    assert loss.item() == 0
+    assert rows.grad.shape == rows.shape and not rows.grad.any()
+    assert scorer.relations.grad is not None and not scorer.relations.grad.any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 9), st.integers(0, 12), st.integers(0, 99))
+def test_taking_rows_is_indexing(count, taken, seed):
+    torch.manual_seed(seed)
+    rows, index = torch.randn(count, 3, requires_grad=True), torch.randint(count, (taken,))
+    weight = torch.randn(taken, 3)
+    for one, other in zip(take_rows(rows, index), rows[index], strict=True):
+        assert torch.equal(one, other)
+    torch.testing.assert_close(
+        torch.autograd.grad((take_rows(rows, index) * weight).sum(), rows),
+        torch.autograd.grad((rows[index] * weight).sum(), rows),
+    )
+
+
+@pytest.mark.parametrize("chunk_size", [0, 1, 4])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
+    """With real batches: the mean over ranks of loss and gradients does not see their number."""
+    rng = np.random.default_rng(0)
+    triples = rng.integers(0, (ENTITIES, RELATIONS, ENTITIES), (13, 3))
+    index = {side: build_side(side, triples, ENTITIES, RELATIONS) for side in SIDES}
+    known = KnownTriples([index], ENTITIES, RELATIONS) if filtered else None
+    sampler = NegativeSampler(ENTITIES, 5, seed=3)
+    torch.manual_seed(0)
+    table, objective = normal_rows(), Objective(make(reciprocal=True), SoftmaxLoss())
+    of = {}
+    for world in (1, 2, 3, 7):
+        total = 0
+        for rank in range(world):
+            builder = BatchBuilder(
+                triples, 10, sampler, chunk_size=chunk_size, known=known, rank=rank,
+                world_size=world,
+            )  # fmt: skip
+            order = EpochOrder(13, 0, 0)
+            for batch in (builder.batch(order, 0, step) for step in (0, 1)):
+                total = total + objective(table[batch.ids.values()], batch) / world
+        of[world] = total.detach(), *torch.autograd.grad(total, (table, objective.scorer.relations))
+    for world in (2, 3, 7):
+        torch.testing.assert_close(of[world], of[1], rtol=1e-6, atol=1e-7)
