@@ -30,7 +30,7 @@ def divide(
     total = len(triples)
     order = np.random.default_rng(seed).permutation(total)
     # Backwards: of repeated ids numpy keeps the last one written, here the earliest in order.
-    backwards = triples[order[::-1]]
+    backwards = triples.take(order[::-1], axis=0)
     places = np.arange(total)[::-1]
     bound = np.zeros(total, bool)
     for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
@@ -49,4 +49,7 @@ def divide(
     split_of = np.zeros(total, np.int8)
     split_of[free[:num_valid]] = 1
     split_of[free[num_valid : num_valid + num_test]] = 2
-    return {split: triples[split_of == index] for index, split in enumerate(SPLITS)}
+    return {
+        split: triples.take(np.flatnonzero(split_of == index), axis=0)
+        for index, split in enumerate(SPLITS)
+    }

@@ -20,7 +20,8 @@ def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | No
     key = columns[0].astype(np.uint64)
     for column, width in zip(columns[1:], bits[1:], strict=True):
         key <<= np.uint64(width)
-        key |= column.astype(np.uint64)
+        # Converts piece by piece, where astype would make another array of this size.
+        np.bitwise_or(key, column, out=key, dtype=np.uint64, casting="unsafe")
     return key
 
 
