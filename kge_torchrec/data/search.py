@@ -40,6 +40,11 @@ def mark_members(entities, starts, stops, candidates, found):
             candidate = candidates[query, column]
             if candidate < first or candidate > last:
                 continue
-            position = lower_bound(entities, candidate, low, high)
-            if position < high and entities[position] == candidate:
+            # Steps that depend on the range's length only, not on the data, cost no mispredictions.
+            position, size = low, high - low
+            while size > 1:
+                half = size // 2
+                position += half * (entities[position + half] <= candidate)
+                size -= half
+            if entities[position] == candidate:
                 found[query, column] = True
