@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+from itertools import chain
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 from torch import Tensor, nn
@@ -134,6 +137,42 @@ def rank_looks_around() -> dict:
     return seen
 
 
+def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dict]:
+    """Each case: optimizer, N, and the ids that each rank looks up, in one step repeated twice."""
+    results = []
+    for name, size, ids_per_rank in cases:
+        optimizer = TableOptimizer(**optimizer_settings(name))
+        model = sharded_table(size, DIM, optimizer, start_values(size))
+        ids = torch.tensor(ids_per_rank[dist.get_rank()], dtype=torch.int64) % size
+        for _ in range(2):
+            model(ids).square().sum().backward()
+        results.append(parameters_and_states(model))
+    return results
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.integers(1, 13),
+            st.lists(st.lists(st.integers(0, 12), max_size=6), min_size=4, max_size=4),
+        ),
+        min_size=4,
+        max_size=8,
+    )
+)
+@settings(max_examples=3, deadline=None)
+def test_any_sizes_and_ids_on_four_ranks(cases):
+    """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
+    results = run_world(4, rank_trains_cases, cases)
+    for number, (name, size, ids_per_rank) in enumerate(cases):
+        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+        ids = torch.tensor([*chain(*ids_per_rank)], dtype=torch.int64) % size
+        for _ in range(2):
+            dense.step(ids, 2 * dense.weights[ids] / 4)
+        assert_equals_dense([part[number] for part in results], dense)
+
+
 def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
     model = sharded_table(10, DIM, TableOptimizer("sgd", lr=1.0), start_values(10))
     ids = torch.tensor([9, 0, 5, 9, 3])
@@ -207,9 +246,7 @@ def rank_loads_and_goes_on(folder: str, size: int) -> dict:
     return results
 
 
-@pytest.mark.parametrize(
-    ("saved_on", "loaded_on", "size"), [(2, 4, 101), (4, 1, 101), (4, 2, 5), (2, 4, 5)]
-)
+@pytest.mark.parametrize(("saved_on", "loaded_on", "size"), [(2, 4, 5), (4, 2, 5), (4, 1, 101)])
 def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_on, size):
     run_world(saved_on, rank_saves, str(tmp_path), size)
     resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)
