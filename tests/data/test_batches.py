@@ -1,0 +1,307 @@
+"""Batches of all ranks together are the global batch, whatever their number.
+
+Triple i of the test data has relation i, so that every triple of a batch can be told.
+"""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.batches import ENTITY, Batch, BatchBuilder, share_of
+from kge_torchrec.data.known import KnownTriples, build_side
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.order import EpochOrder
+
+ENTITIES = 11
+WORLDS = (1, 2, 3, 4, 7)
+EASY = settings(max_examples=40, deadline=None)
+
+
+def make_triples(count, seed=0):
+    rng = np.random.default_rng(seed)
+    ends = rng.integers(0, ENTITIES, (2, count))
+    return np.stack([ends[0], np.arange(count), ends[1]], 1).astype(np.int32)
+
+
+def builder(triples, rank=0, world=1, batch_size=10, negatives=3, seed=5, **options):
+    sampler = NegativeSampler(ENTITIES, negatives, seed)
+    return BatchBuilder(
+        triples, batch_size, sampler, seed=seed, rank=rank, world_size=world, **options
+    )
+
+
+def decoded(batch, sides=("head", "tail")):
+    """The batch with ids in place of positions: head, tail (C, b), negatives by side (C, K)."""
+    chunks, triples = batch.relation.shape
+    ids, count = batch.ids.values()[batch.entities], chunks * triples
+    negatives = ids[2 * count :].view(len(sides), chunks, -1) if chunks else [ids] * len(sides)
+    return SimpleNamespace(
+        head=ids[:count].view(chunks, triples),
+        tail=ids[count : 2 * count].view(chunks, triples),
+        negatives=dict(zip(sides, negatives, strict=True)),
+    )
+
+
+def trained(batch, sides=("head", "tail")):
+    """[(triple, weight, {side: its negatives})] of the triples that count."""
+    parts = decoded(batch, sides)
+    out = []
+    for c, i in np.ndindex(*batch.relation.shape):
+        if weight := batch.weight[c, i].item():
+            triple = tuple(int(x[c, i]) for x in (parts.head, batch.relation, parts.tail))
+            negatives = {side: tuple(parts.negatives[side][c].tolist()) for side in sides}
+            out.append((triple, weight, negatives))
+    return out
+
+
+# Which triples
+
+
+@EASY
+@given(
+    st.integers(1, 40), st.integers(1, 15), st.integers(0, 16),
+    st.sampled_from(WORLDS), st.integers(0, 3),
+)  # fmt: skip
+def test_an_epoch_covers_every_triple_once(count, batch_size, chunk_size, world, epoch):
+    triples = make_triples(count)
+    ranks = [
+        builder(triples, rank, world, batch_size, chunk_size=chunk_size).epoch(epoch)
+        for rank in range(world)
+    ]
+    seen = Counter()
+    for step, batches in enumerate(zip(*ranks, strict=True)):
+        parts = [trained(batch) for batch in batches]
+        size = min(batch_size, count - step * batch_size)
+        # DDP averages over ranks, so the weights of one step must sum to the number of ranks.
+        weights = [weight for part in parts for _, weight, _ in part]
+        np.testing.assert_allclose(weights, world / size, rtol=1e-6)
+        assert len(weights) == size
+        seen.update(triple for part in parts for triple, _, _ in part)
+    assert seen == Counter(map(tuple, triples.tolist()))
+
+
+@EASY
+@given(st.integers(0, 40), st.integers(1, 20), st.sampled_from(WORLDS))
+def test_shares_partition_the_batch(size, chunk_size, world):
+    dealt = []
+    for rank in range(world):
+        share = share_of(size, chunk_size, rank, world)
+        assert share.positions.shape == share.counted.shape
+        mine = share.positions[share.counted]
+        dealt += mine.tolist()
+        assert size // world <= len(mine) <= -(-size // world)  # equal to within one triple
+        chunk = share.first_chunk + np.arange(len(share.positions))[:, None]
+        cut = share.positions // chunk_size == chunk
+        assert cut[share.counted].all()  # each row lies in the chunk whose negatives it gets
+        if len(mine):
+            assert set(share.positions.ravel()) == set(mine)  # padding repeats own triples
+    assert dealt == list(range(size))
+
+
+@pytest.mark.parametrize("chunk_size", [0, 1, 3, 10])
+@pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",)])
+def test_what_is_trained_does_not_depend_on_the_world_size(chunk_size, sides):
+    """Every triple has the same negatives at any world size; only who trains it differs."""
+    triples = make_triples(27)
+    expected = None
+    for world in WORLDS:
+        steps = Counter()
+        for rank in range(world):
+            batches = builder(triples, rank, world, chunk_size=chunk_size, sides=sides).epoch(1)
+            for step, batch in enumerate(batches):
+                for triple, weight, negatives in trained(batch, sides):
+                    key = step, triple, round(weight / world, 6), tuple(negatives.items())
+                    steps[key] += 1
+        expected = expected or steps
+        assert steps == expected
+
+
+def test_only_triples_of_a_chunk_share_negatives():
+    batch = next(builder(make_triples(12), batch_size=12, chunk_size=4, negatives=40).epoch(0))
+    assert batch.relation.shape == (3, 4)
+    drawn = [tuple(rows.tolist()) for side in decoded(batch).negatives.values() for rows in side]
+    assert len(drawn) == len(set(drawn)) == 6
+
+
+def test_epochs_and_seeds_are_ordered_differently():
+    triples = make_triples(40)
+    orders = set()
+    for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        batches = builder(triples, seed=seed).epoch(epoch)
+        orders.add(tuple(r for batch in batches for r in batch.relation.flatten().tolist()))
+    assert len(orders) == 4
+
+
+def test_an_epoch_resumes_at_any_step():
+    triples = make_triples(35)
+    whole = [trained(batch) for batch in builder(triples, chunk_size=4).epoch(2)]
+    assert len(whole) == builder(triples).steps_per_epoch == 4
+    for first in range(5):
+        rest = builder(triples, chunk_size=4).epoch(2, first_step=first)
+        assert [trained(batch) for batch in rest] == whole[first:]
+
+
+# Small batches
+
+
+@pytest.mark.parametrize("chunk_size", [0, 1, 2])
+@pytest.mark.parametrize("filtered", [False, True])
+def test_ranks_without_triples_have_valid_empty_batches(chunk_size, filtered):
+    """Every rank must take part in each exchange, with as many batches as the others."""
+    triples = make_triples(12)
+    known = known_of(triples) if filtered else None
+    for world in (4, 7):
+        last = [
+            list(builder(triples, r, world, chunk_size=chunk_size, known=known).epoch(0))[-1]
+            for r in range(world)
+        ]
+        assert sum(len(trained(batch)) for batch in last) == 2
+        empty = [batch for batch in last if not batch.relation.numel()]
+        assert len(empty) == world - 2
+        for batch in empty:
+            assert batch.relation.shape == batch.weight.shape == (0, 0)
+            assert batch.ids.values().shape == batch.entities.shape == (0,)
+            assert batch.ids.lengths().tolist() == [0]
+            assert batch.ids.values().dtype == batch.entities.dtype == torch.int64
+
+
+def test_fewer_triples_than_the_chunk_and_the_batch():
+    batch = next(builder(make_triples(1), batch_size=64, chunk_size=16).epoch(0))
+    assert batch.relation.tolist() == [[0]] and batch.weight.tolist() == [[1.0]]
+
+
+def test_more_padding_than_data():
+    """Rank 1 of 5 trains triples 2 and 3, of chunks 0 to 2 and 3 to 5: 2 places of 6 count."""
+    triples = make_triples(10)
+    parts = [next(builder(triples, r, 5, chunk_size=3).epoch(0)) for r in range(5)]
+    padded = [batch for batch in parts if (batch.weight == 0).sum() > (batch.weight > 0).sum()]
+    assert padded
+    assert sorted(t[0][1] for batch in parts for t in trained(batch)) == list(range(10))
+
+
+def test_no_triples_are_refused():
+    with pytest.raises(ValueError, match="no training triples"):
+        builder(np.zeros((0, 3), np.int32))
+
+
+# What a batch holds
+
+
+@pytest.mark.parametrize("chunk_size", [0, 1, 4])
+@pytest.mark.parametrize("sides", [("head", "tail"), ("tail", "head"), ("tail",)])
+def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
+    triples = make_triples(30)
+    building = builder(triples, batch_size=8, chunk_size=chunk_size, sides=sides)
+    order = EpochOrder(30, 5, 1)
+    for step, batch in enumerate(building.epoch(1)):
+        ids = batch.ids.values()
+        assert batch.ids.keys() == [ENTITY] and batch.ids.stride() == 1
+        assert batch.ids.lengths().tolist() == [len(ids)] == [len(set(ids.tolist()))]
+        assert set(batch.entities.tolist()) == set(range(len(ids)))  # no id without a use
+        counted = batch.weight > 0
+        parts = decoded(batch, sides)
+        rows = torch.stack([x[counted] for x in (parts.head, batch.relation, parts.tail)], 1)
+        here = order(np.arange(step * 8, min(step * 8 + 8, 30)))
+        np.testing.assert_array_equal(rows, triples[here])
+        sampler, chunks = building.sampler, len(batch.relation)
+        for side, code in (("head", 0), ("tail", 1)):
+            if side in sides:
+                drawn = sampler.draw(1, step, code, 0, chunks)
+                np.testing.assert_array_equal(parts.negatives[side], drawn)
+
+
+def known_of(triples):
+    relations = len(triples)
+    sides = {side: build_side(side, triples, ENTITIES, relations) for side in ("head", "tail")}
+    return KnownTriples([sides], ENTITIES, relations)
+
+
+@pytest.mark.parametrize("chunk_size", [0, 1, 4])
+@pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",)])
+@pytest.mark.parametrize("world", [1, 3])
+def test_known_facts_among_the_negatives_are_marked(chunk_size, sides, world):
+    rng = np.random.default_rng(0)
+    triples = np.unique(rng.integers(0, (ENTITIES, 2, ENTITIES), (90, 3)), axis=0)
+    facts = set(map(tuple, triples.tolist()))
+    marked = 0
+    for rank in range(world):
+        options = {"chunk_size": chunk_size, "sides": sides, "known": known_of(triples)}
+        for batch in builder(triples, rank, world, negatives=5, **options).epoch(0):
+            parts = decoded(batch, sides)
+            for side, mask in (("head", batch.known_head), ("tail", batch.known_tail)):
+                if side not in sides:
+                    assert mask.numel() == 0
+                    continue
+                assert mask.dtype == torch.bool and mask.shape == (*batch.relation.shape, 5)
+                for c, i, k in np.ndindex(*mask.shape):
+                    fact = [parts.head[c, i], batch.relation[c, i], parts.tail[c, i]]
+                    fact[0 if side == "head" else 2] = parts.negatives[side][c, k]
+                    assert mask[c, i, k].item() == (tuple(map(int, fact)) in facts)
+                marked += mask.sum().item()
+    assert marked
+
+
+def test_without_known_facts_there_is_no_mask():
+    batch = next(builder(make_triples(9)).epoch(0))
+    assert batch.known_head.numel() == batch.known_tail.numel() == 0
+
+
+# Moving
+
+
+def fields_of(batch):
+    return {**vars(batch), "ids": batch.ids.values(), "lengths": batch.ids.lengths()}
+
+
+def assert_same(one, other):
+    one, other = fields_of(one), fields_of(other)
+    assert one.keys() == other.keys()
+    for name in one:
+        assert one[name].dtype == other[name].dtype
+        assert torch.equal(one[name].cpu(), other[name].cpu()), name
+
+
+def test_to_keeps_everything():
+    batch = next(builder(make_triples(9), known=known_of(make_triples(9))).epoch(0))
+    assert_same(batch.to(torch.device("cpu"), non_blocking=True), batch)
+    moved = batch.to(torch.device("meta"))
+    assert all(value.device.type == "meta" for value in fields_of(moved).values())
+    assert {n: v.shape for n, v in fields_of(moved).items()} == {
+        n: v.shape for n, v in fields_of(batch).items()
+    }
+
+
+class Recorder:
+    """Stands for a tensor and writes down what is asked of it."""
+
+    def __init__(self):
+        self.calls = []
+
+    def record_stream(self, stream):
+        self.calls.append(stream)
+
+    def pin_memory(self):
+        return "pinned"
+
+
+def test_every_field_is_pinned_and_recorded():
+    batch = Batch(*(Recorder() for _ in range(6)))
+    assert set(vars(batch.pin_memory()).values()) == {"pinned"}
+    batch.record_stream("stream")
+    assert all(field.calls == ["stream"] for field in vars(batch).values())
+
+
+@pytest.mark.gpu
+def test_to_cuda_and_back():
+    batch = next(builder(make_triples(9), known=known_of(make_triples(9))).epoch(0))
+    pinned = batch.pin_memory()
+    assert all(value.is_pinned() for value in fields_of(pinned).values())
+    moved = pinned.to(torch.device("cuda"), non_blocking=True)
+    moved.record_stream(torch.cuda.current_stream())
+    torch.cuda.synchronize()
+    assert_same(moved, batch)

@@ -1,0 +1,112 @@
+"""The epoch order is a bijection, looks random, and is the same for whoever asks."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.order import EpochOrder
+
+SEEDS = st.integers(0, 2**40)
+HUGE = 2**33 + 7
+
+
+def whole(size, seed=0, epoch=0):
+    return EpochOrder(size, seed, epoch)(np.arange(size))
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.integers(1, 5000), SEEDS, st.integers(0, 1000))
+def test_every_triple_comes_once(size, seed, epoch):
+    order = whole(size, seed, epoch)
+    assert order.dtype == np.int64
+    np.testing.assert_array_equal(np.sort(order), np.arange(size))
+
+
+@pytest.mark.parametrize("size", range(1, 66))
+def test_every_small_size(size):
+    np.testing.assert_array_equal(np.sort(whole(size)), np.arange(size))
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(1, 5000), SEEDS, st.data())
+def test_any_slice_agrees_with_the_whole(size, seed, data):
+    start = data.draw(st.integers(0, size))
+    stop = data.draw(st.integers(start, size))
+    positions = np.arange(start, stop)
+    found = EpochOrder(size, seed, 3)(positions)
+    np.testing.assert_array_equal(found, whole(size, seed, 3)[start:stop])
+    np.testing.assert_array_equal(positions, np.arange(start, stop))  # the input is left alone
+
+
+def test_seed_and_epoch_are_not_interchangeable():
+    keys = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2**32, 0), (0, 2**32), (2**32, 1)]
+    orders = [whole(1000, *key).tolist() for key in keys]
+    for i, order in enumerate(orders):
+        assert order not in orders[:i], keys[i]
+
+
+@pytest.mark.parametrize("size", [1000, 4096, 4097, 20_011])
+@pytest.mark.parametrize("epoch", range(3))
+def test_neighbours_are_unrelated(size, epoch):
+    order = whole(size, epoch=epoch)
+    places = np.arange(size)
+    bound = 4.5 / np.sqrt(size)  # standard deviations of a correlation of unrelated numbers
+    assert abs(np.corrcoef(order, places)[0, 1]) < bound
+    for lag in (1, 2, 7):
+        assert abs(np.corrcoef(order[:-lag], order[lag:])[0, 1]) < bound
+    assert abs(np.corrcoef(order, whole(size, epoch=epoch + 1))[0, 1]) < bound
+
+
+@pytest.mark.parametrize("size", [4000, 20_011])
+def test_every_stretch_of_the_epoch_sees_all_of_the_data(size):
+    """Chi-square of (sixteenth of the epoch, sixteenth of the data)."""
+    order, parts = whole(size, seed=1), 16
+    counts = np.zeros((parts, parts))
+    np.add.at(counts, (np.arange(size) * parts // size, order * parts // size), 1)
+    expected = size / parts**2
+    statistic, freedom = ((counts - expected) ** 2 / expected).sum(), (parts - 1) ** 2
+    assert abs(statistic - freedom) < 5 * np.sqrt(2 * freedom)
+
+
+@pytest.mark.parametrize("size", [3, 4])
+def test_small_orders_are_all_as_frequent(size):
+    draws = 3000
+    found = [tuple(whole(size, epoch=epoch)) for epoch in range(draws)]
+    counts = np.unique(found, axis=0, return_counts=True)[1]
+    permutations = {3: 6, 4: 24}[size]
+    assert len(counts) == permutations
+    expected = draws / permutations
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    assert statistic < permutations + 6 * np.sqrt(2 * permutations)
+
+
+def test_a_huge_epoch_costs_a_batch_of_memory():
+    """int32 positions would wrap; a stored permutation would take 64 GiB."""
+    order = EpochOrder(HUGE, 0, 0)
+    order(np.arange(10))  # compiled outside the measurement
+    positions = np.concatenate([np.arange(1000), np.arange(HUGE - 1000, HUGE)])
+    tracemalloc.start()
+    found = order(positions)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20
+    assert found.min() >= 0 and found.max() < HUGE and len(np.unique(found)) == len(found)
+    assert (found > 2**32).sum() > 500  # all of the range is reached
+    assert found.mean() == pytest.approx(HUGE / 2, rel=0.1)
+
+
+def test_the_order_of_one_seed_stays():
+    """Resumed runs rely on the order: a change of the permutation must be a decision."""
+    assert whole(10, seed=1, epoch=2).tolist() == [3, 9, 0, 5, 8, 4, 1, 7, 2, 6]
+
+
+def test_an_empty_epoch_is_refused():
+    with pytest.raises(ValueError, match="at least one triple, got 0"):
+        EpochOrder(0, 0, 0)
+
+
+def test_no_positions():
+    assert EpochOrder(5, 0, 0)(np.empty(0, np.int64)).shape == (0,)
