@@ -40,7 +40,7 @@ def _at_least(key: str, value: int, least: int) -> None:
 def _one_of(key: str, value: str, choices: Sequence[str]) -> None:
     if value in choices:
         return
-    close = difflib.get_close_matches(str(value), choices, n=1)
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}{hint}")
 

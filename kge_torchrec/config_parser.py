@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,12 +16,20 @@ from kge_torchrec.config import Config, ConfigError, all_keys
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_KINDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "tuple": "a list",
+    "NoneType": "null",
+}
 
 
 def build_parser(prog: str = "kge-torchrec train") -> ArgumentParser:
     """The parser of every key; its --help lists them with their meaning and default."""
     usage = f"{prog} CONFIG [--key.sub value]"
-    parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage)
+    parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
     parser.add_class_arguments(Config, None)
     return parser
@@ -60,6 +69,8 @@ def _as_arguments(overrides: Overrides) -> list[str]:
 
 
 def _as_text(value: Any) -> str:
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)  # as typed on the command line: quotes would become part of it
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
@@ -89,12 +100,14 @@ def _check_file(path: Path) -> None:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:
-        raise ConfigError(f"{path} is empty; it should hold keys such as 'train:\n  lr: 0.1'")
+        raise ConfigError(f"{path} is empty; it should hold keys, such as 'seed: 1'")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} should hold 'key: value' pairs, not a {type(values).__name__}")
-    keys = all_keys()
-    for key in _flatten(values):
+    keys, defaults = all_keys(), _flatten(Config().to_dict())
+    for key, value in _flatten(values).items():
         if key in keys:
+            if value is None and defaults[key] is not None:
+                raise ConfigError(f"{key} has no value in {path}")
             continue
         if any(k.startswith(key + ".") for k in keys):
             raise ConfigError(f"{key} in {path} is a group of keys and needs nested 'key: value'")
@@ -102,15 +115,27 @@ def _check_file(path: Path) -> None:
 
 
 def _explain(message: str) -> str:
-    """The parser's message, with the closest key when one is unknown."""
-    unknown = re.search(r"unrecognized arguments: --?([\w.]+)", message)
+    """The parser's message in the words of the other errors."""
+    unknown = re.search(r"unrecognized arguments: --?([\w.-]+)", message)
     if unknown:
         return f"unknown key {unknown[1]}{_closest(unknown[1], all_keys())}"
+    stray = re.search(r"unrecognized arguments: (.+)", message)
+    if stray:
+        return f"settings are given as --key value, got {stray[1]!r}"
+    group = re.match(r'Parser key "(\w+)":\nUnable to load config', message)
+    if group:
+        one = next(key for key in all_keys() if key.startswith(group[1] + "."))
+        return f"{group[1]} is a group of keys; set them one by one, such as --{one}"
+    key = re.match(r'Parser key "([\w.]+)"', message)
+    kinds = [_KINDS.get(kind, kind) for kind in re.findall(r"Expected a <class '(\w+)'>", message)]
+    value = re.search(r"(?:Got|Given) value: (.*)$", message)
+    if key and kinds and value:
+        return f"{key[1]} must be {' or '.join(kinds)}, got {value[1]}"
     return message.replace('Parser key "', 'key "').replace(":\n  ", ": ")
 
 
 def _closest(key: str, keys: list[str]) -> str:
-    close = difflib.get_close_matches(key, keys, n=1)
-    if not close:  # a right name in the wrong place
-        close = [k for k in keys if k.rsplit(".", 1)[-1] == key.rsplit(".", 1)[-1]][:1]
+    same_name = [k for k in keys if k.split(".")[-1] == key.split(".")[-1]]  # in a wrong place
+    close = difflib.get_close_matches(key, same_name, n=1, cutoff=0.0)
+    close = close or difflib.get_close_matches(key, keys, n=1, cutoff=0.7)
     return f"; did you mean {close[0]}?" if close else "; see --help for all keys"

@@ -41,7 +41,8 @@ def check_packages() -> None:
     if not fbgemm:
         missing.append("fbgemm-gpu-cpu (CPU) or fbgemm-gpu (CUDA)")
     if missing:
-        raise PackageSetError(f"{' and '.join(missing)} is not installed: {_HOW}.")
+        verb = "is" if len(missing) == 1 else "are"
+        raise PackageSetError(f"{' and '.join(missing)} {verb} not installed: {_HOW}.")
     if len(fbgemm) > 1:
         raise PackageSetError(
             "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other: "

@@ -1,0 +1,285 @@
+"""Configs: what is read, and what is said when it is wrong."""
+
+import math
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config_parser import CONFIGS, build_parser, config_from_dict, load_config
+
+DEFAULTS = {
+    f"{group}.{name}" if name else group: value
+    for group, values in Config().to_dict().items()
+    for name, value in (values.items() if isinstance(values, dict) else [("", values)])
+}
+
+
+def error_of(overrides=(), path=None):
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, overrides)
+    return str(caught.value)
+
+
+@pytest.fixture
+def written(tmp_path):
+    """Writes YAML text to a file and returns its path."""
+
+    def write(text):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+# What is read
+
+
+def test_defaults():
+    assert load_config() == Config()
+
+
+def test_overrides_win_over_the_file_and_the_file_over_defaults(written):
+    path = written("train:\n  lr: 0.5\n  epochs: 7\nmodel: {scorer: distmult}\n")
+    config = load_config(path, ["--train.lr", "0.25", "--seed=3"])
+    assert (config.train.lr, config.train.epochs, config.seed) == (0.25, 7, 3)
+    assert (config.model.scorer, config.model.dim) == ("distmult", Config().model.dim)
+    assert load_config(path, {"train.lr": 0.25, "seed": 3}) == config
+
+
+@pytest.mark.parametrize("text", ["1e-3", "0.001", ".001"])
+def test_numbers_as_people_write_them(written, text):
+    """Plain YAML reads 1e-3 as text."""
+    assert load_config(written(f"train:\n  lr: {text}\n")).train.lr == 0.001
+    assert load_config(None, [f"--train.lr={text}"]).train.lr == 0.001
+
+
+def test_dotted_keys_in_a_file(written):
+    assert load_config(written("train.lr: 0.5\n")).train.lr == 0.5
+
+
+def test_values_of_every_kind():
+    overrides = {
+        "data.ratio": [0.8, 0.1, 0.1], "data.has_header": True, "run.dir": None,
+        "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
+    }  # fmt: skip
+    config = load_config(None, overrides)
+    assert config.data.ratio == (0.8, 0.1, 0.1) and config.data.has_header is True
+    assert config.run.dir is None and config.run.progress is False
+    assert config.train.relation_lr == 0.5 and config.model.dim == 6
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [("ComplEx", "complex"), ("TransE", "transe_l1"), ("transe-l2", "transe_l2")],
+)
+def test_scorers_by_the_names_of_the_papers(given, taken):
+    assert load_config(None, {"model.scorer": given}).model.scorer == taken
+
+
+NAMES = ["123", "007", "1e3", "true", "null", "~", "a b: c", "#x", "[a]", "- x", "Ünï", "'q'"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "long " * 40])
+def test_paths_are_taken_as_they_are(name):
+    config = load_config(None, {"data.path": name})
+    assert config.data.path == name
+    assert config_from_dict(config.to_dict()) == config
+    assert load_config(None, {"data.path": Path(name)}).data.path == name
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    lr=st.floats(1e-12, 1e6),
+    seed=st.integers(0, 2**63),
+    flag=st.booleans(),
+    scorer=st.sampled_from(["distmult", "rotate"]),
+    relation_lr=st.none() | st.floats(1e-9, 1),
+    folder=st.none() | st.text("ab1"),
+)
+def test_a_config_survives_its_dictionary(lr, seed, flag, scorer, relation_lr, folder):
+    values = Config().to_dict()
+    values["train"].update(lr=lr, relation_lr=relation_lr)
+    values["model"].update(scorer=scorer, reciprocal=flag)
+    values["run"]["dir"] = folder
+    values["seed"] = seed
+    config = config_from_dict(values)
+    assert config.to_dict() == values
+    assert config_from_dict(yaml.safe_load(yaml.safe_dump(values))) == config
+
+
+def test_a_saved_config_loads(tmp_path):
+    config = load_config(None, {"data.path": "123", "train.lr": 1e-5, "data.has_header": False})
+    config.save(tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+    assert config_from_dict(config.to_dict(), {"seed": 4}).seed == 4
+
+
+def test_every_published_config_loads():
+    for path in sorted(CONFIGS.rglob("*.yaml")):
+        config = load_config(path)
+        assert config_from_dict(config.to_dict()) == config, path
+
+
+def test_the_default_config_lists_the_defaults():
+    path = CONFIGS / "default.yaml"
+    if path.exists():
+        assert yaml.safe_load(path.read_text(encoding="utf-8")) == Config().to_dict()
+
+
+def test_a_published_config_is_found_by_name(monkeypatch, tmp_path):
+    (tmp_path / "demo.yaml").write_text("seed: 9\n")
+    monkeypatch.setattr("kge_torchrec.config_parser.CONFIGS", tmp_path)
+    assert load_config("demo").seed == load_config("demo.yaml").seed == 9
+    assert error_of(path="dmo") == "no config file 'dmo'; there are demo"
+
+
+def test_every_key_is_documented_and_listed():
+    keys = all_keys()
+    assert len(keys) == len(set(keys)) and {"data.path", "train.lr", "seed"} <= set(keys)
+    help_text = build_parser().format_help()
+    for key in keys:
+        assert f"--{key} " in help_text
+    for group in vars(Config()).values():
+        for item in fields(group) if is_dataclass(group) else ():
+            assert f"    {item.name}: " in type(group).__doc__
+
+
+# What is said when it is wrong
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("train.lrr", "train.lr"),
+        ("trian.lr", "train.lr"),
+        ("lr", "train.lr"),  # without its group
+        ("train.dim", "model.dim"),  # in the wrong group
+        ("trian.batch_size", "train.batch_size"),
+        ("train.l", "train.lr"),  # abbreviations are no keys
+        ("negatives.counts", "negatives.count"),
+    ],
+)
+def test_unknown_keys_come_with_the_right_one(written, key, meant):
+    assert error_of([f"--{key}", "1"]) == f"unknown key {key}; did you mean {meant}?"
+    assert error_of([f"--{key}=1"]) == f"unknown key {key}; did you mean {meant}?"
+    assert error_of({key: 1}) == f"unknown key {key}; did you mean {meant}?"
+    *group, name = key.split(".")
+    path = written(f"{group[0]}:\n  {name}: 1\n" if group else f"{name}: 1\n")
+    assert error_of(path=path) == f"unknown key {key} in {path}; did you mean {meant}?"
+
+
+def test_far_off_keys_are_not_guessed(written):
+    assert error_of(["--train.zzzzzz", "1"]) == "unknown key train.zzzzzz; see --help for all keys"
+    assert "; see --help" in error_of(path=written("1: 2\n"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("train.epochs", "many", "train.epochs must be an integer, got many"),
+        ("train.epochs", "1.5", "train.epochs must be an integer, got 1.5"),
+        ("model.dim", "true", "model.dim must be an integer, got True"),
+        ("train.lr", "fast", "train.lr must be a number, got fast"),
+        ("train.relation_lr", "fast", "train.relation_lr must be a number or null, got fast"),
+        ("run.progress", "maybe", "run.progress must be true or false, got maybe"),
+        ("data.has_header", "3", "data.has_header must be true or false or null, got 3"),
+    ],
+)
+def test_wrong_types(written, key, value, message):
+    assert error_of([f"--{key}={value}"]) == message
+    assert error_of({key: value}) == message
+    assert error_of(path=written(f"{key}: {value}\n")) == message
+
+
+NUMBERS = [key for key, value in DEFAULTS.items() if type(value) in (int, float)]
+
+
+@pytest.mark.parametrize("key", [*NUMBERS, "train.relation_lr"])
+@pytest.mark.parametrize("value", [-1, math.nan, math.inf])
+def test_negative_and_non_finite_numbers_name_their_key(key, value):
+    assert error_of({key: value}).startswith(f"{key} must be ")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"train.lr": 0}, "train.lr must be a number > 0, got 0.0"),
+        ({"train.batch_size": 0}, "train.batch_size must be an integer >= 1, got 0"),
+        ({"train.beta1": 1}, "train.beta1 must be in [0, 1), got 1.0"),
+        ({"train.decay": 0}, "train.decay must be in (0, 1], got 0.0"),
+        ({"loss.label_smoothing": 1}, "loss.label_smoothing must be in [0, 1), got 1.0"),
+        ({"data.ratio": [0.5, 0.5, 0.5]}, "data.ratio must be shares that sum to 1"),
+        ({"data.ratio": [2, -0.5, -0.5]}, "data.ratio must be a number >= 0, got -0.5"),
+        ({"data.ratio": [0.5, 0.5]}, "data.ratio"),
+        ({"model.scorer": "complx"}, "'complx'; did you mean 'complex'?"),
+        ({"model.scorer": "rotatE3"}, "did you mean 'rotate'?"),
+        ({"train.optimizer": "adagrd"}, "did you mean 'adagrad'?"),
+        ({"loss.name": "softmx"}, "did you mean 'softmax'?"),
+        ({"device": "gpu"}, "device must be one of auto, cpu, cuda, got 'gpu'"),
+        ({"loss.name": "margin", "loss.label_smoothing": 0.1}, "loss.label_smoothing has no"),
+        ({"train.weight_decay": 0.1, "train.optimizer": "sgd"}, "train.weight_decay"),
+    ],
+)
+def test_values_out_of_range(overrides, message):
+    assert message in error_of(overrides)
+
+
+def test_no_misleading_guess():
+    """'gpu' is spelled like 'cpu' and means the other."""
+    assert "did you mean" not in error_of({"device": "gpu"})
+    assert "did you mean" not in error_of({"model.scorer": "zzz"})
+
+
+@pytest.mark.parametrize("scorer", ["complex", "rotate"])
+def test_odd_dim(scorer):
+    message = error_of({"model.scorer": scorer, "model.dim": 5})
+    assert message.startswith(f"model.dim must be even for {scorer}") and message.endswith("got 5")
+    assert load_config(None, {"model.scorer": "distmult", "model.dim": 5}).model.dim == 5
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "run.yaml is empty; it should hold keys"),
+        ("# only a comment\n", "run.yaml is empty"),
+        ("- a\n", "run.yaml should hold 'key: value' pairs, not a list"),
+        ("a: b: c\n", "run.yaml is not valid YAML"),
+        ("train: 3\n", "train in"),
+        ("train: 3\n", "is a group of keys and needs nested 'key: value'"),
+        ("train:\n", "is a group of keys"),
+        ("train:\n  lr:\n", "train.lr has no value in"),
+        ("data:\n  path: null\n", "data.path has no value in"),
+        ("data:\n  path: 5\n", "data.path must be text, got 5"),
+    ],
+)
+def test_files_that_are_no_configs(written, text, message):
+    assert message in error_of(path=written(text))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train.lr=3"], "settings are given as --key value, got 'train.lr=3'"),
+        (["--train.epochs", "5", "x"], "settings are given as --key value, got 'x'"),
+        (["--train.lr"], "argument --train.lr: expected one argument"),
+        (["--train", "2"], "train is a group of keys; set them one by one, such as --train.epochs"),
+    ],
+)
+def test_command_lines_that_are_none(arguments, message):
+    assert error_of(arguments) == message
+
+
+def test_binary_file(tmp_path):
+    path = tmp_path / "store.bin"
+    path.write_bytes(b"\xff\xfe\x00\x81")
+    assert "is not valid YAML" in error_of(path=path)
+
+
+def test_missing_file():
+    assert error_of(path="no/such.yaml").startswith("no config file 'no/such.yaml'")

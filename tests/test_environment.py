@@ -1,0 +1,128 @@
+"""The checks that run before torch is imported."""
+
+import ctypes
+import os
+import re
+import sys
+
+import pytest
+
+from kge_torchrec import environment
+from kge_torchrec.environment import (
+    KNOWN_SETS,
+    PackageSetError,
+    check_packages,
+    keep_large_blocks,
+    set_threads,
+)
+
+GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Makes the given {package: version} the installed set; None takes one away."""
+
+    def install(changes):
+        versions = GOOD | changes
+        monkeypatch.setattr(environment, "_version", versions.get)
+
+    return install
+
+
+def test_this_environment_is_good():
+    check_packages()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"torch": "2.13.1"},
+        {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
+        {"torch": "2.11.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.6.0"},
+    ],
+)
+def test_sets_released_together_pass(installed, changes):
+    installed(changes)
+    check_packages()
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"torch": None}, ["torch is not installed"]),
+        ({"torchrec": None}, ["torchrec is not installed"]),
+        ({"torch": None, "torchrec": None}, ["torch and torchrec are not installed"]),
+        ({"fbgemm-gpu-cpu": None}, ["fbgemm-gpu-cpu (CPU) or fbgemm-gpu (CUDA) is not installed"]),
+        ({"fbgemm-gpu": "1.8.0"}, ["both installed", "uninstall both"]),
+        ({"torchrec": "1.6.0"}, ["torch 2.13.0+cpu goes with torchrec 1.8", "torchrec 1.6.0"]),
+        ({"fbgemm-gpu-cpu": "1.6.0"}, ["fbgemm-gpu-cpu 1.8,", "fbgemm-gpu-cpu 1.6.0 are"]),
+        ({"torch": "2.5.1"}, ["torch 2.5.1 is not among the supported ones", *KNOWN_SETS]),
+    ],
+)
+def test_other_sets_are_refused_in_one_sentence(installed, changes, parts):
+    installed(changes)
+    with pytest.raises(PackageSetError) as caught:
+        check_packages()
+    message = str(caught.value)
+    for part in [*parts, "make setup", "README"]:
+        assert part in message
+    assert "\n" not in message and message.endswith(".")
+    assert len(re.findall(r"\.(?:\s|$)", message)) == 1
+
+
+def test_a_package_that_is_not_there():
+    assert environment._version("no-such-package-as-this") is None
+    assert environment._version("torch")
+
+
+@pytest.fixture
+def mallopt(monkeypatch):
+    """Records the calls of glibc's mallopt instead of making them."""
+    calls = []
+
+    class C:
+        @staticmethod
+        def mallopt(option, size):
+            calls.append((option, size))
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: C)
+    monkeypatch.setattr(sys, "platform", "linux")
+    for key in [key for key in os.environ if key.startswith("MALLOC_")]:
+        monkeypatch.delenv(key)
+    return calls
+
+
+def test_large_blocks_are_kept(mallopt):
+    assert keep_large_blocks() is True
+    assert dict(mallopt) == {-3: 32 << 20, -1: 512 << 20, -2: 16 << 20}
+
+
+@pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"])
+def test_settings_of_the_user_win(mallopt, monkeypatch, name):
+    monkeypatch.setenv(name, "1")
+    assert keep_large_blocks() is False and not mallopt
+
+
+def test_other_systems_are_left_alone(mallopt, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    assert keep_large_blocks() is False and not mallopt
+
+
+def test_a_c_library_without_mallopt(mallopt, monkeypatch):
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
+    assert keep_large_blocks() is False
+
+
+@pytest.mark.parametrize(
+    ("requested", "ranks", "cores", "threads"), [(3, 4, 8, 3), (0, 4, 8, 2), (0, 16, 8, 1)]
+)
+def test_threads(monkeypatch, requested, ranks, cores, threads):
+    import torch
+
+    taken = []
+    monkeypatch.setattr(torch, "set_num_threads", taken.append)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(cores), raising=False)
+    assert set_threads(requested, ranks) == threads and taken == [threads]
