@@ -19,9 +19,7 @@ class NegativeSampler:
     weights: None for uniform draws, or (N,) non-negative numbers to draw in proportion to.
     """
 
-    def __init__(
-        self, num_entities: int, count: int, seed: int, weights: np.ndarray | None = None
-    ):
+    def __init__(self, num_entities: int, count: int, seed: int, weights: np.ndarray | None = None):
         self.num_entities, self.count, self.seed = num_entities, count, seed
         self._cumulative = None if weights is None else _cumulative(weights, num_entities)
 
