@@ -58,25 +58,25 @@ class Objective(nn.Module):
         count = chunks * triples
         if count == 0:  # a rank without triples still takes part in every exchange
             return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
-        taken = take_rows(rows, batch.entities)
-        head = taken[:count].view(chunks, triples, -1)
-        tail = taken[count : 2 * count].view(chunks, triples, -1)
-        negatives = taken[2 * count :].view(len(self.sides), chunks, -1, rows.shape[1])
-        ids = batch.entities
-        targets = {"head": ids[:count], "tail": ids[count : 2 * count]}
-        negative_ids = ids[2 * count :].view(len(self.sides), chunks, 1, -1)
+        ids, sides = batch.entities, len(self.sides)
+        sizes = [count, count, *[(ids.numel() - 2 * count) // sides] * sides]
+        taken = take_rows(rows, ids, sizes)
+        head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
+        targets = dict(zip(SIDES, ids.split(sizes)[:2], strict=True))
+        negative_ids = ids.split(sizes)[2:]
 
         total = rows.new_zeros(())
         for position, side in enumerate(self.sides):
             anchor, target = (head, tail) if side == "tail" else (tail, head)
             # The accidental positive is no negative: a drawn entity that is the answer itself.
-            counted = negative_ids[position] != targets[side].view(chunks, triples, 1)
+            candidates = taken[2 + position].view(chunks, -1, rows.shape[1])
+            candidate_ids = negative_ids[position].view(chunks, 1, -1)
+            counted = candidate_ids != targets[side].view(chunks, triples, 1)
             known = batch.known_tail if side == "tail" else batch.known_head
             if known.numel():
                 counted &= ~known
-            positive = self.scorer.score_triples(anchor, batch.relation, target, side)
-            negative = self.scorer.score_candidates(
-                anchor, batch.relation, negatives[position], side
+            positive, negative = self.scorer.score_contrast(
+                anchor, batch.relation, target, candidates, side
             )
             total = total + (self.loss(positive, negative, counted) * batch.weight).sum()
             if self.penalties.n3 or self.penalties.l2:

@@ -67,6 +67,19 @@ class Scorer(nn.Module):
         """
         raise NotImplementedError
 
+    def score_contrast(
+        self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
+    ) -> tuple[Tensor, Tensor]:
+        """``score_triples`` and ``score_candidates`` of the same queries, as a loss needs them.
+
+        anchor, target: (C, b, D); relation: (C, b); candidates: (C, K, D).
+        Returns (C, b) and (C, b, K).
+        """
+        return (
+            self.score_triples(anchor, relation, target, side),
+            self.score_candidates(anchor, relation, candidates, side),
+        )
+
     def score_all(self, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side) -> Tensor:
         """Scores against all rows given: (B, D), (B,), (N, D) -> (B, N)."""
         return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
@@ -113,6 +126,13 @@ class QueryScorer(Scorer):
     ) -> Tensor:
         relation, side = self.direct(relation, side)
         return self.similarity_matrix(self.query(anchor, relation, side), candidates)
+
+    def score_contrast(
+        self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
+    ) -> tuple[Tensor, Tensor]:
+        relation, side = self.direct(relation, side)
+        query = self.query(anchor, relation, side)  # once for both
+        return self.similarity(query, target), self.similarity_matrix(query, candidates)
 
 
 class DotScorer(QueryScorer):
