@@ -92,7 +92,7 @@ class TorchRecEngine:
 
     def state(self) -> dict[str, Any]:
         """Table, scorer and optimizer state for a distributed checkpoint."""
-        self._dense.init_state()  # a checkpoint can only fill in state that exists
+        self._init_dense_state()  # a checkpoint can only fill in state that exists
         return {
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -108,3 +108,21 @@ class TorchRecEngine:
             group["lr"] = rate  # the schedule sets it, from config and step
         # The iteration that FBGEMM corrects the Adams' bias with is in no state_dict.
         set_table_step(self.model, int(state["table_step"]))
+
+    @torch.no_grad()
+    def _init_dense_state(self) -> None:
+        """Makes the dense optimizer's state as it is before the first step, unless it exists.
+
+        TorchRec makes it by a step with zero gradients, which moves what weight decay or momentum
+        moves and counts as a step: both are taken back.
+        """
+        parameters = [p for group in self._dense.param_groups for p in group["params"]]
+        if all(self._dense.state.get(p) for p in parameters):
+            return
+        before = [p.clone() for p in parameters]
+        self._dense.init_state()
+        self._dense.zero_grad()
+        for parameter, values in zip(parameters, before, strict=True):
+            parameter.copy_(values)
+            for state in self._dense.state.get(parameter, {}).values():
+                state.zero_()

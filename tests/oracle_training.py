@@ -1,0 +1,193 @@
+"""Training as plain dense torch, in one process and float64: what every run must equal.
+
+The whole entity table is one tensor with gradients, a step takes the whole global batch, scores
+and losses are written from the papers' formulas.  Only the order of the triples, the negatives
+and the start are the package's, as they define the run.
+
+Shapes: B triples a step, K negatives, N entities, D numbers a row.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from oracle_table import DenseTable
+from torch import Tensor
+
+from kge_torchrec.config import Config
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+
+SIDE_CODES = {"head": 0, "tail": 1}
+
+
+def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}."""
+    train = config.train
+    table = DenseTable(start["entities"], table_optimizer(config))
+    relations = start["relations"].double().clone().requires_grad_()
+    optimizer = relation_optimizer(config, relations)
+    known = {tuple(row) for row in store.train.tolist()}
+    step_count = -(-len(store.train) // train.batch_size)
+    for epoch in range(train.epochs):
+        for step in range(step_count):
+            factor = rate_factor(config, epoch * step_count + step, step_count)
+            table.lr = train.lr * factor
+            for group in optimizer.param_groups:
+                group["lr"] = (train.relation_lr or train.lr) * factor
+            rows, negatives = global_batch(config, store, epoch, step)
+            entities = table.weights.clone().requires_grad_()
+            loss = batch_loss(config, store.num_relations, entities, relations, rows, negatives,
+                              known)  # fmt: skip
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
+            touched = torch.cat(ids).unique()
+            table.step(touched, entities.grad[touched])
+    return {"entities": table.weights, "relations": relations.detach()}
+
+
+def table_optimizer(config: Config) -> TableOptimizer:
+    """The settings of the entity table's optimizer."""
+    train = config.train
+    betas = (train.beta1, train.beta2)
+    return TableOptimizer(train.optimizer, train.lr, betas, train.eps, train.weight_decay)
+
+
+def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:
+    """torch's own optimizer of the same family."""
+    train, rest = config.train, {"weight_decay": config.train.weight_decay}
+    if train.optimizer.endswith("adam"):
+        betas = (train.beta1, train.beta2)
+        return torch.optim.AdamW([relations], train.lr, betas, train.eps, **rest)
+    if train.optimizer.endswith("adagrad"):
+        return torch.optim.Adagrad([relations], train.lr, eps=train.eps, **rest)
+    return torch.optim.SGD([relations], train.lr, **rest)
+
+
+def rate_factor(config: Config, step: int, steps_per_epoch: int) -> float:
+    """Of the learning rate: constant or cosine, after a warm-up."""
+    warmup, total = config.train.warmup_steps, config.train.epochs * steps_per_epoch
+    if step < warmup:
+        return (step + 1) / warmup
+    if config.train.schedule == "constant":
+        return 1.0
+    assert config.train.schedule == "cosine"
+    return (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+
+
+def global_batch(
+    config: Config, store: TripleStore, epoch: int, step: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The batch's triples (B, 3) and, by side, each one's negatives (B, K)."""
+    size, options = config.train.batch_size, config.negatives
+    positions = np.arange(step * size, min((step + 1) * size, len(store.train)))
+    rows = store.train[EpochOrder(len(store.train), config.seed, epoch)(positions)]
+    weights = None
+    if options.sampling == "degree":
+        degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
+        weights = np.where(degrees > 0, np.power(degrees.clip(1), options.degree_power), 0)
+    sampler = NegativeSampler(store.num_entities, options.count, config.seed, weights)
+    chunk = np.arange(len(positions)) // (options.chunk_size or size)
+    negatives = {}
+    for side in ("head", "tail") if options.sides == "both" else (options.sides,):
+        drawn = sampler.draw(epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1)
+        negatives[side] = torch.from_numpy(drawn[chunk])
+    return torch.from_numpy(rows.astype(np.int64)), negatives
+
+
+def batch_loss(
+    config: Config,
+    num_relations: int,
+    entities: Tensor,
+    relations: Tensor,
+    rows: Tensor,
+    negatives: dict[str, Tensor],
+    known: set[tuple[int, int, int]],
+) -> Tensor:
+    """Mean over the triples and sides."""
+    total = torch.zeros((), dtype=torch.float64)
+    for side, drawn in negatives.items():
+        anchors, answers = (rows[:, 2], rows[:, 0]) if side == "head" else (rows[:, 0], rows[:, 2])
+        twin = config.model.reciprocal and side == "head"
+        relation = relations[rows[:, 1] + (num_relations if twin else 0)]
+
+        def scores(ids: Tensor, anchors=anchors, relation=relation, twin=twin, side=side) -> Tensor:
+            anchor, other = entities[anchors][:, None], entities[ids]
+            backwards = side == "head" and not twin
+            head, tail = (other, anchor) if backwards else (anchor, other)
+            return score(config.model.scorer, head, relation[:, None], tail)
+
+        counted = drawn != answers[:, None]
+        if config.negatives.filtered:
+            counted &= ~is_known(rows, drawn, side, known)
+        total = total + query_loss(config, scores(answers[:, None]), scores(drawn), counted).sum()
+        total = total + penalty(config, entities[anchors], relation, entities[answers]).sum()
+    return total / (len(rows) * len(negatives))
+
+
+def is_known(rows: Tensor, drawn: Tensor, side: str, known: set) -> Tensor:
+    """(B, K) bool: whether a negative makes a triple of the training set."""
+    out = torch.zeros(drawn.shape, dtype=torch.bool)
+    for i, (head, relation, tail) in enumerate(rows.tolist()):
+        for j, other in enumerate(drawn[i].tolist()):
+            made = (head, relation, other) if side == "tail" else (other, relation, tail)
+            out[i, j] = made in known
+    return out
+
+
+def score(name: str, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+    """(..., D) rows -> (...)"""
+    if name.startswith("transe"):
+        return -(head + relation - tail).norm(p=int(name[-1]), dim=-1)
+    if name == "distmult":
+        return (head * relation * tail).sum(-1)
+    head, tail = (torch.complex(x[..., 0::2], x[..., 1::2]) for x in (head, tail))
+    if name == "complex":
+        factor = torch.complex(relation[..., 0::2], relation[..., 1::2])
+        return (head * factor * tail.conj()).real.sum(-1)
+    turned = head * torch.exp(1j * relation)
+    return -(turned - tail).abs().sum(-1)
+
+
+def query_loss(config: Config, positive: Tensor, negative: Tensor, counted: Tensor) -> Tensor:
+    """(B, 1) and (B, K) scores -> (B,)"""
+    loss, log_sigmoid = config.loss, torch.nn.functional.logsigmoid
+    smooth, count = loss.label_smoothing, counted.sum(1).clamp(min=1)
+    if loss.name == "softmax":
+        both = torch.cat([positive, negative.masked_fill(~counted, -math.inf)], 1)
+        chances = both.log_softmax(1)
+        choices = torch.cat([torch.ones_like(counted[:, :1]), counted], 1)
+        spread = chances.masked_fill(~choices, 0).sum(1) / choices.sum(1)
+        return -(1 - smooth) * chances[:, 0] - smooth * spread
+    if loss.name == "bce":
+        low = smooth / 2
+        of_positive = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
+        of_negative = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
+        return (of_positive[:, 0] + (of_negative * counted).sum(1) / count) / 2
+    if loss.name == "margin":
+        return ((loss.margin - positive + negative).clamp(min=0) * counted).sum(1) / count
+    logits = (loss.temperature * negative.detach()).masked_fill(~counted, -math.inf)
+    shares = logits.softmax(1).nan_to_num()  # no candidate counts: all are nan
+    of_negative = (shares * log_sigmoid(-loss.margin - negative)).sum(1)
+    return -(of_negative + log_sigmoid(loss.margin + positive[:, 0])) / 2
+
+
+def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) -> Tensor:
+    """N3 (of moduli, where numbers are complex) and squared norms of a triple's rows: (B,)"""
+    scorer = config.model.scorer
+    cubes = cubed(anchor, scorer in ("complex", "rotate")) + cubed(relation, scorer == "complex")
+    cubes = cubes + cubed(answer, scorer in ("complex", "rotate"))
+    squares = sum(x.square().sum(-1) for x in (anchor, relation, answer))
+    return config.loss.n3 * cubes + config.loss.l2 * squares
+
+
+def cubed(rows: Tensor, is_complex: bool) -> Tensor:
+    """Sum of |x|^3."""
+    modulus = rows.unflatten(-1, (-1, 2)).norm(dim=-1) if is_complex else rows.abs()
+    return modulus.pow(3).sum(-1)

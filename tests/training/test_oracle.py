@@ -1,0 +1,106 @@
+"""Whole runs on 1, 2 and 4 ranks against the dense oracle, for every optimizer and scorer."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from oracle_training import train_dense
+from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import OPTIMIZER_NAMES, SCORER_NAMES, Config, RunConfig
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+PAIRS = list(itertools.product(OPTIMIZER_NAMES, SCORER_NAMES))
+TOLERANCE = 1e-5
+
+
+def variant(store: Path, number: int) -> Config:
+    """The number-th optimizer and scorer; the other options rotate so that all of them occur."""
+    optimizer, scorer = PAIRS[number]
+    loss = ("softmax", "bce", "margin", "self_adversarial")[number % 4]
+    return config_of(
+        store,
+        model__scorer=scorer,
+        model__reciprocal=number % 2 == 0,
+        loss__name=loss,
+        loss__margin=2.0,
+        loss__label_smoothing=0.1 if loss in ("softmax", "bce") and number % 3 == 0 else 0.0,
+        loss__n3=(0.0, 0.01)[number // 2 % 2],
+        loss__l2=(0.0, 0.0, 0.02)[number % 3],
+        negatives__chunk_size=(0, 8, 1)[number % 3],
+        negatives__sides=("both", "both", "tail", "both", "head")[number * 3 % 5],
+        negatives__filtered=number % 7 < 3,
+        negatives__sampling=("uniform", "degree")[number // 3 % 2],
+        train__optimizer=optimizer,
+        train__lr=0.02,
+        train__eps=1e-3,
+        train__weight_decay=0.0 if optimizer in ("adagrad", "sgd") else 0.02,
+        train__schedule=("constant", "cosine")[number // 4 % 2],
+        train__warmup_steps=(0, 3)[number // 5 % 2],
+        seed=number,
+    )
+
+
+@functools.cache
+def the_store() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    return tiny_store(folder / "store").path
+
+
+def rank_trains_all(store: Path, folder: Path, pipeline: str) -> list[dict]:
+    """Start and end of every variant: four epochs of five steps, the last one of two triples."""
+    out = []
+    for number in range(len(PAIRS)):
+        config = variant(store, number)
+        run = RunConfig(str(folder / str(number)), progress=False, tensorboard=False)
+        config = replace(config, run=run, train=replace(config.train, pipeline=pipeline))
+        with processes("cpu") as ranks:
+            start = parameters(Session(config, RunFolder(run.dir), ranks))
+        out.append({"start": start, "end": fit(config).parameters})
+    return out
+
+
+@functools.cache
+def trained(world_size: int, pipeline: str = "sparse_dist") -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_world(world_size, rank_trains_all, the_store(), Path(folder), pipeline)
+    for other in ranks[1:]:
+        for one, same in zip(ranks[0], other, strict=True):
+            assert largest_difference(one["end"], same["end"]) == 0  # on all ranks alike
+    return ranks[0]
+
+
+@functools.cache
+def dense(number: int) -> dict:
+    start = trained(1)[number]["start"]
+    return train_dense(variant(the_store(), number), TripleStore.open(the_store()), start)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("number", range(len(PAIRS)), ids=["-".join(pair) for pair in PAIRS])
+def test_twenty_steps_equal_the_dense_oracle(number, world_size, record_property):
+    found, expected = trained(world_size)[number], dense(number)
+    assert largest_difference(found["start"], trained(1)[number]["start"]) == 0
+    moved = largest_difference(found["start"], expected)
+    difference = largest_difference(found["end"], expected)
+    record_property("difference", difference)
+    assert moved > 0.05  # it has learnt something
+    assert difference < TOLERANCE
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_pipeline_equals_the_loop_bitwise(world_size):
+    pairs = zip(trained(world_size), trained(world_size, "loop"), strict=True)
+    for pipelined, looped in pairs:
+        for name, value in pipelined["end"].items():
+            assert torch.equal(value, looped["end"][name])

@@ -1,0 +1,108 @@
+"""Tiny graphs and runs of them, for the tests of training."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.config import Config
+from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.session import Session
+
+QUIET = {
+    "threads": 1,
+    "device": "cpu",
+    "model.dim": 8,
+    "model.init_scale": 0.5,
+    "negatives.count": 6,
+    "train.batch_size": 32,
+    "train.epochs": 4,
+    "train.lr": 0.05,
+    "train.eps": 1e-4,
+    "evaluation.every": 0,
+    "run.progress": False,
+    "run.tensorboard": False,
+}
+
+
+def random_triples(entities: int, relations: int, count: int, seed: int = 0) -> list[tuple]:
+    """Distinct triples of labels in which every entity and relation occurs if they can."""
+    random, found = np.random.default_rng(seed), {}
+    turn = 0
+    while len(found) < count:
+        head, relation = turn % entities, turn % relations
+        found[f"e{head}", f"r{relation}", f"e{random.integers(entities)}"] = None
+        turn += 1
+    return list(found)
+
+
+def tiny_store(
+    path: Path, entities: int = 37, relations: int = 3, train: int = 130, held_out: int = 10
+) -> TripleStore:
+    """A store of random triples; 130 in batches of 32 leave 2 for the last batch."""
+    triples = random_triples(entities, relations, train + 2 * held_out)
+    splits = {"train": triples[:train], "valid": triples[train : train + held_out]}
+    return prepare_triples({**splits, "test": triples[train + held_out :]}, path)
+
+
+def config_of(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
+    """A quiet config; ``changes`` are keys with __ for the dot."""
+    dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    where = {"data.path": str(store), "run.dir": folder and str(folder)}
+    return config_from_dict({**where, **QUIET, **dotted})
+
+
+def fit(config: Config, prepare_fit=None, progress: Progress | None = None) -> Session:
+    """Trains, without the final ranking; ``prepare_fit(fit)`` may change the loop before.
+
+    Collective.  Goes on from the newest checkpoint if there is one.
+    """
+    folder = RunFolder(config.run.dir)
+    with processes("cpu") as ranks:
+        session = Session(config, folder, ranks)
+        progress = session.restore()
+        metrics = None
+        if ranks.is_first:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            metrics = MetricsLog(folder, False, progress.global_step)
+        loop = Fit(session, progress, metrics)
+        if prepare_fit is not None:
+            prepare_fit(loop)
+        try:
+            loop.run()
+        finally:
+            if metrics is not None:
+                metrics.close()
+        session.parameters = parameters(session)
+    return session
+
+
+@torch.no_grad()
+def parameters(session: Session) -> dict[str, Tensor]:
+    """The whole entity table and the scorer's parameters.  Collective."""
+    shard = session.engine.shard()
+    table = shard.fetch(torch.arange(shard.num_entities))
+    dense = {name: p.detach().clone() for name, p in session.scorer.named_parameters()}
+    return {"entities": table, **dense}
+
+
+def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Over all numbers of all parameters."""
+    assert one.keys() == other.keys()
+    return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+def rank() -> int:
+    """This process's rank in its world."""
+    return int(os.environ.get("RANK", 0))
