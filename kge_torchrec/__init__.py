@@ -1,9 +1,10 @@
 """Knowledge-graph embeddings on TorchRec, from a laptop CPU to many GPUs on many hosts."""
 
-from kge_torchrec.environment import check_packages, silence_dependencies
+from kge_torchrec.environment import check_packages, limit_spinning, silence_dependencies
 
 check_packages()
 silence_dependencies()
+limit_spinning()
 
 __all__ = ["Config", "Run", "load_config", "open_run", "train"]
 

@@ -95,6 +95,19 @@ def keep_large_blocks() -> bool:
     return all([mallopt(option, size) for option, size in sizes.items()])
 
 
+def limit_spinning() -> bool:
+    """Makes idle OpenMP workers sleep after some 50 microseconds; True if it could be set.
+
+    By default they spin for milliseconds on the core that another thread or process needs; a
+    training step next to other work was seen to take 10 to 50 times longer.  OpenMP reads this
+    once, when torch is loaded.  OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment win.
+    """
+    if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
+        return False
+    os.environ["GOMP_SPINCOUNT"] = "2000"
+    return True
+
+
 def set_threads(requested: int, local_world_size: int) -> int:
     """CPU threads of this rank: as requested, or an equal share of the cores; returns the number.
 
