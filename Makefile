@@ -22,8 +22,8 @@ setup: $(READY)
 $(VENV)/.ready-cpu: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet torch==2.13.0
-	$(PIP) install --quiet --no-deps torchrec==1.8.0
 	$(PIP) install --quiet --editable '.[cpu,test]'
+	$(PIP) install --quiet --no-deps torchrec==1.8.0
 	touch $@
 
 $(VENV)/.ready-gpu: pyproject.toml
