@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import ExitStack
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,6 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config_parser import Overrides, config_from_dict, load_config
-from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.report import notes
 from kge_torchrec.parallel.processes import on_first_rank, processes
 from kge_torchrec.planning.planner import describe_plan
@@ -22,6 +22,16 @@ from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import FILTERS, Session
 from kge_torchrec.training.sources import remove_prepared
+
+# What the tensors of a checkpoint and the position in the data mean depends on these.
+FIXED = (
+    "model.scorer",
+    "model.dim",
+    "model.reciprocal",
+    "train.optimizer",
+    "train.batch_size",
+    "seed",
+)
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,8 @@ class Run:
     @property
     def results(self) -> dict[str, Any]:
         """What results.json holds."""
+        if not self.folder.results.is_file():
+            raise ConfigError(f"{self.path} has no results yet: its training has not ended")
         return json.loads(self.folder.results.read_text(encoding="utf-8"))
 
     def evaluate(self, split: str = "test") -> dict[str, Any]:
@@ -140,8 +152,9 @@ def train(config: Config | dict[str, Any] | str | Path | None = None) -> Run:
         on_first_rank(ranks, lambda: folder.create(config))
         try:
             session = Session(config, folder, ranks)
-        except DataError:
-            on_first_rank(ranks, lambda: _undo(folder))
+        except Exception:
+            if ranks.is_first:
+                _undo(folder)
             raise
         _fit(session, Progress(data=session.store.fingerprint), resumed_at=None)
     return Run(folder.path)
@@ -150,10 +163,12 @@ def train(config: Config | dict[str, Any] | str | Path | None = None) -> Run:
 def resume(path: str | Path, overrides: Overrides = ()) -> Run:
     """Goes on with a run as if it had never stopped, on any number of ranks.
 
-    overrides: dotted keys to change from here on, such as {"train.epochs": 200}.
+    overrides: dotted keys to change from here on, such as {"train.epochs": 200}.  Raises
+    ConfigError for a key that the checkpoint depends on, besides what ``train`` raises.
     """
     folder = RunFolder(path)
     config = folder.load_config(overrides)
+    _check_overrides(folder.load_config(), config)
     with processes(config.device) as ranks:
         session = Session(config, folder, ranks)
         progress = session.restore()
@@ -161,6 +176,15 @@ def resume(path: str | Path, overrides: Overrides = ()) -> Run:
             on_first_rank(ranks, lambda: config.save(folder.path / "config.yaml"))
         _fit(session, progress, resumed_at=progress.global_step)
     return Run(folder.path)
+
+
+def _check_overrides(before: Config, after: Config) -> None:
+    for key in FIXED:
+        old, new = (attrgetter(key)(config) for config in (before, after))
+        if old != new:
+            raise ConfigError(
+                f"{key} is {old!r} in this run and cannot change on resume; start a new run"
+            )
 
 
 def _fit(session: Session, progress: Progress, resumed_at: int | None) -> None:

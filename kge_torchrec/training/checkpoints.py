@@ -16,17 +16,21 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 
 from kge_torchrec.parallel.processes import Processes, on_first_rank
 from kge_torchrec.training.progress import Progress
 
 FORMAT_VERSION = 1
 _MANIFEST, _PROGRESS = "manifest.json", "progress.json"
+_FAILURES = (Exception, CheckpointException)  # torch's is a BaseException
 log = logging.getLogger(__name__)
 
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written or read; the message says which and why."""
+
+    on_every_rank = True
 
 
 def name_of(progress: Progress) -> str:
@@ -52,67 +56,78 @@ class Checkpoints:
         """
         name = name_of(progress)
         target, partial = self.folder / name, self.folder / f".partial-{name}"
-        on_first_rank(self.processes, lambda: _make_empty(partial))
         state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
         try:
+            on_first_rank(self.processes, lambda: _make_empty(partial))
             dcp.save(state, checkpoint_id=str(partial))
             on_first_rank(self.processes, lambda: _finish(partial, target, progress))
-        except Exception as error:
+        except _FAILURES as error:
             if self.processes.is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             kept = ", ".join(self.names()) or "none"
             raise CheckpointError(
-                f"checkpoint {name} could not be written to {self.folder}: {_first_line(error)}; "
+                f"checkpoint {name} could not be written to {self.folder}: {_cause(error)}; "
                 f"earlier checkpoints are intact: {kept}. Free some space, then train --resume."
             ) from error
-        on_first_rank(self.processes, lambda: self._prune(keep=progress.best_checkpoint))
+        on_first_rank(self.processes, lambda: self._prune(name, progress.best_checkpoint))
         return name
 
-    def load(self, engine_state: dict[str, Any], name: str | None = None) -> Progress | None:
-        """Fills ``engine_state`` in place from a checkpoint.  Collective.
+    def newest(self) -> str | None:
+        """The newest checkpoint that is whole, with a warning for each newer one that is not.
 
-        name: which one; None takes the newest readable one, with a warning for each that is
-        not.  Returns its progress, or None when there is no checkpoint at all.  Raises
-        CheckpointError when none of those there can be read.
+        Collective.  None when there is no checkpoint at all; CheckpointError when all are damaged.
         """
-        names = [name] if name else self.names()[::-1]
         problems = []
-        for candidate in names:
-            problem = on_first_rank(self.processes, lambda c=candidate: _damage(self.folder / c))
+        for name in self.names()[::-1]:
+            problem = self._damage(name)
             if problem is None:
-                return self._read(engine_state, candidate)
-            problems.append(f"{candidate}: {problem}")
+                return name
+            problems.append(f"{name}: {problem}")
             if self.processes.is_first:
-                log.warning("checkpoint %s: %s; trying an earlier one", candidate, problem)
+                log.warning("checkpoint %s: %s; trying an earlier one", name, problem)
         if problems:
             raise CheckpointError(f"no readable checkpoint in {self.folder}: {'; '.join(problems)}")
         return None
 
     def progress(self, name: str) -> Progress:
-        """The progress stored with a checkpoint."""
+        """The progress stored with a checkpoint.  Raises CheckpointError if it is damaged."""
+        problem = self._damage(name)
+        if problem is not None:
+            raise CheckpointError(f"checkpoint {name} in {self.folder}: {problem}")
         values = (self.folder / name / _PROGRESS).read_text(encoding="utf-8")
         return Progress.from_dict(json.loads(values))
 
-    def _read(self, engine_state: dict[str, Any], name: str) -> Progress:
+    def load(self, engine_state: dict[str, Any], name: str) -> None:
+        """Fills ``engine_state`` in place.  Collective; raises CheckpointError if it cannot."""
         path = self.folder / name
         state = {"engine": engine_state}
-        stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
-        has_random = f"random.{self._random_key}" in stored
-        if has_random:  # absent when the run had fewer ranks
-            state["random"] = {self._random_key: torch.get_rng_state()}
-        dcp.load(state, checkpoint_id=str(path))
+        try:
+            stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+            has_random = f"random.{self._random_key}" in stored
+            if has_random:  # absent when the run had fewer ranks
+                state["random"] = {self._random_key: torch.get_rng_state()}
+            dcp.load(state, checkpoint_id=str(path))
+        except _FAILURES as error:
+            raise CheckpointError(
+                f"checkpoint {name} in {self.folder} could not be read: {_cause(error)}"
+            ) from error
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
-        return self.progress(name)
+
+    def _damage(self, name: str) -> str | None:
+        return on_first_rank(self.processes, lambda: _damage(self.folder / name))
 
     @property
     def _random_key(self) -> str:
         return f"rank{self.processes.rank}"
 
-    def _prune(self, keep: str | None) -> None:
-        for old in self.names()[: -self.keep]:
-            if old != keep:
-                shutil.rmtree(self.folder / old)
+    def _prune(self, newest: str, best: str | None) -> None:
+        """Newer ones than the one just written were damaged, or this run would have read them."""
+        names = self.names()
+        until_now = [name for name in names if name <= newest]
+        for name in names:
+            if name not in until_now[-self.keep :] and name != best:
+                shutil.rmtree(self.folder / name)
 
 
 def _make_empty(folder: Path) -> None:
@@ -158,6 +173,14 @@ def _damage(path: Path) -> str | None:
         if file.stat().st_size != size:
             return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
     return None
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, where torch reports a failure of each rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (failure, _) = min(error.failures.items())
+        return f"rank {rank}: {_first_line(failure)}"
+    return _first_line(error)
 
 
 def _first_line(error: BaseException) -> str:

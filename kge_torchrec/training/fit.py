@@ -64,7 +64,7 @@ class Fit:
         progress, size = self.progress, len(self.session.store.train)
         batch_size, every_steps = self.config.train.batch_size, self.config.checkpoint.every_steps
         batches = self.batches.epoch(progress.epoch, progress.step)
-        total_loss, steps_read, started = 0.0, 0, self._seconds()
+        started = self._seconds()
         start_seconds, start_triples = progress.seconds, progress.triples
         with self._bar(size, progress.step * batch_size) as bar:
             while progress.step < self.batches.steps_per_epoch:
@@ -82,22 +82,22 @@ class Fit:
                     continue
                 losses = self.losses.read(progress.epoch, progress.step)
                 progress.seconds += self._seconds() - started
-                total_loss, steps_read = total_loss + sum(losses), steps_read + len(losses)
+                progress.epoch_loss += sum(losses)
                 self._log_interval(losses, factor, bar)
                 if saving:
                     self._save()
                 started = self._seconds()
-        progress.epoch, progress.step = progress.epoch + 1, 0
         seconds = progress.seconds - start_seconds
         self._write(
             "epoch",
             {
-                "epoch": progress.epoch,
-                "loss": total_loss / max(1, steps_read),
+                "epoch": progress.epoch + 1,
+                "loss": progress.epoch_loss / progress.step,
                 "seconds": seconds,
                 "triples_per_second": (progress.triples - start_triples) / max(seconds, 1e-9),
             },
         )
+        progress.epoch, progress.step, progress.epoch_loss = progress.epoch + 1, 0, 0.0
 
     def _log_interval(self, losses: list[float], factor: float, bar: tqdm) -> None:
         progress, mean = self.progress, sum(losses) / len(losses)

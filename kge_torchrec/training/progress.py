@@ -13,6 +13,7 @@ class Progress:
     epoch: int = 0  # epochs finished
     step: int = 0  # steps finished in the epoch under way
     global_step: int = 0
+    epoch_loss: float = 0.0  # sum over these steps of the epoch under way
     seconds: float = 0.0  # of training, validation and checkpoints not counted
     triples: int = 0  # positives trained
     best_metric: float | None = None

@@ -109,18 +109,20 @@ def _board(folder: RunFolder, resumed_at: int | None):
 
 
 def _drop_after(file: Path, step: int) -> None:
-    """Drops the lines of steps that a resumed run does again, and a line cut short by a kill."""
+    """Drops what a resumed run writes again, and a line that a kill cut short."""
     if not file.is_file():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines(keepends=True):
+    for line in file.read_text(encoding="utf-8").splitlines():
         try:
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
+            values = json.loads(line)
+            again = values["step"] > step or values["kind"] == "test"
         except (ValueError, KeyError):
             continue
+        if not again:
+            kept.append(line)
     partial = file.with_suffix(".partial")
-    partial.write_text("".join(kept), encoding="utf-8")
+    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
     os.replace(partial, file)
 
 

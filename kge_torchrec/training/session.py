@@ -52,11 +52,12 @@ class Session:
 
     def restore(self) -> Progress:
         """Everything from the newest readable checkpoint, to train on; a new start without one."""
-        state = self.engine.state()
-        progress = self.checkpoints.load(state)
-        if progress is None:
+        name = self.checkpoints.newest()
+        if name is None:
             return Progress(data=self.store.fingerprint)
-        self._check_data(progress)
+        progress = self._progress(name)
+        state = self.engine.state()
+        self.checkpoints.load(state, name)
         self.engine.load_state(state)
         return progress
 
@@ -65,11 +66,12 @@ class Session:
 
         Raises CheckpointError when the run has no readable checkpoint.
         """
-        state = {"model": self.engine.model.state_dict()}
-        progress = self.checkpoints.load(state, name or self._best())
-        if progress is None:
+        name = name or self._best()
+        if name is None:
             raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
-        self._check_data(progress)
+        progress = self._progress(name)
+        state = {"model": self.engine.model.state_dict()}
+        self.checkpoints.load(state, name)
         self.engine.model.load_state_dict(state["model"])
         return progress
 
@@ -103,15 +105,19 @@ class Session:
         return metrics(ranks)
 
     def _best(self) -> str | None:
-        """The best checkpoint, if there is one that can be read."""
-        for name in reversed(self.checkpoints.names()):
-            best = self.checkpoints.progress(name).best_checkpoint
-            return best if best in self.checkpoints.names() else None
-        return None
+        """The best checkpoint, the newest if none is known to be best, None without any."""
+        newest = self.checkpoints.newest()
+        if newest is None:
+            return None
+        best = self.checkpoints.progress(newest).best_checkpoint
+        return best if best in self.checkpoints.names() else newest
 
-    def _check_data(self, progress: Progress) -> None:
+    def _progress(self, name: str) -> Progress:
+        """Of a checkpoint.  Raises StoreError unless it was trained on the triples at hand."""
+        progress = self.checkpoints.progress(name)
         if progress.data and progress.data != self.store.fingerprint:
             raise StoreError(
                 f"{self.store.path}: the triples are not the ones that {self.folder.path} was "
                 "trained on, so its ids mean something else; give it the old ones back"
             )
+        return progress

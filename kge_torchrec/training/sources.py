@@ -28,6 +28,7 @@ def open_store(
         prepared = path
     elif not (prepared / META).is_file():
         on_first_rank(processes, lambda: _prepare(config, seed, prepared, progress))
+    on_first_rank(processes, lambda: _check(prepared))
     return TripleStore.open(prepared)
 
 
@@ -46,6 +47,11 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
         allow_unseen_relations=config.allow_unseen_relations,
         progress=progress,
     )
+
+
+def _check(store: Path) -> None:
+    """Raises StoreError, on one rank for all, if the store cannot be read."""
+    TripleStore.open(store)
 
 
 def remove_prepared(prepared: Path) -> None:

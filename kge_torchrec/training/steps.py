@@ -39,6 +39,8 @@ class Loop:
 class NotPipelined(RuntimeError):
     """TorchRec fell back to looking entities up without the pipeline."""
 
+    on_every_rank = True
+
 
 class SparseDist:
     """TorchRec's pipeline: the next batch's ids travel while this batch is computed.

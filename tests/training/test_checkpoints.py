@@ -1,0 +1,211 @@
+"""Checkpoints: whole or not at all, which are kept, and what happens to damaged ones."""
+
+from __future__ import annotations
+
+import logging
+import resource
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import config_of, fit, largest_difference, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.data.errors import StoreError
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.checkpoints import CheckpointError
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+FOUR = [f"step-{step:012d}" for step in (5, 10, 15, 20)]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def names(run: Path) -> list[str]:
+    """All that lies in the checkpoints folder, hidden files too."""
+    return sorted(path.name for path in (run / "checkpoints").iterdir())
+
+
+def truncate(run: Path, name: str) -> None:
+    """Cuts the largest file of a checkpoint in half."""
+    file = max((run / "checkpoints" / name).iterdir(), key=lambda path: path.stat().st_size)
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("keep", [1, 2, 9])
+def test_the_last_ones_are_kept(store, tmp_path, keep):
+    fit(config_of(store, tmp_path, checkpoint__keep=keep))
+    assert names(tmp_path) == FOUR[-keep:]
+
+
+def test_the_best_is_kept_besides(store, tmp_path):
+    def make_the_first_best(loop: Fit) -> None:
+        mrr = iter([0.9, 0.5, 0.6, 0.7])
+        loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
+
+    config = config_of(store, tmp_path, checkpoint__keep=1, evaluation__every=1)
+    session = fit(config, make_the_first_best)
+    assert names(tmp_path) == [FOUR[0], FOUR[-1]]
+    with processes("cpu"):
+        assert session.restore_parameters().epoch == 1
+        assert session.restore().epoch == 4
+
+
+def test_only_the_end_without_an_interval(store, tmp_path):
+    fit(config_of(store, tmp_path, checkpoint__every_epochs=0))
+    assert names(tmp_path) == FOUR[-1:]
+
+
+def test_within_an_epoch(store, tmp_path):
+    fit(config_of(store, tmp_path, checkpoint__every_steps=2, checkpoint__keep=5))
+    steps = [int(name.split("-")[1]) for name in names(tmp_path)]
+    assert steps == [14, 15, 17, 19, 20]
+
+
+def test_leftovers_of_a_kill_while_writing_go(store, tmp_path):
+    leftover = tmp_path / "checkpoints" / ".partial-step-000000000003"
+    leftover.mkdir(parents=True)
+    (leftover / "__0_0.distcp").write_bytes(b"half")
+    fit(config_of(store, tmp_path, checkpoint__keep=9))
+    assert names(tmp_path) == FOUR
+
+
+def test_a_damaged_newest_one_is_left_out_with_a_warning(store, tmp_path, caplog):
+    whole = fit(config_of(store, tmp_path / "a", checkpoint__keep=1))
+    config = config_of(store, tmp_path / "b", train__schedule="linear", checkpoint__keep=9)
+    whole = fit(config)
+    truncate(tmp_path / "b", FOUR[-1])
+    with caplog.at_level(logging.WARNING):
+        again = fit(config)
+    assert f"{FOUR[-1]}" in caplog.text and "bytes instead of" in caplog.text
+    assert largest_difference(whole.parameters, again.parameters) == 0
+    assert names(tmp_path / "b") == FOUR
+
+
+def test_damaged_ones_do_not_push_good_ones_out(store, tmp_path):
+    """The one written after falling back is older by name than the damaged one."""
+    config = config_of(store, tmp_path, checkpoint__keep=2)
+    fit(config)
+    truncate(tmp_path, FOUR[-1])
+    shorter = config_of(store, tmp_path, checkpoint__keep=1, checkpoint__every_steps=3)
+    seen = []
+    fit(shorter, lambda loop: watch_saves(loop, lambda: seen.append(names(tmp_path))))
+    assert seen == [["step-000000000018"], [FOUR[-1]]]
+
+
+def watch_saves(loop: Fit, look) -> None:
+    save = loop._save
+
+    def save_and_look() -> None:
+        save()
+        look()
+
+    loop._save = save_and_look
+
+
+def test_all_damaged(store, tmp_path):
+    config = config_of(store, tmp_path)
+    fit(config)
+    for name in FOUR[-2:]:
+        truncate(tmp_path, name)
+    with pytest.raises(CheckpointError, match=r"(?s)no readable checkpoint.*000020.*000015"):
+        fit(config)
+
+
+def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
+    session = fit(config_of(store, tmp_path))
+    folder = tmp_path / "checkpoints" / FOUR[-1]
+    (folder / "progress.json").unlink()
+    with pytest.raises(CheckpointError, match=r"progress.json is missing"):
+        session.checkpoints.progress(FOUR[-1])
+    (folder / "manifest.json").write_text('{"format": 99}')
+    with pytest.raises(CheckpointError, match=r"format 99, this version reads 1"):
+        session.checkpoints.progress(FOUR[-1])
+
+
+def test_contents_that_torch_cannot_read(store, tmp_path):
+    """Damage that leaves sizes as they were."""
+    config = config_of(store, tmp_path, checkpoint__keep=1)
+    fit(config)
+    file = tmp_path / "checkpoints" / FOUR[-1] / ".metadata"
+    file.write_bytes(b"\0" * file.stat().st_size)
+    with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*could not be read"):
+        fit(config)
+
+
+def rank_fills_the_disk(store: Path, run: Path) -> tuple[str, bool]:
+    """No file may grow beyond 2 KiB after the second checkpoint, on rank 1 only."""
+
+    def limit(kind: str, values: dict) -> None:
+        if kind == "epoch" and values["epoch"] == 3 and rank() == 1:
+            signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
+
+    try:
+        fit(config_of(store, run), lambda loop: loop.callbacks.append(limit))
+    except CheckpointError as error:
+        return str(error), getattr(error, "on_every_rank", False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    raise AssertionError("the checkpoint was written")
+
+
+def rank_restores(store: Path, run: Path) -> int:
+    with processes("cpu") as ranks:
+        session = Session(config_of(store, run), RunFolder(run), ranks)
+        return session.restore().epoch
+
+
+def test_a_full_disk_ends_every_rank_and_leaves_the_earlier_ones(store, tmp_path):
+    for message, on_every_rank in run_world(2, rank_fills_the_disk, store, tmp_path):
+        assert FOUR[2] in message and "rank 1: " in message and "File too large" in message
+        assert f"earlier checkpoints are intact: {FOUR[0]}, {FOUR[1]}" in message
+        assert on_every_rank
+    assert names(tmp_path) == FOUR[:2]
+    assert run_world(2, rank_restores, store, tmp_path) == [2, 2]
+
+
+def test_a_folder_that_cannot_be_made(store, tmp_path):
+    (tmp_path / "checkpoints").write_text("a file where the folder should be")
+    with pytest.raises(CheckpointError, match=r"(?s)could not be written.*intact: none"):
+        fit(config_of(store, tmp_path))
+
+
+@pytest.mark.parametrize("entities", [37, 40])
+def test_a_store_that_changed_under_a_run(tmp_path, entities):
+    path = tmp_path / "store"
+    run = api.train(config_of(tiny_store(path).path, tmp_path / "run", train__epochs=1))
+    run.evaluate()
+    run.close()
+    path.rename(tmp_path / "old")
+    tiny_store(path, entities=entities, train=131)
+    with pytest.raises(StoreError, match=r"not the ones that .*run was trained on"):
+        api.resume(run.path)
+    with pytest.raises(StoreError, match=r"not the ones"):
+        run.evaluate()
+
+
+def test_saving_changes_nothing(store, tmp_path):
+    """TorchRec makes optimizer state by a step, which must not count."""
+    options = {"train__optimizer": "adam", "train__weight_decay": 0.1}
+    often = fit(config_of(store, tmp_path / "a", checkpoint__every_steps=1, **options))
+    once = fit(config_of(store, tmp_path / "b", checkpoint__every_epochs=0, **options))
+    assert largest_difference(often.parameters, once.parameters) == 0
+
+
+def test_the_random_state_comes_back(store, tmp_path):
+    session = fit(config_of(store, tmp_path))
+    with processes("cpu"):
+        torch.manual_seed(1)
+        session.checkpoints.save(session.engine.state(), session.restore())
+        expected = torch.rand(3)
+        torch.manual_seed(2)
+        session.restore()
+        assert torch.equal(torch.rand(3), expected)
