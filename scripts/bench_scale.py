@@ -1,0 +1,168 @@
+"""Step time and peak memory as the table grows: both should depend on the batch alone.
+
+python scripts/bench_scale.py [--floor DIR] [--repeats N]
+
+DistMult with 64 real numbers, batch 4096, 64 shared negatives, Adam, on synthetic triples with
+uniform and Zipf-distributed entities, one process of two threads each.  One line a figure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+HERE = Path(__file__).resolve()
+SHARED = HERE.parents[2] / "shared"
+SIZES = (100_000, 1_000_000, 4_000_000)
+DIM, BATCH, NEGATIVES, TRIPLES, RELATIONS = 64, 4096, 64, 2_000_000, 200
+
+
+def triples(entities: int, law: str) -> np.ndarray:
+    """(T, 3) int32 synthetic triples; Zipf ids have exponent 1 and are scattered over the table."""
+    stream = np.random.default_rng(0)
+
+    def draw(count: int, zipf: bool) -> np.ndarray:
+        unit = stream.random(TRIPLES)
+        if not zipf:
+            return (unit * count).astype(np.int64)
+        rank = np.minimum((count**unit).astype(np.int64) - 1, count - 1)
+        return rank * 2_654_435_761 % count
+
+    zipf = law == "zipf"
+    columns = [draw(entities, zipf), draw(RELATIONS, True) % RELATIONS, draw(entities, zipf)]
+    return np.stack(columns, 1).astype(np.int32)
+
+
+def ours(entities: int, law: str, steps: int) -> dict:
+    """Milliseconds a step, and the memory of the process."""
+    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.data.batches import BatchBuilder
+    from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.environment import keep_large_blocks, set_threads
+    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.training.assembly import build_engine
+    from kge_torchrec.training.steps import build_pipeline
+
+    settings = {
+        "model.scorer": "distmult",
+        "model.dim": DIM,
+        "model.reciprocal": False,
+        "model.init_scale": 0.1,
+        "loss.name": "bce",
+        "negatives.sides": "tail",
+        "train.optimizer": "adam",
+        "train.lr": 0.001,
+    }
+    keep_large_blocks()
+    set_threads(2, 1)
+    data = triples(entities, law)
+    with processes("cpu") as ranks:
+        base = resident()
+        graph = SimpleNamespace(num_entities=entities, num_relations=RELATIONS)
+        engine = build_engine(load_config(None, settings), graph, ranks)
+        batches = BatchBuilder(
+            data, BATCH, NegativeSampler(entities, NEGATIVES, 0), sides=("tail",)
+        )
+        pipeline, stream = build_pipeline("sparse_dist", engine, ranks.device), batches.epoch(0)
+        for _ in range(30):
+            pipeline.progress(stream)
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            for _ in range(steps):
+                pipeline.progress(stream)
+            times.append((time.perf_counter() - start) / steps * 1e3)
+    table = entities * DIM * 4 * 3  # weights and two moments
+    return {"times": times, "base": base, "table": table, "peak": peak()}
+
+
+def floor(folder: Path, entities: int, law: str, steps: int) -> dict:
+    """The same work in floor.py."""
+    sys.path.insert(0, str(folder))
+    import torch
+    from floor import Tr
+
+    torch.set_num_threads(2)
+    data = torch.from_numpy(triples(entities, law).astype(np.int64))
+    trainer = Tr("DistMult", entities, RELATIONS, DIM, BATCH, NEGATIVES, "shared")
+    parts = data.split(BATCH)
+    for part in parts[:30]:
+        trainer.step(part)
+    times = []
+    for i in range(5):
+        start = time.perf_counter()
+        for j in range(steps):
+            trainer.step(parts[30 + (i * steps + j) % 400])
+        times.append((time.perf_counter() - start) / steps * 1e3)
+    return {"times": times}
+
+
+def resident() -> int:
+    """Bytes resident now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def peak() -> int:
+    """The most bytes resident so far."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def measure(*arguments: object) -> dict:
+    """Runs this file as a worker."""
+    command = [sys.executable, str(HERE), "--worker", *map(str, arguments)]
+    out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return json.loads(out.splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--floor", type=Path, default=SHARED / "tools" / "peers")
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=40)
+    options = parser.parse_args()
+    for law in ("uniform", "zipf"):
+        medians = {}
+        for who in ("floor", "ours"):
+            times: dict[int, list[float]] = {size: [] for size in SIZES}
+            for _ in range(options.repeats):
+                for size in SIZES:  # by turns, so that a busy minute hits all sizes alike
+                    extra = [options.floor] if who == "floor" else []
+                    found = measure(who, *extra, size, law, options.steps)
+                    times[size] += found["times"]
+            for size in SIZES:
+                medians[who, size] = statistics.median(times[size])
+                print(f"step_{law}_{size}_{who} {medians[who, size]:.2f} ms", flush=True)
+            growth = medians[who, SIZES[-1]] / medians[who, SIZES[0]]
+            print(f"step_{law}_4M_over_100k_{who} {growth:.2f} x", flush=True)
+    report_memory(found)
+
+
+def report_memory(found: dict) -> None:
+    """Peak memory of the last and largest of our processes."""
+    mib = {key: found[key] / 2**20 for key in ("base", "table", "peak")}
+    print(f"memory_base {mib['base']:.0f} MiB")
+    print(f"memory_weights_and_state {mib['table']:.0f} MiB")
+    print(f"memory_peak {mib['peak']:.0f} MiB")
+    print(f"memory_ratio {mib['peak'] / (mib['base'] + mib['table']):.3f} x")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        who, *rest = sys.argv[2:]
+        if who == "ours":
+            print(json.dumps(ours(int(rest[0]), rest[1], int(rest[2]))))
+        else:
+            print(json.dumps(floor(Path(rest[0]), int(rest[1]), rest[2], int(rest[3]))))
+    else:
+        main()
