@@ -26,7 +26,7 @@ from torchrec.distributed.planner.storage_reservations import FixedPercentageSto
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
-from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.data.batches import ENTITY
 
 GIB = 1 << 30
 
