@@ -19,6 +19,7 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from kge_torchrec.data.ahead import map_ahead
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.order import EpochOrder
@@ -86,6 +87,8 @@ class BatchBuilder:
     triples: (T, 3) integer array (memory-mapped is fine), columns head, relation, tail.
     chunk_size: triples that share negatives; 1 gives each its own, 0 shares over the whole batch.
     known: facts never used as negatives, or None.
+    ahead: build a few batches ahead in threads, in pinned memory where there is CUDA; for GPUs,
+        which would wait otherwise.
     """
 
     def __init__(
@@ -100,13 +103,14 @@ class BatchBuilder:
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
+        ahead: bool = False,
     ):
         if len(triples) == 0:
             raise ValueError("there are no training triples")
         self.triples, self.batch_size, self.sampler = triples, batch_size, sampler
         self.sides, self.known, self.seed = tuple(sides), known, seed
         self.chunk_size = chunk_size or batch_size
-        self.rank, self.world_size = rank, world_size
+        self.rank, self.world_size, self.ahead = rank, world_size, ahead
 
     @property
     def steps_per_epoch(self) -> int:
@@ -116,8 +120,11 @@ class BatchBuilder:
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's batches of an epoch, from ``first_step`` on."""
         order = EpochOrder(len(self.triples), self.seed, epoch)
-        for step in range(first_step, self.steps_per_epoch):
-            yield self.batch(order, epoch, step)
+        steps = range(first_step, self.steps_per_epoch)
+        if not self.ahead:
+            yield from (self.batch(order, epoch, step) for step in steps)
+        else:
+            yield from map_ahead(lambda step: _pinned(self.batch(order, epoch, step)), steps)
 
     def batch(self, order: EpochOrder, epoch: int, step: int) -> Batch:
         """The batch of one step of an epoch."""
@@ -160,3 +167,7 @@ def _as_feature(unique: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=[ENTITY], values=unique, lengths=torch.tensor([unique.numel()]), stride=1
     )
+
+
+def _pinned(batch: Batch) -> Batch:
+    return batch.pin_memory() if torch.cuda.is_available() else batch

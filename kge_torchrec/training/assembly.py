@@ -111,4 +111,5 @@ def build_batches(config: Config, store: TripleStore, processes: Processes) -> B
         seed=config.seed,
         rank=processes.rank,
         world_size=processes.world_size,
+        ahead=processes.device.type == "cuda",
     )

@@ -149,6 +149,13 @@ def test_an_epoch_resumes_at_any_step():
 # Small batches
 
 
+def test_batches_built_ahead_are_the_same_in_the_same_order():
+    triples = make_triples(57)
+    plain, ahead = builder(triples), builder(triples, ahead=True)
+    for one, other in zip(plain.epoch(2, 1), ahead.epoch(2, 1), strict=True):
+        assert_same(one, other)
+
+
 @pytest.mark.parametrize("chunk_size", [0, 1, 2])
 @pytest.mark.parametrize("filtered", [False, True])
 def test_ranks_without_triples_have_valid_empty_batches(chunk_size, filtered):
