@@ -2,7 +2,6 @@
 
 from kge_torchrec.environment import check_packages, limit_spinning, silence_dependencies
 
-check_packages()
 silence_dependencies()
 limit_spinning()
 
@@ -11,6 +10,8 @@ __all__ = ["Config", "Run", "load_config", "open_run", "train"]
 
 def __getattr__(name: str):
     # Importing torch and torchrec takes seconds; `kge-torchrec --help` should not wait for them.
+    if name in __all__:
+        check_packages()
     if name in ("Config",):
         from kge_torchrec.config import Config
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.environment import PackageSetError
+from kge_torchrec.environment import PackageSetError, check_packages
 
 _TRAIN_USAGE = """\
 kge-torchrec train CONFIG [--key.sub value ...]
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     first_rank = os.environ.get("RANK", "0") == "0"
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
+        check_packages()
         return _run(arguments)
     except _expected_errors() as error:
         if first_rank:
