@@ -41,7 +41,7 @@ def random_triples(entities: int, relations: int, count: int, seed: int = 0) -> 
     random, found = np.random.default_rng(seed), {}
     turn = 0
     while len(found) < count:
-        head, relation = turn % entities, turn % relations
+        head, relation = turn % entities, (turn + turn // entities) % relations
         found[f"e{head}", f"r{relation}", f"e{random.integers(entities)}"] = None
         turn += 1
     return list(found)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -106,7 +105,5 @@ def _start(device: torch.device) -> None:
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=TIMEOUT)
         return
-    handle, path = tempfile.mkstemp(prefix="kge_torchrec_")
-    os.close(handle)
-    store = dist.FileStore(path, 1)  # a file needs no free port and no host name
+    store = dist.HashStore()  # in memory: needs no free port, no host name, no file
     dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)

@@ -1,0 +1,59 @@
+"""A loss that is no finite number ends all ranks in words and leaves good checkpoints."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+from training_runs import config_of, fit, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.losses_seen import LossesSeen, NonFiniteLoss
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
+    """Rank 1's loss is infinite at the 8th step: epoch 2, step 3."""
+
+    def break_it(loop: Fit) -> None:
+        progress = loop.pipeline.progress
+
+        def broken(batches):
+            loss = progress(batches)
+            return loss * math.inf if rank() == 1 and loop.progress.global_step == 7 else loss
+
+        loop.pipeline.progress = broken
+
+    config = config_of(store, run, train__log_every=log_every, checkpoint__every_steps=2)
+    with pytest.raises(NonFiniteLoss) as caught:
+        fit(config, break_it)
+    with processes("cpu") as ranks:
+        progress = Session(config, RunFolder(run), ranks).restore()
+    return str(caught.value), progress.global_step
+
+
+@pytest.mark.parametrize("log_every", [1, 100])
+def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path, log_every):
+    for message, restored in run_world(2, rank_breaks, store, tmp_path, log_every):
+        assert "the loss is inf at epoch 2, step 3, rank 1" in message
+        assert restored == 7  # the last one saved before; it was read before it was saved
+
+
+def test_a_rate_far_too_high(store, tmp_path):
+    options = {"train__optimizer": "sgd", "loss__n3": 1.0}
+    with pytest.raises(NonFiniteLoss, match=r"at epoch 1, step \d, rank 0.*smaller train.lr"):
+        fit(config_of(store, tmp_path, train__lr=1e30, **options))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_finite_losses_are_means_over_ranks():
+    assert LossesSeen().read(0, 5) == []

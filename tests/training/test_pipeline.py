@@ -1,0 +1,106 @@
+"""The pipeline really pipelines, trains every batch, and is not disturbed by validation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.steps import NotPipelined
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
+    """Whether the lookup is pipelined, its forward's class, and what happened in which order."""
+    events, seen = [], []
+    distribute, backward = ShardedEmbeddingCollection.input_dist, torch.Tensor.backward
+
+    def watched_distribute(self, ctx, features):
+        seen.append(1)
+        events.append(f"distribute {len(seen)}")
+        return distribute(self, ctx, features)
+
+    def watched_backward(self, *args, **kwargs):
+        number = sum(event.startswith("backward") for event in events) + 1
+        backward(self, *args, **kwargs)
+        events.append(f"backward {number} ends")
+
+    ShardedEmbeddingCollection.input_dist = watched_distribute
+    torch.Tensor.backward = watched_backward
+    try:
+        session = fit(config_of(store, run, train__epochs=1))
+    finally:
+        ShardedEmbeddingCollection.input_dist, torch.Tensor.backward = distribute, backward
+    modules = session.engine.model.modules()
+    (table,) = (m for m in modules if isinstance(m, ShardedEmbeddingCollection))
+    return table.is_pipelined, type(table.forward).__name__, events
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, world_size):
+    for pipelined, forward, events in run_world(world_size, rank_watches, store, tmp_path):
+        assert pipelined and forward == "PipelinedForward"
+        assert Counter(event.split()[0] for event in events) == {"distribute": 5, "backward": 5}
+        for batch in range(1, 5):
+            ahead = events.index(f"distribute {batch + 1}")
+            assert ahead < events.index(f"backward {batch} ends")
+
+
+def count_weights(loop: Fit, found: list) -> None:
+    """Remembers the sum of the weights of every batch that is trained."""
+    loop.session.engine.model.register_forward_pre_hook(
+        lambda module, inputs: found.append(float(inputs[0].weight.sum()))
+    )
+
+
+def rank_counts(store: Path, run: Path, pipeline: str) -> tuple[list[float], int, int]:
+    found: list[float] = []
+    progress = []
+
+    def watch(loop: Fit) -> None:
+        count_weights(loop, found)
+        progress.append(loop.progress)
+
+    fit(config_of(store, run, train__pipeline=pipeline, train__epochs=3), watch)
+    return found, progress[0].global_step, progress[0].triples
+
+
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
+def test_every_batch_is_trained_once(store, tmp_path, pipeline):
+    (found, steps, triples), (other, *_) = run_world(2, rank_counts, store, tmp_path, pipeline)
+    assert steps == 15 and triples == 3 * 130
+    together = [one + two for one, two in zip(found, other, strict=True)]
+    assert together == pytest.approx([2.0] * 15)  # world size times one, for each global batch
+
+
+@pytest.mark.parametrize("pipeline", ["sparse_dist", "loop"])
+def test_validation_changes_nothing(store, tmp_path, pipeline):
+    options = {"train__optimizer": "adam", "train__pipeline": pipeline}
+    often = fit(config_of(store, tmp_path / "a", evaluation__every=1, **options))
+    never = fit(config_of(store, tmp_path / "b", evaluation__every=0, **options))
+    assert largest_difference(often.parameters, never.parameters) == 0
+
+
+def test_a_model_that_cannot_be_pipelined_is_refused(store, tmp_path, monkeypatch):
+    def opaque(self, batch):
+        """The lookup's input is the result of a call, which TorchRec does not follow."""
+        rows = self.entities(batch.ids.to(torch.device("cpu")))[ENTITY].values()
+        loss = self.objective(rows, batch)
+        return loss, loss.detach()
+
+    monkeypatch.setattr(KnowledgeGraphModel, "forward", opaque)
+    with pytest.raises(NotPipelined, match=r"use train.pipeline loop"):
+        fit(config_of(store, tmp_path / "a"))
+    fit(config_of(store, tmp_path / "b", train__pipeline="loop"))

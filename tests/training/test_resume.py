@@ -1,0 +1,204 @@
+"""Runs killed by SIGKILL and resumed end where the uninterrupted run ends."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import WorldError, run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
+from kge_torchrec.training.fit import Fit
+
+TIMES = {"seconds", "triples_per_second"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def options(optimizer: str) -> dict:
+    """Each optimizer with another schedule and another interval of checkpoints."""
+    number = OPTIMIZER_NAMES.index(optimizer)
+    return {
+        "train__optimizer": optimizer,
+        "train__lr": 0.02,
+        "train__weight_decay": 0.0 if optimizer in ("adagrad", "sgd") else 0.02,
+        "train__schedule": ("cosine", "plateau", "constant", "linear", "exponential")[number],
+        "train__plateau_patience": 0,
+        "train__decay": 0.5,
+        "train__log_every": 2,
+        "train__warmup_steps": (0, 0, 7, 0, 0)[number],
+        "evaluation__every": (0, 1, 0, 2, 0)[number],
+        "checkpoint__every_steps": (3, 0, 2, 0, 1)[number],
+        "negatives__chunk_size": (0, 8, 1, 0, 8)[number],
+    }
+
+
+def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None = None) -> dict:
+    """Trains, or goes on; dies by SIGKILL in the middle of step ``killed_after`` + 1."""
+
+    def kill(loop: Fit) -> None:
+        progress = loop.pipeline.progress
+
+        def progress_or_die(batches):
+            loss = progress(batches)
+            if loop.progress.global_step == killed_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return loss
+
+        loop.pipeline.progress = progress_or_die
+
+    return fit(config_of(store, run, **changes), kill).parameters
+
+
+def killed(world_size: int, store: Path, run: Path, changes: dict) -> None:
+    with pytest.raises(WorldError, match="died with exit code -9"):
+        run_world(world_size, rank_trains, store, run, changes, 13)
+
+
+def metrics(run: Path) -> list[dict]:
+    """metrics.jsonl without times."""
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in lines]
+
+
+@functools.cache
+def uninterrupted(store: Path, optimizer: str, world_size: int) -> tuple[dict, list[dict]]:
+    """Parameters and metrics."""
+    with tempfile.TemporaryDirectory() as run:
+        found = run_world(world_size, rank_trains, store, Path(run), options(optimizer))
+        return found[0], metrics(Path(run))
+
+
+def slow_but(few: tuple[str, ...]) -> list:
+    """All optimizers, of which only a few run by default."""
+    return [
+        name if name in few else pytest.param(name, marks=pytest.mark.slow)
+        for name in OPTIMIZER_NAMES
+    ]
+
+
+def check_bitwise(store: Path, run: Path, optimizer: str, world_size: int) -> None:
+    parameters, lines = uninterrupted(store, optimizer, world_size)
+    killed(world_size, store, run, options(optimizer))
+    again = run_world(world_size, rank_trains, store, run, options(optimizer))
+    assert largest_difference(parameters, again[0]) == 0
+    assert metrics(run) == lines
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_on_one_rank_bitwise(store, tmp_path, optimizer):
+    check_bitwise(store, tmp_path, optimizer, 1)
+
+
+@pytest.mark.parametrize("optimizer", slow_but(("adam", "rowwise_adagrad")))
+def test_on_two_ranks_bitwise(store, tmp_path, optimizer):
+    check_bitwise(store, tmp_path, optimizer, 2)
+
+
+def check_other(store: Path, run: Path, optimizer: str, before: int, after: int) -> None:
+    killed(before, store, run, options(optimizer))
+    again = run_world(after, rank_trains, store, run, options(optimizer))
+    assert largest_difference(uninterrupted(store, optimizer, 1)[0], again[0]) < 1e-5
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_from_one_rank_to_two(store, tmp_path, optimizer):
+    check_other(store, tmp_path, optimizer, 1, 2)
+
+
+@pytest.mark.parametrize("optimizer", slow_but(("rowwise_adam",)))
+def test_from_two_ranks_to_four(store, tmp_path, optimizer):
+    check_other(store, tmp_path, optimizer, 2, 4)
+
+
+@pytest.mark.parametrize("optimizer", slow_but(("adam",)))
+def test_from_four_ranks_to_one(store, tmp_path, optimizer):
+    check_other(store, tmp_path, optimizer, 4, 1)
+
+
+@pytest.mark.parametrize("when", ["epoch", "step"])
+def test_a_real_process_killed_at_any_time(tmp_path, when):
+    """`kge-torchrec train` on the embedded graph, then `train --resume`."""
+    keys = {"train__epochs": 60, "train__batch_size": 256, "model__dim": 16,
+            "train__optimizer": "adam", "evaluation__every": 20}  # fmt: skip
+    keys["checkpoint__every_steps"] = 2 if when == "step" else 0
+    expected = api.train(config_of("countries", tmp_path / "whole", **keys))
+    config = config_of("countries", tmp_path / "run", **keys)
+    config.save(tmp_path / "config.yaml")
+    command = [sys.executable, "-m", "kge_torchrec", "train"]
+    process = subprocess.Popen([*command, str(tmp_path / "config.yaml")], cwd=root())
+    wait_for_checkpoint(tmp_path / "run", process)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL
+    run = api.resume(tmp_path / "run")
+    assert run.results["test"] == expected.results["test"]
+    assert metrics(run.path)[:-1] == metrics(expected.path)[:-1]  # but for the peak memory
+
+
+def wait_for_checkpoint(run: Path, process: subprocess.Popen) -> None:
+    """Until there is a checkpoint; fails if training ends first."""
+    deadline = time.monotonic() + 60
+    while not any(run.glob("checkpoints/step-*/manifest.json")):
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    assert process.poll() is None
+
+
+def root() -> Path:
+    return Path(__file__).resolve().parents[2]
+
+
+def test_before_the_first_checkpoint_it_starts_anew(store, tmp_path):
+    changes = {"checkpoint__every_epochs": 0}
+    whole = run_world(1, rank_trains, store, tmp_path / "whole", changes)
+    killed(1, store, tmp_path / "killed", changes)
+    again = run_world(1, rank_trains, store, tmp_path / "killed", changes)
+    assert largest_difference(whole[0], again[0]) == 0
+    assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
+
+
+def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
+    run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
+    lines = metrics(run.path)
+    assert metrics(api.resume(run.path).path)[:-1] == lines[:-1]
+    longer = api.resume(run.path, {"train.epochs": 4})
+    assert longer.config.train.epochs == 4
+    assert [line["step"] for line in metrics(run.path) if line["kind"] == "epoch"] == [
+        5,
+        10,
+        15,
+        20,
+    ]
+    whole = api.train(config_of(store, tmp_path / "long"))
+    assert longer.results["test"] == whole.results["test"]
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("model.dim", 16), ("model.scorer", "distmult"), ("train.optimizer", "sgd"), ("seed", 3)],
+)
+def test_what_a_checkpoint_depends_on_cannot_change(store, tmp_path, key, value):
+    run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
+    with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change on resume"):
+        api.resume(run.path, {key: value})
+    assert api.resume(run.path).config == run.config
+
+
+def test_no_files_are_left_in_the_temporary_folder(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
+    (tmp_path / "tmp").mkdir()
+    api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
+    assert not list((tmp_path / "tmp").iterdir())

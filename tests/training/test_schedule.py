@@ -1,0 +1,133 @@
+"""Learning rates, early stopping, plateaus and the best model."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from training_runs import config_of, fit, tiny_store
+
+from kge_torchrec.config import TrainConfig
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.schedule import Schedule
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def factors(steps: int = 20, **changes) -> list[float]:
+    schedule = Schedule.of(TrainConfig(epochs=4, **changes), steps_per_epoch=5)
+    return [schedule.factor(step) for step in range(steps)]
+
+
+def test_constant():
+    assert factors() == [1.0] * 20
+
+
+def test_linear_ends_one_step_before_zero():
+    assert factors(22, schedule="linear") == pytest.approx([1 - i / 20 for i in range(20)] + [0, 0])
+
+
+def test_cosine():
+    expected = [(1 + math.cos(math.pi * i / 20)) / 2 for i in range(20)]
+    assert factors(schedule="cosine") == pytest.approx(expected)
+
+
+def test_exponential_decays_each_epoch():
+    expected = [0.5 ** (i // 5) for i in range(20)]
+    assert factors(schedule="exponential", decay=0.5) == expected
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
+def test_warm_up_rises_to_one_and_the_rest_follows(schedule):
+    found = factors(schedule=schedule, warmup_steps=4)
+    assert found[:5] == [0.25, 0.5, 0.75, 1.0, 1.0]
+    if schedule == "linear":
+        assert found[4:] == pytest.approx([1 - i / 16 for i in range(16)])
+
+
+def test_a_warm_up_longer_than_training():
+    assert factors(schedule="cosine", warmup_steps=40)[-1] == 0.5
+
+
+def test_plateau():
+    schedule = Schedule.of(TrainConfig(schedule="plateau", decay=0.5), 5)
+    assert [schedule.factor(9, plateaus) for plateaus in range(3)] == [1.0, 0.5, 0.25]
+
+
+def scripted(values: list[float], metric: str = "mrr"):
+    """Validations that give these values, one after another."""
+
+    def script(loop: Fit) -> None:
+        turn = iter(values)
+        loop.session.validate = lambda: {"both": {"realistic": {metric: next(turn)}}}
+
+    return script
+
+
+def lines(run: Path, kind: str) -> list[dict]:
+    found = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line for line in found if line["kind"] == kind]
+
+
+def test_the_rate_falls_after_a_plateau_and_a_resume_remembers(store, tmp_path):
+    options = {"train__schedule": "plateau", "train__decay": 0.5, "train__plateau_patience": 1,
+               "evaluation__every": 1, "train__lr": 0.08}  # fmt: skip
+    config = config_of(store, tmp_path, train__epochs=4, **options)
+    fit(config, scripted([0.5, 0.4, 0.4, 0.6]))  # the second without progress is one too many
+    longer = config_of(store, tmp_path, train__epochs=8, **options)
+    fit(longer, scripted([0.6, 0.6, 0.7, 0.7]))
+    rates = [line["lr"] for line in lines(tmp_path, "step")]
+    assert rates == pytest.approx([0.08] * 3 + [0.04] * 3 + [0.02] * 2)
+
+
+@pytest.mark.parametrize("metric, best, worse", [("mrr", 0.9, 0.1), ("mr", 1.5, 9.0)])
+def test_early_stopping_at_the_end_of_patience(store, tmp_path, metric, best, worse):
+    config = config_of(store, tmp_path, train__epochs=20, evaluation__every=1,
+                       evaluation__patience=2, evaluation__metric=metric)  # fmt: skip
+    values = [worse, best, worse, best, *[best] * 9]
+    session = fit(config, scripted(values, metric))
+    assert [line["epoch"] for line in lines(tmp_path, "valid")] == [1, 2, 3, 4]
+    newest = session.checkpoints.names()[-1]
+    progress = session.checkpoints.progress(newest)
+    assert (progress.epoch, progress.best_metric, progress.bad_validations) == (4, best, 2)
+    assert progress.best_checkpoint == "step-000000000010"
+
+
+def test_validation_follows_its_interval_and_the_last_epoch(store, tmp_path):
+    fit(config_of(store, tmp_path, train__epochs=5, evaluation__every=2), scripted([1, 2, 3]))
+    assert [line["epoch"] for line in lines(tmp_path, "valid")] == [2, 4, 5]
+
+
+def test_a_sample_of_valid_is_the_same_each_time(store, tmp_path):
+    config = config_of(store, tmp_path, evaluation__max_triples=4, train__epochs=1)
+    seen = []
+
+    def watch(loop: Fit) -> None:
+        ranked = loop.session._metrics
+        loop.session._metrics = lambda triples, split: (
+            seen.append(triples) or ranked(triples, split)
+        )
+        loop.session.validate()
+        loop.session.validate()
+
+    fit(config, watch)
+    assert len(seen[0]) == 4 and (seen[0] == seen[1]).all()
+
+
+def test_which_values_are_better():
+    assert Progress().is_better("mrr", 0.0)
+    assert Progress(best_metric=0.5).is_better("mrr", 0.6)
+    assert not Progress(best_metric=0.5).is_better("mrr", 0.5)
+    assert Progress(best_metric=5.0).is_better("mr", 4.0)
+    assert not Progress(best_metric=5.0).is_better("mr", 6.0)
+
+
+def test_progress_travels_through_plain_values():
+    progress = Progress(epoch=3, best_metric=0.25, data="abc")
+    assert Progress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress

@@ -1,0 +1,67 @@
+"""Batches that leave ranks without triples, and tables that leave them without rows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+
+SETTINGS = {
+    "fewer triples than ranks": ({"entities": 5, "train": 3}, {}),
+    "a last batch smaller than the world": ({"train": 34}, {}),
+    "batches of one": ({"train": 9}, {"train__batch_size": 1, "negatives__chunk_size": 1}),
+    "more ranks than entities": ({"entities": 3, "train": 12, "held_out": 3}, {}),
+    "one entity a rank and none left": ({"entities": 4, "train": 20, "held_out": 4}, {}),
+}
+
+
+def options(name: str) -> dict:
+    return {"train__optimizer": "rowwise_adam", "train__epochs": 2, "evaluation__every": 1,
+            "checkpoint__every_steps": 1} | SETTINGS[name][1]  # fmt: skip
+
+
+def rank_trains_and_ranks(store: Path, run: Path, changes: dict) -> dict:
+    """A whole run; then its results, ranked again, and its parameters."""
+    trained = api.train(config_of(store, run, **changes))
+    with trained:
+        again = trained.evaluate()
+        best = trained.predict(relation="r0", tail="e1", k=50)
+    assert again == trained.results["test"]
+    found = fit(config_of(store, run, **changes))
+    return {"parameters": found.parameters, "answers": len(best), "test": again}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_four_ranks_equal_one(tmp_path, name):
+    store = tiny_store(tmp_path / "store", **SETTINGS[name][0])
+    found = {}
+    for world_size in (1, 4):
+        run = tmp_path / f"run{world_size}"
+        ranks = run_world(world_size, rank_trains_and_ranks, store.path, run, options(name))
+        found[world_size] = ranks[0]
+    assert largest_difference(found[1]["parameters"], found[4]["parameters"]) < 1e-5
+    assert found[1]["answers"] == found[4]["answers"] == store.num_entities
+    for side, ties in found[1]["test"].items():
+        for tie, values in ties.items():
+            assert found[4]["test"][side][tie] == pytest.approx(values, abs=1e-6)
+
+
+def rank_resumes(run: Path, epochs: int) -> dict:
+    again = api.resume(run, {"train.epochs": epochs})
+    again.close()
+    return fit(again.config).parameters
+
+
+def test_more_ranks_than_entities_resume(tmp_path):
+    name = "more ranks than entities"
+    store = tiny_store(tmp_path / "store", **SETTINGS[name][0])
+    whole = run_world(1, rank_trains_and_ranks, store.path, tmp_path / "whole",
+                      options(name) | {"train__epochs": 4})  # fmt: skip
+    run_world(4, rank_trains_and_ranks, store.path, tmp_path / "run", options(name))
+    run_world(2, rank_resumes, tmp_path / "run", 3)
+    found = run_world(4, rank_resumes, tmp_path / "run", 4)
+    assert largest_difference(whole[0]["parameters"], found[3]) < 1e-5
