@@ -75,6 +75,8 @@ class Run:
         """
         if split not in FILTERS:
             raise ConfigError(f"split must be one of {', '.join(FILTERS)}, got {split!r}")
+        if not len(self.session.store.split(split)):
+            raise ConfigError(f"{self.session.store.path} has no {split} triples")
         return self.session.rank(split)
 
     def predict(
@@ -92,6 +94,8 @@ class Run:
         """
         if relation is None or (head is None) == (tail is None):
             raise ConfigError("predict takes a relation and either a head or a tail")
+        if k < 1:
+            raise ConfigError(f"k must be an integer >= 1, got {k}")
         side, anchor = ("tail", head) if tail is None else ("head", tail)
         store, session = self.session.store, self.session
         anchors, relations = store.entities.ids([anchor]), store.relations.ids([relation])

@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _expected_errors() as error:
         if first_rank:
             print(f"kge-torchrec: {error}", file=sys.stderr)
-        elif not getattr(error, "on_every_rank", False):
+        elif not getattr(error, "on_every_rank", isinstance(error, ConfigError)):
             print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -54,7 +54,7 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     """Errors whose message is written for the person who reads it."""
     from kge_torchrec.data.errors import DataError
 
-    expected: list[type[Exception]] = [ConfigError, PackageSetError, DataError, FileNotFoundError]
+    expected: list[type[Exception]] = [ConfigError, PackageSetError, DataError, OSError]
     if "torch" in sys.modules:
         from kge_torchrec.planning.planner import PlanDoesNotFit
         from kge_torchrec.training.checkpoints import CheckpointError

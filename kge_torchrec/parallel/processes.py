@@ -91,10 +91,12 @@ def _device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
-        raise ConfigError(
+        error = ConfigError(
             f"local rank {local_rank} has no GPU: this host has {torch.cuda.device_count()}; "
             "start at most one process per GPU"
         )
+        error.on_every_rank = False
+        raise error
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 

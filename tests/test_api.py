@@ -1,0 +1,128 @@
+"""The Python interface on the embedded graph: train, evaluate, predict."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from training_runs import QUIET, config_of, random_triples, tiny_store
+
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.errors import UnknownLabelError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.training.checkpoints import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("api") / "run"
+    config = config_of("countries", folder, model__dim=16, train__batch_size=256,
+                       evaluation__every=2, train__epochs=4)  # fmt: skip
+    with api.train(config) as run:
+        yield run
+
+
+def scores_of_all(run: api.Run, relation: str, head=None, tail=None) -> dict[str, float]:
+    """Label -> score, one triple at a time from the checkpoint's rows."""
+    session, store = run.session, run.session.store
+    rows = session.engine.shard().rows
+    side, anchor = ("tail", head) if tail is None else ("head", tail)
+    (anchor,), (relation,) = store.entities.ids([anchor]), store.relations.ids([relation])
+    relations = torch.full((len(rows),), int(relation))
+    anchors = rows[int(anchor)].expand_as(rows)
+    with torch.no_grad():
+        scores = session.scorer.score_triples(anchors, relations, rows, side)
+    return dict(zip(store.entities.labels(range(len(rows))), scores.tolist(), strict=True))
+
+
+def test_evaluate_equals_the_results(run):
+    assert run.evaluate() == run.results["test"]
+    assert run.evaluate("valid") != run.evaluate("train")
+
+
+def some_triple(run: api.Run, split: str) -> tuple[str, str, str]:
+    store = run.session.store
+    head, relation, tail = store.split(split)[0].tolist()
+    (relation,) = store.relations.labels([relation])
+    return (*store.entities.labels([head]), relation, *store.entities.labels([tail]))
+
+
+@pytest.mark.parametrize("side", ["head", "tail"])
+def test_predict_equals_brute_force(run, side):
+    head, relation, tail = some_triple(run, "test")
+    query = {"tail": tail} if side == "head" else {"head": head}
+    scores = scores_of_all(run, relation, **query)
+    found = run.predict(relation=relation, k=10, **query)
+    assert [answer.rank for answer in found] == list(range(1, 11))
+    assert [answer.score for answer in found] == pytest.approx(
+        sorted(scores.values(), reverse=True)[:10], rel=1e-5, abs=1e-7
+    )
+    for answer in found:
+        assert answer.score == pytest.approx(scores[answer.label], rel=1e-5, abs=1e-7)
+
+
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_known_answers_are_marked_or_left_out(run, split):
+    head, relation, tail = some_triple(run, split)
+    every = run.predict(head=head, relation=relation, k=10**6)
+    assert len(every) == run.session.store.num_entities
+    assert {a.label: a.known for a in every}[tail] == split
+    new = run.predict(head=head, relation=relation, k=10**6, known=False)
+    assert [a.label for a in new] == [a.label for a in every if a.known is None]
+
+
+def test_queries_that_make_no_sense(run):
+    for query in ({"head": "x"}, {"relation": "r"}, {"head": "x", "relation": "r", "tail": "y"}):
+        with pytest.raises(ConfigError, match="a relation and either a head or a tail"):
+            run.predict(**query)
+    head, relation, _ = some_triple(run, "train")
+    with pytest.raises(ConfigError, match="k must be an integer >= 1, got 0"):
+        run.predict(head=head, relation=relation, k=0)
+    with pytest.raises(UnknownLabelError, match=rf"unknown entity.*did you mean.*{head}"):
+        run.predict(head=head + "x", relation=relation)
+    with pytest.raises(ConfigError, match="split must be one of train, valid, test"):
+        run.evaluate("everything")
+
+
+def test_close_lets_the_process_group_go_and_reopens(run):
+    first = run.evaluate()
+    run.close()
+    assert not dist.is_initialized()
+    assert run.evaluate() == first
+
+
+def test_open_run(run, tmp_path):
+    run.close()
+    with api.open_run(run.path) as again:
+        assert again.evaluate() == run.results["test"]
+    with pytest.raises(ConfigError, match=r"no run folder: it has no config.yaml"):
+        api.open_run(tmp_path)
+
+
+def test_a_dict_and_a_yaml_file_are_configs_too(tmp_path):
+    path = tiny_store(tmp_path / "store").path
+    of_dict = api.train({**QUIET, "data.path": str(path), "run": {"dir": str(tmp_path / "a")}})
+    nested = config_of(path, tmp_path / "b").to_dict()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(nested))
+    of_file = api.train(tmp_path / "config.yaml")
+    assert of_dict.results["test"] == of_file.results["test"]
+
+
+def test_a_run_without_checkpoint_or_results(tmp_path):
+    config = config_of("countries", tmp_path)
+    config.save(tmp_path / "config.yaml")
+    with api.open_run(tmp_path) as run:
+        with pytest.raises(CheckpointError, match="no checkpoint yet: train it first"):
+            run.evaluate()
+        with pytest.raises(ConfigError, match="no results yet"):
+            _ = run.results
+
+
+def test_without_test_triples(tmp_path):
+    store = prepare_triples({"train": random_triples(9, 2, 40)}, tmp_path / "store")
+    with api.train(config_of(store.path, tmp_path / "run", train__epochs=1)) as run:
+        assert run.results["test"] is None
+        with pytest.raises(ConfigError, match="has no test triples"):
+            run.evaluate()

@@ -1,0 +1,201 @@
+"""The command line: what it prints, what it writes, and how it refuses bad input."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from training_runs import QUIET
+
+from kge_torchrec.cli import main
+from kge_torchrec.config import all_keys
+
+QUICK = {**QUIET, "model.dim": 16, "train.batch_size": 256, "train.epochs": 3,
+         "evaluation.every": 2}  # fmt: skip
+
+
+def flags(**changes) -> list[str]:
+    """QUICK with changes, as arguments."""
+    values = QUICK | {key.replace("__", "."): value for key, value in changes.items()}
+    return [f"--{key}={str(value).lower()}" if isinstance(value, bool) else f"--{key}={value}"
+            for key, value in values.items()]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("cli") / "run"
+    assert main(["train", *flags(run__dir=folder, run__tensorboard=True)]) == 0
+    return folder
+
+
+def refused(capsys, arguments: list[str], *expected: str) -> None:
+    """Exit code not zero, and one message on stderr."""
+    code = main(arguments)
+    out, err = capsys.readouterr()
+    assert code != 0 and out == ""
+    assert err.startswith("kge-torchrec: ") and "Traceback" not in err
+    assert err.count("kge-torchrec: ") == 1
+    for words in expected:
+        assert words in err
+
+
+def test_results_have_the_promised_shape(run):
+    results = json.loads((run / "results.json").read_text())
+    assert set(results) == {"test", "valid", "train", "notes"}
+    assert set(results["test"]) == {"head", "tail", "both"}
+    for kinds in results["test"].values():
+        assert set(kinds) == {"optimistic", "realistic", "pessimistic"}
+        for values in kinds.values():
+            assert set(values) == {"mrr", "mr", "hits@1", "hits@3", "hits@10"}
+            assert all(isinstance(value, float) for value in values.values())
+    train = results["train"]
+    assert set(train) >= {"triples_per_second", "seconds", "peak_memory_bytes"}
+    assert min(train["triples_per_second"], train["seconds"], train["peak_memory_bytes"]) > 0
+
+
+def test_metrics_and_tensorboard(run):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    kinds = [line["kind"] for line in lines]
+    assert kinds.count("epoch") == 3 and kinds.count("valid") == 2 and kinds[-1] == "test"
+    assert all(line["step"] > 0 for line in lines)
+    assert any((run / "tensorboard").iterdir())
+    assert (run / "plan.txt").read_text().strip()
+
+
+def test_evaluate_reproduces_the_results(run, capsys):
+    assert main(["evaluate", str(run), "--format", "json"]) == 0
+    expected = json.loads((run / "results.json").read_text())["test"]
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main(["evaluate", str(run), "--split", "valid"]) == 0
+    assert "realistic" in capsys.readouterr().out
+
+
+def test_predict(run, capsys):
+    query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--top", "3"]
+    assert main([*query, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["query"] == {"head": "Germany", "relation": "borders", "tail": None}
+    assert [answer["rank"] for answer in found["answers"]] == [1, 2, 3]
+    assert set(found["answers"][0]) == {"rank", "label", "score", "known"}
+    assert main([*query, "--new"]) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert len(table) == 4 and table[0].split()[:3] == ["rank", "answer", "score"]
+
+
+def test_resume_a_finished_run(run, capsys):
+    before = json.loads((run / "results.json").read_text())
+    assert main(["train", "--resume", str(run)]) == 0
+    assert json.loads((run / "results.json").read_text())["test"] == before["test"]
+    assert f"run folder: {run}" in capsys.readouterr().out
+
+
+def test_prepare_then_train_on_the_store(tmp_path, capsys):
+    (tmp_path / "graph.tsv").write_text("".join(f"a{i}\tr\ta{i * 7 % 50}\n" for i in range(50)) * 2)
+    store, run = tmp_path / "store", tmp_path / "run"
+    assert main(["prepare", str(tmp_path / "graph.tsv"), "-o", str(store), "--no-progress"]) == 0
+    assert "50 duplicate triples were dropped" in capsys.readouterr().out
+    assert main(["train", *flags(data__path=store, run__dir=run)]) == 0
+    assert not (run / "store").exists()
+    assert "50 duplicate triples were dropped" in capsys.readouterr().out
+
+
+def test_help_lists_every_key(capsys):
+    assert main(["train", "--help"]) == 0
+    text = capsys.readouterr().out
+    assert [key for key in all_keys() if f"--{key}" not in text] == []
+    assert main(["train"]) == 2
+
+
+BAD_FILES = {
+    "empty": (b"", "train.tsv"),
+    "two columns": (b"a\tr\tb\na\tb\n", "train.tsv:2"),
+    "four columns": (b"a\tr\tb\nb\tr\tc\nc\tr\td\te\n", "train.tsv:3"),
+    "invalid UTF-8": (b"a\tr\tb\nb\tr\t\xff\xfe\n", "train.tsv:2"),
+}
+
+
+@pytest.mark.parametrize("content, words", BAD_FILES.values(), ids=BAD_FILES)
+def test_bad_files_are_named_and_nothing_is_left(tmp_path, capsys, content, words):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "train.tsv").write_bytes(content)
+    run = tmp_path / "run"
+    refused(capsys, ["train", *flags(data__path=tmp_path / "data", run__dir=run)], words)
+    assert not run.exists()
+    store = tmp_path / "store"
+    refused(capsys, ["prepare", str(tmp_path / "data"), "-o", str(store), "--no-progress"], words)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
+
+
+def test_a_relation_in_test_only(tmp_path, capsys):
+    data, run = tmp_path / "data", tmp_path / "run"
+    data.mkdir()
+    (data / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
+    (data / "test.tsv").write_text("a\tnew\tc\nb\tnew\ta\n")
+    arguments = ["train", *flags(data__path=data, run__dir=run)]
+    refused(capsys, arguments, "'new' (2 triples in test)", "allow_unseen_relations")
+    assert not run.exists()
+    assert main([*arguments, "--data.allow_unseen_relations", "true"]) == 0
+    assert "relations without a training triple: new" in capsys.readouterr().out
+
+
+BAD_KEYS = {
+    "negative": (["--train.lr=-1"], ["train.lr must be a number > 0"]),
+    "not a number": (["--loss.n3=.nan"], ["loss.n3"]),
+    "scorer": (["--model.scorer=complx"], ["model.scorer must be one of", "mean 'complex'"]),
+    "odd": (["--model.dim=7"], ["model.dim must be even for complex"]),
+    "unknown": (["--train.learning_rate=1"], ["unknown key train.learning_rate"]),
+    "text": (["--train.epochs=many"], ["train.epochs must be an integer"]),
+    "no file": (["--data.path=nowhere.tsv"], ["nowhere.tsv"]),
+}
+
+
+@pytest.mark.parametrize("extra, words", BAD_KEYS.values(), ids=BAD_KEYS)
+def test_bad_keys_are_named_and_nothing_is_left(tmp_path, capsys, extra, words):
+    arguments = ["train", *flags(run__dir=tmp_path / "run"), *extra]
+    refused(capsys, arguments, *words)
+    assert not (tmp_path / "run").exists()
+
+
+def test_no_config_and_no_run(tmp_path, capsys):
+    refused(capsys, ["train", "nowhere"], "no config file 'nowhere'")
+    refused(capsys, ["train", "--resume"], "needs the folder of a run")
+    for verb in (["train", "--resume"], ["evaluate"], ["predict", "--head=a", "--relation=b"]):
+        refused(capsys, [*verb, str(tmp_path)], "is no run folder")
+
+
+def test_a_folder_that_holds_a_run_already(run, capsys):
+    before = (run / "config.yaml").read_bytes()
+    refused(capsys, ["train", *flags(run__dir=run, seed=9)], "holds a run already", "--resume")
+    assert (run / "config.yaml").read_bytes() == before
+
+
+def test_a_run_folder_that_cannot_be_made(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    refused(capsys, ["train", *flags(run__dir=tmp_path / "file" / "run")], "Not a directory")
+
+
+def test_a_store_of_another_version(tmp_path, capsys):
+    (tmp_path / "graph.tsv").write_text("a\tr\tb\nb\tr\tc\n")
+    store = tmp_path / "store"
+    assert main(["prepare", str(tmp_path / "graph.tsv"), "-o", str(store), "--no-progress"]) == 0
+    capsys.readouterr()
+    meta = json.loads((store / "meta.json").read_text())
+    (store / "meta.json").write_text(json.dumps(meta | {"version": 99}))
+    refused(capsys, ["train", *flags(data__path=store, run__dir=tmp_path / "run")], "99")
+    assert not (tmp_path / "run").exists()
+
+
+def test_bad_queries(run, capsys):
+    query = ["predict", str(run), "--relation", "borders"]
+    refused(capsys, [*query, "--head", "Germny"], "unknown entity 'Germny'", "'Germany'")
+    refused(capsys, ["predict", str(run), "--relation", "border", "--head", "Germany"],
+            "unknown relation 'border'", "'borders'")  # fmt: skip
+    refused(capsys, query, "either --head or --tail")
+    refused(capsys, [*query, "--head", "Germany", "--tail", "France"], "either --head or --tail")
+    refused(capsys, [*query, "--head", "Germany", "--top", "0"], "k must be an integer >= 1")
+
+
+def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    refused(capsys, ["evaluate", str(tmp_path)], "has no checkpoint yet: train it first")

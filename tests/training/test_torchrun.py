@@ -1,0 +1,54 @@
+"""The real thing: torchrun, two processes, scripts/train.py."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from training_runs import config_of
+
+from kge_torchrec import api
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def torchrun(arguments: list[str]) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run(
+        [*command, "scripts/train.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_two_processes_equal_one(tmp_path):
+    keys = {"train__epochs": 3, "train__batch_size": 256, "model__dim": 16}
+    one = api.train(config_of("countries", tmp_path / "one", **keys))
+    config_of("countries", tmp_path / "two", **keys).save(tmp_path / "config.yaml")
+    ended = torchrun([str(tmp_path / "config.yaml")])
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.count("run folder: ") == 1
+    two = json.loads((tmp_path / "two" / "results.json").read_text())
+    assert two["train"]["world_size"] == 2
+    for side, ties in one.results["test"].items():
+        for kind, values in ties.items():
+            assert two["test"][side][kind]["mrr"] == pytest.approx(values["mrr"], abs=1e-4)
+
+
+def test_bad_input_ends_all_processes_with_one_message(tmp_path):
+    (tmp_path / "train.tsv").write_text("a\tr\tb\na\tb\n")
+    run = tmp_path / "run"
+    ended = torchrun([f"--data.path={tmp_path}", f"--run.dir={run}", "--run.progress=false"])
+    assert ended.returncode != 0
+    assert ended.stderr.count("kge-torchrec: ") == 1 and "train.tsv:2" in ended.stderr
+    ours = ended.stderr.split("torch/distributed")[0]  # torchrun adds its own report
+    assert "Traceback" not in ours
+    assert not run.exists()
