@@ -10,6 +10,9 @@ from training_runs import QUIET
 
 from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
+from kge_torchrec.training.checkpoints import CheckpointError
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.losses_seen import NonFiniteLoss
 
 QUICK = {**QUIET, "model.dim": 16, "train.batch_size": 256, "train.epochs": 3,
          "evaluation.every": 2}  # fmt: skip
@@ -199,3 +202,12 @@ def test_bad_queries(run, capsys):
 def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     refused(capsys, ["evaluate", str(tmp_path)], "has no checkpoint yet: train it first")
+
+
+@pytest.mark.parametrize("error", [CheckpointError("disk full"), NonFiniteLoss("nan"), OSError(28)])
+def test_failures_while_training_are_sentences_too(tmp_path, capsys, monkeypatch, error):
+    def fail(self):
+        raise error
+
+    monkeypatch.setattr(Fit, "run", fail)
+    refused(capsys, ["train", *flags(run__dir=tmp_path / "run")], str(error))
