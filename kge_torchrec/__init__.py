@@ -1,9 +1,15 @@
 """Knowledge-graph embeddings on TorchRec, from a laptop CPU to many GPUs on many hosts."""
 
-from kge_torchrec.environment import check_packages, limit_spinning, silence_dependencies
+from kge_torchrec.environment import (
+    check_packages,
+    limit_spinning,
+    silence_dependencies,
+    use_huge_pages,
+)
 
 silence_dependencies()
 limit_spinning()
+use_huge_pages()
 
 __all__ = ["Config", "Run", "load_config", "open_run", "train"]
 

@@ -139,7 +139,7 @@ def main() -> None:
                 for size in SIZES:  # by turns, so that a busy minute hits all sizes alike
                     extra = [options.floor] if who == "floor" else []
                     found = measure(who, *extra, size, law, options.steps)
-                    times[size] += found["times"]
+                    times[size].append(statistics.median(found["times"]))
             for size in SIZES:
                 medians[who, size] = statistics.median(times[size])
                 print(f"step_{law}_{size}_{who} {medians[who, size]:.2f} ms", flush=True)
