@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from operator import attrgetter
@@ -15,9 +16,8 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config_parser import Overrides, config_from_dict, load_config
 from kge_torchrec.data.report import notes
 from kge_torchrec.parallel.processes import on_first_rank, processes
-from kge_torchrec.planning.planner import describe_plan
 from kge_torchrec.ranking.topk import top_k
-from kge_torchrec.training.fit import Fit, peak_memory_bytes
+from kge_torchrec.training.fit import Callback, Fit, peak_memory_bytes
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import FILTERS, Session
@@ -122,7 +122,7 @@ class Run:
         """The loaded model."""
         if self._session is None:
             ranks = self._open.enter_context(processes(self.config.device))
-            self._session = Session(self.config, self.folder, ranks)
+            self._session = Session(self.config, self.folder, ranks, trains=False)
             self._session.restore_parameters()
         return self._session
 
@@ -143,10 +143,15 @@ def open_run(path: str | Path) -> Run:
     return Run(path)
 
 
-def train(config: Config | dict[str, Any] | str | Path | None = None) -> Run:
+def train(
+    config: Config | dict[str, Any] | str | Path | None = None,
+    callbacks: Sequence[Callback] = (),
+) -> Run:
     """Trains, ranks test with the best model, and returns the run.
 
     config: a Config, nested or dotted values, a YAML file or the name of one in ``configs/``.
+    callbacks: called as callback(kind, values) after every interval ("step"), epoch ("epoch") and
+        validation ("valid"), on every rank, with the values that metrics.jsonl gets.
     Under torchrun all ranks call it.  Raises ConfigError, DataError, NonFiniteLoss or
     CheckpointError.
     """
@@ -160,11 +165,11 @@ def train(config: Config | dict[str, Any] | str | Path | None = None) -> Run:
             if ranks.is_first:
                 _undo(folder)
             raise
-        _fit(session, Progress(data=session.store.fingerprint), resumed_at=None)
+        _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
     return Run(folder.path)
 
 
-def resume(path: str | Path, overrides: Overrides = ()) -> Run:
+def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Callback] = ()) -> Run:
     """Goes on with a run as if it had never stopped, on any number of ranks.
 
     overrides: dotted keys to change from here on, such as {"train.epochs": 200}.  Raises
@@ -178,7 +183,7 @@ def resume(path: str | Path, overrides: Overrides = ()) -> Run:
         progress = session.restore()
         if overrides:
             on_first_rank(ranks, lambda: config.save(folder.path / "config.yaml"))
-        _fit(session, progress, resumed_at=progress.global_step)
+        _fit(session, progress, callbacks, resumed_at=progress.global_step)
     return Run(folder.path)
 
 
@@ -191,14 +196,19 @@ def _check_overrides(before: Config, after: Config) -> None:
             )
 
 
-def _fit(session: Session, progress: Progress, resumed_at: int | None) -> None:
+def _fit(
+    session: Session,
+    progress: Progress,
+    callbacks: Sequence[Callback],
+    resumed_at: int | None,
+) -> None:
     ranks, folder = session.processes, session.folder
     metrics = None
     if ranks.is_first:
-        (folder.path / "plan.txt").write_text(describe_plan(session.engine.plan) + "\n")
+        (folder.path / "plan.txt").write_text(session.engine.layout + "\n", encoding="utf-8")
         metrics = MetricsLog(folder, session.config.run.tensorboard, resumed_at)
     try:
-        progress = Fit(session, progress, metrics).run()
+        progress = Fit(session, progress, metrics, callbacks).run()
         results = _final_results(session, progress)
         if metrics is not None:
             metrics.write("test", progress.global_step, results)

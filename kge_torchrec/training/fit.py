@@ -6,17 +6,17 @@ waits for the device happens at intervals.
 
 from __future__ import annotations
 
-import logging
 import resource
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from kge_torchrec.data.batches import Batch
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.losses_seen import LossesSeen
@@ -26,13 +26,20 @@ from kge_torchrec.training.schedule import Schedule
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.steps import build_pipeline
 
-log = logging.getLogger(__name__)
+# Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
+Callback = Callable[[str, dict[str, Any]], object]
 
 
 class Fit:
     """Trains a session from ``progress`` on.  Collective."""
 
-    def __init__(self, session: Session, progress: Progress, metrics: MetricsLog | None):
+    def __init__(
+        self,
+        session: Session,
+        progress: Progress,
+        metrics: MetricsLog | None,
+        callbacks: Sequence[Callback] = (),
+    ):
         self.session, self.config = session, session.config
         self.progress, self.metrics = progress, metrics
         self.batches = build_batches(self.config, session.store, session.processes)
@@ -41,8 +48,7 @@ class Fit:
             self.config.train.pipeline, session.engine, session.processes.device
         )
         self.losses = LossesSeen()
-        # Called with (kind, values) after every interval, epoch and validation.
-        self.callbacks: list[Callable[[str, dict[str, Any]], None]] = []
+        self.callbacks = list(callbacks)
 
     def run(self) -> Progress:
         """Trains until the last epoch or early stopping; returns the final progress.
@@ -50,67 +56,89 @@ class Fit:
         Raises NonFiniteLoss or CheckpointError; checkpoints written before stay.
         """
         epochs, progress = self.config.train.epochs, self.progress
-        while progress.epoch < epochs and not self._stop_early():
-            self._epoch()
-            last = progress.epoch == epochs
-            improved = self._validate() if self._due(last) else False
-            every = self.config.checkpoint.every_epochs
-            ending = last or self._stop_early()
-            if improved or ending or (every and progress.epoch % every == 0):
-                self._save()
+        with self._bar() as bar:
+            while progress.epoch < epochs and not self._stop_early():
+                self._epoch(bar)
+                last = progress.epoch == epochs
+                improved = self._validate() if self._due(last) else False
+                every = self.config.checkpoint.every_epochs
+                ending = last or self._stop_early()
+                if improved or ending or (every and progress.epoch % every == 0):
+                    self._save()
         return progress
 
-    def _epoch(self) -> None:
-        progress, size = self.progress, len(self.session.store.train)
-        batch_size, every_steps = self.config.train.batch_size, self.config.checkpoint.every_steps
+    def _epoch(self, bar: tqdm) -> None:
+        progress = self.progress
+        bar.set_description(f"epoch {progress.epoch + 1}/{self.config.train.epochs}", refresh=False)
         batches = self.batches.epoch(progress.epoch, progress.step)
         started = self._seconds()
         start_seconds, start_triples = progress.seconds, progress.triples
-        with self._bar(size, progress.step * batch_size) as bar:
-            while progress.step < self.batches.steps_per_epoch:
-                factor = self.schedule.factor(progress.global_step, progress.plateaus)
-                self.session.engine.set_learning_rate(factor)
-                self.losses.add(self.pipeline.progress(batches))
-                trained = min(batch_size, size - progress.step * batch_size)
-                progress.step += 1
-                progress.global_step += 1
-                progress.triples += trained
-                bar.update(trained)
-                done = progress.step == self.batches.steps_per_epoch
-                saving = every_steps and progress.step % every_steps == 0 and not done
-                if not (done or saving or progress.step % self.config.train.log_every == 0):
-                    continue
-                losses = self.losses.read(progress.epoch, progress.step)
-                progress.seconds += self._seconds() - started
-                progress.epoch_loss += sum(losses)
-                self._log_interval(losses, factor, bar)
-                if saving:
-                    self._save()
-                started = self._seconds()
-        seconds = progress.seconds - start_seconds
-        self._write(
-            "epoch",
-            {
-                "epoch": progress.epoch + 1,
-                "loss": progress.epoch_loss / progress.step,
-                "seconds": seconds,
-                "triples_per_second": (progress.triples - start_triples) / max(seconds, 1e-9),
-            },
-        )
-        progress.epoch, progress.step, progress.epoch_loss = progress.epoch + 1, 0, 0.0
+        while progress.step < self.batches.steps_per_epoch:
+            bar.update(self._step(batches))
+            saving = self._saves_here()
+            if not (saving or self._reads_here()):
+                continue
+            losses = self.losses.read(progress.epoch, progress.step)
+            progress.seconds += self._seconds() - started
+            progress.epoch_loss += sum(losses)
+            self._log_interval(sum(losses) / len(losses), bar)
+            if saving:
+                self._save()
+            started = self._seconds()
+        seconds = max(progress.seconds - start_seconds, 1e-9)
+        self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
-    def _log_interval(self, losses: list[float], factor: float, bar: tqdm) -> None:
-        progress, mean = self.progress, sum(losses) / len(losses)
-        bar.set_postfix(loss=f"{mean:.4f}", refresh=False)
+    def _step(self, batches: Iterator[Batch]) -> int:
+        """Trains the next batch; returns its number of triples, over all ranks."""
+        progress, batch_size = self.progress, self.config.train.batch_size
+        factor = self.schedule.factor(progress.global_step, progress.plateaus)
+        self.session.engine.set_learning_rate(factor)
+        self.losses.add(self.pipeline.progress(batches))
+        trained = min(batch_size, len(self.batches.triples) - progress.step * batch_size)
+        progress.step += 1
+        progress.global_step += 1
+        progress.triples += trained
+        return trained
+
+    def _reads_here(self) -> bool:
+        """Whether the losses are read after this step: at intervals and at the epoch's end."""
+        step = self.progress.step
+        return step % self.config.train.log_every == 0 or step == self.batches.steps_per_epoch
+
+    def _saves_here(self) -> bool:
+        """Whether a checkpoint within the epoch is due after this step."""
+        every, step = self.config.checkpoint.every_steps, self.progress.step
+        return bool(every) and step % every == 0 and step < self.batches.steps_per_epoch
+
+    def _log_interval(self, loss: float, bar: tqdm) -> None:
+        progress = self.progress
+        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        factor = self.schedule.factor(progress.global_step - 1, progress.plateaus)
         self._write(
             "step",
             {
                 "epoch": progress.epoch + 1,
-                "loss": mean,
+                "loss": loss,
                 "lr": self.config.train.lr * factor,
                 "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
             },
         )
+
+    def _end_epoch(self, seconds: float, triples_per_second: float) -> None:
+        progress = self.progress
+        loss = progress.epoch_loss / progress.step
+        progress.epoch, progress.step, progress.epoch_loss = progress.epoch + 1, 0, 0.0
+        self._write(
+            "epoch",
+            {
+                "epoch": progress.epoch,
+                "loss": loss,
+                "seconds": seconds,
+                "triples_per_second": triples_per_second,
+            },
+        )
+        if not sys.stderr.isatty():  # where a file or a pipe shows no bar
+            self._say(f"loss {loss:.4f}, {triples_per_second:,.0f} triples/s")
 
     def _due(self, last: bool) -> bool:
         every = self.config.evaluation.every
@@ -129,9 +157,7 @@ class Fit:
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         self._plateau(better)
         self._write("valid", {"epoch": progress.epoch, **results})
-        if self.session.show:
-            mark = " (best)" if better else ""
-            tqdm.write(f"epoch {progress.epoch}: valid {metric} {value:.4f}{mark}", file=sys.stderr)
+        self._say(f"valid {metric} {value:.4f}{' (best)' if better else ''}")
         return better
 
     def _plateau(self, better: bool) -> None:
@@ -153,16 +179,20 @@ class Fit:
         for callback in self.callbacks:
             callback(kind, values)
 
-    def _bar(self, size: int, done: int) -> tqdm:
-        name = f"epoch {self.progress.epoch + 1}/{self.config.train.epochs}"
+    def _say(self, text: str) -> None:
+        """A line on stderr, above the bar."""
+        if self.session.show:
+            tqdm.write(f"epoch {self.progress.epoch}: {text}", file=sys.stderr)
+
+    def _bar(self) -> tqdm:
+        """One bar for all epochs."""
+        progress, size = self.progress, len(self.batches.triples)
         return tqdm(
-            total=size,
-            initial=done,
-            desc=name,
+            total=self.config.train.epochs * size,
+            initial=progress.epoch * size + progress.step * self.config.train.batch_size,
             unit=" triples",
             unit_scale=True,
-            disable=not self.session.show,
-            leave=False,
+            disable=self.session.hide_bars,
         )
 
     def _seconds(self) -> float:

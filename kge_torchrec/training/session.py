@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 
 import numpy as np
 
@@ -31,17 +32,25 @@ FILTERS = {
 
 
 class Session:
-    """Collective: every rank makes one with the same arguments."""
+    """Collective: every rank makes one with the same arguments.
 
-    def __init__(self, config: Config, folder: RunFolder, processes: Processes):
+    trains: False leaves the table without optimizer state, for ranking and prediction.
+    """
+
+    def __init__(
+        self, config: Config, folder: RunFolder, processes: Processes, trains: bool = True
+    ):
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
         self.config, self.folder, self.processes = config, folder, processes
         self.show = config.run.progress and processes.is_first
+        self.hide_bars = None if self.show else True  # None: tqdm hides them from files and pipes
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        self.engine = build_engine(config, self.store, processes)
+        stateless = replace(config.train, optimizer="sgd", weight_decay=0.0)
+        engine_config = config if trains else replace(config, train=stateless)
+        self.engine = build_engine(engine_config, self.store, processes)
         self.checkpoints = Checkpoints(folder.checkpoints, processes, config.checkpoint.keep)
 
     @property
@@ -92,7 +101,7 @@ class Session:
 
         total = 2 * len(triples)
         with tqdm(
-            total=total, desc=f"rank {split}", unit="query", disable=not self.show, leave=False
+            total=total, desc=f"rank {split}", unit="query", disable=self.hide_bars, leave=False
         ) as bar:
             ranks = rank_triples(
                 self.scorer,

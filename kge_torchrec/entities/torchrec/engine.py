@@ -30,7 +30,7 @@ from kge_torchrec.models.model import KnowledgeGraphModel
 from kge_torchrec.models.objective import Objective
 from kge_torchrec.parallel.dense import dense_wrapper
 from kge_torchrec.parallel.processes import Processes
-from kge_torchrec.planning.planner import plan_row_wise
+from kge_torchrec.planning.planner import describe_plan, plan_row_wise
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -65,6 +65,7 @@ class TorchRecEngine:
             device.type,
             process_group=processes.group,
         )
+        self.layout = describe_plan(self.plan, sharder)  # for people
         self.model = DistributedModelParallel(
             model,
             env=ShardingEnv(
