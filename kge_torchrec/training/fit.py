@@ -156,8 +156,11 @@ class Fit:
             progress.best_metric, progress.best_checkpoint = value, name_of(progress)
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         self._plateau(better)
-        self._write("valid", {"epoch": progress.epoch, **results})
-        self._say(f"valid {metric} {value:.4f}{' (best)' if better else ''}")
+        ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
+        counts = {"epoch": progress.epoch, "triples": ranked, "of": total}
+        self._write("valid", {**counts, **results})
+        sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
+        self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}")
         return better
 
     def _plateau(self, better: bool) -> None:

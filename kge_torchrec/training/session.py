@@ -88,13 +88,17 @@ class Session:
         """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""
         return self._metrics(self.store.split(split), split)
 
-    def validate(self) -> dict:
-        """Metrics of valid, or of a fixed sample of it if evaluation.max_triples says so."""
+    def validation_triples(self) -> np.ndarray:
+        """Valid, or a fixed sample of it if evaluation.max_triples says so."""
         triples, limit = self.store.valid, self.config.evaluation.max_triples
-        if limit and limit < len(triples):
-            stream = np.random.default_rng(self.config.seed)
-            triples = triples[np.sort(stream.choice(len(triples), limit, replace=False))]
-        return self._metrics(triples, "valid")
+        if not limit or limit >= len(triples):
+            return triples
+        stream = np.random.default_rng(self.config.seed)
+        return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
+
+    def validate(self) -> dict:
+        """Metrics of ``validation_triples``, all entities being candidates."""
+        return self._metrics(self.validation_triples(), "valid")
 
     def _metrics(self, triples: np.ndarray, split: str) -> dict:
         from tqdm import tqdm
