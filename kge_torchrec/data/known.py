@@ -21,9 +21,7 @@ class SideIndex(NamedTuple):
     entities: np.ndarray  # (T,) the answers
 
 
-def build_side(
-    side: str, triples: np.ndarray, num_entities: int, num_relations: int
-) -> SideIndex:
+def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations: int) -> SideIndex:
     """The index of ``triples`` (T, 3) that answers queries for ``side``."""
     heads, relations, tails = triples.T
     anchors, answers = (heads, tails) if side == "tail" else (tails, heads)

@@ -86,9 +86,7 @@ def prepare_triples(
     if unknown or "train" not in splits:
         raise DataError(f"splits {sorted(splits)}: give train, and optionally valid and test")
     batches = (
-        (split, batch)
-        for split in SPLITS
-        for batch in batches_of(split, splits.get(split, ()))
+        (split, batch) for split in SPLITS for batch in batches_of(split, splits.get(split, ()))
     )
     return _prepare(
         batches, Path(output), (1, 0, 0), 0, allow_unseen_relations, overwrite, False, {}

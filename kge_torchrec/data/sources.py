@@ -104,6 +104,5 @@ def _check_same_format(split: str, files: list[Path]) -> None:
         )
     if whole and len(files) > 1:
         raise DataError(
-            f"{split} both whole and in parts: {', '.join(map(str, files))}; "
-            "name the ones to read"
+            f"{split} both whole and in parts: {', '.join(map(str, files))}; name the ones to read"
         )

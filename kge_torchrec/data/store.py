@@ -125,9 +125,7 @@ def write_store(
     (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
 
 
-def fingerprint(
-    entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
-) -> str:
+def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]) -> str:
     """Hash of everything that gives ids their meaning: labels in order, and triples."""
     digest = hashlib.sha256()
     for labels in (entities, relations):

@@ -66,8 +66,9 @@ class Checkpoints:
                 shutil.rmtree(partial, ignore_errors=True)
             kept = ", ".join(self.names()) or "none"
             raise CheckpointError(
-                f"checkpoint {name} could not be written to {self.folder}: {_cause(error)}; "
-                f"earlier checkpoints are intact: {kept}. Free some space, then train --resume."
+                f"checkpoint {name} could not be written to {self.folder}: {_cause(error)} "
+                f"({_free(self.folder)} free on that disk); earlier checkpoints are intact: "
+                f"{kept}. Make room, then train --resume."
             ) from error
         on_first_rank(self.processes, lambda: self._prune(name, progress.best_checkpoint))
         return name
@@ -148,6 +149,13 @@ def _finish(partial: Path, target: Path, progress: Progress) -> None:
         shutil.rmtree(target)
     partial.rename(target)
     _sync(target.parent)
+
+
+def _free(folder: Path) -> str:
+    """Free space around a folder, which may not exist yet."""
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
 
 
 def _sync(path: Path) -> None:

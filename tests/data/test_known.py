@@ -50,9 +50,7 @@ def test_equal_to_brute_force(world, side):
     num_entities, num_relations, splits = world
     known = known_of(splits, num_entities, num_relations)
     anchors, relations = (ids.ravel() for ids in np.mgrid[:num_entities, :num_relations])
-    expected = [
-        true_answers(splits, side, a, r) for a, r in zip(anchors, relations, strict=True)
-    ]
+    expected = [true_answers(splits, side, a, r) for a, r in zip(anchors, relations, strict=True)]
     query, entity = known.answers(side, anchors, relations)
     assert query.dtype == entity.dtype == np.int64
     assert (np.diff(query) >= 0).all()

@@ -17,9 +17,7 @@ ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]
 
 def rows_of(path, **options) -> list[tuple[str, str, str]]:
     return [
-        tuple(row.values())
-        for batch in read_triples(path, **options)
-        for row in batch.to_pylist()
+        tuple(row.values()) for batch in read_triples(path, **options) for row in batch.to_pylist()
     ]
 
 

@@ -94,9 +94,7 @@ def test_fewer_entities_than_ranks(world_size):
     table, scorer = torch.randn(1, D), make_scorer("distmult", R, D)
     triples = torch.zeros(5, 3, dtype=torch.int64)
     edges = [0] * world_size + [1]
-    for result in run_world(
-        world_size, rank_on_my_shard, scorer, table, edges, triples, None, {}
-    ):
+    for result in run_world(world_size, rank_on_my_shard, scorer, table, edges, triples, None, {}):
         assert result == {side: ([1] * 5, [1] * 5) for side in SIDES}
 
 
@@ -153,9 +151,7 @@ def test_nan_scores_rank_last():
     ranks = rank_triples(ColumnScorer(), whole(table), triples, None, sides=("tail",))
     assert ranks.optimistic["tail"].tolist() == [4, 2]  # last of all; behind the NaN
     assert ranks.pessimistic["tail"].tolist() == [4, 2]
-    everywhere = rank_triples(
-        ColumnScorer(), whole(torch.full((9, 1), torch.nan)), triples, None
-    )
+    everywhere = rank_triples(ColumnScorer(), whole(torch.full((9, 1), torch.nan)), triples, None)
     assert metrics(everywhere)["both"]["optimistic"]["mr"] == 9
 
 
