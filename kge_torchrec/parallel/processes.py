@@ -68,21 +68,42 @@ def on_first_rank(processes: Processes, work):
 def processes(device: str = "auto") -> Iterator[Processes]:
     """Joins the process group that torchrun describes, or makes a group of one without torchrun.
 
-    device: "auto", "cpu" or "cuda".  A group that exists already is used and left alone.
+    device: "auto", "cpu" or "cuda".  A group that somebody else made is used and left alone; one
+    made here ends with the last of its users, whoever came first: several runs may be open at
+    once, and one that nobody closed ends whenever it is collected.
     Raises ConfigError when CUDA is asked for and absent.
     """
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    where = _device(device, local_rank)
-    started = not dist.is_initialized()
-    if started:
-        _start(where)
+    where = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
+    _shared.enter(where)
     try:
         world = dist.get_world_size()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         yield Processes(dist.get_rank(), world, local, where)
     finally:
-        if started:
-            dist.destroy_process_group()
+        _shared.leave()
+
+
+class _SharedGroup:
+    """Counts the users of the process group that ``processes`` made."""
+
+    def __init__(self) -> None:
+        self._users, self._made_here = 0, False
+
+    def enter(self, device: torch.device) -> None:
+        if not dist.is_initialized():
+            _start(device)
+            self._made_here = True
+        self._users += 1
+
+    def leave(self) -> None:
+        self._users -= 1
+        if self._users == 0 and self._made_here:
+            self._made_here = False
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+
+_shared = _SharedGroup()
 
 
 def _device(name: str, local_rank: int) -> torch.device:
