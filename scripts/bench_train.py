@@ -1,10 +1,11 @@
 """Training speed against the floor: hand-derived gradients in plain torch, no framework.
 
-python scripts/bench_train.py [--data DIR] [--floor DIR] [--repeats N] [--keep-blocks]
+python scripts/bench_train.py [--data DIR] [--floor DIR] [--repeats N] [--only WORK]
 
 FB15k-237, ComplEx with 256 real numbers, Adam, tails corrupted, logistic loss, 128 negatives
-shared by the batch.  Both sides run in processes of their own, by turns, on two threads and under
-the same allocator setting; one line a figure.  Then the time of one of our steps, part by part.
+shared by the batch or drawn per triple.  Both sides run in processes of their own, by turns, on two
+threads: both keeping freed blocks, both on glibc's defaults, each as it starts; one line a figure.
+Then the time of one of our steps, part by part.
 """
 
 from __future__ import annotations

@@ -173,6 +173,16 @@ def test_a_folder_that_holds_a_run_already(run, capsys):
     assert (run / "config.yaml").read_bytes() == before
 
 
+def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_path, capsys):
+    store = tmp_path / "store"
+    store.mkdir()
+    (store / "mine").write_text("kept")
+    refused(capsys, ["train", *flags(run__dir=tmp_path)], "exists already", "another folder")
+    refused(capsys, ["train", *flags(run__dir=tmp_path, data__path=store)], "exists already")
+    assert [path.name for path in tmp_path.rglob("*")] == ["store", "mine"]
+    assert (store / "mine").read_text() == "kept"
+
+
 def test_a_run_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     refused(capsys, ["train", *flags(run__dir=tmp_path / "file" / "run")], "Not a directory")

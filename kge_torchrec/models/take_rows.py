@@ -14,7 +14,7 @@ from torch import Tensor
 def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """rows[index] in parts of the given sizes: (U, D), (M,) int64 -> (size, D) each.
 
-    Duplicate indices sum their gradients in a fixed order, so that runs repeat bitwise.
+    On a CPU duplicate indices sum their gradients in a fixed order, so that runs repeat bitwise.
     """
     return _TakeRows.apply(rows, index, sizes)
 

@@ -60,6 +60,12 @@ class RunFolder:
                 f"run.dir: {self.path} holds a run already; continue it with "
                 f"`train --resume {self.path}` or name another folder"
             )
+        if self.store.exists():
+            # Neither trained on in place of data.path, nor removed if this run cannot start.
+            raise ConfigError(
+                f"run.dir: {self.store} exists already, and a run keeps its own triples there; "
+                "name another folder for the run"
+            )
         self.path.mkdir(parents=True, exist_ok=True)
         config.save(self.path / "config.yaml")
 

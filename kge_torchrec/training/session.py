@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 
 import numpy as np
@@ -20,8 +19,6 @@ from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.sources import open_store
-
-log = logging.getLogger(__name__)
 
 # While selecting models on valid, test triples are not in the filter.
 FILTERS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 from pathlib import Path
 
@@ -12,7 +11,6 @@ from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.parallel.processes import Processes, on_first_rank
 
 EMBEDDED = "countries"
-log = logging.getLogger(__name__)
 
 
 def open_store(
