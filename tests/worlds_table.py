@@ -9,12 +9,13 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
 from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import (
     entity_collection,
     entity_ids,
     entity_shard,
 )
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
 from kge_torchrec.planning.planner import plan_row_wise
 
@@ -39,7 +40,7 @@ def sharded_table(
 ) -> DistributedModelParallel:
     """The table (N, D) sharded over this world, with ``values`` (N, D) if given."""
     world_size, rank = dist.get_world_size(), dist.get_rank()
-    sharder = EntitySharder(fused_params=optimizer.fused_params())
+    sharder = EntitySharder(fused_params=fused_params(optimizer))
     model = TableModel(num_entities, dim, dtype)
     group = dist.group.WORLD
     model = DistributedModelParallel(

@@ -13,8 +13,8 @@ from kge_torchrec.data.batches import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler, degree_weights
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.entities.initialize import EntityInit
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.engine import TorchRecEngine
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
 from kge_torchrec.models.losses import (
     BinaryCrossEntropyLoss,
     MarginLoss,

@@ -13,8 +13,8 @@ from worlds_table import sharded_table
 
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.entities.initialize import CHUNK_ROWS, EntityInit, fill_rows
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import entity_shard
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
 
 DISTRIBUTIONS = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 

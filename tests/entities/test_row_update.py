@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.fused_params import fused_params
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
@@ -94,7 +95,7 @@ def test_equals_fbgemms_own_cpu_op(name, max_gradient):
     theirs = SplitTableBatchedEmbeddingBagsCodegen(
         [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         pooling_mode=PoolingMode.NONE,
-        **optimizer.fused_params(),
+        **fused_params(optimizer),
     )
     theirs.split_embedding_weights()[0].copy_(values)
     batches = random_batches(50, 8, 60, steps=10)

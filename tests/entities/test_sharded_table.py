@@ -19,13 +19,13 @@ from worlds import WorldError, run_world
 from worlds_table import sharded_table
 
 from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import (
     entity_collection,
     entity_shard,
     set_table_step,
     table_step,
 )
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
 
 DIM, BATCH, STEPS = 8, 24, 20
 SIZES = (101, 5, 3)  # 5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0

@@ -6,7 +6,8 @@ import pytest
 from torch import nn
 from worlds_table import TableModel
 
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
 from kge_torchrec.planning.planner import (
     GIB,
@@ -20,7 +21,7 @@ BIG = (86_000_000, 400)  # 128 GiB of values
 
 
 def sharder(name: str = "adam") -> EntitySharder:
-    return EntitySharder(fused_params=TableOptimizer(name).fused_params())
+    return EntitySharder(fused_params=fused_params(TableOptimizer(name)))
 
 
 def plan(num_entities: int, dim: int, world_size: int, device="cuda", optimizer="adam", **memory):

@@ -13,8 +13,8 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
-from kge_torchrec.entities.torchrec.row_update import update_rows
+from kge_torchrec.entities.row_update import update_rows
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 
 # Names as FBGEMM gives them to the optimizer's states.  A state is (n, D), or (n,) if row-wise.
 _STATES = {

@@ -18,13 +18,14 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.entities.initialize import EntityInit, fill_rows
+from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import (
     entity_collection,
     entity_shard,
     set_table_step,
     table_step,
 )
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
+from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KnowledgeGraphModel
 from kge_torchrec.models.objective import Objective
@@ -56,7 +57,7 @@ class TorchRecEngine:
         device = processes.device
         collection = entity_collection(num_entities, objective.scorer.dim)
         model = KnowledgeGraphModel(collection, objective.to(device))
-        sharder = EntitySharder(fused_params=table_optimizer.fused_params())
+        sharder = EntitySharder(fused_params=fused_params(table_optimizer))
         self.plan: ShardingPlan = plan_row_wise(
             model,
             sharder,

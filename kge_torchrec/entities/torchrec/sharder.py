@@ -29,9 +29,9 @@ from torchrec.distributed.types import ShardingType
 from torchrec.types import DataType
 
 from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.entities.row_update import is_identity
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.entities.torchrec.optimizers import TableOptimizer
-from kge_torchrec.entities.torchrec.row_update import is_identity
+from kge_torchrec.entities.torchrec.fused_params import from_fused_params
 
 
 class _CpuFusedEmbedding(BatchedFusedEmbedding):
@@ -39,7 +39,7 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
         # Not BatchedFusedEmbedding's own __init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _check(config)
-        optimizer = TableOptimizer.from_fused_params(config.fused_params or {})
+        optimizer = from_fused_params(config.fused_params or {})
         self._emb_module = CpuFusedTable(self._local_rows[0], self._local_cols[0], optimizer)
         self._optim = _FusedOptimizer(config, self._emb_module, pg)
         self.init_parameters()
@@ -137,7 +137,7 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
 class EntitySharder(EmbeddingCollectionSharder):
     """Shards an EmbeddingCollection by rows: FBGEMM's table on CUDA, CpuFusedTable on CPU.
 
-    Args as EmbeddingCollectionSharder; ``fused_params`` from TableOptimizer.fused_params().
+    Args as EmbeddingCollectionSharder; ``fused_params`` from fused_params(table_optimizer).
     """
 
     def shard(

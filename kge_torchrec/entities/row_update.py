@@ -27,7 +27,7 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-from kge_torchrec.entities.torchrec.prefetch import prefetch_row
+from kge_torchrec.entities.prefetch import prefetch_row
 
 KINDS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 _ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)
