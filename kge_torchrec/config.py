@@ -15,6 +15,8 @@ from typing import Any, Optional
 
 import yaml
 
+from kge_torchrec.entities.handrolled.options import FBGEMM, SparseOptions, choose
+
 
 class ConfigError(ValueError):
     """A setting is unknown or out of range; the message names its key."""
@@ -162,6 +164,71 @@ class NegativesConfig:
         _not_negative("negatives.degree_power", self.degree_power)
 
 
+ENGINE_NAMES = ("torchrec", "handrolled")
+
+
+@dataclass(frozen=True)
+class EntitiesConfig:
+    """The engine that holds the entity table.
+
+    Args:
+        engine: torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare
+            with).
+        deduplicate: Look every entity of a batch up once; false sends duplicates as well.
+        preset: Of handrolled: fbgemm, dicee or dgl, what the keys below are when null.
+        duplicates: sum or mean of the gradients of one row.
+        bias_correction: Steps that adam counts: table, row or shard.
+        epsilon: outside or inside the root, or uncorrected (adam).
+        state_dtype: fp32 or bf16 optimizer state.
+        state_rounding: Of bf16: stochastic or nearest.
+        state_device: same (as the table) or cpu.
+        async_step: Step in a thread while the next batch is loaded.
+    """
+
+    engine: str = "torchrec"
+    deduplicate: bool = True
+    preset: str = "fbgemm"
+    duplicates: Optional[str] = None  # noqa: UP045
+    bias_correction: Optional[str] = None  # noqa: UP045
+    epsilon: Optional[str] = None  # noqa: UP045
+    state_dtype: Optional[str] = None  # noqa: UP045
+    state_rounding: Optional[str] = None  # noqa: UP045
+    state_device: Optional[str] = None  # noqa: UP045
+    async_step: Optional[bool] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        _one_of("entities.engine", self.engine, ENGINE_NAMES)
+
+    def sparse_options(self, optimizer: str) -> SparseOptions:
+        """The preset with the keys that are set.
+
+        Raises ConfigError, naming the key, when they contradict each other, the optimizer or the
+        engine.
+        """
+        keys = {name: getattr(self, name) for name in asdict(FBGEMM)}
+        try:
+            options = choose(self.preset, optimizer, **keys)
+        except ValueError as error:
+            raise ConfigError(f"entities.{error}") from None
+        if self.engine == "torchrec" and options != FBGEMM:
+            _refuse_for_fbgemm(self.preset, options)
+        return options
+
+
+def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
+    if preset != "fbgemm":
+        raise ConfigError(
+            f"entities.preset {preset!r} is of the hand-rolled engine; "
+            "set entities.engine handrolled"
+        )
+    ours, theirs = asdict(options), asdict(FBGEMM)
+    key = next(name for name in ours if ours[name] != theirs[name])
+    raise ConfigError(
+        f"entities.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, has "
+        f"{theirs[key]!r} only; set entities.engine handrolled"
+    )
+
+
 OPTIMIZER_NAMES = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 
 
@@ -185,7 +252,8 @@ class TrainConfig:
         warmup_steps: Steps over which the learning rate rises linearly from 0.
         decay: Factor an epoch (exponential) or at a plateau.
         plateau_patience: Validations without progress before a plateau decays.
-        pipeline: sparse_dist (TorchRec's pipeline) or loop (the same steps one after another).
+        pipeline: sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or
+            auto: sparse_dist where the engine is torchrec.
         log_every: Steps between metrics.jsonl lines and checks for a non-finite loss.
     """
 
@@ -202,7 +270,7 @@ class TrainConfig:
     warmup_steps: int = 0
     decay: float = 0.95
     plateau_patience: int = 3
-    pipeline: str = "sparse_dist"
+    pipeline: str = "auto"
     log_every: int = 100
 
     def __post_init__(self) -> None:
@@ -227,7 +295,7 @@ class TrainConfig:
         _at_least("train.warmup_steps", self.warmup_steps, 0)
         _check(0 < self.decay <= 1, "train.decay", "in (0, 1]", self.decay)
         _at_least("train.plateau_patience", self.plateau_patience, 0)
-        _one_of("train.pipeline", self.pipeline, ("sparse_dist", "loop"))
+        _one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
         _at_least("train.log_every", self.log_every, 1)
 
 
@@ -307,6 +375,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     negatives: NegativesConfig = field(default_factory=NegativesConfig)
+    entities: EntitiesConfig = field(default_factory=EntitiesConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -319,6 +388,17 @@ class Config:
         _at_least("seed", self.seed, 0)
         _one_of("device", self.device, ("auto", "cpu", "cuda"))
         _at_least("threads", self.threads, 0)
+        self.entities.sparse_options(self.train.optimizer)
+        if self.train.weight_decay and self.entities.preset != "fbgemm":
+            raise ConfigError(
+                f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "
+                "loss.l2, or entities.preset fbgemm"
+            )
+        if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
+            raise ConfigError(
+                "train.pipeline sparse_dist is TorchRec's; with entities.engine "
+                f"{self.entities.engine} use auto or loop"
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as YAML and JSON take them."""

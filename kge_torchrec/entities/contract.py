@@ -63,7 +63,8 @@ class EntityEngine(Protocol):
     """The entity side of a model that is ready to train."""
 
     model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
-    optimizer: torch.optim.Optimizer  # steps the dense parameters; the table steps in backward
+    optimizer: torch.optim.Optimizer  # zero_grad() before a step, step() after its backward
+    has_sparse_dist: bool  # whether TrainPipelineSparseDist can run the model
 
     def shard(self) -> EntityShard:
         """This rank's rows, current as of the last finished step."""

@@ -72,5 +72,7 @@ class SparseDist:
 
 
 def build_pipeline(name: str, engine: EntityEngine, device: torch.device) -> Pipeline:
-    """train.pipeline: "sparse_dist" or "loop"."""
+    """train.pipeline: "sparse_dist", "loop", or "auto": sparse_dist where the engine can."""
+    if name == "auto":
+        name = "sparse_dist" if engine.has_sparse_dist else "loop"
     return {"sparse_dist": SparseDist, "loop": Loop}[name](engine, device)

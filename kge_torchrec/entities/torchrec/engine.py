@@ -43,6 +43,8 @@ class TorchRecEngine:
     table does not fit the ranks' memory.
     """
 
+    has_sparse_dist = True
+
     def __init__(
         self,
         num_entities: int,
