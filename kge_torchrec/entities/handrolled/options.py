@@ -64,6 +64,7 @@ class SparseOptions:
 
 FBGEMM = SparseOptions()
 PRESETS = ("fbgemm", "dicee", "dgl")
+_OF_STATE = ("epsilon", "state_dtype", "state_rounding", "state_device")
 _OPTIMIZERS = {"dicee": ("adam",), "dgl": ("adam", "adagrad")}  # that the system has
 
 
@@ -103,9 +104,9 @@ def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
         raise ValueError(f"bias_correction: {optimizer} corrects no bias, only the Adams do")
     if options.epsilon == "uncorrected" and optimizer not in _ADAMS:
         raise ValueError(f"epsilon: uncorrected is of the Adams, not of {optimizer}")
-    if optimizer == "sgd" and {"epsilon", "state_dtype", "state_rounding"} & chosen.keys():
-        (option, *_) = sorted({"epsilon", "state_dtype", "state_rounding"} & chosen.keys())
-        raise ValueError(f"{option}: sgd keeps no state")
+    of_state = [option for option in _OF_STATE if option in chosen]
+    if optimizer == "sgd" and of_state:
+        raise ValueError(f"{of_state[0]}: sgd keeps no state")
     if "state_rounding" in chosen and options.state_dtype != "bf16":
         raise ValueError("state_rounding: only bf16 states are rounded; set state_dtype bf16")
     return options

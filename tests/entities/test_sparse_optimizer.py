@@ -1,0 +1,627 @@
+"""The hand-rolled sparse optimizer against formulas written out row by row.
+
+Shapes: N rows, D numbers a row, M gradients.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_table import NAMES
+from oracle_table import settings as optimizer_settings
+
+from kge_torchrec.entities.handrolled.options import SparseOptions, choose, preset
+from kge_torchrec.entities.handrolled.rounding import random_bits, round_stochastically
+from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+
+ADAMS = ("adam", "rowwise_adam")
+ADAGRADS = ("adagrad", "rowwise_adagrad")
+PRESETS = [
+    *(("fbgemm", name) for name in NAMES),
+    ("dicee", "adam"),
+    ("dgl", "adam"),
+    ("dgl", "adagrad"),
+]
+SINGLE_OPTIONS = [
+    *((name, {"duplicates": "mean"}) for name in NAMES),
+    *((name, {"bias_correction": count}) for name in ADAMS for count in ("row", "shard")),
+    *((name, {"epsilon": "inside"}) for name in ADAMS + ADAGRADS),
+    *((name, {"epsilon": "uncorrected"}) for name in ADAMS),
+]
+
+
+class Formulas:
+    """The table optimizers one row after another, in float64; shares no code with the package."""
+
+    def __init__(self, values: torch.Tensor, optimizer: TableOptimizer, options: SparseOptions):
+        self.optimizer, self.options = optimizer, options
+        self.weights = values.double().numpy().copy()
+        self.m = np.zeros_like(self.weights)
+        self.v = np.zeros_like(self.weights)  # of row-wise states every column is the same
+        self.row_steps = [0] * len(values)
+        self.steps = 0
+
+    def step(self, ids, grad, occurrences=None):
+        ids, grad = ids.tolist(), grad.double().numpy()
+        occurrences = [1] * len(ids) if occurrences is None else occurrences.tolist()
+        if ids or self.options.bias_correction != "shard":
+            self.steps += 1
+        limit = self.optimizer.max_gradient or math.inf
+        for row in set(ids):
+            places = [place for place, other in enumerate(ids) if other == row]
+            g = sum(np.clip(grad[place], -limit, limit) for place in places)
+            if self.options.duplicates == "mean":
+                g = g / sum(occurrences[place] for place in places)
+            self.row_steps[row] += 1
+            self.weights[row] -= self.optimizer.lr * self.change(row, g)
+
+    def change(self, row, g):
+        name, eps, decay = self.optimizer.name, self.optimizer.eps, self.optimizer.weight_decay
+        if name == "sgd":
+            return g
+        if name == "rowwise_adagrad":
+            g = g + decay * self.weights[row]
+        square = np.full_like(g, np.mean(g**2)) if name.startswith("rowwise") else g**2
+        if name in ADAGRADS:
+            self.v[row] += square
+            inside = self.options.epsilon == "inside"
+            return g / (np.sqrt(self.v[row] + eps) if inside else np.sqrt(self.v[row]) + eps)
+        (beta1, c1), (beta2, c2) = (self.numbers(beta, row) for beta in self.optimizer.betas)
+        self.m[row] = beta1 * self.m[row] + (1 - beta1) * g
+        self.v[row] = beta2 * self.v[row] + (1 - beta2) * square
+        m, v = self.m[row], self.v[row]
+        change = {
+            "outside": lambda: m / c1 / (np.sqrt(v / c2) + eps),
+            "inside": lambda: m / c1 / np.sqrt(v / c2 + eps),
+            "uncorrected": lambda: math.sqrt(c2) / c1 * m / (np.sqrt(v) + eps),
+        }[self.options.epsilon]()
+        return change + decay * self.weights[row]
+
+    def numbers(self, beta, row):
+        """(beta, 1 - beta^t) in the precision of the system that counts steps this way."""
+        single = float(np.float32(beta))
+        if self.options.bias_correction == "table":  # FBGEMM
+            return single, 1 - float(np.float32(single**self.steps))
+        if self.options.bias_correction == "shard":  # dice-embeddings
+            return beta, 1 - beta**self.steps
+        return beta, 1 - float(np.float32(single ** self.row_steps[row]))  # DGL
+
+    def states(self):
+        name = self.optimizer.name
+        squares = self.v[:, 0] if name.startswith("rowwise") else self.v
+        if name == "sgd":
+            return {}
+        if name in ADAGRADS:
+            return {"momentum1": squares}
+        states = {"momentum1": self.m, "exp_avg_sq": squares}
+        by_row = self.options.bias_correction == "row"
+        return states | ({"row_step": self.row_steps} if by_row else {})
+
+
+def new_values(rows=12, dim=5, seed=1):
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def batches(rows=12, dim=5, count=15, steps=20, seed=0):
+    """Gradients of random rows, most of them several times, and of how many places each is."""
+    random = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(0, rows, (count,), generator=random),
+            torch.randn(count, dim, generator=random),
+            torch.randint(1, 5, (count,), generator=random),
+        )
+        for _ in range(steps)
+    ]
+
+
+def sparse(values, optimizer, options, **changes):
+    """An optimizer of a table of its own that starts with ``values``."""
+    made = SparseOptimizer(optimizer, options, values.clone(), changes.pop("first_row", 0))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def train(sparse_optimizer, steps):
+    for arguments in steps:
+        sparse_optimizer.step(*arguments)
+    return sparse_optimizer
+
+
+def assert_equal_formulas(made, formulas, rtol=1e-6, atol=1e-6):
+    close = {"rtol": rtol, "atol": atol, "check_dtype": False}
+    torch.testing.assert_close(made.rows, torch.from_numpy(formulas.weights), **close)
+    expected = formulas.states()
+    assert list(made.states) == list(expected)
+    for name, state in made.states.items():
+        wanted = torch.tensor(np.array(expected[name]))
+        assert state.shape == wanted.shape
+        torch.testing.assert_close(state, wanted, **close)
+    assert made.steps == formulas.steps
+
+
+def assert_same_bits(left, right):
+    assert torch.equal(left.rows, right.rows)
+    assert list(left.states) == list(right.states)
+    for name in left.states:
+        assert torch.equal(left.states[name], right.states[name]), name
+
+
+def compare_with_formulas(optimizer, options, steps, **changes):
+    made = train(sparse(new_values(), optimizer, options, **changes), steps)
+    formulas = Formulas(new_values(), optimizer, options)
+    for arguments in steps:
+        formulas.step(*arguments)
+    assert_equal_formulas(made, formulas)
+
+
+# The formulas
+
+
+@pytest.mark.parametrize("with_occurrences", [False, True])
+@pytest.mark.parametrize(("of", "name"), PRESETS)
+def test_twenty_steps_of_a_preset_equal_its_formula(of, name, with_occurrences):
+    changes = {} if of == "fbgemm" else {"weight_decay": 0.0}  # the others have none
+    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
+    options = choose(of, name, state_dtype="fp32" if of == "dicee" else None)
+    steps = [batch if with_occurrences else batch[:2] for batch in batches()]
+    compare_with_formulas(optimizer, options, steps)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize(("of", "name"), [entry for entry in PRESETS if entry[1] in ADAMS])
+def test_with_the_usual_betas(of, name, fused):
+    """1 - 0.999 differs in the fifth digit between float32 and float64."""
+    optimizer = TableOptimizer(name, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
+    options = choose(of, name, state_dtype="fp32" if of == "dicee" else None)
+    changes = {"fused": fused} if of == "fbgemm" else {}
+    compare_with_formulas(optimizer, options, batches(), **changes)
+
+
+@pytest.mark.parametrize("max_gradient", [None, 0.5])
+@pytest.mark.parametrize(("name", "option"), SINGLE_OPTIONS)
+def test_every_option_by_itself(name, option, max_gradient):
+    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+    compare_with_formulas(optimizer, choose("fbgemm", name, **option), batches())
+
+
+@pytest.mark.parametrize("max_gradient", [None, 0.5])
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_operations_equal_the_formula_of_the_kernel(name, max_gradient):
+    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+    compare_with_formulas(optimizer, preset("fbgemm", name), batches(), fused=False)
+
+
+@pytest.mark.parametrize("max_gradient", [None, 0.5])
+@pytest.mark.parametrize("name", NAMES)
+def test_torch_operations_equal_the_kernel(name, max_gradient):
+    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+    kernel = sparse(new_values(), optimizer, preset("fbgemm", name))
+    operations = sparse(new_values(), optimizer, preset("fbgemm", name), fused=False)
+    assert kernel.fused
+    train(kernel, batches())
+    train(operations, batches())
+    torch.testing.assert_close(operations.rows, kernel.rows, rtol=1e-6, atol=1e-6)
+    for key, state in kernel.states.items():
+        torch.testing.assert_close(operations.states[key], state, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"duplicates": "mean"},
+        {"bias_correction": "row"},
+        {"bias_correction": "shard"},
+        {"epsilon": "inside"},
+        {"state_dtype": "bf16"},
+    ],
+)
+def test_only_fbgemms_choices_take_the_kernel(option):
+    assert not sparse(new_values(), TableOptimizer(), choose("fbgemm", "adam", **option)).fused
+    elsewhere = choose("fbgemm", "adam", state_device="cpu", async_step=True)
+    assert sparse(new_values(), TableOptimizer(), elsewhere).fused
+
+
+@given(
+    case=st.sampled_from(PRESETS),
+    rows=st.sampled_from([1, 2, 7]),
+    dim=st.sampled_from([1, 3, 8, 17]),
+    lists=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_ids_equal_the_formula(case, rows, dim, lists, seed):
+    of, name = case
+    random = torch.Generator().manual_seed(seed)
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    options = choose(of, name, state_dtype="fp32" if of == "dicee" else None)
+    values = torch.randn(rows, dim, generator=random)
+    made, formulas = sparse(values, optimizer, options), Formulas(values, optimizer, options)
+    for ids in lists:
+        ids = torch.tensor([row % rows for row in ids], dtype=torch.int64)
+        grad = torch.randn(len(ids), dim, generator=random)
+        made.step(ids, grad)
+        formulas.step(ids, grad)
+    # Sums that nearly cancel lose digits, and the Adams do not care how small a gradient is.
+    assert_equal_formulas(made, formulas, rtol=1e-5, atol=1e-5)
+
+
+def test_dicee_equals_torchs_sparse_adam():
+    weights = torch.nn.Parameter(new_values(40, 8))
+    options = choose("dicee", "adam", state_dtype="fp32")
+    made = sparse(weights.detach(), TableOptimizer("adam", lr=0.05, betas=(0.8, 0.95)), options)
+    theirs = torch.optim.SparseAdam([weights], lr=0.05, betas=(0.8, 0.95), eps=1e-8)
+    for ids, grad, _ in batches(40, 8, count=60):
+        weights.grad = torch.sparse_coo_tensor(
+            ids.unsqueeze(0), grad, weights.shape, check_invariants=True
+        )
+        theirs.step()
+        made.step(ids, grad)
+    torch.testing.assert_close(made.rows, weights.detach(), rtol=1e-6, atol=1e-6)
+    state = theirs.state[weights]
+    torch.testing.assert_close(made.states["momentum1"], state["exp_avg"], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(made.states["exp_avg_sq"], state["exp_avg_sq"], rtol=1e-6, atol=1e-6)
+
+
+def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
+    """float32 numbers that bfloat16 has; ties to even."""
+    bits = values.astype(np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
+
+
+def test_dicees_bfloat16_moments_bit_for_bit():
+    optimizer = TableOptimizer("adam", lr=0.05)
+    made = sparse(new_values(), optimizer, preset("dicee", "adam"))
+    weights = new_values().double().numpy()
+    m, v = np.zeros((2, *weights.shape), np.float32)
+    beta1, rest1, beta2, rest2 = map(np.float32, (0.9, 1 - 0.9, 0.999, 1 - 0.999))
+    for t, (ids, grad, _) in enumerate(batches(), 1):
+        made.step(ids, grad)
+        step_size = 0.05 * math.sqrt(1 - 0.999**t) / (1 - 0.9**t)
+        for row in set(ids.tolist()):
+            g = np.zeros(5, np.float32)
+            for place in (ids == row).nonzero():
+                g = g + grad[place[0]].numpy()
+            m_row = beta1 * m[row] + rest1 * g
+            v_row = beta2 * v[row] + rest2 * (g * g)
+            # The step is of the moments before they are rounded.
+            weights[row] -= step_size * m_row / (np.sqrt(v_row.astype(np.float64)) + 1e-8)
+            m[row], v[row] = nearest_bfloat16(m_row), nearest_bfloat16(v_row)
+    assert made.states["momentum1"].dtype == made.states["exp_avg_sq"].dtype == torch.bfloat16
+    assert torch.equal(made.states["momentum1"].float(), torch.from_numpy(m))
+    assert torch.equal(made.states["exp_avg_sq"].float(), torch.from_numpy(v))
+    torch.testing.assert_close(made.rows.double(), torch.from_numpy(weights), rtol=1e-6, atol=1e-6)
+
+
+# What must not matter
+
+
+@given(
+    case=st.sampled_from([*PRESETS, *SINGLE_OPTIONS]),
+    state=st.sampled_from([("fp32", None), ("bf16", "nearest"), ("bf16", "stochastic")]),
+    dim=st.sampled_from([1, 5, 16, 40]),
+    chunk_rows=st.integers(1, 40),
+    distinct=st.booleans(),
+)
+@settings(max_examples=80, deadline=None)
+def test_chunks_change_no_bit(case, state, dim, chunk_rows, distinct):
+    of, name, option = (*case, {}) if isinstance(case[1], str) else ("fbgemm", *case)
+    if name != "sgd":
+        option = option | {"state_dtype": state[0], "state_rounding": state[1]}
+    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=1.5))
+    tables = [
+        sparse(new_values(50, dim), optimizer, choose(of, name, **option), fused=False, **changes)
+        for changes in ({}, {"chunk_rows": chunk_rows})
+    ]
+    for ids, grad, occurrences in batches(50, dim, count=40, steps=4):
+        ids = (
+            torch.randperm(50, generator=torch.Generator().manual_seed(3))[:40] if distinct else ids
+        )
+        for table in tables:
+            table.step(ids, grad, occurrences, distinct)
+    assert_same_bits(*tables)
+
+
+@pytest.mark.parametrize("max_gradient", [None, 0.5])
+@pytest.mark.parametrize(("of", "name"), [*PRESETS, ("mean", "rowwise_adam")])
+def test_saying_that_ids_are_distinct_changes_no_bit(of, name, max_gradient):
+    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+    options = SparseOptions(duplicates="mean") if of == "mean" else preset(of, name)
+    tables = [sparse(new_values(50), optimizer, options) for _ in range(2)]
+    ids = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:15]
+    for _, grad, occurrences in batches():
+        before = grad.clone()
+        tables[0].step(ids, grad, occurrences, distinct=True)
+        tables[1].step(ids, grad, occurrences, distinct=False)
+        assert torch.equal(grad, before)
+    assert_same_bits(*tables)
+
+
+@pytest.mark.parametrize(("of", "name"), PRESETS)
+def test_the_number_of_threads_changes_no_bit(of, name):
+    steps = batches(3000, 64, count=9000, steps=2)
+    tables, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            optimizer = TableOptimizer(**optimizer_settings(name))
+            tables.append(train(sparse(new_values(3000, 64), optimizer, preset(of, name)), steps))
+    finally:
+        torch.set_num_threads(before)
+    assert_same_bits(tables[0], tables[1])
+    assert_same_bits(tables[1], tables[2])
+
+
+@pytest.mark.parametrize("name", NAMES[:4])
+@pytest.mark.parametrize("cuts", [(0, 20), (0, 7, 20), (0, 0, 5, 13, 20)])
+def test_shards_round_as_the_whole_table_does(name, cuts):
+    """Also with a shard without rows, and with steps in which a shard has no gradient."""
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    options = SparseOptions(state_dtype="bf16")
+    whole = train(sparse(new_values(20), optimizer, options), batches(20, count=4))
+    shards = [
+        sparse(new_values(20)[start:stop], optimizer, options, first_row=start)
+        for start, stop in pairwise(cuts)
+    ]
+    for ids, grad, _ in batches(20, count=4):
+        for shard in shards:
+            here = (ids >= shard.first_row) & (ids < shard.first_row + len(shard.rows))
+            shard.step(ids[here] - shard.first_row, grad[here])
+    assert torch.equal(torch.cat([shard.rows for shard in shards]), whole.rows)
+    for key, state in whole.states.items():
+        assert torch.equal(torch.cat([shard.states[key] for shard in shards]), state)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        *((preset(of, name), name) for of, name in PRESETS),
+        (SparseOptions(state_dtype="bf16"), "rowwise_adam"),
+    ],
+)
+def test_steps_and_states_are_all_that_a_resume_needs(options, name):
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    straight = train(sparse(new_values(), optimizer, options), batches())
+    first = train(sparse(new_values(), optimizer, options), batches()[:9])
+    resumed = sparse(first.rows, optimizer, options, steps=first.steps)
+    for key, state in first.states.items():
+        resumed.states[key].copy_(state)
+    assert_same_bits(train(resumed, batches()[9:]), straight)
+
+
+# What stays
+
+
+@pytest.mark.parametrize(("of", "name"), [*PRESETS, ("bf16", "adam")])
+def test_rows_without_a_gradient_keep_every_bit(of, name):
+    options = SparseOptions(state_dtype="bf16") if of == "bf16" else preset(of, name)
+    made = sparse(new_values(20), TableOptimizer(**optimizer_settings(name)), options)
+    for state in made.states.values():
+        state.copy_(torch.arange(state.numel()).view_as(state) / 7)
+    states = {key: state.clone() for key, state in made.states.items()}
+    train(made, batches(10))
+    assert torch.equal(made.rows[10:], new_values(20)[10:])
+    assert not torch.equal(made.rows[:10], new_values(20)[:10])
+    for key, state in made.states.items():
+        assert torch.equal(state[10:], states[key][10:])
+
+
+@pytest.mark.parametrize(("of", "name"), PRESETS)
+@pytest.mark.parametrize("rows", [0, 3])
+def test_without_gradients_a_step_is_only_counted(of, name, rows):
+    options = preset(of, name)
+    made = sparse(new_values(rows), TableOptimizer(**optimizer_settings(name)), options)
+    nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 5), torch.empty(0).long()
+    train(made, [nothing, nothing[:2], (*nothing, True)])
+    assert made.steps == (0 if of == "dicee" else 3)
+    assert torch.equal(made.rows, new_values(rows))
+    assert not any(state.count_nonzero() for state in made.states.values())
+
+
+def test_the_table_and_a_view_of_it_are_written_in_place():
+    table = torch.nn.Parameter(new_values(9))
+    made = SparseOptimizer(TableOptimizer("sgd", lr=1.0), preset("fbgemm", "sgd"), table.data[3:6])
+    made.step(torch.tensor([1]), torch.ones(1, 5))
+    assert torch.equal(table[4], new_values(9)[4] - 1)
+    parameter = SparseOptimizer(TableOptimizer(), preset("dgl", "adam"), table)
+    parameter.step(torch.tensor([8]), torch.ones(1, 5))
+    assert torch.allclose(table[8], new_values(9)[8] - 0.01, atol=1e-6)
+
+
+@pytest.mark.parametrize(("of", "name"), PRESETS)
+def test_the_learning_rate_is_that_of_the_moment(of, name):
+    optimizer = TableOptimizer(name, lr=0.05)
+    made = sparse(new_values(), optimizer, preset(of, name), lr=0.0)
+    train(made, batches(steps=2))
+    assert torch.equal(made.rows, new_values())
+    made.lr = 0.5
+    train(made, batches(steps=1))
+    assert not torch.equal(made.rows, new_values())
+
+
+@pytest.mark.parametrize("wrong", ["rows", "dtype", "grad", "occurrences"])
+def test_errors_name_the_argument(wrong):
+    rows = torch.zeros(3) if wrong == "rows" else torch.zeros(3, 5)
+    rows = rows.half() if wrong == "dtype" else rows
+    ids, grad = torch.tensor([0, 1]), torch.zeros(2, 4 if wrong == "grad" else 5)
+    occurrences = torch.ones(3 if wrong == "occurrences" else 2)
+    with pytest.raises(ValueError, match="rows" if wrong == "dtype" else wrong):
+        SparseOptimizer(TableOptimizer(), preset("dgl", "adam"), rows).step(ids, grad, occurrences)
+
+
+def test_clamping_comes_before_the_sum_and_the_mean_counts_places():
+    optimizer = TableOptimizer("sgd", lr=1.0, max_gradient=1.0)
+    ids, grad = torch.tensor([0, 0]), torch.tensor([[3.0], [0.5]])
+    for options, expected in ((SparseOptions(), 1.5), (SparseOptions(duplicates="mean"), 0.3)):
+        made = sparse(torch.zeros(1, 1), optimizer, options)
+        made.step(ids, grad, torch.tensor([3, 2]))
+        assert made.rows.item() == pytest.approx(-expected)
+
+
+# What the options are there for
+
+
+def moments_after(steps, options):
+    """Second moments of 4096 numbers under a constant gradient of 1, with a beta of 0.999."""
+    made = sparse(torch.zeros(64, 64), TableOptimizer("adam"), options)
+    ids, grad = torch.arange(64), torch.ones(64, 64)
+    for _ in range(steps):
+        made.step(ids, grad, distinct=True)
+    return made.states["exp_avg_sq"].float()
+
+
+def test_nearest_bfloat16_moments_stall_and_stochastic_ones_do_not():
+    steps = 2500
+    nearest = moments_after(steps, SparseOptions(state_dtype="bf16", state_rounding="nearest"))
+    stochastic = moments_after(steps, SparseOptions(state_dtype="bf16"))
+    single = moments_after(steps, SparseOptions())
+    torch.testing.assert_close(single, torch.full_like(single, 1 - 0.999**steps), rtol=1e-3, atol=0)
+    assert (nearest == 0.25).all()  # steps twice as large as they should be
+    assert stochastic.mean().item() == pytest.approx(single.mean().item(), rel=0.03)
+    assert stochastic.unique().numel() > 1
+
+
+@pytest.mark.parametrize(
+    ("count", "steps", "expected"), [("row", 5000, 1.0), ("table", 5000, 3.16), ("row", 0, 1.0)]
+)
+def test_the_first_step_of_a_row_that_comes_late(count, steps, expected):
+    """In units of the learning rate; counting by rows gives a late row the step of an early one."""
+    options = choose("fbgemm", "adam", bias_correction=count)
+    made = sparse(torch.zeros(2, 4), TableOptimizer("adam", lr=0.01), options)
+    first = torch.tensor([0]), torch.ones(1, 4)
+    train(made, [first] * min(steps, 50))
+    made.steps = steps
+    made.step(torch.tensor([1]), torch.full((1, 4), 1e-3))
+    assert -made.rows[1] / 0.01 == pytest.approx(expected, rel=0.01)
+
+
+# Stochastic rounding
+
+
+def neighbours(values):
+    """The bfloat16 numbers on both sides, towards zero and away from it."""
+    bits = values.view(torch.int32)
+    return ((bits >> 16 << 16) + bump for bump in (0, 1 << 16))
+
+
+def test_random_bits_are_splitmix64():
+    mask = (1 << 64) - 1
+
+    def split_mix(start, index):
+        z = (start + (index + 1) * 0x9E3779B97F4A7C15) & mask
+        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+        return z ^ (z >> 31)
+
+    assert split_mix(0, 0) == 0xE220A8397B1DCDAF  # the published first number from 0
+    rows = [0, 5, 10**10]
+    bits = random_bits(torch.tensor(rows), columns=6, step=7, state=1)
+    for place, row in enumerate(rows):
+        key = split_mix(split_mix(split_mix(0, 7), 1), row)
+        expected = [split_mix(key, d // 4) >> (16 * (d % 4)) & 0xFFFF for d in range(6)]
+        assert bits[place].tolist() == expected
+
+
+def test_random_bits_are_uniform_and_differ_by_step_state_row_and_column():
+    rows = torch.arange(4096)
+    bits = random_bits(rows, 64, step=3, state=0)
+    counts = torch.bincount(bits.flatten() >> 8, minlength=256).double()
+    expected = bits.numel() / 256
+    chi_square = ((counts - expected) ** 2 / expected).sum().item()
+    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
+    others = [
+        random_bits(rows, 64, step=4, state=0),
+        random_bits(rows, 64, step=3, state=1),
+        random_bits(rows + 1, 64, step=3, state=0),
+        bits.roll(1, dims=1),
+    ]
+    for other in others:
+        pair = torch.stack([bits.flatten(), other.flatten()]).double()
+        assert abs(torch.corrcoef(pair)[0, 1].item()) < 5 / math.sqrt(bits.numel())
+
+
+@given(
+    values=st.lists(st.floats(width=32, allow_subnormal=True), min_size=1, max_size=9),
+    step=st.integers(1, 2**31),
+    first_row=st.integers(0, 2**40),
+)
+@settings(max_examples=200, deadline=None)
+def test_rounding_gives_a_neighbour(values, step, first_row):
+    values = torch.tensor([values], dtype=torch.float32)
+    rows = torch.tensor([first_row])
+    rounded = round_stochastically(values, rows, step, 0)
+    assert rounded.dtype == torch.bfloat16
+    finite = values.isfinite()
+    low, high = neighbours(values)
+    result = rounded.float().view(torch.int32)
+    assert ((result == low) | (result == high))[finite].all()
+    torch.testing.assert_close(
+        rounded.float()[~finite], values[~finite], equal_nan=True, rtol=0, atol=0
+    )
+    exact = rounded.float()[finite].view(1, -1)
+    again = round_stochastically(exact, rows, step + 1, 1).float()
+    assert torch.equal(again, exact)
+
+
+@pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -1, -(0x80000000 - 0x7F800001)])
+def test_every_nan_stays_nan(bits):
+    values = torch.full((64, 8), bits, dtype=torch.int32).view(torch.float32)
+    assert values.isnan().all()
+    assert round_stochastically(values, torch.arange(64), 1, 0).isnan().all()
+
+
+@pytest.mark.parametrize("value", [1.001, -1.001, 3e-5, -7.7e8])
+def test_the_mean_of_rounded_numbers_is_the_number(value):
+    values = torch.full((1 << 14, 16), value)
+    rounded = round_stochastically(values, torch.arange(1 << 14), 5, 0).double()
+    low, high = rounded.abs().aminmax()
+    assert low < abs(value) < high
+    error = (rounded.mean() - float(np.float32(value))).abs()
+    assert error < 5 * (high - low) / 2 / math.sqrt(values.numel())
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("state_device", ["same", "cpu"])
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        *((choose(of, name, state_dtype=None), name) for of, name in PRESETS),
+        *((choose("fbgemm", name, **option), name) for name, option in SINGLE_OPTIONS),
+        *((SparseOptions(state_dtype="bf16"), name) for name in NAMES[:4]),
+    ],
+)
+def test_a_gpu_equals_a_cpu(options, name, state_device):
+    options = replace(options, state_device=state_device)
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    ours = sparse(new_values(), optimizer, options, fused=False)
+    theirs = sparse(new_values().cuda(), optimizer, options)
+    for batch in batches():
+        ours.step(*batch)
+        theirs.step(*(part.cuda() for part in batch))
+    # A last bit of a sum may move a bfloat16 state to its other neighbour.
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    if options.state_dtype == "bf16":
+        close = {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(theirs.rows.cpu(), ours.rows, **close)
+    for key, state in ours.states.items():
+        assert theirs.states[key].device.type == ("cpu" if state_device == "cpu" else "cuda")
+        torch.testing.assert_close(theirs.states[key].cpu(), state, **close)
+
+
+@pytest.mark.gpu
+def test_random_bits_of_a_gpu_are_those_of_a_cpu():
+    rows = torch.arange(1000) * 10**9
+    expected = random_bits(rows, 37, step=9, state=1)
+    assert torch.equal(random_bits(rows.cuda(), 37, step=9, state=1).cpu(), expected)
