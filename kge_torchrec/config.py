@@ -16,6 +16,12 @@ from typing import Any, Optional
 import yaml
 
 from kge_torchrec.entities.handrolled.options import FBGEMM, SparseOptions, choose
+from kge_torchrec.models.scorer_options import (
+    DECLARATIONS,
+    ScorerOptions,
+    check_scorer,
+    chosen_options,
+)
 
 
 class ConfigError(ValueError):
@@ -70,7 +76,7 @@ class DataConfig:
         _check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
 
 
-SCORER_NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
+SCORER_NAMES = tuple(DECLARATIONS)
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
@@ -79,11 +85,20 @@ class ModelConfig:
     """The scorer and its parameters.
 
     Args:
-        scorer: transe_l1, transe_l2, distmult, complex or rotate.
-        dim: Real numbers an entity (complex and rotate make dim / 2 complex numbers of them).
+        scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, simple, rescal, tucker,
+            qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve,
+            conex, aconex, convq, convo, coke, shallom or lfmult.
+        dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
+            numbers).
         reciprocal: Give every relation a twin for head queries (Lacroix et al. 2018).
         init: Distribution of the start: normal, uniform, xavier_normal or xavier_uniform.
         init_scale: Standard deviation (normal) or half width (uniform) of the start.
+        normalization: none; unit (entities have Euclidean length 1); or layer (a LayerNorm of
+            entities, another of relations).
+        input_dropout: Share of the numbers of a query's entity and relation that are dropped.
+        hidden_dropout: Share of the numbers of a folded query that are dropped; of networks, of
+            their hidden layers too.
+        options: Settings of single scorers.
     """
 
     scorer: str = "complex"
@@ -91,17 +106,34 @@ class ModelConfig:
     reciprocal: bool = True
     init: str = "normal"
     init_scale: float = 1e-3
+    normalization: str = "none"
+    input_dropout: float = 0.0
+    hidden_dropout: float = 0.0
+    options: ScorerOptions = field(default_factory=ScorerOptions)
 
     def __post_init__(self) -> None:
         name = self.scorer.lower().replace("-", "_")
         object.__setattr__(self, "scorer", "transe_l1" if name == "transe" else name)
         _one_of("model.scorer", self.scorer, SCORER_NAMES)
         _at_least("model.dim", self.dim, 1)
-        if self.scorer in ("complex", "rotate"):
-            even = f"even for {self.scorer} (two real numbers make a complex one)"
-            _check(self.dim % 2 == 0, "model.dim", even, self.dim)
         _one_of("model.init", self.init, INIT_NAMES)
         _positive("model.init_scale", self.init_scale)
+        _one_of("model.normalization", self.normalization, ("none", "unit", "layer"))
+        for key in ("input_dropout", "hidden_dropout"):
+            value = getattr(self, key)
+            _check(0 <= value < 1, f"model.{key}", "in [0, 1)", value)
+        if self.hidden_dropout and DECLARATIONS[self.scorer].is_distance:
+            raise ConfigError(
+                f"model.hidden_dropout has no meaning for {self.scorer}, whose query is a point"
+            )
+        try:
+            check_scorer(self.scorer, self.dim, self.reciprocal, self.scorer_options())
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+
+    def scorer_options(self) -> dict[str, Any]:
+        """The scorer's own options, with its defaults for those that are null."""
+        return chosen_options(self.scorer, self.options)
 
 
 @dataclass(frozen=True)
