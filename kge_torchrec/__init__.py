@@ -11,11 +11,15 @@ silence_dependencies()
 limit_spinning()
 use_huge_pages()
 
-__all__ = ["Config", "Run", "load_config", "open_run", "train"]
+__all__ = ["Config", "Run", "load_config", "load_model", "open_run", "train"]
 
 
 def __getattr__(name: str):
     # Importing torch and torchrec takes seconds; `kge-torchrec --help` should not wait for them.
+    if name == "load_model":  # needs torch alone, so the rest of the set may be missing
+        from kge_torchrec.export.plain_model import load_model
+
+        return load_model
     if name in __all__:
         check_packages()
     if name in ("Config",):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -15,8 +14,13 @@ import torch
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config_parser import Overrides, config_from_dict, load_config
 from kge_torchrec.data.report import notes
-from kge_torchrec.parallel.processes import on_first_rank, processes
+from kge_torchrec.export.folder import ExportFolder
+from kge_torchrec.export.plain_model import Prediction
+from kge_torchrec.export.plain_model import load_model as load_model
+from kge_torchrec.export.write import check_format, export_model
+from kge_torchrec.parallel.processes import Processes, on_first_rank, processes
 from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.fit import Callback, Fit, peak_memory_bytes
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
@@ -34,14 +38,7 @@ FIXED = (
 )
 
 
-@dataclass(frozen=True)
-class Prediction:
-    """One answer to a query."""
-
-    rank: int  # from 1
-    label: str
-    score: float
-    known: str | None  # the split that holds the completed triple, if any
+BEST, NEWEST = "best", "newest"
 
 
 class Run:
@@ -53,7 +50,11 @@ class Run:
     def __init__(self, path: str | Path):
         self.folder = RunFolder(path)
         self.config = self.folder.load_config()
-        self._open, self._session = ExitStack(), None
+        self._open = ExitStack()
+        self._ranks: Processes | None = None
+        self._session: Session | None = None
+        self._loaded: str | None = None  # the checkpoint asked for
+        self._progress: Progress | None = None  # of the checkpoint in the session
 
     @property
     def path(self) -> Path:
@@ -117,18 +118,56 @@ class Run:
             for rank, ((score, i), label) in enumerate(zip(found, labels, strict=True), 1)
         ]
 
+    def export(
+        self,
+        path: str | Path,
+        format: str = "npy",
+        checkpoint: str | None = None,
+        overwrite: bool = False,
+    ) -> Path:
+        """Writes plain files that ``load_model`` and other programs read, whole or not at all.
+
+        path: the folder to make; one that exists is refused, or with ``overwrite`` replaced if it
+            is an export.
+        format: of the entity table: npy, safetensors or word2vec (text).
+        checkpoint: "best" (None, the newest without one), "newest", or a checkpoint's name.
+
+        Takes the memory of the loaded model and one chunk of rows.  Returns the path.  Raises
+        ConfigError, CheckpointError or ExportError.
+        """
+        check_format(format)
+        folder = ExportFolder(path, overwrite)
+        on_first_rank(self._processes, folder.check)  # before the model is loaded
+        wanted = checkpoint or BEST
+        session = self._load(wanted)
+        export_model(session, folder, format, self._progress, with_results=wanted == BEST)
+        return folder.path
+
     @property
     def session(self) -> Session:
-        """The loaded model."""
+        """The loaded model, of the best checkpoint."""
+        return self._load(BEST)
+
+    @property
+    def _processes(self) -> Processes:
+        if self._ranks is None:
+            self._ranks = self._open.enter_context(processes(self.config.device))
+        return self._ranks
+
+    def _load(self, checkpoint: str) -> Session:
+        """The session with the parameters of "best", "newest" or a checkpoint's name."""
         if self._session is None:
-            ranks = self._open.enter_context(processes(self.config.device))
-            self._session = Session(self.config, self.folder, ranks, trains=False)
-            self._session.restore_parameters()
+            self._session = Session(self.config, self.folder, self._processes, trains=False)
+        if self._loaded != checkpoint:
+            self._loaded = None  # unless all parameters arrive
+            name = _name_of(checkpoint, self._session)
+            self._progress = self._session.restore_parameters(name)
+            self._loaded = checkpoint
         return self._session
 
     def close(self) -> None:
         """Frees the model and the process group."""
-        self._session = None
+        self._session = self._loaded = self._ranks = None
         self._open.close()
 
     def __enter__(self) -> Run:
@@ -136,6 +175,19 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _name_of(checkpoint: str, session: Session) -> str | None:
+    """A checkpoint's name; None stands for the best one."""
+    if checkpoint == BEST:
+        return None
+    if checkpoint == NEWEST:
+        return session.checkpoints.newest()
+    names = session.checkpoints.names()
+    if checkpoint not in names:
+        there = f"it has {', '.join(names)}" if names else "it has none yet: train it first"
+        raise CheckpointError(f"{session.folder.path} has no checkpoint {checkpoint!r}; {there}")
+    return checkpoint
 
 
 def open_run(path: str | Path) -> Run:
@@ -188,12 +240,18 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
 
 
 def _check_overrides(before: Config, after: Config) -> None:
-    for key in FIXED:
-        old, new = (attrgetter(key)(config) for config in (before, after))
-        if old != new:
+    old, new = _fixed_values(before), _fixed_values(after)
+    for key in old:
+        if old[key] != new[key]:
             raise ConfigError(
-                f"{key} is {old!r} in this run and cannot change on resume; start a new run"
+                f"{key} is {old[key]!r} in this run and cannot change on resume; start a new run"
             )
+
+
+def _fixed_values(config: Config) -> dict[str, Any]:
+    values = {key: attrgetter(key)(config) for key in FIXED}
+    options = config.entities.sparse_options(config.train.optimizer)
+    return values | {"entities.bias_correction": options.bias_correction}  # states of its own
 
 
 def _fit(

@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict.
+"""The command line: prepare, train, evaluate, predict, export.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -56,12 +56,13 @@ def _expected_errors() -> tuple[type[Exception], ...]:
 
     expected: list[type[Exception]] = [ConfigError, PackageSetError, DataError, OSError]
     if "torch" in sys.modules:
+        from kge_torchrec.export.errors import ExportError
         from kge_torchrec.planning.planner import PlanDoesNotFit
         from kge_torchrec.training.checkpoints import CheckpointError
         from kge_torchrec.training.losses_seen import NonFiniteLoss
         from kge_torchrec.training.steps import NotPipelined
 
-        expected += [PlanDoesNotFit, CheckpointError, NonFiniteLoss, NotPipelined]
+        expected += [PlanDoesNotFit, CheckpointError, ExportError, NonFiniteLoss, NotPipelined]
     return tuple(expected)
 
 
@@ -117,6 +118,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     predict.add_argument("--format", choices=("table", "json"), default="table")
     predict.set_defaults(run=_predict)
+
+    export = verbs.add_parser("export", help="write a trained run as plain files")
+    export.add_argument("folder", metavar="RUN")
+    export.add_argument("-o", "--output", required=True, metavar="DIR")
+    export.add_argument(
+        "--checkpoint",
+        default="best",
+        metavar="best|newest|NAME",
+        help="default: best, the newest if none is known to be best",
+    )
+    export.add_argument(
+        "--format",
+        choices=("npy", "safetensors", "word2vec"),
+        default="npy",
+        help="of the entity table (default: npy)",
+    )
+    export.add_argument("--overwrite", action="store_true", help="replace an existing export")
+    export.set_defaults(run=_export)
     return parser
 
 
@@ -233,6 +252,17 @@ def _predict(parsed: argparse.Namespace) -> int:
     for answer in answers:
         known = answer.known or ""
         print(f"{answer.rank:>4}  {answer.label:<{width}}  {answer.score:>10.4f}  {known}")
+    return 0
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    from kge_torchrec.api import open_run
+
+    with open_run(parsed.folder) as run:
+        path = run.export(parsed.output, parsed.format, parsed.checkpoint, parsed.overwrite)
+    if os.environ.get("RANK", "0") == "0":
+        for file in sorted(path.iterdir()):
+            print(f"{file.stat().st_size:>15,} bytes  {file}")
     return 0
 
 

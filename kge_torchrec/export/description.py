@@ -1,0 +1,148 @@
+"""model.json: what an export holds, for programs and people."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+from dataclasses import asdict
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kge_torchrec.config import ModelConfig
+from kge_torchrec.export.errors import ExportError
+from kge_torchrec.export.tables import FORMATS
+from kge_torchrec.models.scorers import SCORERS, Scorer
+
+FORMAT = "kge-torchrec export"
+FORMAT_VERSION = 1
+DESCRIPTION = "model.json"
+PARAMETERS = "scorer.safetensors"
+ENTITIES, RELATIONS = "entities.txt", "relations.txt"
+_PACKAGES = ("kge-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
+
+
+def describe(
+    model: ModelConfig, num_entities: int, num_relations: int, table_format: str
+) -> dict[str, Any]:
+    """What model.json says of any export of this model; ``files`` is added when it is complete."""
+    scorer = SCORERS[model.scorer]
+    return {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "scorer": model.scorer,
+        "dim": model.dim,
+        "reciprocal": model.reciprocal,
+        "num_entities": num_entities,
+        "num_relations": num_relations,
+        "entities": {
+            "format": table_format,
+            "file": FORMATS[table_format].file,
+            "dtype": "float32",
+            "shape": [num_entities, model.dim],
+            "row": _meaning_of_a_row(scorer, model.dim),
+        },
+        "parameters": {
+            "file": PARAMETERS,
+            "score": _formula(scorer),
+            "relations": _meaning_of_relations(num_relations, model.reciprocal),
+        },
+        "labels": {
+            "entities": ENTITIES,
+            "relations": RELATIONS,
+            "meaning": "one a line in order of id, UTF-8; \\\\, \\n and \\r stand for a "
+            "backslash, a newline and a carriage return",
+        },
+        "model": asdict(model),
+        "packages": _versions(),
+    }
+
+
+def read_description(path: Path) -> dict[str, Any]:
+    """model.json of a whole export.
+
+    Raises ExportError when there is none, it is of another version, or a file is missing or has
+    another size than written.
+    """
+    if not path.is_dir():
+        raise ExportError(f"{path}: no such folder; write an export with `kge-torchrec export`")
+    try:
+        found = json.loads((path / DESCRIPTION).read_text("utf-8"))
+    except FileNotFoundError:
+        raise ExportError(f"{path} is no export: it has no {DESCRIPTION}") from None
+    except ValueError as error:
+        raise _damaged(path, f"{DESCRIPTION}: {error}") from error
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ExportError(f"{path} is no export: its {DESCRIPTION} is of another program")
+    if found.get("version") != FORMAT_VERSION:
+        raise ExportError(
+            f"{path} is an export of format version {found.get('version')}, this program reads "
+            f"version {FORMAT_VERSION}; export the run again"
+        )
+    _check_keys(path, found)
+    for name, size in found["files"].items():
+        file = path / name
+        if not file.is_file():
+            raise _damaged(path, f"{name} is missing")
+        if file.stat().st_size != size:
+            raise _damaged(path, f"{name} has {file.stat().st_size:,} bytes instead of {size:,}")
+    return found
+
+
+def is_export(path: Path) -> bool:
+    """Whether a folder is an export, of any version, whole or damaged."""
+    try:
+        found = json.loads((path / DESCRIPTION).read_text("utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def _check_keys(path: Path, found: dict[str, Any]) -> None:
+    kinds = {
+        "scorer": str, "dim": int, "reciprocal": bool, "num_entities": int, "num_relations": int,
+        "entities": dict, "files": dict,
+    }  # fmt: skip
+    for key, kind in kinds.items():
+        if not isinstance(found.get(key), kind):
+            raise _damaged(path, f"{DESCRIPTION} has no {key}")
+    table_format = found["entities"].get("format")
+    if table_format not in FORMATS:
+        raise _damaged(path, f"{DESCRIPTION}: entities.format {table_format!r} is unknown")
+    named = {FORMATS[table_format].file, PARAMETERS, ENTITIES, RELATIONS}
+    unnamed = sorted(named - found["files"].keys())
+    if unnamed:
+        raise _damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")
+
+
+def _damaged(path: Path, problem: str) -> ExportError:
+    return ExportError(f"{path}: damaged export: {problem}; export the run again")
+
+
+def _meaning_of_a_row(scorer: type[Scorer], dim: int) -> str:
+    if scorer.is_complex:
+        return f"{dim // 2} complex numbers, stored as re, im, re, im, ..."
+    return f"{dim} real numbers"
+
+
+def _formula(scorer: type[Scorer]) -> str:
+    """Name, source and formula: with these the scorer's file begins."""
+    text = inspect.getdoc(sys.modules[scorer.__module__]) or ""
+    return " ".join(text.split("\n\n")[0].split())
+
+
+def _meaning_of_relations(count: int, reciprocal: bool) -> str:
+    if not reciprocal:
+        return "row r is relation r"
+    return f"row r is relation r; head queries (?, r, t) are asked as (t, r + {count}, ?)"
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in _PACKAGES:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:  # one of the two builds of fbgemm
+            continue
+    return found

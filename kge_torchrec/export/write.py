@@ -1,0 +1,140 @@
+"""From a loaded run to a folder of plain files, in the memory of a chunk.
+
+Shapes: N entities, D numbers per entity.
+"""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import safetensors.torch
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from tqdm import tqdm
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.export.description import ENTITIES, PARAMETERS, RELATIONS, describe
+from kge_torchrec.export.errors import ExportError
+from kge_torchrec.export.folder import ExportFolder
+from kge_torchrec.export.labels import label_lines
+from kge_torchrec.export.plain_model import load_scorer
+from kge_torchrec.export.rows import chunks_on_first_rank
+from kge_torchrec.export.tables import FORMATS
+from kge_torchrec.parallel.processes import Processes, on_first_rank
+from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.session import Session
+
+
+def check_format(name: str) -> None:
+    """Raises ConfigError for a format that there is not."""
+    if name not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
+
+
+def export_model(
+    session: Session,
+    folder: ExportFolder,
+    table_format: str,
+    progress: Progress,
+    with_results: bool,
+) -> None:
+    """Writes the parameters in ``session``, whole or not at all.  Collective; rank 0 writes.
+
+    Beyond what the session holds, rank 0 needs a chunk of 65,536 rows and the scorer's
+    parameters; see ``word2vec.check`` for the labels of that format.
+    progress: of the checkpoint that the parameters are of.
+    with_results: whether results.json speaks of this checkpoint, and goes into model.json.
+    Raises ExportError, on every rank.
+    """
+    ranks, store = session.processes, session.store
+    parameters = _dense_parameters(session)
+    try:
+        on_first_rank(ranks, folder.begin)
+        on_first_rank(ranks, lambda: FORMATS[table_format].check(store.entities))
+        on_first_rank(ranks, lambda: _write_dense(session, folder, parameters))
+        write_entities(
+            folder,
+            table_format,
+            session.engine.shard(),
+            store.entities.array,
+            ranks,
+            session.hide_bars,
+        )
+        on_first_rank(ranks, lambda: _finish(session, folder, table_format, progress, with_results))
+    except BaseException as error:
+        if ranks.is_first:
+            folder.discard()
+        if isinstance(error, OSError):
+            raise ExportError(
+                f"{folder.path} could not be written: {error} ({folder.free()} free on that disk); "
+                "nothing is left of it"
+            ) from error
+        raise
+
+
+def _dense_parameters(session: Session) -> dict[str, Tensor]:
+    """The scorer's parameters and buffers, whole and on the CPU; empty but on rank 0."""
+    options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    return get_model_state_dict(session.scorer, options=options)
+
+
+def _write_dense(session: Session, folder: ExportFolder, parameters: dict[str, Tensor]) -> None:
+    contiguous = {name: values.contiguous() for name, values in parameters.items()}
+    folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
+    folder.append(ENTITIES, label_lines(session.store.entities))
+    folder.append(RELATIONS, label_lines(session.store.relations))
+
+
+def write_entities(
+    folder: ExportFolder,
+    table_format: str,
+    shard: EntityShard,
+    labels: pa.Array,
+    processes: Processes,
+    hide_bar: bool | None = None,
+) -> None:
+    """Writes the table of the shards, with labels (N,) if the format takes them.  Collective.
+
+    A failure on rank 0 is raised on every rank, before the next chunk.
+    """
+    table, total = FORMATS[table_format], shard.num_entities
+
+    def append(first: int, rows: np.ndarray) -> None:
+        folder.append(table.file, table.body(rows, labels[first : first + len(rows)]))
+        bar.update(len(rows))
+
+    with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
+        header = table.header(total, shard.dim)
+        on_first_rank(processes, lambda: folder.append(table.file, [header]))
+        for chunk in chunks_on_first_rank(shard, processes):
+            on_first_rank(processes, partial(append, *chunk))
+
+
+def _finish(
+    session: Session,
+    folder: ExportFolder,
+    table_format: str,
+    progress: Progress,
+    with_results: bool,
+) -> None:
+    store = session.store
+    description: dict[str, Any] = describe(
+        session.config.model, store.num_entities, store.num_relations, table_format
+    )
+    load_scorer(folder.partial, description)  # what could not be loaded is not put in place
+    description["checkpoint"] = {
+        "name": name_of(progress),
+        "epoch": progress.epoch,
+        "step": progress.global_step,
+        "data": progress.data,
+    }
+    results = session.folder.results
+    if with_results and results.is_file():
+        description["results"] = json.loads(results.read_text(encoding="utf-8"))
+    folder.finish(description)

@@ -1,0 +1,219 @@
+"""Exports of a run: the same rows on any number of ranks, whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from training_runs import config_of, parameters
+from worlds import WorldError, run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.export import rows
+from kge_torchrec.export.errors import ExportError
+from kge_torchrec.export.folder import ExportFolder
+from kge_torchrec.export.tables import FORMATS, open_table
+from kge_torchrec.training.checkpoints import CheckpointError
+
+N, R, D = 37, 3, 8
+
+
+def same_bits(one, other) -> bool:
+    return np.array_equal(np.asarray(one).view(np.int32), np.asarray(other).view(np.int32))
+
+
+def export_in_every_format(run_path, output):
+    rows.CHUNK_ROWS = 5
+    with api.open_run(run_path) as run:
+        return [str(run.export(f"{output}/{name}", name)) for name in FORMATS]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_the_rows_of_the_run_in_every_format(run, tmp_path, world_size):
+    paths = run_world(world_size, export_in_every_format, str(run.path), str(tmp_path))
+    assert paths == [[str(tmp_path / name) for name in FORMATS]] * world_size
+    dense = dict(run.session.scorer.named_parameters())
+    for name, kind in FORMATS.items():
+        assert same_bits(open_table(tmp_path / name / kind.file, name, N, D), run.table)
+        found = load_file(tmp_path / name / "scorer.safetensors")
+        assert found.keys() == dense.keys()
+        assert all(torch.equal(found[key], dense[key]) for key in dense)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FORMATS)
+
+
+def test_the_files_and_what_they_say(run, export):
+    assert sorted(path.name for path in export.iterdir()) == [
+        "entities.npy", "entities.txt", "model.json", "relations.txt", "scorer.safetensors"
+    ]  # fmt: skip
+    store = run.session.store
+    for name in ("entities", "relations"):
+        lines = (export / f"{name}.txt").read_text("utf-8").splitlines()
+        assert lines == getattr(store, name).array.to_pylist()
+    found = json.loads((export / "model.json").read_text("utf-8"))
+    assert (found["num_entities"], found["num_relations"], found["dim"]) == (N, R, D)
+    assert found["scorer"] == "complex" and found["reciprocal"] is True
+    assert found["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
+    assert "Re(sum_k h_k r_k conj(t_k))" in found["parameters"]["score"]
+    assert found["model"] == run.config.to_dict()["model"]
+    assert found["results"] == run.results
+    assert found["packages"]["torch"] == torch.__version__
+    files = {path.name: path.stat().st_size for path in export.iterdir()}
+    assert found["files"] == {k: v for k, v in files.items() if k != "model.json"}
+
+
+def test_any_checkpoint(run, tmp_path):
+    def exported(checkpoint):
+        path = run.export(tmp_path / str(checkpoint), checkpoint=checkpoint)
+        description = json.loads((path / "model.json").read_text())
+        table = np.load(path / "entities.npy")
+        return description["checkpoint"]["name"], table, "results" in description
+
+    names = run.session.checkpoints.names()
+    older, newest = names[0], names[-1]
+    with api.open_run(run.path) as other:
+        session = other.session
+        session.restore_parameters(older)
+        expected = parameters(session)["entities"].numpy().copy()
+    name, table, with_results = exported(older)
+    assert name == older and same_bits(table, expected) and not with_results
+    name, newest_table, _ = exported("newest")
+    assert name == newest and not same_bits(newest_table, table)
+    name, best, with_results = exported("best")
+    assert name == run.session.checkpoints.progress(newest).best_checkpoint
+    assert same_bits(best, run.table) and with_results
+    assert same_bits(parameters(run.session)["entities"].numpy(), run.table)  # the best one again
+
+
+def test_unknown_checkpoints_and_formats(run, tmp_path):
+    with pytest.raises(CheckpointError, match=r"no checkpoint 'step-7'; it has step-0000"):
+        run.export(tmp_path / "out", checkpoint="step-7")
+    with pytest.raises(ConfigError, match="format must be one of npy, safetensors, word2vec"):
+        run.export(tmp_path / "out", "csv")
+    assert not list(tmp_path.iterdir())
+    assert same_bits(parameters(run.session)["entities"].numpy(), run.table)
+
+
+def test_a_run_without_checkpoints(run, tmp_path):
+    (tmp_path / "config.yaml").write_bytes((run.path / "config.yaml").read_bytes())
+    with api.open_run(tmp_path) as empty:
+        for checkpoint, words in {
+            None: "no checkpoint yet",
+            "newest": "no checkpoint yet",
+            "step-1": "no checkpoint 'step-1'; it has none yet",
+        }.items():
+            with pytest.raises(CheckpointError, match=words):
+                empty.export(tmp_path / "out", checkpoint=checkpoint)
+        with pytest.raises(CheckpointError):  # nor does it answer with the untrained start
+            empty.evaluate()
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_exists_is_refused_and_only_exports_are_overwritten(run, tmp_path):
+    out = tmp_path / "out"
+    run.export(out)
+    (out / "mine").write_text("")
+    with pytest.raises(ExportError, match=r"exists already.*--overwrite"):
+        run.export(out, "safetensors")
+    assert (out / "entities.npy").exists()
+    run.export(out, "safetensors", overwrite=True)
+    assert (out / "entities.safetensors").exists()
+    assert not (out / "entities.npy").exists() and not (out / "mine").exists()
+
+    other = tmp_path / "other"
+    other.mkdir()
+    with pytest.raises(ExportError, match="exists already"):
+        run.export(other)
+    run.export(other, overwrite=True)  # empty
+    for kept in (tmp_path, out / "entities.txt"):
+        before = sorted(tmp_path.rglob("*"))
+        with pytest.raises(ExportError, match="something else than an export"):
+            run.export(kept, overwrite=True)
+        assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_link_stays_a_link(run, tmp_path):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk" / "export")
+    run.export(tmp_path / "out")
+    run.export(tmp_path / "out", overwrite=True)
+    assert (tmp_path / "out").is_symlink()
+    assert [path.name for path in (tmp_path / "disk").iterdir()] == ["export"]
+
+
+def export_to_a_full_disk(run_path, output, limit):
+    """The message that each rank gets; files cannot grow beyond ``limit`` bytes."""
+    rows.CHUNK_ROWS = 5
+    with api.open_run(run_path) as run:
+        _ = run.session
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            run.export(output, overwrite=True)
+        except ExportError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_nothing_and_the_old_export_intact(run, tmp_path):
+    task = export_to_a_full_disk, str(run.path), str(tmp_path / "out")
+    messages = run_world(2, *task, 600)  # full at the third chunk
+    assert all("could not be written" in m and "MiB free on that disk" in m for m in messages)
+    assert not list(tmp_path.iterdir())
+    run.export(tmp_path / "out")
+    (message,) = run_world(1, *task, 0)
+    assert "File too large" in message
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert same_bits(np.load(tmp_path / "out" / "entities.npy"), run.table)
+
+
+def export_and_die(run_path, output):
+    rows.CHUNK_ROWS = 5
+    append = ExportFolder.append
+
+    def append_or_die(folder, name, pieces):
+        if (folder.partial / "entities.npy").exists():
+            os.kill(os.getpid(), signal.SIGKILL)
+        append(folder, name, pieces)
+
+    ExportFolder.append = append_or_die
+    with api.open_run(run_path) as run:
+        run.export(output)
+
+
+def test_a_kill_leaves_nothing_that_looks_whole(run, tmp_path):
+    with pytest.raises(WorldError, match="died with exit code -9"):
+        run_world(1, export_and_die, str(run.path), str(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    run.export(tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_an_interrupt_leaves_nothing(run, tmp_path, monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ExportFolder, "finish", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        run.export(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
+
+
+def test_words_that_collide_are_refused_before_anything_is_written(tmp_path):
+    triples = [("New York", "r", "New_York"), ("New_York", "r", "c"), ("c", "r", "New York")]
+    store = prepare_triples({"train": triples}, tmp_path / "store")
+    with api.train(config_of(store.path, tmp_path / "run", train__epochs=1)) as run:
+        with pytest.raises(ExportError, match="'New York' and 'New_York' would both be"):
+            run.export(tmp_path / "out", "word2vec")
+        assert not (tmp_path / "out").exists()
+        run.export(tmp_path / "out")
+        model = api.load_model(tmp_path / "out")
+        assert model.entity_labels.array.to_pylist() == ["New York", "New_York", "c"]

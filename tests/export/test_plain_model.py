@@ -1,0 +1,242 @@
+"""A loaded export answers as its run does, and nothing damaged is loaded."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+from training_runs import config_of
+
+from kge_torchrec import api, load_model
+from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.data.errors import UnknownLabelError
+from kge_torchrec.export.errors import ExportError
+
+N, R, D = 37, 3, 8
+
+
+@pytest.fixture(scope="session")
+def model(export):
+    return load_model(export)
+
+
+def run_scores(run, heads, relations, tails, side):
+    """Scores of triples by the run's own scorer and rows."""
+    rows, scorer = run.session.engine.shard().rows, run.session.scorer
+    anchor, target = (heads, tails) if side == "tail" else (tails, heads)
+    with torch.no_grad():
+        return scorer.score_triples(rows[anchor], relations, rows[target], side)
+
+
+@pytest.mark.parametrize("side", ["head", "tail"])
+def test_scores_of_the_run(run, model, side):
+    triples = torch.from_numpy(np.array(run.session.store.train, dtype=np.int64))
+    expected = run_scores(run, *triples.T, side)
+    assert torch.equal(model.score(*triples.T, side=side), expected)
+    entities, relations = model.entity_labels, model.relation_labels
+    heads, tails = (entities.labels(triples[:, column]) for column in (0, 2))
+    by_label = model.score(heads, relations.labels(triples[:, 1]), tails, side=side)
+    assert torch.equal(by_label, expected)
+
+
+def test_one_triple_and_one_against_many(model):
+    many = model.score("e1", "r0", range(N))
+    assert many.shape == (N,)
+    one = model.score(model.entity_labels.ids(["e1"])[0], "r0", 5)
+    assert one.shape == () and one == many[5]
+    assert torch.equal(model.score("e1", "r0", np.array([5, 5])), many[[5, 5]])
+
+
+@pytest.mark.parametrize("query", [{"head": "e3"}, {"tail": "e3"}])
+@pytest.mark.parametrize("k", [1, 10, 10**6])
+def test_predictions_of_the_run(run, model, query, k):
+    expected = run.predict(relation="r1", k=k, **query)
+    found = model.predict(relation="r1", k=k, **query)
+    assert [(a.rank, a.label, a.score) for a in found] == [
+        (a.rank, a.label, a.score) for a in expected
+    ]
+    assert all(answer.known is None for answer in found)
+    by_id = {side: int(model.entity_labels.ids([label])[0]) for side, label in query.items()}
+    assert model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == found
+
+
+@pytest.mark.parametrize("scorer", SCORER_NAMES)
+def test_every_scorer(tmp_path, run, scorer):
+    config = config_of(run.config.data.path, tmp_path / "run", model__scorer=scorer,
+                       model__reciprocal=False, train__epochs=1)  # fmt: skip
+    with api.train(config) as trained:
+        model = load_model(trained.export(tmp_path / "out", "safetensors"))
+        for side in ("head", "tail"):
+            query = {side: "e0", "relation": "r2", "k": 5}
+            assert [(a.label, a.score) for a in model.predict(**query)] == [
+                (a.label, a.score) for a in trained.predict(**query)
+            ]
+
+
+def test_equal_scores_come_by_id_and_nan_last(model, monkeypatch):
+    from kge_torchrec.ranking import blocks
+
+    monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", 1)  # blocks of 64 rows
+    table = np.zeros((200, D), np.float32)
+    table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
+    tied = type(model)(model.path, model.description, table, model.scorer)
+    anchor = tied.rows(torch.tensor([3]))
+    scores, ids = tied._best(anchor, torch.tensor([0]), "tail", 200)
+    assert scores[0] == scores[1] == scores[2]
+    ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
+    order = [*ones, *zeros] if scores[0] > 0 else [*zeros, *ones]
+    assert ids.tolist() == [*order, 4, 199]
+    assert scores[-2:].tolist() == [-torch.inf] * 2
+
+
+def test_the_table_as_a_layer(run, model):
+    layer = model.embedding()
+    assert isinstance(layer, torch.nn.Embedding) and not layer.weight.requires_grad
+    assert np.array_equal(layer(torch.tensor([4, 2])).numpy(), run.table[[4, 2]])
+    trained = model.embedding(freeze=False)
+    trained(torch.tensor([4])).sum().backward()
+    with torch.no_grad():
+        trained.weight += 1
+    assert np.array_equal(model.entities, run.table)  # its own copy
+
+
+def test_the_table_stays_on_the_disk(model):
+    assert isinstance(model.entities, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        model.entities[0] = 0
+
+
+def test_queries_that_make_no_sense(model):
+    for query in ({"head": "e1"}, {"relation": "r1"}, dict(head="e1", relation="r1", tail="e2")):
+        with pytest.raises(ConfigError, match="a relation and either a head or a tail"):
+            model.predict(**query)
+    with pytest.raises(ConfigError, match="k must be an integer >= 1, got 0"):
+        model.predict(head="e1", relation="r1", k=0)
+    with pytest.raises(UnknownLabelError, match=r"unknown entity 'e1x'.*did you mean"):
+        model.predict(head="e1x", relation="r1")
+    with pytest.raises(UnknownLabelError, match="unknown relation 'r9'"):
+        model.score("e1", ["r1", "r9"], "e2")
+    for triple in ((N, 0, 0), (0, R, 0), (0, 0, [-1])):
+        with pytest.raises(IndexError, match=r"ids must lie in \[0, "):
+            model.score(*triple)
+    with pytest.raises(TypeError, match="integers or labels"):
+        model.score(0.5, 0, 0)
+    with pytest.raises(ValueError, match="side must be one of"):
+        model.score(0, 0, 0, side="both")
+
+
+WITHOUT_TORCHREC = """
+import sys
+for name in ("torchrec", "fbgemm_gpu"):
+    sys.modules[name] = None  # importing it fails, as where it is not installed
+import torch.distributed, kge_torchrec
+model = kge_torchrec.load_model(sys.argv[1])
+print(float(model.score("e1", "r0", "e2")), model.embedding().weight.shape[0])
+assert not torch.distributed.is_initialized()
+"""
+
+
+def test_loading_and_scoring_need_no_torchrec(model, export):
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCHREC, str(export)], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    score, count = done.stdout.split()
+    assert float(score) == pytest.approx(float(model.score("e1", "r0", "e2"))) and count == str(N)
+
+
+@pytest.fixture
+def copy(export, tmp_path):
+    return shutil.copytree(export, tmp_path / "copy")
+
+
+def describe(path, **changes):
+    """Changes keys of model.json."""
+    file = path / "model.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def rewrite(path, change):
+    """Changes the scorer's parameters, with a model.json that fits their size."""
+    file = path / "scorer.safetensors"
+    parameters = safetensors.torch.load_file(file)
+    change(parameters)
+    safetensors.torch.save_file(parameters, file)
+    sizes = json.loads((path / "model.json").read_text())["files"]
+    describe(path, files=sizes | {file.name: file.stat().st_size})
+
+
+def missing_parameter(path):
+    rewrite(path, lambda parameters: parameters.update(other=parameters.pop("relations")))
+
+
+def unexpected_parameter(path):
+    rewrite(path, lambda parameters: parameters.update(other=torch.zeros(2)))
+
+
+def parameter_of_another_shape(path):
+    rewrite(path, lambda parameters: parameters.update(relations=torch.zeros(R, D)))
+
+
+def broken_parameters(path):
+    (path / "scorer.safetensors").write_bytes(
+        b"\xff" * (path / "scorer.safetensors").stat().st_size
+    )
+
+
+def other_shape_of_the_table(path):
+    np.save(path / "entities.npy", np.zeros((D, N), np.float32))
+
+
+def cut(name):
+    def damage(path):
+        data = (path / name).read_bytes()
+        (path / name).write_bytes(data[:-1])
+
+    return damage
+
+
+DAMAGES = {
+    "missing key": (missing_parameter, r'Missing key.*"relations".*Unexpected key.*"other"'),
+    "unexpected key": (unexpected_parameter, r'Unexpected key\(s\) in state_dict: "other"'),
+    "shape": (parameter_of_another_shape, r"size mismatch for relations.*\[3, 8\].*\[6, 8\]"),
+    "no safetensors": (broken_parameters, "scorer.safetensors is no readable safetensors file"),
+    "table shape": (other_shape_of_the_table, r"shape \(8, 37\) instead of float32 \(37, 8\)"),
+    "table cut": (cut("entities.npy"), r"entities.npy has 1,311 bytes instead of 1,312"),
+    "labels cut": (cut("entities.txt"), "damaged export: entities.txt has"),
+    "parameters cut": (cut("scorer.safetensors"), "damaged export: scorer.safetensors has"),
+    "json cut": (cut("model.json"), None),
+    "no json": (lambda path: (path / "model.json").unlink(), "is no export: it has no model.json"),
+    "no table": (lambda path: (path / "entities.npy").unlink(), "entities.npy is missing"),
+    "no labels": (lambda path: (path / "relations.txt").unlink(), "relations.txt is missing"),
+    "version": (lambda path: describe(path, version=99), "of format version 99.*reads version 1"),
+    "program": (lambda path: describe(path, format="x"), "model.json is of another program"),
+    "scorer": (lambda path: describe(path, scorer="keci"), "unknown scorer 'keci'"),
+    "no dim": (lambda path: describe(path, dim=None), "model.json has no dim"),
+    "dim": (lambda path: describe(path, dim=6), "instead of"),
+    "table format": (lambda path: describe(path, entities={"format": "x"}), "'x' is unknown"),
+    "no files": (lambda path: describe(path, files={}), "does not list entities.npy"),
+}
+
+
+@pytest.mark.parametrize("damage, words", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_export_is_refused(copy, damage, words):
+    damage(copy)
+    if words is None:  # the last byte of model.json is a newline
+        cut("model.json")(copy)
+        words = "damaged export: model.json"
+    with pytest.raises(ExportError, match=words):
+        load_model(copy)
+
+
+def test_no_export_there(tmp_path):
+    with pytest.raises(ExportError, match="no such folder"):
+        load_model(tmp_path / "nowhere")
+    with pytest.raises(ExportError, match="is no export"):
+        load_model(tmp_path)

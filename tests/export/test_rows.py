@@ -1,0 +1,91 @@
+"""Rows on their way to rank 0: every bit, from any split, in the memory of a chunk."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from ranking_cases import my_shard
+from worlds import run_world
+
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.export import rows
+from kge_torchrec.export.folder import ExportFolder
+from kge_torchrec.export.tables import open_table
+from kge_torchrec.export.write import write_entities
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.session import Session  # noqa: F401 - loaded before memory is read
+
+N, D = 23, 3
+EDGES = {1: [0, N], 2: [0, 9, N], 4: [0, 0, 11, 11, N]}
+
+
+def collect(tables, edges):
+    """Every table as rank 0 puts it together from chunks of 1, 5 and 100 rows; else nothing."""
+    found = []
+    with processes("cpu") as ranks:
+        for table in tables:
+            for rows.CHUNK_ROWS in (1, 5, 100):
+                chunks = [
+                    (first, chunk if chunk is None else chunk.copy())
+                    for first, chunk in rows.chunks_on_first_rank(my_shard(table, edges), ranks)
+                ]
+                assert [first for first, _ in chunks] == list(range(0, N, rows.CHUNK_ROWS))
+                if ranks.is_first:
+                    found.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
+                else:
+                    assert all(chunk is None for _, chunk in chunks)
+    return found
+
+
+@pytest.mark.parametrize("world_size", EDGES)
+def test_every_bit_arrives_and_half_precision_as_float32(world_size):
+    table = torch.randint(-(2**31), 2**31, (N, D)).int().view(torch.float32)  # NaNs among them
+    table[3], table[12] = -0.0, torch.nan
+    half = torch.randn(N, D).bfloat16()
+    found, *others = run_world(world_size, collect, [table, half], EDGES[world_size])
+    for whole in found[:3]:
+        assert torch.equal(whole.view(torch.int32), table.view(torch.int32))
+    for whole in found[3:]:
+        assert torch.equal(whole, half.float())
+    assert len(found) == 6 and others == [[]] * (world_size - 1)
+
+
+def memory(kind: str) -> int:
+    """VmRSS or VmHWM (its highest value so far) of this process, in bytes."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(rf"{kind}:\s+(\d+) kB", status)[1])
+
+
+def peak_of_writing(folder, table_format, count, dim):
+    """Bytes that writing a table adds to a rank's memory at its highest; the last rows written."""
+    with processes("cpu") as ranks:
+        height = count // ranks.world_size
+        shard = EntityShard(torch.ones(height, dim), ranks.rank * height, count)
+        shard.rows[-1] = ranks.rank + 2
+        labels = pa.array(np.char.mod("e%d", np.arange(count)), pa.large_string())
+        target = ExportFolder(folder)
+        if ranks.is_first:
+            target.begin()
+        ranks.barrier()
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts again
+        before = memory("VmRSS")
+        write_entities(target, table_format, shard, labels, ranks, True)
+        return memory("VmHWM") - before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_table_passes_in_the_memory_of_a_few_chunks(tmp_path, world_size):
+    count, dim = 400_000, 64
+    peaks = run_world(world_size, peak_of_writing, str(tmp_path / "export"), "npy", count, dim)
+    chunk, whole = rows.CHUNK_ROWS * dim * 4, count * dim * 4
+    assert max(peaks) < 3 * chunk < whole / 2
+    (file,) = (tmp_path / ".export.partial").iterdir()
+    table = open_table(file, "npy", count, dim)
+    assert table[-1].tolist() == [world_size + 1] * dim and table[0].tolist() == [1] * dim

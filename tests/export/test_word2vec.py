@@ -1,0 +1,90 @@
+"""word2vec text: numbers survive, labels become words or are refused."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+from kge_torchrec.data.vocabulary import Vocabulary
+from kge_torchrec.export import word2vec
+from kge_torchrec.export.errors import ExportError
+
+
+def labels(words) -> pa.Array:
+    return pa.array(words, pa.large_string())
+
+
+def text(table: np.ndarray, words) -> bytes:
+    return word2vec.header(*table.shape) + b"".join(word2vec.body(table, labels(words)))
+
+
+@given(arrays(np.float32, (3, 4), elements=st.floats(width=32, allow_nan=False)))
+def test_numbers_read_back_bit_for_bit(tmp_path_factory, table):
+    file = tmp_path_factory.mktemp("word2vec") / "entities.vec"
+    file.write_bytes(text(table, ["a", '"b', "c'"]))
+    assert np.array_equal(word2vec.read(file, 3, 4).view(np.int32), table.view(np.int32))
+    for line, row in zip(file.read_text().splitlines()[1:], table, strict=True):
+        numbers = np.array([float(word) for word in line.split(" ")[1:]]).astype(np.float32)
+        assert np.array_equal(numbers.view(np.int32), row.view(np.int32))
+
+
+def test_the_form(monkeypatch):
+    monkeypatch.setattr(word2vec, "_LINES", 2)
+    table = np.array([[1, -0.5], [1e-5, 3], [0, 1e30]], np.float32)
+    written = text(table, ["a", "b c", "d\n\u2003e"]).decode()
+    lines = [line.split(" ") for line in written.splitlines()]
+    assert lines[0] == ["3", "2"]
+    assert [line[0] for line in lines[1:]] == ["a", "b_c", "d__e"]
+    assert [[float(x) for x in line[1:]] for line in lines[1:]] == [[1, -0.5], [1e-5, 3], [0, 1e30]]
+
+
+def test_labels_of_a_slice_are_its_own():
+    rows = np.zeros((2, 1), np.float32)
+    assert b"".join(word2vec.body(rows, labels("abcd")[1:3])) == b"b 0\nc 0\n"
+
+
+def test_whatever_python_splits_at_becomes_an_underscore():
+    space = [c for c in map(chr, range(sys.maxunicode + 1)) if c.isspace()]
+    rows = np.zeros((len(space), 1), np.float32)
+    lines = b"".join(word2vec.body(rows, labels([f"a{c}b" for c in space]))).decode()
+    assert lines.splitlines() == ["a_b 0"] * len(space)
+
+
+@pytest.mark.parametrize(
+    "words, named",
+    [
+        (["New_York", "x", "New York"], "'New_York' and 'New York' would both be 'New_York'"),
+        (["a b", "a\tb"], r"'a b' and 'a\\tb' would both be 'a_b'"),
+    ],
+)
+def test_two_labels_that_become_one_word_are_refused(words, named):
+    with pytest.raises(ExportError, match=f"the labels {named}.*npy or safetensors"):
+        word2vec.check(Vocabulary(labels(words)))
+
+
+def test_labels_that_stay_apart():
+    word2vec.check(Vocabulary(labels(["a b", "a_c", "b\tc", "ab"])))
+    word2vec.check(Vocabulary(labels(["a_b", "ab"])))
+
+
+@pytest.mark.parametrize(
+    "damaged, words",
+    [
+        (b"2 3\na 1 2\nb 3 4\n", "does not begin with '2 2'"),
+        (b"2 2\na 1 2\n", "holds 1 vectors instead of 2"),
+        (b"2 2\na 1 2\nb 3 4\nc 5 6\n", "no word2vec text"),
+        (b"2 2\na 1 2\nb 3\n", "no word2vec text"),
+        (b"2 2\na 1 2\nb 3 x\n", "no word2vec text"),
+        (b"2 2\n", "no word2vec text|holds 0 vectors"),
+    ],
+)
+def test_a_damaged_file(tmp_path, damaged, words):
+    (tmp_path / "entities.vec").write_bytes(damaged)
+    with pytest.raises(ExportError, match=words):
+        word2vec.read(tmp_path / "entities.vec", 2, 2)
