@@ -30,17 +30,25 @@ _SIDE_CODES = {"head": 0, "tail": 1}
 
 @dataclass
 class Batch(Pipelineable):
-    """One rank's share of a step.  Entities are de-duplicated: the lookup fetches each id once."""
+    """One rank's share of a step.
 
-    ids: KeyedJaggedTensor  # the U unique entity ids, as one list under one key
+    Entities are de-duplicated, so that the lookup fetches each id once, unless asked otherwise.
+    """
+
+    ids: KeyedJaggedTensor  # the U unique entity ids, ascending, as one list under one key
     entities: Tensor  # (2 C b + sides C K) positions in ids: heads, tails, negatives by side
     relation: Tensor  # (C, b)
     weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
     known_head: Tensor  # (C, b, K) bool: known facts among the head negatives; empty if unused
     known_tail: Tensor
+    # False: ids holds every entity of ``entities``, in that order, duplicates included
+    deduplicated: bool = True
 
     def _map(self, change) -> Batch:
-        return replace(self, **{f.name: change(getattr(self, f.name)) for f in fields(self)})
+        return replace(self, **{name: change(getattr(self, name)) for name in self._tensors()})
+
+    def _tensors(self) -> list[str]:
+        return [field.name for field in fields(self) if field.name != "deduplicated"]
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
         return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
@@ -49,8 +57,8 @@ class Batch(Pipelineable):
         return self._map(lambda x: x.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
-        for field in fields(self):
-            getattr(self, field.name).record_stream(stream)
+        for name in self._tensors():
+            getattr(self, name).record_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,8 @@ class BatchBuilder:
     known: facts never used as negatives, or None.
     ahead: build a few batches ahead in threads, in pinned memory where there is CUDA; for GPUs,
         which would wait otherwise.
+    deduplicate: look each entity of a batch up once; False asks for every one of them, which costs
+        more traffic and is there to be measured.
     """
 
     def __init__(
@@ -104,6 +114,7 @@ class BatchBuilder:
         rank: int = 0,
         world_size: int = 1,
         ahead: bool = False,
+        deduplicate: bool = True,
     ):
         if len(triples) == 0:
             raise ValueError("there are no training triples")
@@ -111,6 +122,7 @@ class BatchBuilder:
         self.sides, self.known, self.seed = tuple(sides), known, seed
         self.chunk_size = chunk_size or batch_size
         self.rank, self.world_size, self.ahead = rank, world_size, ahead
+        self.deduplicate = deduplicate
 
     @property
     def steps_per_epoch(self) -> int:
@@ -140,16 +152,18 @@ class BatchBuilder:
         }
         head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
         every = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
-        unique, entities = torch.unique(torch.from_numpy(every), return_inverse=True)
+        every = torch.from_numpy(every)
+        unique, entities = torch.unique(every, return_inverse=True)
         masks = {side: self._known(side, rows, negatives, chunks) for side in _SIDE_CODES}
         weight = share.counted.astype(np.float32) * (self.world_size / size)
         return Batch(
-            ids=_as_feature(unique),
+            ids=_as_feature(unique if self.deduplicate else every),
             entities=entities,
             relation=torch.from_numpy(relation.reshape(chunks, triples)),
             weight=torch.from_numpy(weight),
             known_head=masks["head"],
             known_tail=masks["tail"],
+            deduplicated=self.deduplicate,
         )
 
     def _known(self, side: str, rows: np.ndarray, negatives: dict, chunks: int) -> Tensor:

@@ -16,9 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from kge_torchrec.data.batches import ENTITY
+from kge_torchrec.data.batches import ENTITY, Batch
 
-__all__ = ["ENTITY", "EntityEngine", "EntityShard"]
+__all__ = ["ENTITY", "ENTITY_WEIGHT", "EntityEngine", "EntityShard"]
+
+# What every engine calls the table in a checkpoint, and the first part of its states' names.
+ENTITY_WEIGHT = f"entities.embeddings.{ENTITY}.weight"
 
 
 @dataclass(frozen=True)
@@ -65,12 +68,26 @@ class EntityEngine(Protocol):
     model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
     optimizer: torch.optim.Optimizer  # zero_grad() before a step, step() after its backward
     has_sparse_dist: bool  # whether TrainPipelineSparseDist can run the model
+    layout: str  # which rank holds what, for people
+
+    def prepare(self, batch: Batch) -> Batch:
+        """What is left to do on the host before a batch moves to its device.  Collective."""
 
     def shard(self) -> EntityShard:
         """This rank's rows, current as of the last finished step."""
 
+    def parameter_state(self) -> dict[str, Any]:
+        """The parameters for a checkpoint, by name; the table's is ENTITY_WEIGHT."""
+
+    def load_parameter_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``parameter_state`` gave, after a distributed load filled it in."""
+
     def state(self) -> dict[str, Any]:
-        """Everything a checkpoint needs (table, optimizer state, dense part), resharded on load."""
+        """Everything a checkpoint needs: parameters, optimizer state and the step of the table.
+
+        The same names and forms in every engine, sharded by rows of any sizes, so that a
+        checkpoint of one engine and world size resumes in others.
+        """
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes back what ``state`` gave, after a distributed load filled it in."""

@@ -25,6 +25,7 @@ class TripleBatch(Protocol):
     weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
     known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
     known_tail: Tensor
+    deduplicated: bool  # False: there is a row for each of ``entities``, in their order
 
 
 @dataclass(frozen=True)
@@ -53,14 +54,14 @@ class Objective(nn.Module):
         self.penalties = penalties or Penalties()
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
-        """rows: (U, D) of the batch's unique entities.  Returns the loss, a scalar."""
+        """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
         chunks, triples = batch.relation.shape
         count = chunks * triples
         if count == 0:  # a rank without triples still takes part in every exchange
             return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
         ids, sides = batch.entities, len(self.sides)
         sizes = [count, count, *[(ids.numel() - 2 * count) // sides] * sides]
-        taken = take_rows(rows, ids, sizes)
+        taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
         head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
         targets = dict(zip(SIDES, ids.split(sizes)[:2], strict=True))
         negative_ids = ids.split(sizes)[2:]

@@ -12,6 +12,8 @@ from kge_torchrec.config import Config, LossConfig, TrainConfig
 from kge_torchrec.data.batches import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler, degree_weights
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.entities.contract import EntityEngine
+from kge_torchrec.entities.handrolled.engine import HandrolledEngine
 from kge_torchrec.entities.initialize import EntityInit
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.engine import TorchRecEngine
@@ -43,7 +45,7 @@ def build_loss(config: LossConfig) -> nn.Module:
     }[config.name]()
 
 
-def build_engine(config: Config, store: TripleStore, processes: Processes) -> TorchRecEngine:
+def build_engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
     model, train = config.model, config.train
     scorer = SCORERS[model.scorer](store.num_relations, model.dim, model.reciprocal)
@@ -63,15 +65,12 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> To
         eps=train.eps,
         weight_decay=train.weight_decay,
     )
-    return TorchRecEngine(
-        store.num_entities,
-        objective,
-        table,
-        dense_optimizer(train),
-        processes,
-        init=init,
-        seed=config.seed,
-    )
+    parts = (store.num_entities, objective, table)
+    options = {"init": init, "seed": config.seed}
+    if config.entities.engine == "torchrec":
+        return TorchRecEngine(*parts, dense_optimizer(train), processes, **options)
+    sparse = config.entities.sparse_options(train.optimizer)
+    return HandrolledEngine(*parts, sparse, dense_optimizer(train), processes, **options)
 
 
 def dense_optimizer(
@@ -112,4 +111,5 @@ def build_batches(config: Config, store: TripleStore, processes: Processes) -> B
         rank=processes.rank,
         world_size=processes.world_size,
         ahead=processes.device.type == "cuda",
+        deduplicate=config.entities.deduplicate,
     )

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kge_torchrec.config import Config
+from kge_torchrec.config import Config, EntitiesConfig
 from kge_torchrec.data.errors import StoreError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.environment import keep_large_blocks, set_threads
@@ -28,6 +28,12 @@ FILTERS = {
 }
 
 
+def stateless(config: Config) -> Config:
+    """The same model with an optimizer that keeps no state, for ranking and prediction."""
+    train = replace(config.train, optimizer="sgd", weight_decay=0.0)
+    return replace(config, train=train, entities=EntitiesConfig(engine=config.entities.engine))
+
+
 class Session:
     """Collective: every rank makes one with the same arguments.
 
@@ -45,9 +51,7 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        stateless = replace(config.train, optimizer="sgd", weight_decay=0.0)
-        engine_config = config if trains else replace(config, train=stateless)
-        self.engine = build_engine(engine_config, self.store, processes)
+        self.engine = build_engine(config if trains else stateless(config), self.store, processes)
         self.checkpoints = Checkpoints(folder.checkpoints, processes, config.checkpoint.keep)
 
     @property
@@ -76,9 +80,9 @@ class Session:
         if name is None:
             raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
         progress = self._progress(name)
-        state = {"model": self.engine.model.state_dict()}
+        state = {"model": self.engine.parameter_state()}
         self.checkpoints.load(state, name)
-        self.engine.model.load_state_dict(state["model"])
+        self.engine.load_parameter_state(state["model"])
         return progress
 
     def rank(self, split: str) -> dict:

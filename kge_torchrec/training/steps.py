@@ -28,10 +28,10 @@ class Loop:
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
         """Trains one batch; returns its loss, detached."""
-        batch = next(batches).to(self.device, non_blocking=True)
+        batch = self.engine.prepare(next(batches)).to(self.device, non_blocking=True)
         self.engine.optimizer.zero_grad()
         loss, detached = self.engine.model(batch)
-        loss.backward()  # the table steps here
+        loss.backward()  # TorchRec's table steps here, the hand-rolled one below
         self.engine.optimizer.step()
         return detached
 

@@ -16,6 +16,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from kge_torchrec.data.batches import Batch
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.entities.initialize import EntityInit, fill_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
@@ -29,7 +30,7 @@ from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KnowledgeGraphModel
 from kge_torchrec.models.objective import Objective
-from kge_torchrec.parallel.dense import dense_wrapper
+from kge_torchrec.parallel.dense import dense_wrapper, start_optimizer_state
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.planning.planner import describe_plan, plan_row_wise
 
@@ -94,39 +95,33 @@ class TorchRecEngine:
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
+    def prepare(self, batch: Batch) -> Batch:
+        """Nothing: TorchRec distributes the ids on the device."""
+        return batch
+
+    def parameter_state(self) -> dict[str, Any]:
+        """The parameters for a distributed checkpoint."""
+        return self.model.state_dict()
+
+    def load_parameter_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``parameter_state`` gave."""
+        self.model.load_state_dict(state)
+
     def state(self) -> dict[str, Any]:
         """Table, scorer and optimizer state for a distributed checkpoint."""
-        self._init_dense_state()  # a checkpoint can only fill in state that exists
+        start_optimizer_state(self._dense)
         return {
-            "model": self.model.state_dict(),
+            "model": self.parameter_state(),
             "optimizer": self.optimizer.state_dict(),
             "table_step": torch.tensor(table_step(self.model)),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes back what ``state`` gave, once a distributed load has filled it in."""
-        self.model.load_state_dict(state["model"])
+        self.load_parameter_state(state["model"])
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule sets it, from config and step
         # The iteration that FBGEMM corrects the Adams' bias with is in no state_dict.
         set_table_step(self.model, int(state["table_step"]))
-
-    @torch.no_grad()
-    def _init_dense_state(self) -> None:
-        """Makes the dense optimizer's state as it is before the first step, unless it exists.
-
-        TorchRec makes it by a step with zero gradients, which moves what weight decay or momentum
-        moves and counts as a step: both are taken back.
-        """
-        parameters = [p for group in self._dense.param_groups for p in group["params"]]
-        if all(self._dense.state.get(p) for p in parameters):
-            return
-        before = [p.clone() for p in parameters]
-        self._dense.init_state()
-        self._dense.zero_grad()
-        for parameter, values in zip(parameters, before, strict=True):
-            parameter.copy_(values)
-            for state in self._dense.state.get(parameter, {}).values():
-                state.zero_()

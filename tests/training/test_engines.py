@@ -1,0 +1,196 @@
+"""The two engines side by side: the same parameters, the same checkpoints, the same verbs."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
+
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+
+
+def changes_of(optimizer: str) -> dict:
+    """A run of 50 steps; each optimizer with another scorer and other options."""
+    number = OPTIMIZER_NAMES.index(optimizer)
+    return {
+        "train__optimizer": optimizer,
+        "train__epochs": 10,
+        "train__lr": (0.01, 0.01, 0.05, 0.05, 0.5)[number],
+        "train__eps": 1e-3,
+        "train__weight_decay": 0.0 if optimizer in ("adagrad", "sgd") else 0.02,
+        "train__schedule": ("constant", "linear", "cosine", "constant", "exponential")[number],
+        "model__scorer": ("complex", "distmult", "transe_l2", "rotate", "complex")[number],
+        "loss__name": ("softmax", "bce", "self_adversarial", "softmax", "bce")[number],
+        "loss__n3": (0.01, 0.0, 0.0, 0.0, 0.0)[number],
+        "negatives__chunk_size": (0, 8, 1, 0, 8)[number],
+        "checkpoint__every_epochs": 0,
+    }
+
+
+def trains(folder: Path, changes: dict) -> dict:
+    """Parameters after training, or after going on with what lies in the folder."""
+    return fit(config_of(the_store_path(folder), folder / "run", **changes)).parameters
+
+
+def the_store_path(folder: Path) -> Path:
+    return Path((folder / "store").read_text())
+
+
+@functools.cache
+def trained(world_size: int, engine: str, optimizer: str, **more) -> dict:
+    return train_in(world_size, changes_of(optimizer) | {"entities__engine": engine} | more)
+
+
+def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict:
+    """Rank 0's parameters; all ranks have the same."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = folder or Path(temporary)
+        (folder / "store").write_text(str(the_store()))
+        found = run_world(world_size, trains, folder, changes)
+    assert all(largest_difference(found[0], other) == 0 for other in found)
+    return found[0]
+
+
+@WORLDS
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+def test_fifty_steps_give_the_same_parameters(optimizer, world_size):
+    ours = trained(world_size, "handrolled", optimizer)
+    assert largest_difference(ours, trained(world_size, "torchrec", optimizer)) < 1e-5
+    assert largest_difference(ours, trained(1, "handrolled", optimizer)) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_without_deduplication_the_same(engine, world_size):
+    plain = trained(world_size, engine, "adam")
+    every = trained(world_size, engine, "adam", entities__deduplicate=False)
+    assert largest_difference(plain, every) < 1e-5
+
+
+def test_in_a_thread_bitwise_the_same():
+    plain = trained(2, "handrolled", "adam")
+    ahead = trained(2, "handrolled", "adam", entities__async_step=True)
+    assert largest_difference(plain, ahead) == 0
+
+
+@pytest.mark.parametrize(
+    "optimizer, first, then",
+    [
+        ("adam", ("torchrec", 1), ("handrolled", 2)),
+        ("adam", ("handrolled", 2), ("torchrec", 4)),
+        ("rowwise_adam", ("handrolled", 4), ("torchrec", 1)),
+        ("rowwise_adagrad", ("torchrec", 2), ("handrolled", 4)),
+        ("adagrad", ("handrolled", 1), ("torchrec", 2)),
+        ("sgd", ("torchrec", 4), ("handrolled", 1)),
+        ("rowwise_adam", ("handrolled", 1), ("handrolled", 4)),
+    ],
+)
+def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):
+    half = {"train__epochs": 5, "train__schedule": "constant"}
+    whole = {"train__schedule": "constant"}
+    for (engine, world_size), more in ((first, half), (then, whole)):
+        changes = changes_of(optimizer) | {"entities__engine": engine} | more
+        found = train_in(world_size, changes, tmp_path)
+    expected = trained(1, "torchrec", optimizer, **whole)
+    assert largest_difference(found, expected) < 1e-5
+
+
+def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
+    store = tiny_store(tmp_path / "few", entities=3, relations=2, train=12, held_out=2).path
+    changes = {"train__batch_size": 4, "train__optimizer": "rowwise_adam"}
+    found = {}
+    for engine in ("handrolled", "torchrec"):
+        folder = tmp_path / engine
+        folder.mkdir()
+        (folder / "store").write_text(str(store))
+        other = {"torchrec": "handrolled", "handrolled": "torchrec"}[engine]
+        halves = [(engine, 2), (other, 4)]
+        for name, epochs in halves:
+            more = changes | {"entities__engine": name, "train__epochs": epochs}
+            found[engine] = run_world(4, trains, folder, more)[0]
+    assert largest_difference(found["handrolled"], found["torchrec"]) < 1e-5
+
+
+@pytest.mark.parametrize("preset", ["dicee", "dgl"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
+    changes = {"entities__engine": "handrolled", "entities__preset": preset,
+               "train__optimizer": "adam", "train__lr": 0.01, "train__epochs": 6}  # fmt: skip
+    whole = train_in(world_size, changes)
+    train_in(world_size, changes | {"train__epochs": 3}, tmp_path)
+    assert largest_difference(whole, train_in(world_size, changes, tmp_path)) == 0
+    start = train_in(world_size, changes | {"train__epochs": 1})
+    assert largest_difference(whole, start) > 0.05
+
+
+def test_presets_differ_from_each_other():
+    keys = {"entities__engine": "handrolled", "train__optimizer": "adam", "train__lr": 0.02}
+    presets = ("fbgemm", "dicee", "dgl")
+    runs = [train_in(1, keys | {"entities__preset": name}) for name in presets]
+    for one, other in ((0, 1), (0, 2), (1, 2)):
+        assert largest_difference(runs[one], runs[other]) > 1e-3
+
+
+def test_train_evaluate_predict_resume(tmp_path):
+    keys = {"train__epochs": 3, "train__optimizer": "adam"}
+    both = {
+        engine: api.train(
+            config_of(the_store(), tmp_path / engine, entities__engine=engine, **keys)
+        )
+        for engine in ("torchrec", "handrolled")
+    }
+    ours, theirs = both["handrolled"], both["torchrec"]
+    assert ours.results["test"] == theirs.results["test"]
+    assert ours.evaluate("valid") == theirs.evaluate("valid")
+    query = {"head": "e0", "relation": "r1", "k": 5}
+    found, expected = ours.predict(**query), theirs.predict(**query)
+    assert [p.label for p in found] == [p.label for p in expected]
+    assert "hand-rolled" in (ours.path / "plan.txt").read_text()
+    moved = api.resume(ours.path, {"entities.engine": "torchrec", "train.epochs": 4})
+    stayed = api.resume(theirs.path, {"train.epochs": 4})
+    assert moved.results["test"] == stayed.results["test"]
+    assert moved.config.entities.engine == "torchrec"
+    for run in (ours, theirs, moved, stayed):
+        run.close()
+
+
+@pytest.mark.parametrize(
+    "changes, word",
+    [
+        ({"entities.bias_correction": "row"}, "entities.bias_correction"),
+        ({"entities.preset": "dgl"}, "entities.bias_correction"),
+    ],
+)
+def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, changes, word):
+    keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
+    run = api.train(config_of(the_store(), tmp_path / "run", **keys))
+    with pytest.raises(ConfigError, match=f"{word} is 'table' in this run and cannot change"):
+        api.resume(run.path, changes)
+    run.close()
+
+
+def test_a_failing_thread_ends_training_in_words(tmp_path, monkeypatch):
+    from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
+
+    def fail(*_):
+        raise MemoryError("the table's step found no memory")
+
+    monkeypatch.setattr(SparseOptimizer, "step", fail)
+    config = config_of(the_store(), tmp_path / "run", entities__engine="handrolled",
+                       entities__async_step=True)  # fmt: skip
+    with pytest.raises(MemoryError, match="found no memory"):
+        api.train(config)
+    assert torch.distributed.is_initialized() is False
