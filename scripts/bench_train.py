@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
@@ -57,8 +58,7 @@ def settings(data: Path, batch: int, chunk: int, folder: str) -> list[str]:
 
 def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
     """Trains a few times ``steps`` steps; returns triples/s of each and the split of a step."""
-    from bench_split import split_of_a_step
-
+    from kge_torchrec.comparison.split import split_of_a_step
     from kge_torchrec.config_parser import load_config
     from kge_torchrec.parallel.processes import processes
     from kge_torchrec.training.assembly import build_batches
@@ -70,7 +70,8 @@ def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
         config = load_config(None, settings(data, batch, chunk, folder))
         session = Session(config, RunFolder(folder), ranks)
         batches = build_batches(config, session.store, ranks)
-        parts = split_of_a_step(session, batches, steps=60)  # before the pipeline takes over
+        # before the pipeline takes over
+        parts = split_of_a_step(session.engine, islice(batches.epoch(999), 60), ranks.device)
         trainer = build_pipeline(pipeline, session.engine, ranks.device)
         rates = []
         for epoch in range(5):

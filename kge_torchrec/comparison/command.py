@@ -1,0 +1,91 @@
+"""The verb ``compare``: its arguments, what it prints and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+from kge_torchrec.comparison.contenders import CONTENDERS, NEUTRAL, check_names, contenders
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config_parser import load_config
+
+_USAGE = """\
+kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
+       [--repeats N] [--steps N] [--key.sub value ...]"""
+_DESCRIPTION = f"""\
+Trains and measures several engines from the same start on the same batches, and reports in the
+folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its keys
+as in train. All epochs are trained, and ranked at their end only.
+Contenders: {", ".join(CONTENDERS)}."""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Compares, prints tables and verdict, returns the exit code: 1 if something is missing.
+
+    Raises ConfigError for settings that make no sense, before anything starts, and DataError.
+    """
+    arguments = list(arguments)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        _parser().print_help(sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if "RANK" in os.environ:
+        raise ConfigError("compare starts its own processes; call it without torchrun")
+    name, rest = None, arguments
+    if not arguments[0].startswith("-"):
+        name, rest = arguments[0], arguments[1:]
+    options, overrides = _parser().parse_known_args(rest)
+    check_names(options.engines, overrides)
+    config = load_config(name, [*overrides, *NEUTRAL])
+    configs = contenders(config, options.engines)
+
+    from kge_torchrec.comparison.compare import Comparison, Extent
+    from kge_torchrec.comparison.speed import Timing
+
+    extent = Extent(tuple(options.world_sizes), options.repeats, Timing(steps=options.steps))
+    comparison = Comparison(configs, extent)
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        print("kge-torchrec: interrupted; what was measured is kept", file=sys.stderr)
+        return 130
+    finally:
+        print(f"{comparison.text()}\n\nreport: {comparison.folder}")
+    return 0 if comparison.found["complete"] else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kge-torchrec compare", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        default=["torchrec", "handrolled"],
+        metavar="NAME",
+        help="contenders; others are compared with the first (default: torchrec handrolled)",
+    )
+    parser.add_argument(
+        "--world-sizes",
+        nargs="+",
+        type=int,
+        default=[1],
+        metavar="W",
+        help="numbers of processes to compare with (default: 1)",
+    )
+    parser.add_argument(
+        "--repeats",
+        type=int,
+        default=3,
+        metavar="N",
+        help="speed measurements of each contender, by turns; 0 measures none (default: 3)",
+    )
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=100,
+        metavar="N",
+        help="steps of each of the 3 timed blocks of a measurement (default: 100)",
+    )
+    return parser

@@ -1,0 +1,124 @@
+"""Training side by side: every contender takes step i before any takes step i + 1.
+
+All live in one world, so they see the same store, batches and ranks, and their parameters can be
+compared while they train.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from kge_torchrec.comparison.differences import largest_differences, measured_steps
+from kge_torchrec.comparison.launch import Reporter
+from kge_torchrec.config import Config
+from kge_torchrec.data.batches import Batch
+from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.losses_seen import LossesSeen, NonFiniteLoss
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.schedule import Schedule
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.steps import build_pipeline
+
+
+def train_side_by_side(
+    reporter: Reporter, ranks: Processes, configs: dict[str, Config]
+) -> dict[str, Any]:
+    """Trains the contenders for train.epochs epochs; 0 epochs compare their starts only.
+
+    configs: by name; they share the data.  Every rank calls it.  Returns, and keeps at intervals
+    while training, {"complete", "steps", "threads", "losses": {name: a loss a step},
+    "differences": {name: [{"step", "entities", "dense"}]} from the first contender,
+    "split": what was ranked at the end or None, "metrics": {name: as Session.rank}}.
+    Raises NonFiniteLoss naming the contender.
+    """
+    first = next(iter(configs.values()))
+    trainees = [_Trainee(name, config, ranks) for name, config in configs.items()]
+    lockstep = _Lockstep(trainees, reporter)
+    lockstep.train(first.train.epochs, first.train.log_every)
+    return lockstep.finish(ranked=first.train.epochs > 0)
+
+
+class _Trainee:
+    """One contender: its session, its own batches and pipeline."""
+
+    def __init__(self, name: str, config: Config, ranks: Processes):
+        self.name = name
+        self.session = Session(config, RunFolder(config.run.dir), ranks)
+        self.batches = build_batches(config, self.session.store, ranks)
+        self.schedule = Schedule.of(config.train, self.batches.steps_per_epoch)
+        self.pipeline = build_pipeline(config.train.pipeline, self.session.engine, ranks.device)
+        self._losses = LossesSeen()
+
+    def epoch(self, epoch: int) -> Iterator[Batch]:
+        return self.batches.epoch(epoch)
+
+    def step(self, step: int, batches: Iterator[Batch]) -> None:
+        """Trains the next batch as step number ``step``, from 0."""
+        self.session.engine.set_learning_rate(self.schedule.factor(step))
+        self._losses.add(self.pipeline.progress(batches))
+
+    def losses(self, epoch: int, last_step: int) -> list[float]:
+        """Of the steps since the last call.  Collective."""
+        try:
+            return self._losses.read(epoch, last_step)
+        except NonFiniteLoss as error:
+            raise NonFiniteLoss(f"{self.name}: {error}") from None
+
+
+class _Lockstep:
+    """Steps the trainees by turns and writes down what they do."""
+
+    def __init__(self, trainees: list[_Trainee], reporter: Reporter):
+        self.trainees, self.reporter, self.step = trainees, reporter, 0
+        names = [trainee.name for trainee in trainees]
+        self.found: dict[str, Any] = {
+            "complete": False,
+            "steps": 0,
+            "threads": torch.get_num_threads(),
+            "losses": {name: [] for name in names},
+            "differences": {name: [] for name in names[1:]},
+            "split": None,
+            "metrics": {},
+        }
+
+    def train(self, epochs: int, log_every: int) -> None:
+        steps_per_epoch = self.trainees[0].batches.steps_per_epoch
+        compared = set(measured_steps(epochs * steps_per_epoch))
+        self._compare()
+        for epoch in range(epochs):
+            streams = [trainee.epoch(epoch) for trainee in self.trainees]
+            for step in range(1, steps_per_epoch + 1):
+                for trainee, stream in zip(self.trainees, streams, strict=True):
+                    trainee.step(self.step, stream)
+                self.step += 1
+                self.reporter.advance(len(self.trainees))
+                if self.step in compared:
+                    self._compare()
+                if step % log_every == 0 or step == steps_per_epoch:
+                    self._read_losses(epoch, step)
+
+    def finish(self, ranked: bool) -> dict[str, Any]:
+        """Ranks test (valid without one, nothing if there is neither); returns everything."""
+        store = self.trainees[0].session.store
+        split = next((name for name in ("test", "valid") if len(store.split(name))), None)
+        if ranked and split is not None:
+            self.found["split"] = split
+            for trainee in self.trainees:
+                self.found["metrics"][trainee.name] = trainee.session.rank(split)
+        return {**self.found, "complete": True}
+
+    def _compare(self) -> None:
+        first, *others = self.trainees
+        for other in others:
+            found = largest_differences(first.session, other.session)
+            self.found["differences"][other.name].append({"step": self.step, **found})
+
+    def _read_losses(self, epoch: int, step: int) -> None:
+        for trainee in self.trainees:
+            self.found["losses"][trainee.name] += trainee.losses(epoch, step)
+        self.found["steps"] = self.step
+        self.reporter.keep(self.found)

@@ -1,0 +1,121 @@
+"""What a comparison says, in sentences, and no more than its repeats bear out."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kge_torchrec.comparison.summary import Spread, ratio, triples_per_second
+from kge_torchrec.comparison.tables import largest
+
+# In learning rates: up to the first, differences are float rounding that training carried along;
+# beyond the second, the contenders take other steps.  Between them either may be the reason.
+ROUNDING, OTHER_STEPS = 1e-3, 0.1
+
+
+def verdict(comparison: dict[str, Any]) -> list[str]:
+    """Sentences: what is missing, then parameters and metrics, then speed, by world size."""
+    sentences = _failure(comparison["failure"])
+    for world_size, found in comparison["training"].items():
+        sentences += _training(comparison, world_size, found)
+    for world_size, by_name in comparison["speed"].items():
+        sentences += _speed(comparison["engines"][0], world_size, by_name)
+    return sentences
+
+
+def _failure(failure: dict[str, Any] | None) -> list[str]:
+    if failure is None:
+        return []
+    return [f"The comparison is incomplete: {describe(failure)}."]
+
+
+def describe(failure: dict[str, Any]) -> str:
+    """Where and why a comparison ended."""
+    if failure["world_size"] is None:
+        return failure["reason"]
+    who = f" of {failure['contender']}" if failure["contender"] else ""
+    rank = "" if failure["rank"] is None else f"rank {failure['rank']} "
+    where = f"at world size {failure['world_size']}, {failure['phase']}{who}"
+    return f"{where}: {rank}{failure['reason']}"
+
+
+def _training(comparison: dict[str, Any], world_size: str, found: dict[str, Any]) -> list[str]:
+    first, rate = comparison["engines"][0], comparison["config"]["train"]["lr"]
+    at, sentences = f"At world size {world_size}", []
+    for name, measured in found["differences"].items():
+        if measured:
+            sentences.append(f"{at}, {_parameters(name, first, measured, rate)}.")
+    if found["metrics"]:
+        values = [
+            f"{metrics['both']['realistic']['mrr']:.3f} for {name}"
+            for name, metrics in found["metrics"].items()
+        ]
+        sentences.append(f"{at}, the {found['split']} MRR is {_listed(values)}.")
+    return sentences
+
+
+def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: float) -> str:
+    """How far one contender's parameters lie from the first's, from start to end."""
+    start, end = measured[0], measured[-1]
+    if largest(start) != 0:
+        by = "not numbers" if largest(start) is None else f"{largest(start):.0e} apart"
+        return (
+            f"{name} does not start where {first} does (parameters {by}), so the rest compares "
+            "different models"
+        )
+    if end["step"] == 0:
+        return f"{name} and {first} start bitwise the same; nothing was trained"
+    steps = f"after {end['step']:,} step{'s' if end['step'] > 1 else ''}"
+    apart = largest(end)
+    if apart is None:
+        return f"the parameters of {name} or {first} are no numbers any more {steps}"
+    if apart == 0:
+        return f"{name} and {first} have bitwise the same parameters {steps}"
+    rates = f"{apart:.0e}, {apart / rate:.1g} learning rates"
+    if apart <= ROUNDING * rate:
+        said = f"{name} trains what {first} trains"
+    elif apart <= OTHER_STEPS * rate:
+        said = f"{name} stays close to {first}"
+    else:
+        said = f"{name} does not train what {first} trains"
+    return f"{said}: {steps} parameters differ by up to {rates}"
+
+
+def _speed(first: str, world_size: str, by_name: dict[str, list[dict[str, Any]]]) -> list[str]:
+    sentences = []
+    for name, ours in by_name.items():
+        if name != first and ours and by_name.get(first):
+            said = _faster(name, ours, first, by_name[first])
+            sentences.append(f"At world size {world_size}, {said}.")
+    return sentences
+
+
+def _faster(name: str, ours: list[dict], first: str, base: list[dict]) -> str:
+    mine, theirs = triples_per_second(ours), triples_per_second(base)
+    repeats = min(len(ours), len(base))
+    over = f"over {repeats} repeats" if repeats > 1 else "in a single repeat"
+    factor = ratio(ours, base)
+    digits = 1 if factor.highest - factor.lowest > 0.1 or factor.median >= 2 else 2
+    if mine.overlaps(theirs) or round(factor.median, digits) == 1:
+        return (
+            f"no difference in speed shows between {name} ({_range(mine)} triples/s {over}) and "
+            f"{first} ({_range(theirs)})"
+        )
+    if factor.median < 1:
+        name, first = first, name
+        factor = Spread(1 / factor.median, 1 / factor.highest, 1 / factor.lowest)
+    low, high = f"{factor.lowest:.{digits}f}", f"{factor.highest:.{digits}f}"
+    between = f", {low} to {high} {over}" if low != high else f" {over}"
+    return f"{name} is about {factor.median:.{digits}f} times as fast as {first}{between}"
+
+
+def _range(speed: Spread) -> str:
+    return f"{_rounded(speed.lowest)} to {_rounded(speed.highest)}"
+
+
+def _rounded(value: float) -> str:
+    """Three significant digits."""
+    return f"{float(f'{value:.3g}'):,.0f}"
+
+
+def _listed(values: list[str]) -> str:
+    return ", ".join(values[:-1]) + " and " + values[-1] if len(values) > 1 else values[0]

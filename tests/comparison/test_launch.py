@@ -1,0 +1,60 @@
+"""Worlds of ranks: what they return, and how one that fails ends them all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import time
+
+import pytest
+from comparison_ranks import describe, die_on_last_rank, raise_on_rank_one
+
+from kge_torchrec.comparison.launch import RankFailed, run_world
+
+
+@pytest.fixture(autouse=True)
+def nobody_left():
+    yield
+    assert multiprocessing.active_children() == []
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_ranks_join_one_group_as_under_torchrun(world_size):
+    steps = []
+    found = run_world(describe, world_size, "word", advance=steps.append)
+    assert sum(steps) == 3  # rank 0 alone moves the bar
+    for rank, values in enumerate(found):
+        assert values["word"] == "word"
+        assert values["total"] == world_size * (world_size + 1) / 2
+        assert values["variables"] == [str(rank), str(world_size)] * 2
+        assert values["nan"] is None
+
+
+def test_the_rank_that_raised_first_is_named():
+    with pytest.raises(RankFailed, match=r"^rank 1 raised ValueError: no such thing$") as caught:
+        run_world(raise_on_rank_one, 3)
+    assert caught.value.rank == 1
+    assert "raise_on_rank_one" in caught.value.details
+    assert caught.value.partial == {"so far": 0}
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        (signal.SIGTERM, "was killed by SIGTERM"),
+        (signal.SIGINT, "raised KeyboardInterrupt"),
+        (0, "ended with exit code 3"),
+    ],
+)
+def test_a_rank_that_dies_ends_the_world(how, words):
+    started = time.monotonic()
+    with pytest.raises(RankFailed, match=rf"^rank 1 {words}") as caught:
+        run_world(die_on_last_rank, 2, int(how))
+    assert time.monotonic() - started < 20  # rank 0 waits a minute otherwise
+    assert caught.value.partial == [1, 2]
+
+
+def test_the_only_rank_dies():
+    with pytest.raises(RankFailed, match=r"^rank 0 was killed by SIGKILL"):
+        run_world(die_on_last_rank, 1, int(signal.SIGKILL))

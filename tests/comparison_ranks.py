@@ -1,0 +1,49 @@
+"""What ranks do in the tests of launching: importable, since a started process looks it up."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+
+from kge_torchrec.comparison.launch import Reporter
+from kge_torchrec.parallel.processes import Processes
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+
+
+def describe(reporter: Reporter, ranks: Processes, word: str) -> dict:
+    total = torch.tensor(float(ranks.rank + 1))
+    dist.all_reduce(total)
+    reporter.advance(3)
+    return {
+        "word": word,
+        "total": float(total),
+        "variables": [os.environ[name] for name in VARIABLES],
+        "nan": float("nan"),
+    }
+
+
+def raise_on_rank_one(reporter: Reporter, ranks: Processes) -> None:
+    """The others lose the connection and raise as well."""
+    reporter.keep({"so far": ranks.rank})
+    ranks.barrier()
+    if ranks.rank == 1:
+        raise ValueError("no such thing")
+    dist.all_reduce(torch.ones(1))
+
+
+def die_on_last_rank(reporter: Reporter, ranks: Processes, how: int) -> None:
+    """how: a signal, or 0 to leave with exit code 3."""
+    reporter.keep([1, 2])
+    ranks.barrier()
+    if ranks.rank == ranks.world_size - 1:
+        if how:
+            os.kill(os.getpid(), how)
+            signal.pause()
+        os._exit(3)
+    dist.all_reduce(torch.ones(1))
+    time.sleep(60)
