@@ -1,12 +1,14 @@
 """Where the rows of the entity table go, and whether they fit: TorchRec's planner, asked quietly.
 
-Needs no process group and no GPU, so a plan for 64 GPUs can be looked at on a laptop.
+Needs no process group and no GPU, so a plan for 64 GPUs can be looked at on a laptop.  The planner
+is told the bytes of ``table_memory`` in place of its own estimate.
 
 Shapes: N entities, D numbers per entity, W ranks.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,30 +16,40 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec import EmbeddingCollection
-from torchrec import optim as torchrec_optim
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner import types as planner_types
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
 from torchrec.distributed.planner.stats import NoopEmbeddingStats
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    ShardEstimator,
+    Storage,
+)
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
 from kge_torchrec.data.batches import ENTITY
+from kge_torchrec.entities.torchrec.fused_params import from_fused_params
+from kge_torchrec.planning.describe import GIB, amount, describe_plan
+from kge_torchrec.planning.table_memory import Bytes, TableForm, table_memory
 
-GIB = 1 << 30
+__all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
 
-# The optimizer classes by which TorchRec's planner knows how much state a table has.
-_PLANNER_OPTIMIZERS = {
-    EmbOptimType.ADAM: torchrec_optim.Adam,
-    EmbOptimType.PARTIAL_ROWWISE_ADAM: torchrec_optim.PartialRowWiseAdam,
-    EmbOptimType.EXACT_ADAGRAD: torchrec_optim.Adagrad,
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: torchrec_optim.RowWiseAdagrad,
-    EmbOptimType.EXACT_SGD: torchrec_optim.SGD,
-}
+UNLIMITED = 1 << 60  # bytes, for a plan whose fit is looked at afterwards
+SHARDINGS = tuple(
+    kind.value
+    for kind in (
+        ShardingType.ROW_WISE,
+        ShardingType.COLUMN_WISE,
+        ShardingType.TABLE_WISE,
+        ShardingType.DATA_PARALLEL,
+    )
+)
 
 
 class PlanDoesNotFit(RuntimeError):
@@ -66,99 +78,136 @@ def plan_row_wise(
     local_world_size: int,
     device_type: str,
     *,
+    process_group: dist.ProcessGroup | None = None,
+    **options,
+) -> ShardingPlan:
+    """``plan_table`` by rows over all ranks, as training has it.
+
+    process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
+    collective call).
+    """
+    arguments = (model, sharder, world_size, local_world_size, device_type)
+    if process_group is None:
+        return plan_table(*arguments, **options)
+    return _on_rank_0(process_group, lambda: plan_table(*arguments, **options))
+
+
+def plan_table(
+    model: nn.Module,
+    sharder: EmbeddingCollectionSharder,
+    world_size: int,
+    local_world_size: int,
+    device_type: str,
+    *,
+    sharding: str = "row_wise",
     kernel: str = "fused",
     cache_load_factor: float | None = None,
     device_bytes: int | None = None,
     host_bytes: int | None = None,
     reserve: float = 0.05,
     ids_per_batch: int = 4096,
-    process_group: dist.ProcessGroup | None = None,
 ) -> ShardingPlan:
-    """The plan that splits the entity table of ``model`` by rows over all ranks.
+    """The plan that splits the entity table of ``model`` over all ranks.
 
     Args:
         model: holds one EmbeddingCollection with the table ENTITY, on the meta device.
         sharder: its ``fused_params`` say which optimizer state to count.
         world_size, local_world_size: ranks in all, and on one machine.
         device_type: "cpu" or "cuda".
-        kernel: "fused" (rows on the device), "fused_uvm" (rows in main memory) or
-            "fused_uvm_caching" (main memory with a cache on the device).
+        sharding: one of SHARDINGS.
+        kernel: "fused" (rows on the device), "fused_uvm" (rows in main memory),
+            "fused_uvm_caching" (main memory with a cache on the device), or, for data_parallel
+            only, "dense".
         cache_load_factor: share of the rows that the cache of fused_uvm_caching holds.
         device_bytes: memory of one GPU; default, the current one's.
         host_bytes: main memory of one machine, which its ranks share; default, this one's.
         reserve: share of the memory to keep for everything else (scorer, activations).
         ids_per_batch: distinct entity ids that a rank looks up in a step.
-        process_group: if given, rank 0 plans and sends its plan to all (a collective call).
 
     Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit, and
     ValueError for a D that FBGEMM's CUDA kernels cannot have.
     """
     name, collection = _find_collection(model)
-    if device_type == "cuda" and _entity_shape(collection)[1] % 4:
+    table = collection.embeddings[ENTITY].weight
+    if device_type == "cuda" and table.shape[1] % 4:
         raise ValueError(
-            f"on CUDA the numbers per entity must be a multiple of 4, not "
-            f"{_entity_shape(collection)[1]} (FBGEMM reads four at a time)"
+            f"on CUDA the numbers per entity must be a multiple of 4, not {table.shape[1]} "
+            "(FBGEMM reads four at a time)"
         )
     host = (host_memory() if host_bytes is None else host_bytes) // local_world_size
     device = device_memory() if device_bytes is None else device_bytes
-    constraints = ParameterConstraints(
-        sharding_types=[ShardingType.ROW_WISE.value],
-        compute_kernels=[kernel],
-        pooling_factors=[float(ids_per_batch)],
-        cache_params=CacheParams(load_factor=cache_load_factor) if cache_load_factor else None,
+    room = Bytes(int(device * (1 - reserve)), int(host * (1 - reserve)))
+    topology = _topology(world_size, local_world_size, device_type, room.device, room.main)
+    form = TableForm(
+        from_fused_params(sharder.fused_params or {}).name,
+        kernel,
+        cache_load_factor or 0.0,
+        table.element_size(),
     )
+    constraints = {
+        ENTITY: ParameterConstraints(
+            sharding_types=[sharding],
+            compute_kernels=[kernel],
+            pooling_factors=[float(ids_per_batch)],
+            min_partition=-(-table.shape[1] // world_size),  # columns: no more shards than ranks
+            cache_params=CacheParams(load_factor=cache_load_factor) if cache_load_factor else None,
+        )
+    }
+    storage = _TableStorage(topology, constraints, form)
+    estimators = [EmbeddingPerfEstimator(topology, constraints), storage]
+    batch_size = 1  # one bag a rank, which holds the step's distinct ids
     planner = EmbeddingShardingPlanner(
-        topology=_topology(world_size, local_world_size, device_type, device, host),
-        batch_size=1,  # one bag a rank, which holds the step's distinct ids
-        constraints={ENTITY: constraints},
-        storage_reservation=FixedPercentageStorageReservation(reserve),
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
         stats=NoopEmbeddingStats(),
         debug=False,
     )
-    with _optimizer_counted(collection, sharder):
-        try:
-            if process_group is not None:
-                return planner.collective_plan(model, [sharder], process_group)
+    try:
+        with _quiet():
             return planner.plan(model, [sharder])
-        except PlannerError as error:
-            on_host = device_type == "cpu" or kernel != "fused"
-            have = int((host if on_host else device) * (1 - reserve))
-            table, state = _row_bytes(collection, sharder)
-            rows = -(-_entity_shape(collection)[0] // world_size)
-            if rows * (table + state) <= have:
-                raise  # some other complaint
-            raise PlanDoesNotFit(
-                f"the entity table {name!r} does not fit by rows on {world_size} ranks: rank 0 "
-                f"gets {rows:,} rows and needs {_amount(rows * (table + state))} (values "
-                f"{_amount(rows * table)}, optimizer state {_amount(rows * state)}) of "
-                f"{'main' if on_host else 'device'} memory, of which it has {_amount(have)}. "
-                "Use more ranks, a row-wise optimizer, 16-bit values or, on GPUs, the kernel "
-                "fused_uvm_caching."
-            ) from error
+    except PlannerError as error:
+        if storage.largest is None:
+            raise
+        rows, parts = storage.largest
+        raise PlanDoesNotFit(_explain(name, sharding, world_size, rows, parts, room)) from error
 
 
-def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None = None) -> str:
-    """A few lines for people: per table its sharding, rows and bytes of every rank.
+class _TableStorage(ShardEstimator):
+    """Tells TorchRec's planner the bytes of each shard."""
 
-    Bytes are those of float32 values, with the optimizer's state if ``sharder`` is given.
-    """
-    lines = []
-    for module, tables in plan.plan.items():
-        for table, sharding in tables.items():
-            shards = sharding.sharding_spec.shards
-            lines.append(
-                f"{module}.{table}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "
-                f"{len(shards)} shards"
-            )
-            rows = [shard.shard_sizes[0] for shard in shards]
-            dim = shards[0].shard_sizes[1]
-            row_bytes = 4 * dim + (_state_bytes(sharder, dim) if sharder else 0)
-            for first, last, count in _runs(rows):
-                ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
-                lines.append(
-                    f"  {ranks}: {count:,} rows x {dim}, {_amount(count * row_bytes)} each"
-                )
-    return "\n".join(lines)
+    def __init__(self, topology: Topology, constraints, form: TableForm) -> None:
+        self._form, self._is_cuda = form, topology.compute_device == "cuda"
+        self.largest: tuple[int, dict[str, Bytes]] | None = None  # (rows, parts) of a shard
+
+    def estimate(self, sharding_options, *_, **__) -> None:
+        for option in sharding_options:
+            for shard in option.shards:
+                parts = table_memory(*shard.size, self._form, self._is_cuda)
+                need = sum(parts.values(), Bytes())
+                shard.storage = Storage(hbm=need.device, ddr=need.main)
+                if self.largest is None or shard.size[0] > self.largest[0]:
+                    self.largest = shard.size[0], parts
+
+
+def _explain(
+    name: str, sharding: str, world_size: int, rows: int, parts: dict[str, Bytes], room: Bytes
+) -> str:
+    need = sum(parts.values(), Bytes())
+    on_host = need.main > room.main
+    of = {part: size.main if on_host else size.device for part, size in parts.items()}
+    spread = f"by {sharding.split('_')[0]}s" if sharding.endswith("_wise") else "on every rank"
+    listed = ", ".join(f"{part} {amount(size)}" for part, size in of.items() if size)
+    return (
+        f"the entity table {name!r} does not fit {spread} on {world_size} ranks: rank 0 gets "
+        f"{rows:,} rows and needs {amount(sum(of.values()))} ({listed}) of "
+        f"{'main' if on_host else 'device'} memory, of which it has "
+        f"{amount(room.main if on_host else room.device)}. Use more ranks, a row-wise optimizer, "
+        "16-bit values or, on GPUs, the kernel fused_uvm_caching; `kge-torchrec plan` computes "
+        "what would fit."
+    )
 
 
 def _topology(
@@ -195,56 +244,28 @@ def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
 
 
 @contextmanager
-def _optimizer_counted(
-    collection: EmbeddingCollection, sharder: EmbeddingCollectionSharder
-) -> Iterator[None]:
-    """The planner counts optimizer state only of an optimizer that stands on the parameter."""
-    weight = collection.embeddings[ENTITY].weight
-    name = (sharder.fused_params or {}).get("optimizer")
-    if name not in _PLANNER_OPTIMIZERS or hasattr(weight, "_optimizer_classes"):
-        yield
-        return
-    weight._optimizer_classes = [_PLANNER_OPTIMIZERS[name]]
+def _quiet() -> Iterator[None]:
+    """Planning warns of things that are meant, such as a replicated table without shards."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
     try:
         yield
     finally:
-        del weight._optimizer_classes
+        logging.disable(before)
 
 
-def _entity_shape(collection: EmbeddingCollection) -> torch.Size:
-    return collection.embeddings[ENTITY].weight.shape
-
-
-def _row_bytes(
-    collection: EmbeddingCollection, sharder: EmbeddingCollectionSharder
-) -> tuple[int, int]:
-    """(bytes of one row's values, bytes of its optimizer state)."""
-    dim = _entity_shape(collection)[1]
-    size = collection.embeddings[ENTITY].weight.element_size()
-    return dim * size, _state_bytes(sharder, dim)
-
-
-def _state_bytes(sharder: EmbeddingCollectionSharder, dim: int) -> int:
-    numbers = {
-        EmbOptimType.ADAM: 2 * dim,
-        EmbOptimType.PARTIAL_ROWWISE_ADAM: dim + 1,
-        EmbOptimType.EXACT_ADAGRAD: dim,
-        EmbOptimType.EXACT_ROWWISE_ADAGRAD: 1,
-    }
-    return 4 * numbers.get((sharder.fused_params or {}).get("optimizer"), 0)
-
-
-def _runs(counts: list[int]) -> Iterator[tuple[int, int, int]]:
-    """(first rank, last rank, rows) of neighbours with equally many rows."""
-    first = 0
-    for rank in range(1, len(counts) + 1):
-        if rank == len(counts) or counts[rank] != counts[first]:
-            yield first, rank - 1, counts[first]
-            first = rank
-
-
-def _amount(size: int) -> str:
-    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
-        if size >= unit / 10:
-            return f"{size / unit:.2f} {name}"
-    return f"{size} bytes"
+def _on_rank_0(group: dist.ProcessGroup, work):
+    """Rank 0's result or error on every rank: an error on one alone would leave others waiting."""
+    box = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            box[0] = work()
+        except Exception as caught:
+            caught.on_every_rank = True  # so that one of them may speak for all
+            box[1] = caught
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    result, error = box
+    if error is not None:
+        raise error
+    return result

@@ -1,0 +1,239 @@
+"""Devices to plan for: their memory, and how fast bytes move in and between them.
+
+Presets are the vendors' data sheets, with the memory that CUDA reports as total; others come from a
+YAML file.  The speeds only feed the model of a step's time; what fits depends on memory alone.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.planning.describe import GIB
+from kge_torchrec.planning.planner import host_memory
+
+GB = 10**9
+
+
+@dataclass(frozen=True)
+class Device:
+    """One GPU with its share of a host; or, of kind "cpu", a whole host that its ranks share.
+
+    Bandwidths are bytes a second in one direction.
+    """
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    memory: int  # bytes of one GPU; 0 for a CPU
+    memory_bandwidth: float  # of one GPU, or of a host's main memory
+    gather_bandwidth: float  # the same for single rows at random places
+    flops: float  # float32 multiply-adds count two, a second, in large matrix products
+    host_link: float  # between a GPU and main memory
+    within_host: float  # from one rank to the others on its host
+    between_hosts: float  # from one rank to other hosts
+    host_memory: int  # bytes of main memory of one host
+    launch: float  # seconds that starting one operation takes
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.kind == "cuda"
+
+
+def _gpu(
+    name: str,
+    memory_gib: float,
+    memory_gb_per_s: float,
+    tflops: float,
+    host_link_gb_per_s: float,
+    within_host_gb_per_s: float,
+    between_hosts_gb_per_s: float,
+    host_memory_gib: float,
+) -> Device:
+    return Device(
+        name,
+        "cuda",
+        memory=int(memory_gib * GIB),
+        memory_bandwidth=memory_gb_per_s * GB,
+        # Rows of some hundred bytes at random places reach about two thirds of a GPU's bandwidth.
+        gather_bandwidth=memory_gb_per_s * GB * 2 / 3,
+        flops=tflops * 1e12,
+        host_link=host_link_gb_per_s * GB,
+        within_host=within_host_gb_per_s * GB,
+        between_hosts=between_hosts_gb_per_s * GB,
+        host_memory=int(host_memory_gib * GIB),
+        launch=5e-6,
+    )
+
+
+_PRESETS = [
+    #    name          GiB     GB/s  TFLOP/s  PCIe  NVLink  network  host GiB
+    _gpu("A100-40GB", 39.4, 1555, 19.5, 32, 300, 25, 1024),
+    _gpu("A100-80GB", 79.1, 2039, 19.5, 32, 300, 25, 1024),
+    _gpu("H100-80GB", 79.1, 3350, 67, 64, 450, 50, 2048),
+    _gpu("H200-141GB", 139.8, 4800, 67, 64, 450, 50, 2048),
+    _gpu("B200-180GB", 178.3, 7700, 75, 64, 900, 50, 2048),
+    _gpu("L4-24GB", 22.0, 300, 30.3, 32, 32, 3, 192),
+    _gpu("T4-16GB", 14.6, 320, 8.1, 16, 16, 3, 192),
+    # Two cores of a virtual machine, as measured for this project; gloo over the loopback.
+    Device(
+        "CPU",
+        "cpu",
+        memory=0,
+        memory_bandwidth=32 * GB,
+        gather_bandwidth=4.2 * GB,
+        flops=150e9,
+        host_link=32 * GB,
+        within_host=1.5 * GB,
+        between_hosts=1.25 * GB,
+        host_memory=0,  # this machine's, unless the name says more
+        launch=1.5e-5,
+    ),
+]
+PRESETS = {device.name: device for device in _PRESETS}
+
+# Keys of a device file, and what one unit of each is in the fields above.
+_UNITS = {
+    "memory_gib": ("memory", GIB),
+    "memory_gb_per_s": ("memory_bandwidth", GB),
+    "gather_gb_per_s": ("gather_bandwidth", GB),
+    "tflops": ("flops", 1e12),
+    "host_link_gb_per_s": ("host_link", GB),
+    "within_host_gb_per_s": ("within_host", GB),
+    "between_hosts_gb_per_s": ("between_hosts", GB),
+    "host_memory_gib": ("host_memory", GIB),
+    "launch_us": ("launch", 1e-6),
+}
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """W equal devices, one rank each, spread evenly over hosts."""
+
+    device: Device
+    world_size: int
+    hosts: int = 1
+
+    def __post_init__(self) -> None:
+        for name, value in (("devices", self.world_size), ("hosts", self.hosts)):
+            if value < 1:
+                raise ConfigError(f"{name}: there must be at least one, got {value}")
+        if self.world_size % self.hosts:
+            raise ConfigError(
+                f"hosts: {self.world_size} devices cannot be spread evenly over {self.hosts} hosts"
+            )
+
+    @property
+    def local_world_size(self) -> int:
+        """Ranks on one host."""
+        return self.world_size // self.hosts
+
+    def host_of(self, rank: int) -> int:
+        """The host of a rank: ranks are numbered host by host, as torchrun does."""
+        return rank // self.local_world_size
+
+    def __str__(self) -> str:
+        where = "one host" if self.hosts == 1 else f"{self.hosts} hosts"
+        return f"{self.world_size} x {self.device.name} on {where}"
+
+
+def parse_devices(
+    text: str, hosts: int = 1, known: Mapping[str, Device] | None = None, host_gib: float = 0
+) -> Cluster:
+    """A cluster from text such as "8xH100-80GB", "8xh100", "4xCPU" or "2xCPU-64GB".
+
+    hosts: the devices are spread evenly over that many.
+    known: devices by name; default, the presets.
+    host_gib: GiB of main memory of one host; 0 takes the device's, for CPUs this machine's.
+    Raises ConfigError for text of another form, an unknown device and numbers below one.
+    """
+    found = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
+    if not found:
+        raise ConfigError(f"devices must look like 8xH100-80GB, got {text!r}")
+    count = 1 if found[1] is None else int(found[1])
+    device = _find(found[2], PRESETS if known is None else known)
+    if host_gib:
+        device = replace(device, host_memory=int(host_gib * GIB))
+    elif not device.host_memory:
+        device = replace(device, host_memory=host_memory())
+    return Cluster(device, count, hosts)
+
+
+def read_devices(path: str | Path) -> dict[str, Device]:
+    """The presets and the devices of a YAML file, which may build on others by ``like``:
+
+        MI300X: {like: H200-141GB, memory_gib: 191.5, memory_gb_per_s: 5300}
+
+    Raises ConfigError naming the device and key that is wrong.
+    """
+    try:
+        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} should hold 'name: {{key: value}}' pairs")
+    known = dict(PRESETS)
+    for name, values in content.items():
+        known[str(name)] = _from_values(str(name), values, known, path)
+    return known
+
+
+def _from_values(name: str, values: Any, known: Mapping[str, Device], path) -> Device:
+    if not isinstance(values, dict):
+        raise ConfigError(f"{name} in {path} should hold 'key: value' pairs")
+    values = dict(values)
+    like, kind = values.pop("like", None), values.pop("kind", None)
+    changes: dict[str, Any] = {"name": name}
+    if kind is not None:
+        if kind not in ("cuda", "cpu"):
+            raise ConfigError(f"{name}.kind in {path} must be cuda or cpu, got {kind!r}")
+        changes["kind"] = kind
+    for key, value in values.items():
+        if key not in _UNITS:
+            raise ConfigError(
+                f"unknown key {name}.{key} in {path}; there are kind, like, {', '.join(_UNITS)}"
+            )
+        if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise ConfigError(f"{name}.{key} in {path} must be a number >= 0, got {value!r}")
+        field, unit = _UNITS[key]
+        changes[field] = type(getattr(_PRESETS[0], field))(value * unit)
+    if like is not None:
+        return replace(_find(str(like), known), **changes)
+    missing = {field.name for field in fields(Device)} - changes.keys()
+    if missing:
+        keys = [key for key, (field, _) in _UNITS.items() if field in missing]
+        raise ConfigError(
+            f"{name} in {path} lacks {', '.join(sorted(missing & {'kind'}) + keys)}; "
+            "give them, or a device that it is like"
+        )
+    return Device(**changes)
+
+
+def _find(name: str, known: Mapping[str, Device]) -> Device:
+    """A device by its name, with or without "GB", or by the part before the memory if unique."""
+    if sized := re.fullmatch(r"(?i)cpu-(\d+(?:\.\d+)?)(?:GB|GiB)?", name):
+        return replace(known["CPU"], name=name, host_memory=int(float(sized[1]) * GIB))
+    plain = {_plain(known_name): device for known_name, device in known.items()}
+    if _plain(name) in plain:
+        return plain[_plain(name)]
+    same = [device for key, device in plain.items() if key.split("-")[0] == _plain(name)]
+    if len(same) == 1:
+        return same[0]
+    if same:
+        raise ConfigError(f"devices: {name} may be {' or '.join(d.name for d in same)}; say which")
+    close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
+    hint = f"; did you mean {plain[close[0]].name}?" if close else ""
+    raise ConfigError(
+        f"devices: no device {name!r}; there are {', '.join(known)}, and others from a file"
+        f" (--device-file){hint}"
+    )
+
+
+def _plain(name: str) -> str:
+    return name.lower().removesuffix("gib").removesuffix("gb")

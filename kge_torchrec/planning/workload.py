@@ -1,0 +1,121 @@
+"""What a run trains, in sizes alone: a config, the graph's counts and how often entities occur.
+
+Letters, here and in the rest of this package: N entities, D numbers per entity, R relations, T
+triples, W ranks, C chunks of b triples a rank, K negatives a chunk and side, U different entities
+of a rank's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.data.batches import share_of
+from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.scorers import SIDES, Side
+from kge_torchrec.planning.popularity import Popularity
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """One rank's share of a step."""
+
+    chunks: int  # C
+    triples: int  # b, padding included
+    positives: int  # triples without padding
+    negatives: int  # entities drawn, over chunks and sides
+    distinct: float  # U, expected
+
+    @property
+    def lookups(self) -> int:
+        """Entities of the batch, duplicates included."""
+        return 2 * self.chunks * self.triples + self.negatives
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A run in sizes.
+
+    build_objective: makes the scorer and its loss from a config and a number of relations, as
+        training does.
+    popularity: of the entities in triples.
+
+    Raises ConfigError for counts below one.
+    """
+
+    config: Config
+    num_entities: int
+    num_relations: int
+    num_triples: int
+    build_objective: Callable[[Config, int], Objective]
+    popularity: Popularity
+
+    def __post_init__(self) -> None:
+        for name in ("entities", "relations", "triples"):
+            value = getattr(self, f"num_{name}")
+            if value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
+
+    @property
+    def dim(self) -> int:
+        return self.config.model.dim
+
+    @property
+    def optimizer(self) -> str:
+        return self.config.train.optimizer
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        sides = self.config.negatives.sides
+        return SIDES if sides == "both" else (sides,)
+
+    @property
+    def batch_size(self) -> int:
+        """Triples of a step over all ranks, never more than there are."""
+        return min(self.config.train.batch_size, self.num_triples)
+
+    @property
+    def steps_per_epoch(self) -> float:
+        """The last, smaller step counts as its part of a whole one."""
+        return self.num_triples / self.batch_size
+
+    @property
+    def negative_power(self) -> float | None:
+        """Exponent of degree sampling; None draws uniformly."""
+        negatives = self.config.negatives
+        return negatives.degree_power if negatives.sampling == "degree" else None
+
+    def batch_of(self, rank: int, world_size: int) -> RankBatch:
+        """A rank's share of a full batch."""
+        negatives = self.config.negatives
+        share = share_of(self.batch_size, negatives.chunk_size or self.batch_size, rank, world_size)
+        chunks, triples = share.positions.shape
+        positives = int(share.counted.sum())
+        drawn = chunks * negatives.count * len(self.sides)
+        distinct = self.popularity.distinct(positives, drawn, self.negative_power)
+        return RankBatch(chunks, triples, positives, drawn, distinct)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """Scorer and loss on the meta device: they take no memory."""
+        with torch.device("meta"):
+            return self.build_objective(self.config, self.num_relations)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Numbers outside the entity table: relations and other parameters of the scorer."""
+        return sum(parameter.numel() for parameter in self.objective.parameters())
+
+    def with_dim(self, dim: int) -> Workload:
+        """The same with other sizes of rows.  Raises ConfigError if the scorer has none such."""
+        return replace(self, config=replace(self.config, model=replace(self.config.model, dim=dim)))
+
+    def with_optimizer(self, name: str) -> Workload:
+        """The same with another table optimizer."""
+        return replace(
+            self, config=replace(self.config, train=replace(self.config.train, optimizer=name))
+        )
