@@ -173,8 +173,8 @@ class SparseOptimizer:
         for start in range(0, count, self.chunk_rows):
             yield slice(start, start + self.chunk_rows)
 
-    # The step.  No multiply-add in one operation (addcmul, alpha=...): torch fuses those in
-    # vectors but not in the rest of a chunk, and results would depend on where chunks end.
+    # The step.  No multiply-add in one operation (addcmul, alpha=...): torch rounds once or twice
+    # in those, depending on the processor, and a bfloat16 state shows a last bit as a whole step.
 
     def _update(self, rows: Tensor, grad: Tensor) -> None:
         """Moves distinct rows (u,) that have the gradients (u, D)."""
@@ -231,7 +231,8 @@ class SparseOptimizer:
             return [1 - float(np.power(np.float32(beta), step)) for beta in self.optimizer.betas]
         counts = self.states["row_step"].index_select(0, rows).add_(1)
         self.states["row_step"].index_copy_(0, rows, counts)
-        # In float64 and rounded: the last bit of torch's float32 power depends on its place.
+        # In float64, then rounded: torch computes the end of a chunk by another routine, and the
+        # two differ in the last bit of a power.
         bases = (float(np.float32(beta)) for beta in self.optimizer.betas)
         powers = (torch.pow(base, counts.double()).float() for base in bases)
         return [(1 - power).unsqueeze(1) for power in powers]
