@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict, export.
+"""The command line: prepare, train, evaluate, predict, export, compare.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -46,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(arguments: list[str]) -> int:
     if arguments[:1] == ["train"]:  # its options are the config's keys, not argparse's
         return _train(arguments[1:])
+    if arguments[:1] == ["compare"]:  # takes the config's keys as well
+        from kge_torchrec.comparison.command import run
+
+        return run(arguments[1:])
     parsed = _parser().parse_args(arguments)
     return parsed.run(parsed)
 
@@ -136,6 +140,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     export.add_argument("--overwrite", action="store_true", help="replace an existing export")
     export.set_defaults(run=_export)
+
+    verbs.add_parser("compare", help="engines side by side (kge-torchrec compare --help says how)")
     return parser
 
 

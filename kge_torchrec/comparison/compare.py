@@ -191,11 +191,7 @@ class Comparison:
         self._say(f"ended: {describe(self.found['failure'])}")
 
     def _write(self) -> None:
-        measured = {
-            world_size: {name: runs for name, runs in by_name.items() if runs}
-            for world_size, by_name in self.found["speed"].items()
-        }
-        self.found["summary"] = summarize(measured)
+        self.found["summary"] = summarize(self.found["speed"])
         self.found["verdict"] = verdict(self.found)
         write_json(self.folder / "comparison.json", self.found)
 

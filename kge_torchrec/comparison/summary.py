@@ -82,9 +82,13 @@ def _mean(values: list[Any]) -> Any:
 
 
 def summarize(speed: dict[str, dict[str, Measurements]]) -> dict[str, dict[str, Any]]:
-    """The figures of the tables by world size and contender, for comparison.json."""
+    """The figures of the tables by world size and contender, for comparison.json.
+
+    Contenders that were not measured, because the comparison ended, are left out.
+    """
     found: dict[str, dict[str, Any]] = {}
-    for world_size, by_name in speed.items():
+    for world_size, all_names in speed.items():
+        by_name = {name: ours for name, ours in all_names.items() if ours}
         base = next(iter(by_name.values()))
         found[world_size] = {
             name: {

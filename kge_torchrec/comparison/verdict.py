@@ -93,19 +93,24 @@ def _faster(name: str, ours: list[dict], first: str, base: list[dict]) -> str:
     mine, theirs = triples_per_second(ours), triples_per_second(base)
     repeats = min(len(ours), len(base))
     over = f"over {repeats} repeats" if repeats > 1 else "in a single repeat"
-    factor = ratio(ours, base)
+    none = (
+        f"no difference in speed shows between {name} ({_range(mine)} triples/s {over}) and "
+        f"{first} ({_range(theirs)})"
+    )
+    if mine.overlaps(theirs):
+        return none
+    if mine.median > theirs.median:
+        winner, loser, factor = name, first, ratio(ours, base)
+    else:
+        winner, loser, factor = first, name, ratio(base, ours)
     digits = 1 if factor.highest - factor.lowest > 0.1 or factor.median >= 2 else 2
-    if mine.overlaps(theirs) or round(factor.median, digits) == 1:
-        return (
-            f"no difference in speed shows between {name} ({_range(mine)} triples/s {over}) and "
-            f"{first} ({_range(theirs)})"
-        )
-    if factor.median < 1:
-        name, first = first, name
-        factor = Spread(1 / factor.median, 1 / factor.highest, 1 / factor.lowest)
-    low, high = f"{factor.lowest:.{digits}f}", f"{factor.highest:.{digits}f}"
+    times, low, high = (
+        f"{value:.{digits}f}" for value in (factor.median, factor.lowest, factor.highest)
+    )
+    if float(times) == 1:
+        return none
     between = f", {low} to {high} {over}" if low != high else f" {over}"
-    return f"{name} is about {factor.median:.{digits}f} times as fast as {first}{between}"
+    return f"{winner} is about {times} times as fast as {loser}{between}"
 
 
 def _range(speed: Spread) -> str:

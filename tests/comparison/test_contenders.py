@@ -1,0 +1,107 @@
+"""Contenders by name, and what is refused before anything starts."""
+
+from __future__ import annotations
+
+import pytest
+from training_runs import config_of
+
+from kge_torchrec.comparison.command import run
+from kge_torchrec.comparison.compare import Extent
+from kge_torchrec.comparison.contenders import CONTENDERS, contenders
+from kge_torchrec.config import Config, ConfigError, TrainConfig
+from kge_torchrec.data.errors import DataError
+
+
+def test_each_changes_engine_and_preset_only():
+    config = config_of("countries", train__optimizer="adam", entities__engine="handrolled")
+    found = contenders(config, list(CONTENDERS))
+    assert list(found) == list(CONTENDERS)
+    for name, (engine, preset) in CONTENDERS.items():
+        assert (found[name].entities.engine, found[name].entities.preset) == (engine, preset)
+        values, base = found[name].to_dict(), config.to_dict()
+        assert {**values, "entities": 0} == {**base, "entities": 0}
+
+
+def test_options_of_the_optimizer_reach_contenders():
+    base = config_of(
+        "countries", train__optimizer="adam", entities__engine="handrolled",
+        entities__bias_correction="row",
+    )  # fmt: skip
+    for config in contenders(base, ["handrolled", "dgl", "dicee"]).values():
+        assert config.entities.bias_correction == "row"
+    with pytest.raises(ConfigError, match=r"^torchrec: entities.bias_correction 'row'"):
+        contenders(base, ["handrolled", "torchrec"])
+
+
+REFUSED = {
+    "an unknown name": (["--engines", "torchrec", "dglke"], "--engines: 'dglke' is none of torch"),
+    "a name twice": (["--engines", "dgl", "dgl"], "--engines names dgl twice"),
+    "a single name": (["--engines", "torchrec"], "--engines needs at least two"),
+    "dicee has adam only": (
+        ["--engines", "torchrec", "dicee", "--train.optimizer", "adagrad"],
+        "dicee: entities.preset: dicee has adam only, not adagrad",
+    ),
+    "FBGEMM counts steps of the table": (
+        ["--engines", "torchrec", "handrolled", "--train.optimizer", "adam",
+         "--entities.bias_correction", "row"],
+        "torchrec: entities.bias_correction 'row'",
+    ),
+    "presets without weight decay": (
+        ["--engines", "handrolled", "dgl", "--train.optimizer", "adam",
+         "--train.weight_decay", "0.1"],
+        "dgl: train.weight_decay",
+    ),
+    "TorchRec's pipeline": (
+        ["--engines", "torchrec", "handrolled", "--train.pipeline", "sparse_dist"],
+        "train.pipeline sparse_dist",
+    ),
+    "an engine besides the names": (["--entities.engine", "dgl"], "entities.engine: --engines"),
+    "a preset besides the names": (["--entities.preset=dgl"], "entities.preset: --engines"),
+    "a schedule that needs validation": (["--train.schedule", "plateau"], "train.schedule plateau"),
+    "an unknown key": (["--train.learning_rate", "1"], "unknown key train.learning_rate"),
+    "no ranks": (["--world-sizes", "0", "1"], "--world-sizes must be different integers >= 1"),
+    "a world size twice": (["--world-sizes", "2", "2"], "--world-sizes must be different"),
+    "negative repeats": (["--repeats", "-1"], "--repeats must be an integer >= 0"),
+    "no steps": (["--steps", "0"], "--steps must be an integer >= 1"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name, tmp_path):
+    arguments, words = REFUSED[name]
+    folder = tmp_path / "compared"
+    with pytest.raises(ConfigError) as caught:
+        run(["demo", *arguments, "--run.dir", str(folder)])
+    assert words in str(caught.value)
+    assert not folder.exists()
+
+
+def test_a_folder_that_holds_anything_is_refused(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(ConfigError, match=r"run.dir: .* is not empty"):
+        run(["demo", "--run.dir", str(tmp_path)])
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_bad_data_leaves_no_folder(tmp_path):
+    with pytest.raises(DataError, match="nowhere"):
+        run(["demo", "--run.dir", str(tmp_path / "run"), "--data.path", str(tmp_path / "nowhere")])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(ConfigError, match="without torchrun"):
+        run(["demo"])
+
+
+def test_help(capsys):
+    assert run(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(word in text for word in ("--world-sizes", "--repeats", "--steps", *CONTENDERS))
+    assert run([]) == 2
+
+
+def test_extents_and_schedules_are_those_of_the_config():
+    assert Extent().world_sizes == (1,)
+    assert set(contenders(Config(train=TrainConfig(schedule="cosine")), ["torchrec", "dgl"]))

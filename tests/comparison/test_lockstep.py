@@ -1,0 +1,129 @@
+"""Training side by side: the recorded losses and differences."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from training_runs import config_of, fit, parameters, tiny_store
+from worlds import run_world as run_test_world
+
+from kge_torchrec.comparison import differences
+from kge_torchrec.comparison.differences import measured_steps
+from kge_torchrec.comparison.launch import RankFailed, run_world
+from kge_torchrec.comparison.lockstep import train_side_by_side
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("data") / "store").path
+
+
+def test_steps_at_which_parameters_are_compared():
+    assert measured_steps(0) == [0]
+    assert measured_steps(1) == [0, 1]
+    assert measured_steps(60) == [0, 1, 2, 5, 10, 20, 50, 60]
+    assert measured_steps(100) == [0, 1, 2, 5, 10, 20, 50, 100]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_the_same_contender_twice_and_one_that_takes_other_steps(store, tmp_path, world_size):
+    config = config_of(store, tmp_path, train__optimizer="adam", train__schedule="linear")
+    faster = config_of(store, tmp_path, train__optimizer="adam", train__lr=0.1)
+    found, *others = run_world(
+        train_side_by_side, world_size, {"one": config, "two": config, "faster": faster}
+    )
+    assert all(other == found for other in others)  # every rank finds the same
+    assert found["complete"] and found["steps"] == 4 * 5
+    assert {len(losses) for losses in found["losses"].values()} == {20}
+    assert found["losses"]["one"] == found["losses"]["two"] != found["losses"]["faster"]
+    assert found["losses"]["one"][0] == found["losses"]["faster"][0]
+
+    steps = [0, 1, 2, 5, 10, 20]
+    same, other = found["differences"]["two"], found["differences"]["faster"]
+    assert [one["step"] for one in same] == [one["step"] for one in other] == steps
+    assert all(one["entities"] == one["dense"] == 0 for one in same)
+    assert other[0]["entities"] == other[0]["dense"] == 0
+    # Adam's first step is the learning rate, whatever the gradient
+    assert other[1]["entities"] == pytest.approx(0.05, rel=1e-2)
+    assert other[-1]["entities"] > other[1]["entities"]
+    assert set(found["metrics"]) == {"one", "two", "faster"} and found["split"] == "test"
+    assert found["metrics"]["one"] == found["metrics"]["two"]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_both_engines_train_the_same(store, tmp_path, world_size):
+    configs = {
+        name: config_of(store, tmp_path, entities__engine=name, train__optimizer="adam")
+        for name in ("torchrec", "handrolled")
+    }
+    found = run_world(train_side_by_side, world_size, configs)[0]
+    measured = found["differences"]["handrolled"]
+    assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
+    assert max(max(one["entities"], one["dense"]) for one in measured) < 1e-4 * 0.05
+    np.testing.assert_allclose(*found["losses"].values(), rtol=1e-5)
+
+
+def test_losses_and_metrics_are_those_of_an_ordinary_run(store, tmp_path):
+    """As ``kge-torchrec train`` would give them."""
+    seen = []
+    config = config_of(store, tmp_path / "run", train__log_every=1)
+    session = fit(config, lambda loop: loop.callbacks.append(lambda *event: seen.append(event)))
+    found = run_world(train_side_by_side, 1, {"one": config, "two": config})[0]
+    losses = [values["loss"] for kind, values in seen if kind == "step"]
+    assert found["losses"]["one"] == losses
+    assert found["metrics"]["one"] == session.rank("test")
+
+
+def test_no_epochs_compare_the_starts(store, tmp_path):
+    config = config_of(store, tmp_path, train__epochs=0)
+    other = config_of(store, tmp_path, train__epochs=0, model__init_scale=0.25)
+    found = run_world(train_side_by_side, 1, {"one": config, "two": config, "other": other})[0]
+    assert found["complete"] and found["steps"] == 0 and found["metrics"] == {}
+    assert found["differences"]["two"] == [{"step": 0, "entities": 0, "dense": 0}]
+    assert found["differences"]["other"][0]["entities"] > 0.1
+
+
+def test_a_loss_that_is_no_number_names_the_contender(store, tmp_path):
+    keys = {"train__log_every": 5, "train__optimizer": "sgd", "loss__n3": 1.0}
+    config, wild = (config_of(store, tmp_path, train__lr=lr, **keys) for lr in (1e-3, 1e30))
+    with pytest.raises(RankFailed, match=r"NonFiniteLoss: wild: the loss is .* epoch") as caught:
+        run_world(train_side_by_side, 1, {"calm": config, "wild": wild})
+    assert caught.value.partial is None  # nothing was read before
+
+
+CHANGES = {"row": 0.75, "nan": float("nan"), "dense": -0.25}
+
+
+def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
+    """By change, made on the last rank: the differences, and the same from whole tables."""
+    differences.CHUNK_NUMBERS = 5 * 8  # several chunks of 5 rows, the last one smaller
+    found = {}
+    with processes("cpu") as ranks:
+        one, other = (Session(config_of(store), RunFolder(folder), ranks) for _ in range(2))
+        for change, by in CHANGES.items():
+            rows, dense = other.engine.shard().rows, next(iter(other.scorer.parameters())).data
+            changed = dense[0] if change == "dense" else rows[-1]
+            before = changed.clone()
+            if change == "dense" or ranks.rank == ranks.world_size - 1:
+                changed[3] += by
+            mine, theirs = parameters(one), parameters(other)
+            apart = {name: float((mine[name] - theirs[name]).abs().max()) for name in mine}
+            expected = {"entities": apart.pop("entities"), "dense": max(apart.values())}
+            found[change] = (differences.largest_differences(one, other), expected)
+            changed.copy_(before)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_differences_against_whole_tables(store, tmp_path, world_size):
+    for found in run_test_world(world_size, rank_compares, store, tmp_path):
+        for measured, expected in found.values():
+            np.testing.assert_equal(measured, expected)
+        assert found["row"][0] == {"entities": pytest.approx(0.75), "dense": 0}
+        assert found["dense"][0] == {"entities": 0, "dense": pytest.approx(0.25)}
+        assert np.isnan(found["nan"][0]["entities"]) and found["nan"][0]["dense"] == 0

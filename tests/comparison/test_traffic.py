@@ -1,0 +1,122 @@
+"""Traffic, against a count by hand of what each rank of two has to send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from training_runs import config_of, tiny_store
+from worlds import run_world
+
+from kge_torchrec.comparison.launch import run_world as run_world_of_package
+from kge_torchrec.comparison.speed import Timing, measure_speed
+from kge_torchrec.comparison.traffic import Traffic
+from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.training.assembly import build_batches
+
+FEW = Timing(steps=2, blocks=2, warm_up=1, split=2, settling=1, traffic=3)
+DIM = 8
+
+
+def rank_sends_known_sizes() -> dict:
+    rank = dist.get_rank()
+    with Traffic(dim=4) as traffic:
+        ids = torch.arange(5 + rank)  # 2 stay on rank 0 and 3 leave; 2 leave rank 1 and 4 stay
+        splits = [2, 3 + rank]
+        theirs = [2, 2] if rank == 0 else [3, 4]
+        dist.all_to_all_single(torch.empty(sum(theirs), dtype=torch.int64), ids, theirs, splits)
+        counts = torch.zeros(6, dtype=torch.int32)  # equal parts: half of them leave
+        dist.all_to_all_single(torch.empty_like(counts), counts)
+        rows = torch.zeros(sum(splits), 4, dtype=torch.bfloat16)
+        dist.all_to_all_single(torch.empty(sum(theirs), 4, dtype=rows.dtype), rows, theirs, splits)
+        dist.all_reduce(torch.zeros(10))
+        dist.all_gather([torch.empty(3), torch.empty(3)], torch.zeros(3))
+        dist.barrier()
+    return traffic.per_step(1)
+
+
+def test_collectives_of_known_sizes():
+    first, second = run_world(2, rank_sends_known_sizes)
+    kinds = {"all_to_all": 3, "all_reduce": 1, "all_gather": 1}
+    assert first["collectives"] == second["collectives"] == kinds
+    assert (first["rows_sent"], second["rows_sent"]) == (3, 2)
+    assert (first["integers_sent"], second["integers_sent"]) == (3 + 3, 2 + 3)
+    sent = {"first": 3 * 8 + 3 * 4 + 3 * 4 * 2, "second": 2 * 8 + 3 * 4 + 2 * 4 * 2}
+    assert (first["bytes_sent"], second["bytes_sent"]) == (sent["first"], sent["second"])
+    assert first["payload_bytes"] == {
+        "all_to_all": 5 * 8 + 6 * 4 + 5 * 4 * 2,
+        "all_reduce": 40,
+        "all_gather": 12,
+    }
+
+
+def rank_trains_dense() -> dict:
+    model = DistributedDataParallel(nn.Linear(3, 2))
+    for _ in range(4):  # the first steps set DDP up, which takes collectives of its own
+        with Traffic(dim=1) as traffic:
+            model(torch.ones(1, 3)).sum().backward()
+    return traffic.per_step(1)
+
+
+def test_the_gradients_of_ddp_are_seen():
+    for found in run_world(2, rank_trains_dense):
+        assert found["collectives"] == {"all_reduce": 1}
+        assert found["payload_bytes"] == {"all_reduce": (3 * 2 + 2) * 4}
+        assert found["bytes_sent"] == 0  # of all_to_all, that is
+
+
+def asked(config, store, world_size: int) -> list[list[np.ndarray]]:
+    """[rank][step]: the ids that each rank looks up in the steps whose traffic is counted."""
+    cpu = torch.device("cpu")
+    found = []
+    for rank in range(world_size):
+        batches = build_batches(config, store, Processes(rank, world_size, world_size, cpu))
+        stream = batches.epoch(0)
+        found.append([next(stream).ids.values().numpy() for _ in range(FEW.traffic)])
+    return found
+
+
+# Rows of 37 on two ranks: TorchRec gives the first one the larger part, the hand-rolled engine the
+# second one.  Counts announced to the other rank: TorchRec tells 3 sizes and 1 length, the
+# hand-rolled engine 1 size.
+ENGINES = {"torchrec": (19, 4, 5), "handrolled": (18, 1, 4)}
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_ids_and_bytes_of_a_step_with_and_without_duplicates(tmp_path, engine):
+    second_starts, counts, exchanges = ENGINES[engine]
+    store = tiny_store(tmp_path / "store")
+    config = config_of(store.path, tmp_path, entities__engine=engine)
+    ranks = run_world_of_package(measure_speed, 2, config, FEW)
+    for kind in ("deduplicated", "duplicated"):
+        entities = replace(config.entities, deduplicate=kind == "deduplicated")
+        ids = asked(replace(config, entities=entities), store, 2)
+        looked_up = np.array([[len(step) for step in rank] for rank in ids])
+        from_first = np.array([[(step < second_starts).sum() for step in rank] for rank in ids])
+        # What a rank looks up on the other one: its ids go there, their gradients as well.
+        elsewhere = np.stack([(looked_up - from_first)[0], from_first[1]])
+        for rank, found in enumerate(one["traffic"][kind] for one in ranks):
+            out, back = elsewhere[rank].mean(), elsewhere[1 - rank].mean()
+            assert found["ids_looked_up"] == pytest.approx(looked_up[rank].mean())
+            assert found["rows_sent"] == pytest.approx(out + back)
+            assert found["integers_sent"] == pytest.approx(out + counts)
+            assert found["bytes_sent"] == pytest.approx((out + back) * DIM * 4 + (out + counts) * 8)
+            assert found["collectives"] == {"all_to_all": exchanges, "all_reduce": 1}
+            relations = 2 * store.num_relations * DIM * 4  # and their reciprocals
+            assert found["payload_bytes"]["all_reduce"] == relations
+    once, every = (ranks[0]["traffic"][kind] for kind in ("deduplicated", "duplicated"))
+    assert every["rows_sent"] > 1.5 * once["rows_sent"]
+    assert every["ids_looked_up"] == 2 * 16 + 2 * 6  # heads and tails of 16 triples, negatives
+
+
+def test_a_single_rank_sends_nothing(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    (found,) = run_world_of_package(measure_speed, 1, config_of(store.path, tmp_path), FEW)
+    for seen in found["traffic"].values():
+        assert seen["rows_sent"] == seen["integers_sent"] == seen["bytes_sent"] == 0
+        assert seen["ids_looked_up"] > 0
