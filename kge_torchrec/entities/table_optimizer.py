@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+import numpy as np
+
 TABLE_OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 
 
@@ -36,6 +38,8 @@ class TableOptimizer:
         object.__setattr__(self, "betas", tuple(self.betas))  # YAML gives lists
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(f"betas: {self.betas} are not two numbers in [0, 1)")
+        if not all(np.float32(beta) < 1 for beta in self.betas):
+            raise ValueError(f"betas: {self.betas} round to 1 in float32, which kernels compute in")
         if self.max_gradient is not None and not self.max_gradient > 0:
             raise ValueError(f"max_gradient: {self.max_gradient} is not a number > 0 or None")
         if self.weight_decay and self.name in ("adagrad", "sgd"):

@@ -109,8 +109,8 @@ def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, fi
 
 
 def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
-    store = tiny_store(tmp_path / "few", entities=3, relations=2, train=12, held_out=2).path
-    changes = {"train__batch_size": 4, "train__optimizer": "rowwise_adam"}
+    store = tiny_store(tmp_path / "few", entities=3, relations=4, train=6, held_out=1).path
+    changes = {"train__batch_size": 2, "train__optimizer": "rowwise_adam"}
     found = {}
     for engine in ("handrolled", "torchrec"):
         folder = tmp_path / engine

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
@@ -105,7 +106,7 @@ class HandrolledEngine:
         return {
             "model": self.parameter_state(),
             "optimizer": {"state": {ENTITY_WEIGHT: table, **self._dense.state_dict()["state"]}},
-            "table_step": torch.tensor(self.table.optimizer.steps),
+            "table_step": self._steps(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -117,6 +118,13 @@ class HandrolledEngine:
         for group, rate in zip(self._dense.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule sets it, from config and step
         self.table.optimizer.steps = int(state["table_step"])
+
+    def _steps(self) -> Tensor:
+        """Steps counted; with ``bias_correction: shard`` the most that any shard has counted."""
+        steps = torch.tensor(self.table.optimizer.steps)
+        if self.table.ranges.world_size > 1:
+            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)
+        return steps
 
     def _sharded(self, local: Tensor):
         shard = self.shard()
