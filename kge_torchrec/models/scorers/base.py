@@ -4,17 +4,23 @@ A scorer holds the relation (and any other dense) parameters; entity rows are ha
 it never needs to know where they live.  A query is an anchor entity and a relation, asked for the
 missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` (?, relation, anchor).
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity.
+Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity, R
+relation rows (twins included), W numbers a relation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from kge_torchrec.models.scorer_options import DECLARATIONS, check_scorer
+from kge_torchrec.models.scorers.normalization import normalization_of
+from kge_torchrec.models.scorers.pairwise import pairwise
+from kge_torchrec.models.scorers.start import start_layers
 
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, ...] = ("head", "tail")
@@ -26,19 +32,54 @@ class Scorer(nn.Module):
 
     With ``reciprocal`` every relation r has a twin r + num_relations, and the head query
     (?, r, t) is asked as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
+
+    relation_dim: W; None takes D.  options: the scorer's own, to be checked.
+    normalization: none, unit (entity rows of Euclidean length 1, the constraint of TransE, as part
+    of the formula) or layer (a LayerNorm of entity rows, one of relation rows).
+    input_dropout: of a query's entity and relation row, hidden_dropout: of the folded query, in
+    training mode only.  The draws come from torch's generator on each rank, so that with dropout
+    another number of ranks is another run.
+
+    Raises ValueError, which names the key of the config, when dim, reciprocal and the options do
+    not fit.
     """
 
+    name = ""  # in the config
     # Whether rows are read as complex numbers, which N3 then takes the modulus of.
     is_complex = False
     relation_is_complex = False
+    # Columns at the end of an entity's row that are no part of its vector.
+    bias_columns = 0
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
+    def __init__(
+        self,
+        num_relations: int,
+        dim: int,
+        reciprocal: bool = False,
+        *,
+        relation_dim: int | None = None,
+        options: Mapping[str, Any] | None = None,
+        normalization: str = "none",
+        input_dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+    ):
         super().__init__()
+        self.options: dict[str, Any] = {}  # all of the scorer's own, by name
+        if self.name:
+            check_scorer(self.name, dim, reciprocal, options or {})
+            self.options = {**DECLARATIONS[self.name].options, **(options or {})}
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
+        width = dim if relation_dim is None else relation_dim
+        self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
+        self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
+        of_relations = "layer" if normalization == "layer" else "none"
+        self.relation_norm = normalization_of(of_relations, width)
+        self.input_dropout = nn.Dropout(input_dropout)
+        self.hidden_dropout = nn.Dropout(hidden_dropout)
 
     @property
     def relation_rows(self) -> int:
-        """Rows that a relation table needs: twice the relations when reciprocal."""
+        """R, the rows that a relation table needs: twice the relations when reciprocal."""
         return self.num_relations * (2 if self.reciprocal else 1)
 
     def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
@@ -46,6 +87,18 @@ class Scorer(nn.Module):
         if self.reciprocal and side == "head":
             return relation + self.num_relations, "tail"
         return relation, side
+
+    def entity(self, rows: Tensor) -> Tensor:
+        """Entity rows as the formula takes them: normalised.  (..., D) -> (..., D)"""
+        if not self.bias_columns or isinstance(self.entity_norm, nn.Identity):
+            return self.entity_norm(rows)
+        vector, biases = rows.split([self.dim - self.bias_columns, self.bias_columns], -1)
+        return torch.cat([self.entity_norm(vector), biases], -1)
+
+    def relation(self, ids: Tensor) -> Tensor:
+        """Relation rows as the formula takes them: (...) ids -> (..., W)."""
+        rows = nn.functional.embedding(ids, self.relations)
+        return self.input_dropout(self.relation_norm(rows))
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
@@ -84,62 +137,126 @@ class Scorer(nn.Module):
         """Scores against all rows given: (B, D), (B,), (N, D) -> (B, N)."""
         return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
 
+    def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
+        """``score_all`` of these queries as a function of the rows, for one block after another.
+
+        anchor: (B, D); relation: (B,).  What does not depend on the rows is computed once.
+        """
+        return lambda rows: self.score_all(anchor, relation, rows, side)
+
+    def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
+        """Scores of every relation between two entities: (..., D), (..., D) -> (..., R).
+
+        With reciprocal relations the columns are those of tail queries, twins included, and the
+        side plays no part: relation r of a head query is column r + num_relations.
+        """
+        raise NotImplementedError
+
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
-        """The relation rows that a query uses, for regularizers: (...) ids -> (..., D')."""
+        """The relation rows that a query uses, for regularizers: (...) ids -> (..., W)."""
         relation, _ = self.direct(relation, side)
         return nn.functional.embedding(relation, self.relations)
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Gives every parameter its start from the stream; ``fill`` is the configured draw."""
-        for parameter in self.parameters():
-            fill(stream, parameter.numpy())
+        """Gives every parameter its start from the stream.
+
+        ``fill`` is the configured draw, for relation rows; layers start as torch's own do.
+        """
+        fill(stream, self.relations.numpy())
+        start_layers(self, stream)
 
 
 class QueryScorer(Scorer):
-    """A scorer whose query folds into one vector, compared with each candidate row.
+    """A scorer whose query folds into one thing, compared with each candidate row.
 
-    Subclasses give ``query`` and ``similarity``; the three contract calls follow, so that they
-    cannot disagree.
+    Subclasses give ``query`` and the two similarities; the contract's calls follow, so that they
+    cannot disagree.  A query is a tensor, or a tuple of tensors, with the leading shape of the
+    anchors; only the similarities read it.
     """
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        """(..., D), (...) -> (..., D)"""
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        """Entity rows (..., D), relation rows (..., W), broadcast to each other -> query."""
         raise NotImplementedError
 
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
-        """(..., D), (..., D) -> (...)"""
+    def similarity(self, query: Any, rows: Tensor) -> Tensor:
+        """query (...), rows (..., D) -> (...)"""
         raise NotImplementedError
 
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
-        """(C, b, D), (C, K, D) -> (C, b, K)"""
+    def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
+        """query (C, b), rows (C, K, D) -> (C, b, K)"""
         raise NotImplementedError
+
+    def fold(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        """The query of anchor rows (..., D) and relation ids (...)."""
+        relation, side = self.direct(relation, side)
+        return self.query(self.input_dropout(self.entity(anchor)), self.relation(relation), side)
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
     ) -> Tensor:
-        relation, side = self.direct(relation, side)
-        return self.similarity(self.query(anchor, relation, side), target)
+        return self.similarity(self.fold(anchor, relation, side), self.entity(target))
 
     def score_candidates(
         self, anchor: Tensor, relation: Tensor, candidates: Tensor, side: Side
     ) -> Tensor:
-        relation, side = self.direct(relation, side)
-        return self.similarity_matrix(self.query(anchor, relation, side), candidates)
+        return self.similarity_matrix(self.fold(anchor, relation, side), self.entity(candidates))
 
     def score_contrast(
         self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
     ) -> tuple[Tensor, Tensor]:
-        relation, side = self.direct(relation, side)
-        query = self.query(anchor, relation, side)  # once for both
-        return self.similarity(query, target), self.similarity_matrix(query, candidates)
+        query = self.fold(anchor, relation, side)  # once for both
+        positive = self.similarity(query, self.entity(target))
+        return positive, self.similarity_matrix(query, self.entity(candidates))
+
+    def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
+        query = self.fold(anchor[None], relation[None], side)
+        return lambda rows: self.similarity_matrix(query, self.entity(rows[None]))[0]
+
+    def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
+        side = "tail" if self.reciprocal else side
+        anchors, targets = (self.entity(x).reshape(1, -1, self.dim) for x in (anchor, target))
+        relations = self.relation(torch.arange(self.relation_rows, device=anchor.device))
+
+        def score(anchor: Tensor, target: Tensor, relation: Tensor) -> Tensor:
+            return self.similarity(self.query(anchor, relation, side), target)
+
+        width = self.dim + self.relations.shape[1]
+        anchors = self.input_dropout(anchors)
+        scores = pairwise(score, [anchors, targets], [relations[None]], width)
+        return scores.view(*anchor.shape[:-1], self.relation_rows)
 
 
 class DotScorer(QueryScorer):
     """A query scorer that compares by inner product: one matrix product scores a whole chunk."""
+
+    def fold(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        return self.drop_hidden(super().fold(anchor, relation, side))
+
+    def drop_hidden(self, query: Any) -> Any:
+        """Hidden dropout of the query."""
+        return self.hidden_dropout(query)
 
     def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
         return (query * rows).sum(-1)
 
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return torch.matmul(query, rows.transpose(-1, -2))
+
+
+class TrilinearScorer(DotScorer):
+    """A dot scorer that is linear in the relation as well: one product scores all relations.
+
+    Subclasses also give ``relation_query``, with score = <relation_query(head, tail), relation>.
+    """
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        """(..., D), (..., D) -> (..., W)"""
+        raise NotImplementedError
+
+    def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
+        anchor, target = self.input_dropout(self.entity(anchor)), self.entity(target)
+        is_tail = self.reciprocal or side == "tail"
+        head, tail = (anchor, target) if is_tail else (target, anchor)
+        relations = self.relation(torch.arange(self.relation_rows, device=anchor.device))
+        return torch.matmul(self.relation_query(head, tail), relations.t())

@@ -14,11 +14,3 @@ def as_complex(rows: Tensor) -> Tensor:
 def as_real(numbers: Tensor) -> Tensor:
     """(..., D/2) complex -> (..., D) real view."""
     return torch.view_as_real(numbers).flatten(-2)
-
-
-def require_even(dim: int, scorer: str) -> None:
-    """Raises ValueError when D real numbers do not make complex ones."""
-    if dim % 2:
-        raise ValueError(
-            f"model.dim must be even for {scorer} (two real numbers make a complex one), got {dim}"
-        )

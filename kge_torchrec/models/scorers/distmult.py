@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from kge_torchrec.models.scorers.base import DotScorer, Side
+from kge_torchrec.models.scorers.base import Side, TrilinearScorer
 
 
-class DistMult(DotScorer):
+class DistMult(TrilinearScorer):
     """Bilinear with a diagonal relation; symmetric in head and tail.  D real numbers a row."""
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
-        super().__init__(num_relations, dim, reciprocal)
-        self.relations = nn.Parameter(torch.empty(self.relation_rows, dim))
+    name = "distmult"
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        return anchor * nn.functional.embedding(relation, self.relations)
+        return anchor * relation
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        return head * tail

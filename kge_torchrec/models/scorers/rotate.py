@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side
 from kge_torchrec.models.scorers.complex_distance import complex_distance
-from kge_torchrec.models.scorers.complex_numbers import as_complex, as_real, require_even
+from kge_torchrec.models.scorers.complex_numbers import as_complex, as_real
+from kge_torchrec.models.scorers.start import uniform
 
 
 class RotatE(QueryScorer):
@@ -19,23 +21,20 @@ class RotatE(QueryScorer):
     A rotation keeps distances, so the head query is t e^(-i r).  Raises ValueError when D is odd.
     """
 
+    name = "rotate"
     is_complex = True  # entities only: relations are phases
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False):
-        require_even(dim, "rotate")
-        super().__init__(num_relations, dim, reciprocal)
-        self.relations = nn.Parameter(torch.empty(self.relation_rows, dim // 2))
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, relation_dim=dim // 2, **shared)
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
         """Phases start uniform over the circle: the configured distribution plays no part."""
-        phases = stream.uniform(-math.pi, math.pi, self.relations.shape)
-        self.relations.copy_(torch.from_numpy(phases))
+        uniform(self.relations, math.pi, stream)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        phase = nn.functional.embedding(relation, self.relations)
-        turn = torch.polar(torch.ones_like(phase), phase if side == "tail" else -phase)
-        return as_real(as_complex(anchor) * turn)
+        phase = relation if side == "tail" else -relation
+        return as_real(as_complex(anchor) * torch.polar(torch.ones_like(phase), phase))
 
     def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
         # 1e-12 keeps the gradient of |x| finite at x = 0.

@@ -1,0 +1,35 @@
+"""The start of a scorer's layers: a function of the seed's stream, on any device and rank."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def start_layers(module: nn.Module, stream: np.random.Generator) -> None:
+    """Weights of linear, convolution and attention layers inside a module; biases start at 0.
+
+    Weights are uniform within 1 / sqrt(inputs of a unit), as torch starts its layers; scales and
+    shifts of normalizations stay as they are made, 1 and 0.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            _start(layer.weight, layer.bias, stream)
+        elif isinstance(layer, nn.MultiheadAttention):  # its output layer is an nn.Linear
+            _start(layer.in_proj_weight, layer.in_proj_bias, stream)
+
+
+def uniform(parameter: Tensor, bound: float, stream: np.random.Generator) -> None:
+    """Fills a parameter with numbers in [-bound, bound)."""
+    drawn = stream.uniform(-bound, bound, parameter.shape)
+    with torch.no_grad():
+        parameter.copy_(torch.from_numpy(drawn))
+
+
+def _start(weight: Tensor, bias: Tensor | None, stream: np.random.Generator) -> None:
+    uniform(weight, 1 / math.sqrt(weight[0].numel()), stream)
+    if bias is not None:
+        nn.init.zeros_(bias)
