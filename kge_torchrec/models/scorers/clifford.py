@@ -1,0 +1,98 @@
+"""Scorers in a Clifford algebra: score(h, r, t) = (h r) . t (Demir and Ngonga Ngomo 2023).
+
+A Clifford number here is x_0 + sum_i x_i e_i over basis vectors e_i whose squares s_i are 1, -1 or
+0 and which anticommute.  The product of two has a part along 1 and the e_i, compared with t,
+
+    (h r)_0 = h_0 r_0 + sum_i s_i h_i r_i,    (h r)_i = h_0 r_i + h_i r_0,
+
+and a part along the e_i e_k, i < k, that t lacks; its numbers h_i r_k - h_k r_i are added to the
+score as they are (the paper's sigma_pp, sigma_qq and sigma_pq).
+
+Shapes: n basis vectors, D numbers a row, m = D / (1 + n) Clifford numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.models.scorers.algebra import components
+from kge_torchrec.models.scorers.base import Side, TrilinearScorer
+
+
+class Shifted(NamedTuple):
+    """<vector, row> + offset."""
+
+    vector: Tensor  # (..., D)
+    offset: Tensor  # (..., 1)
+
+
+class CliffordScorer(TrilinearScorer):
+    """A row is m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...).
+
+    squares: s_i, (n).
+    """
+
+    squares: Tensor  # (n,)
+    order: Tensor  # (n, n): sum_i h_i (order r)_i = sum_{i<k} h_i r_k - h_k r_i
+
+    def __init__(
+        self,
+        num_relations: int,
+        dim: int,
+        reciprocal: bool = False,
+        *,
+        squares: Sequence[int],
+        **shared: Any,
+    ):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        ones = torch.ones(len(squares), len(squares))
+        self.register_buffer("squares", torch.tensor(squares, dtype=ones.dtype), persistent=False)
+        self.register_buffer("order", ones.triu(1) - ones.tril(-1), persistent=False)
+
+    def scales(self) -> Tensor | None:
+        """Factors of the e_i of head and relation, (n); None leaves them as they are."""
+        return None
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Shifted:
+        (x0, x), (r0, r) = self._parts(anchor), self._scaled(*self._parts(relation))
+        if side == "tail":
+            x0, x = self._scaled(x0, x)
+            first = x0 * r0 + (self.squares * x * r).sum(-1, keepdim=True)
+            offset = (x * (r @ self.order.t())).sum((-1, -2))
+            return Shifted(_joined(first, x0 * r + x * r0), offset[..., None])
+        first = r0 * x0 + (r * x).sum(-1, keepdim=True)
+        rest = self.squares * r * x0 + r0 * x + r @ self.order.t()
+        vector = _joined(*self._scaled(first, rest))
+        return Shifted(vector, torch.zeros_like(vector[..., :1]))
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        (h0, h), (t0, t) = self._scaled(*self._parts(head)), self._parts(tail)
+        first = h0 * t0 + (h * t).sum(-1, keepdim=True)
+        rest = self.squares * h * t0 + h0 * t + h @ self.order
+        return _joined(*self._scaled(first, rest))
+
+    def drop_hidden(self, query: Shifted) -> Shifted:
+        return query._replace(vector=self.hidden_dropout(query.vector))
+
+    def similarity(self, query: Shifted, rows: Tensor) -> Tensor:
+        return super().similarity(query.vector, rows) + query.offset[..., 0]
+
+    def similarity_matrix(self, query: Shifted, rows: Tensor) -> Tensor:
+        return super().similarity_matrix(query.vector, rows) + query.offset
+
+    def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """x_0 (..., m, 1) and the x_i (..., m, n)."""
+        n = len(self.squares)
+        return components(rows, 1 + n).split([1, n], -1)
+
+    def _scaled(self, first: Tensor, rest: Tensor) -> tuple[Tensor, Tensor]:
+        scales = self.scales()
+        return first, rest if scales is None else rest * scales
+
+
+def _joined(first: Tensor, rest: Tensor) -> Tensor:
+    return torch.cat([first, rest], -1).flatten(-2)
