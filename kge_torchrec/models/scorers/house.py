@@ -1,0 +1,118 @@
+"""HousE (Li et al. 2022): score(h, r, t) = -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i.
+
+H_r is a rotation, a product of Householder reflections x - 2 u <u, x>; P_r and Q_r are products
+of Householder projections x - s u <u, x>.  The vectors u have length 1; each block has its own.
+
+Shapes: k numbers a block, D numbers a row, m projections on either side, n reflections.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side
+from kge_torchrec.models.scorers.pairwise import pairwise
+from kge_torchrec.models.scorers.start import uniform
+
+
+class Projected(NamedTuple):
+    """A point, and the projections that rows go through before they are compared with it."""
+
+    point: Tensor  # (..., D)
+    vectors: Tensor  # (..., m D), of length 1 block by block
+    scales: Tensor  # (..., m D / k)
+
+
+class HousE(QueryScorer):
+    """An entity's row is D/k blocks of k numbers.
+
+    A relation's row holds, for every reflection, then for every projection of heads, then of tails,
+    D numbers (a vector u for each block); after them the scales s of heads, then of tails, D/k for
+    each projection.  block: k.  reflections: n; None takes 2 (k // 2), which make any rotation.
+    projections: m; 0 is the paper's HousE-r.  Scales are free; the authors' code bounds them.
+
+    Raises ValueError when k does not divide D.
+    """
+
+    name = "house"
+
+    def __init__(
+        self,
+        num_relations: int,
+        dim: int,
+        reciprocal: bool = False,
+        *,
+        block: int = 4,
+        reflections: int | None = None,
+        projections: int = 1,
+        **shared: Any,
+    ):
+        turns = 2 * (block // 2) if reflections is None else reflections
+        vectors, scales = projections * dim, projections * (dim // max(1, block))
+        sizes = [turns * dim, vectors, vectors, scales, scales]
+        options = {"block": block, "reflections": reflections, "projections": projections}
+        super().__init__(
+            num_relations, dim, reciprocal, relation_dim=sum(sizes), options=options, **shared
+        )
+        self.block, self.reflections, self.projections = block, turns, projections
+        self.sizes = sizes  # of the parts of a relation's row
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Vectors take the configured draw; scales start uniform in [-0.01, 0.01)."""
+        super().reset_parameters(fill, stream)
+        uniform(self.relations[:, sum(self.sizes[:3]) :], 0.01, stream)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Projected:
+        turn, of_head, of_tail, head_scales, tail_scales = relation.split(self.sizes, -1)
+        turn, of_head, of_tail = (self._unit(vectors) for vectors in (turn, of_head, of_tail))
+        turns = self._each(turn, self.reflections)
+        if side == "tail":
+            point, turns = self.project(anchor, of_head, head_scales), turns[::-1]
+            rest = of_tail, tail_scales
+        else:  # a reflection undoes itself
+            point = self.project(anchor, of_tail, tail_scales)
+            rest = of_head, head_scales
+        for vector in turns:
+            point = self._along(point, vector, 2.0)
+        return Projected(point, *rest)
+
+    def similarity(self, query: Projected, rows: Tensor) -> Tensor:
+        return self._score(*query, rows)
+
+    def similarity_matrix(self, query: Projected, rows: Tensor) -> Tensor:
+        return pairwise(self._score, query, [rows], (1 + self.projections) * self.dim)
+
+    def project(self, rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
+        """The projections of rows, the last one first: (..., D) -> (..., D)"""
+        count = self.projections
+        each = zip(self._each(vectors, count), self._each(scales, count), strict=True)
+        for vector, scale in reversed(list(each)):
+            rows = self._along(rows, vector, scale[..., None])
+        return rows
+
+    def _score(self, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor) -> Tensor:
+        difference = self._blocks(point - self.project(rows, vectors, scales))
+        # 1e-12 keeps the gradient of a length finite at 0.
+        return -(difference.square().sum(-1) + 1e-12).sqrt().sum(-1)
+
+    def _along(self, rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
+        """x - scale u <u, x>, block by block; scale: (..., D/k, 1) or a number."""
+        rows, vector = self._blocks(rows), self._blocks(vector)
+        return (rows - scale * (rows * vector).sum(-1, keepdim=True) * vector).flatten(-2)
+
+    def _blocks(self, rows: Tensor) -> Tensor:
+        """(..., D) -> (..., D/k, k)"""
+        return rows.unflatten(-1, (-1, self.block))
+
+    def _unit(self, vectors: Tensor) -> Tensor:
+        return nn.functional.normalize(self._blocks(vectors), dim=-1).flatten(-2)
+
+    @staticmethod
+    def _each(parts: Tensor, count: int) -> list[Tensor]:
+        """The count equal parts of the last axis."""
+        return list(parts.chunk(count, -1)) if count else []
