@@ -1,0 +1,89 @@
+"""Shallom (Demir et al. 2021): score(h, r, t) = W_r ReLU(H [h; t] + b) + c_r."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side
+from kge_torchrec.models.scorers.pairwise import pairwise
+from kge_torchrec.models.scorers.start import uniform
+
+
+class Half(NamedTuple):
+    """The anchor's half of the hidden layer, and what is left to do with a row's."""
+
+    hidden: Tensor  # (..., E)
+    weight: Tensor  # (..., E): W_r
+    bias: Tensor  # (..., 1): c_r
+    layer: Tensor  # (E, D): the half of H that rows go through
+
+
+class Shallom(QueryScorer):
+    """A network that tells the relation of two entities; entities rank by the relation's score.
+
+    D numbers an entity.  A relation's row is W_r, then c_r, E + 1 numbers; the hidden layer has E
+    units, hidden_dim, None takes 2 D.  input_dropout reaches the anchor only, hidden_dropout the
+    hidden layer.  As H [h; t] = H_1 h + H_2 t, rows go through their half once for all queries.
+    """
+
+    name = "shallom"
+
+    def __init__(
+        self,
+        num_relations: int,
+        dim: int,
+        reciprocal: bool = False,
+        *,
+        hidden_dim: int | None = None,
+        **shared: Any,
+    ):
+        width = hidden_dim or 2 * dim
+        super().__init__(
+            num_relations, dim, reciprocal, relation_dim=width + 1,
+            options={"hidden_dim": hidden_dim}, **shared,
+        )  # fmt: skip
+        self.hidden = nn.Linear(2 * dim, width)
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Both layers start as torch's own do: the configured distribution plays no part."""
+        super().reset_parameters(fill, stream)
+        uniform(self.relations, 1 / math.sqrt(self.relations.shape[1]), stream)
+
+    def relation(self, ids: Tensor) -> Tensor:
+        """Without dropout: the rows are weights of the output layer."""
+        return self.relation_norm(nn.functional.embedding(ids, self.relations))
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Half:
+        ours, theirs = self._halves(side)
+        weight, bias = relation.split([relation.shape[-1] - 1, 1], -1)
+        return Half(anchor @ ours.t() + self.hidden.bias, weight, bias, theirs)
+
+    def similarity(self, query: Half, rows: Tensor) -> Tensor:
+        score = self._score(query.hidden, query.weight, rows @ query.layer.t())
+        return score + query.bias[..., 0]
+
+    def similarity_matrix(self, query: Half, rows: Tensor) -> Tensor:
+        rows, width = rows @ query.layer.t(), query.weight.shape[-1]
+        return pairwise(self._score, [query.hidden, query.weight], [rows], width) + query.bias
+
+    def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
+        relations = self.relation(torch.arange(self.relation_rows, device=anchor.device))
+        weight, bias = relations[:, :-1], relations[:, -1]
+        ours, theirs = self._halves("tail" if self.reciprocal else side)
+        anchor = self.input_dropout(self.entity(anchor))
+        hidden = anchor @ ours.t() + self.entity(target) @ theirs.t() + self.hidden.bias
+        return self.hidden_dropout(hidden.relu()) @ weight.t() + bias
+
+    def _halves(self, side: Side) -> tuple[Tensor, Tensor]:
+        """The halves of H for the anchor and for the other side: (E, D) each."""
+        of_head, of_tail = self.hidden.weight.chunk(2, -1)
+        return (of_head, of_tail) if side == "tail" else (of_tail, of_head)
+
+    def _score(self, hidden: Tensor, weight: Tensor, other: Tensor) -> Tensor:
+        return (self.hidden_dropout((hidden + other).relu()) * weight).sum(-1)
