@@ -24,7 +24,7 @@ from kge_torchrec.models.losses import (
     SoftmaxLoss,
 )
 from kge_torchrec.models.objective import Objective, Penalties
-from kge_torchrec.models.scorers import SCORERS, SIDES, Side
+from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.parallel.processes import Processes
 
 _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
@@ -48,7 +48,7 @@ def build_loss(config: LossConfig) -> nn.Module:
 def build_engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
     model, train = config.model, config.train
-    scorer = SCORERS[model.scorer](store.num_relations, model.dim, model.reciprocal)
+    scorer = build_scorer(model, store.num_relations)
     init = EntityInit(model.init, model.init_scale)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
     scorer.reset_parameters(init.draw, stream)
