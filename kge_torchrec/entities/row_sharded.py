@@ -20,10 +20,10 @@ def row_sharded(local: Tensor, first_row: int, num_rows: int, group: dist.Proces
     """
     shape = (num_rows, *local.shape[1:])
     stride = local.stride() if local.dim() == 1 else (local.shape[1], 1)
-    offset = (first_row,) + (0,) * (local.dim() - 1)
-    pieces, offsets = ([local], [offset]) if local.numel() else ([], [])
+    # No rows lie behind the last one: a checkpoint takes pieces of equal offset for copies.
+    offset = (first_row if len(local) else num_rows,) + (0,) * (local.dim() - 1)
     return DTensor.from_local(
-        LocalShardsWrapper(local_shards=pieces, local_offsets=offsets),
+        LocalShardsWrapper(local_shards=[local], local_offsets=[offset]),
         DeviceMesh.from_group(group, local.device.type),
         [Shard(0)],
         run_check=False,
