@@ -10,7 +10,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config import ModelConfig
+from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.config_parser import config_from_dict
 from kge_torchrec.export.errors import ExportError
 from kge_torchrec.export.tables import FORMATS
 from kge_torchrec.models.scorers import SCORERS, Scorer
@@ -42,6 +43,7 @@ def describe(
             "dtype": "float32",
             "shape": [num_entities, model.dim],
             "row": _meaning_of_a_row(scorer, model.dim),
+            "layout": _layout(scorer),
         },
         "parameters": {
             "file": PARAMETERS,
@@ -90,6 +92,14 @@ def read_description(path: Path) -> dict[str, Any]:
     return found
 
 
+def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
+    """The config's model section.  Raises ExportError if this version has no such model."""
+    try:
+        return config_from_dict({"model": description["model"]}).model
+    except ConfigError as error:
+        raise _damaged(path, f"{DESCRIPTION}: {error}") from error
+
+
 def is_export(path: Path) -> bool:
     """Whether a folder is an export, of any version, whole or damaged."""
     try:
@@ -101,8 +111,7 @@ def is_export(path: Path) -> bool:
 
 def _check_keys(path: Path, found: dict[str, Any]) -> None:
     kinds = {
-        "scorer": str, "dim": int, "reciprocal": bool, "num_entities": int, "num_relations": int,
-        "entities": dict, "files": dict,
+        "model": dict, "num_entities": int, "num_relations": int, "entities": dict, "files": dict,
     }  # fmt: skip
     for key, kind in kinds.items():
         if not isinstance(found.get(key), kind):
@@ -128,8 +137,16 @@ def _meaning_of_a_row(scorer: type[Scorer], dim: int) -> str:
 
 def _formula(scorer: type[Scorer]) -> str:
     """Name, source and formula: with these the scorer's file begins."""
-    text = inspect.getdoc(sys.modules[scorer.__module__]) or ""
-    return " ".join(text.split("\n\n")[0].split())
+    return _text(sys.modules[scorer.__module__]).split("\n\n")[0]
+
+
+def _layout(scorer: type[Scorer]) -> str:
+    """What the scorer's own file says of its rows, where D is ``dim``."""
+    return " ".join(_text(scorer).split("Raises ")[0].split())
+
+
+def _text(of: Any) -> str:
+    return inspect.getdoc(of) or ""
 
 
 def _meaning_of_relations(count: int, reciprocal: bool) -> str:

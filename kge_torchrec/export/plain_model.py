@@ -19,11 +19,17 @@ from torch import Tensor, nn
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.vocabulary import Vocabulary
-from kge_torchrec.export.description import ENTITIES, PARAMETERS, RELATIONS, read_description
+from kge_torchrec.export.description import (
+    ENTITIES,
+    PARAMETERS,
+    RELATIONS,
+    model_config,
+    read_description,
+)
 from kge_torchrec.export.errors import ExportError
 from kge_torchrec.export.labels import read_labels
 from kge_torchrec.export.tables import FORMATS, open_table
-from kge_torchrec.models.scorers import SCORERS, SIDES, Scorer, Side
+from kge_torchrec.models.scorers import SIDES, Scorer, Side, build_scorer
 
 Ids = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor  # labels, or ids
 
@@ -49,7 +55,7 @@ def load_model(path: str | Path) -> PlainModel:
     description = read_description(path)
     table_format, size = description["entities"]["format"], description["num_entities"]
     file = path / FORMATS[table_format].file
-    table = open_table(file, table_format, size, description["dim"])
+    table = open_table(file, table_format, size, model_config(path, description).dim)
     return PlainModel(path, description, table, load_scorer(path, description))
 
 
@@ -161,22 +167,18 @@ def load_scorer(path: Path, description: dict[str, Any]) -> Scorer:
 
     Raises ExportError, naming every parameter that is missing, unexpected or of another shape.
     """
-    name = description["scorer"]
-    if name not in SCORERS:
-        raise ExportError(f"{path}: unknown scorer {name!r}; there are {', '.join(SCORERS)}")
     file = path / PARAMETERS
     try:
         parameters = safetensors.torch.load_file(file)
     except SafetensorError as error:
         raise ExportError(f"{file} is no readable safetensors file: {error}") from error
-    scorer = SCORERS[name](
-        description["num_relations"], description["dim"], description["reciprocal"]
-    )
+    model = model_config(path, description)
+    scorer = build_scorer(model, description["num_relations"])
     try:
         scorer.load_state_dict(parameters, strict=True)
     except RuntimeError as error:
         problems = " ".join(line.strip() for line in str(error).splitlines()[1:])
-        raise ExportError(f"{file} does not fit the scorer {name}: {problems}") from error
+        raise ExportError(f"{file} does not fit the scorer {model.scorer}: {problems}") from error
     return scorer.eval()
 
 

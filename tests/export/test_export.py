@@ -61,6 +61,7 @@ def test_the_files_and_what_they_say(run, export):
     assert (found["num_entities"], found["num_relations"], found["dim"]) == (N, R, D)
     assert found["scorer"] == "complex" and found["reciprocal"] is True
     assert found["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
+    assert "D/2 complex" in found["entities"]["layout"]
     assert "Re(sum_k h_k r_k conj(t_k))" in found["parameters"]["score"]
     assert found["model"] == run.config.to_dict()["model"]
     assert found["results"] == run.results

@@ -14,9 +14,12 @@ import torch
 from training_runs import config_of
 
 from kge_torchrec import api, load_model
-from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.config import SCORER_NAMES, ConfigError, ModelConfig
 from kge_torchrec.data.errors import UnknownLabelError
+from kge_torchrec.export.description import describe
 from kge_torchrec.export.errors import ExportError
+from kge_torchrec.export.plain_model import load_scorer
+from kge_torchrec.models.scorers import build_scorer
 
 N, R, D = 37, 3, 8
 
@@ -66,10 +69,16 @@ def test_predictions_of_the_run(run, model, query, k):
     assert model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == found
 
 
-@pytest.mark.parametrize("scorer", SCORER_NAMES)
-def test_every_scorer(tmp_path, run, scorer):
-    config = config_of(run.config.data.path, tmp_path / "run", model__scorer=scorer,
-                       model__reciprocal=False, train__epochs=1)  # fmt: skip
+MODELS = {
+    "rotate": {"model__scorer": "rotate", "model__reciprocal": False},
+    "with options": {"model__scorer": "keci", "model__options__p": 1, "model__options__q": 2,
+                     "model__normalization": "layer"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
+def test_other_models(tmp_path, run, settings):
+    config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:
         model = load_model(trained.export(tmp_path / "out", "safetensors"))
         for side in ("head", "tail"):
@@ -77,6 +86,23 @@ def test_every_scorer(tmp_path, run, scorer):
             assert [(a.label, a.score) for a in model.predict(**query)] == [
                 (a.label, a.score) for a in trained.predict(**query)
             ]
+
+
+@pytest.mark.parametrize("name", SCORER_NAMES)
+def test_every_scorer_comes_back(tmp_path, name):
+    config = ModelConfig(scorer=name, dim=48, normalization="layer")
+    scorer = build_scorer(config, R)
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.normal_()
+    safetensors.torch.save_file(scorer.state_dict(), tmp_path / "scorer.safetensors")
+    description = describe(config, N, R, "npy")
+    assert ": " in description["parameters"]["score"] and description["entities"]["layout"]
+    loaded = load_scorer(tmp_path, json.loads(json.dumps(description)))
+    assert type(loaded) is type(scorer) and not loaded.training
+    rows, relation = torch.randn(2, 4, 48), torch.arange(4) % R
+    expected = scorer.eval().score_triples(rows[0], relation, rows[1])
+    assert torch.equal(loaded.score_triples(rows[0], relation, rows[1]), expected)
 
 
 def test_equal_scores_come_by_id_and_nan_last(model, monkeypatch):
@@ -156,20 +182,25 @@ def copy(export, tmp_path):
     return shutil.copytree(export, tmp_path / "copy")
 
 
-def describe(path, **changes):
+def change(path, **changes):
     """Changes keys of model.json."""
     file = path / "model.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def rewrite(path, change):
+def change_model(path, **changes):
+    """Changes keys of its model section."""
+    change(path, model=json.loads((path / "model.json").read_text())["model"] | changes)
+
+
+def rewrite(path, edit):
     """Changes the scorer's parameters, with a model.json that fits their size."""
     file = path / "scorer.safetensors"
     parameters = safetensors.torch.load_file(file)
-    change(parameters)
+    edit(parameters)
     safetensors.torch.save_file(parameters, file)
     sizes = json.loads((path / "model.json").read_text())["files"]
-    describe(path, files=sizes | {file.name: file.stat().st_size})
+    change(path, files=sizes | {file.name: file.stat().st_size})
 
 
 def missing_parameter(path):
@@ -215,13 +246,14 @@ DAMAGES = {
     "no json": (lambda path: (path / "model.json").unlink(), "is no export: it has no model.json"),
     "no table": (lambda path: (path / "entities.npy").unlink(), "entities.npy is missing"),
     "no labels": (lambda path: (path / "relations.txt").unlink(), "relations.txt is missing"),
-    "version": (lambda path: describe(path, version=99), "of format version 99.*reads version 1"),
-    "program": (lambda path: describe(path, format="x"), "model.json is of another program"),
-    "scorer": (lambda path: describe(path, scorer="keci"), "unknown scorer 'keci'"),
-    "no dim": (lambda path: describe(path, dim=None), "model.json has no dim"),
-    "dim": (lambda path: describe(path, dim=6), "instead of"),
-    "table format": (lambda path: describe(path, entities={"format": "x"}), "'x' is unknown"),
-    "no files": (lambda path: describe(path, files={}), "does not list entities.npy"),
+    "version": (lambda path: change(path, version=99), "of format version 99.*reads version 1"),
+    "program": (lambda path: change(path, format="x"), "model.json is of another program"),
+    "scorer": (lambda path: change_model(path, scorer="x"), "model.scorer must be one of"),
+    "option": (lambda path: change_model(path, x=1), "unknown key model.x"),
+    "no model": (lambda path: change(path, model=None), "model.json has no model"),
+    "dim": (lambda path: change_model(path, dim=6), "instead of"),
+    "table format": (lambda path: change(path, entities={"format": "x"}), "'x' is unknown"),
+    "no files": (lambda path: change(path, files={}), "does not list entities.npy"),
 }
 
 
