@@ -1,7 +1,8 @@
-"""What scoring a batch costs: the real objective is run on the meta device and watched.
+"""What scoring a batch costs: the real objective is run and every operation watched.
 
-No number is computed and no memory taken, but every operation of forward and backward passes by,
-with its sizes.  So any scorer and loss is counted as it is, not by a formula that resembles it.
+So any scorer and loss is counted as it is, not by a formula that resembles it.  For GPUs it runs on
+the meta device, where nothing is computed and no memory taken; for CPUs on zeros, because some
+scorers work in smaller pieces there.
 """
 
 from __future__ import annotations
@@ -41,13 +42,13 @@ class Cost:
         return Cost(*(one + factor * (two - one) for one, two in pairs))
 
 
-def objective_cost(workload: Workload, batch: RankBatch) -> Cost:
+def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
     """Of one rank's batch, the gradient of the looked-up rows aside."""
-    count = workload.config.negatives.count
-    filtered = workload.config.negatives.filtered
+    negatives = workload.config.negatives
+    objective = workload.objective("meta" if is_cuda else "cpu")
 
     def at(chunks: int, triples: int) -> Cost:
-        return _watch(workload.objective, chunks, triples, count, filtered)
+        return _watch(objective, chunks, triples, negatives.count, negatives.filtered)
 
     chunks, triples = batch.chunks, batch.triples
     if not chunks * triples:
@@ -69,14 +70,14 @@ def _scaled(cost: Cost, factor: float) -> Cost:
 @lru_cache(maxsize=64)
 def _watch(objective: Objective, chunks: int, triples: int, count: int, filtered: bool) -> Cost:
     dim, sides = objective.scorer.dim, len(objective.sides)
-    with torch.device("meta"):
-        ids = torch.empty(2 * chunks * triples + sides * chunks * count, dtype=torch.int64)
-        mask = torch.empty((chunks, triples, count) if filtered else 0, dtype=torch.bool)
-        rows = torch.empty(1, dim, requires_grad=True)
+    with next(objective.parameters()).device:
+        ids = torch.zeros(2 * chunks * triples + sides * chunks * count, dtype=torch.int64)
+        mask = torch.zeros((chunks, triples, count) if filtered else 0, dtype=torch.bool)
+        rows = torch.zeros(1, dim, requires_grad=True)
         batch = SimpleNamespace(
             entities=ids,
-            relation=torch.empty(chunks, triples, dtype=torch.int64),
-            weight=torch.empty(chunks, triples),
+            relation=torch.zeros(chunks, triples, dtype=torch.int64),
+            weight=torch.zeros(chunks, triples),
             known_head=mask,
             known_tail=mask,
             deduplicated=True,

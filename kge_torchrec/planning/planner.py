@@ -169,9 +169,10 @@ def plan_table(
         with _quiet():
             return planner.plan(model, [sharder])
     except PlannerError as error:
-        if storage.largest is None:
-            raise
         rows, parts = storage.largest
+        need = sum(parts.values(), Bytes())
+        if need.device <= room.device and need.main <= room.main:
+            raise  # some other complaint
         raise PlanDoesNotFit(_explain(name, sharding, world_size, rows, parts, room)) from error
 
 
@@ -180,7 +181,7 @@ class _TableStorage(ShardEstimator):
 
     def __init__(self, topology: Topology, constraints, form: TableForm) -> None:
         self._form, self._is_cuda = form, topology.compute_device == "cuda"
-        self.largest: tuple[int, dict[str, Bytes]] | None = None  # (rows, parts) of a shard
+        self.largest: tuple[int, dict[str, Bytes]] = (0, {})  # rows and parts of a shard
 
     def estimate(self, sharding_options, *_, **__) -> None:
         for option in sharding_options:
@@ -188,7 +189,7 @@ class _TableStorage(ShardEstimator):
                 parts = table_memory(*shard.size, self._form, self._is_cuda)
                 need = sum(parts.values(), Bytes())
                 shard.storage = Storage(hbm=need.device, ddr=need.main)
-                if self.largest is None or shard.size[0] > self.largest[0]:
+                if shard.size[0] > self.largest[0]:
                     self.largest = shard.size[0], parts
 
 

@@ -8,8 +8,7 @@ of a rank's batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -53,6 +52,9 @@ class Workload:
     num_triples: int
     build_objective: Callable[[Config, int], Objective]
     popularity: Popularity
+    _objectives: dict[str, Objective] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):
@@ -89,26 +91,38 @@ class Workload:
         negatives = self.config.negatives
         return negatives.degree_power if negatives.sampling == "degree" else None
 
-    def batch_of(self, rank: int, world_size: int) -> RankBatch:
-        """A rank's share of a full batch."""
-        negatives = self.config.negatives
-        share = share_of(self.batch_size, negatives.chunk_size or self.batch_size, rank, world_size)
-        chunks, triples = share.positions.shape
-        positives = int(share.counted.sum())
-        drawn = chunks * negatives.count * len(self.sides)
+    def batches(self, world_size: int) -> list[RankBatch]:
+        """Every rank's share of a full batch."""
+        negatives, cached = self.config.negatives, {}
+        chunk_size = negatives.chunk_size or self.batch_size
+        batches = []
+        for rank in range(world_size):
+            share = share_of(self.batch_size, chunk_size, rank, world_size)
+            key = (*share.positions.shape, int(share.counted.sum()))
+            if key not in cached:
+                cached[key] = self._batch(*key)
+            batches.append(cached[key])
+        return batches
+
+    def _batch(self, chunks: int, triples: int, positives: int) -> RankBatch:
+        drawn = chunks * self.config.negatives.count * len(self.sides)
         distinct = self.popularity.distinct(positives, drawn, self.negative_power)
         return RankBatch(chunks, triples, positives, drawn, distinct)
 
-    @cached_property
-    def objective(self) -> Objective:
-        """Scorer and loss on the meta device: they take no memory."""
-        with torch.device("meta"):
-            return self.build_objective(self.config, self.num_relations)
+    def objective(self, device: str = "meta") -> Objective:
+        """Scorer and loss on a device; on the meta device they take no memory.  Made once."""
+        if device not in self._objectives:
+            with torch.device(device):
+                objective = self.build_objective(self.config, self.num_relations)
+            for parameter in objective.parameters():
+                parameter.data.zero_()
+            self._objectives[device] = objective
+        return self._objectives[device]
 
     @property
     def dense_parameters(self) -> int:
         """Numbers outside the entity table: relations and other parameters of the scorer."""
-        return sum(parameter.numel() for parameter in self.objective.parameters())
+        return sum(parameter.numel() for parameter in self.objective().parameters())
 
     def with_dim(self, dim: int) -> Workload:
         """The same with other sizes of rows.  Raises ConfigError if the scorer has none such."""

@@ -1,0 +1,217 @@
+"""What would make a run fit that does not: each answer is found by planning it.
+
+Sizes are searched by halving, so that what is advised fits and the next smaller number of devices
+(or larger cache or dimension) does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import NamedTuple
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.describe import amount
+from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.dry_run import TrainingPlan, plan_training
+from kge_torchrec.planning.objective_cost import Cost
+from kge_torchrec.planning.table_memory import UVM, UVM_CACHING
+from kge_torchrec.planning.workload import Workload
+
+MOST_DEVICES = 2048
+DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hold more
+_ROW_WISE = {"adam": "rowwise_adam", "adagrad": "rowwise_adagrad"}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """One change and what comes of it."""
+
+    change: str
+    fits: bool
+    result: str
+
+
+class _Setting(NamedTuple):
+    workload: Workload
+    cluster: Cluster
+    choice: Choice
+
+    def choose(self, **changes) -> _Setting:
+        return self._replace(choice=replace(self.choice, **changes))
+
+
+_Change = Callable[[_Setting], _Setting]
+
+
+def advise(plan: TrainingPlan) -> list[Advice]:
+    """What makes the run fit, and what does not; pairs of changes where no single one does."""
+    setting = _Setting(plan.workload, plan.cluster, plan.choice)
+    changes = _changes(setting)
+    found = [_tried(name, change(setting)) for name, change in changes.items()]
+    if not any(advice.fits for advice in found):
+        for (one, first), (two, second) in combinations(changes.items(), 2):
+            both = _tried(f"{one} and {two}", second(first(setting)))
+            found += [both] if both.fits else []
+    found += [_devices(setting, plan.cost), *_main_memory(setting, plan.cost)]
+    found += [_dimension(setting, plan.cost), *_replicas(setting)]
+    return sorted(found, key=lambda advice: not advice.fits)
+
+
+def _changes(setting: _Setting) -> dict[str, _Change]:
+    """Changes without a size, where they change something."""
+    workload, cluster, choice = setting
+    changes: dict[str, _Change] = {}
+    if choice.dtype == "fp32" and cluster.device.is_cuda:
+        changes["16-bit values (fp16)"] = lambda s: s.choose(dtype="fp16")
+    by_row = _ROW_WISE.get(workload.optimizer)
+    if (
+        by_row
+        and choice.sharding != "data_parallel"
+        and workload.config.entities.preset == "fbgemm"
+    ):
+        changes[f"train.optimizer {by_row}"] = lambda s: s._replace(
+            workload=s.workload.with_optimizer(by_row)
+        )
+    if choice.sharding != "row_wise":
+        changes["sharding row_wise"] = lambda s: s.choose(sharding="row_wise")
+    if choice.replicas > 1:
+        changes["one replica"] = lambda s: s.choose(replicas=1)
+    return changes
+
+
+def _tried(change: str, setting: _Setting) -> Advice:
+    plan = plan_training(*setting)
+    if not plan.fits:
+        return Advice(change, False, f"is not enough: {over(plan)}")
+    return Advice(
+        change, True, f"fits: {_fill(plan)}, modelled step {plan.step_seconds * 1e3:.3g} ms"
+    )
+
+
+def over(plan: TrainingPlan) -> str:
+    """The worst limit that is exceeded, in words."""
+    worst = plan.overruns[0]
+    return (
+        f"{worst.place} needs {amount(worst.need)} of {amount(worst.usable)} usable, "
+        f"{amount(worst.over)} too much"
+    )
+
+
+def _fill(plan: TrainingPlan) -> str:
+    """The limit that is nearest to being reached."""
+    limit = max(plan.limits, key=lambda x: x.need / x.usable if x.usable else 0.0)
+    return f"{limit.place} holds {amount(limit.need)} of {amount(limit.usable)}"
+
+
+def _devices(setting: _Setting, cost: Cost) -> Advice:
+    """The smallest number of these devices, evenly on as few hosts as hold them."""
+    clusters = _larger(setting.cluster, setting.choice.replicas)
+    at = _first(len(clusters), lambda i: setting._replace(cluster=clusters[i]), cost)
+    if at is None:
+        return Advice("more devices", False, f"are not enough: {clusters[-1]} do not suffice")
+    plan = plan_training(*setting._replace(cluster=clusters[at]))
+    return Advice(str(clusters[at]), True, f"is the smallest number that fits: {_fill(plan)}")
+
+
+def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:
+    """The same devices in growing numbers."""
+    device, world, local = cluster.device, cluster.world_size, cluster.local_world_size
+    if not device.is_cuda:  # the ranks of a host share its memory, so that only hosts help
+        most = max(cluster.hosts + 1, MOST_DEVICES // local)
+        return [Cluster(device, local * n, n) for n in range(cluster.hosts + 1, most + 1)]
+    per_host = max(local, DEVICES_PER_HOST)
+    return [
+        Cluster(device, count, hosts)
+        for count in range(world + 1, max(2 * world, MOST_DEVICES) + 1)
+        if count % (hosts := -(-count // per_host)) == 0 and count % multiple == 0
+    ]
+
+
+def _main_memory(setting: _Setting, cost: Cost) -> Iterator[Advice]:
+    """Rows in main memory, with the largest cache that fits, or without one."""
+    choice = setting.choice
+    if not setting.cluster.device.is_cuda or choice.sharding == "data_parallel":
+        return
+
+    def cached(i: int) -> _Setting:
+        return setting.choose(kernel=UVM_CACHING, cache_ratio=(99 - i) / 100)
+
+    at = _first(99, cached, cost)
+    if at is not None:
+        ratio = cached(at).choice.cache_ratio
+        yield _tried(f"kernel {UVM_CACHING} with cache ratio up to {ratio:.2f}", cached(at))
+    elif choice.kernel != UVM:
+        yield _tried(f"kernel {UVM}", setting.choose(kernel=UVM))
+
+
+def _dimension(setting: _Setting, cost: Cost) -> Advice:
+    """The largest D that the scorer and the kernels take."""
+    smaller = []
+    for dim in range(setting.workload.dim - 1, 0, -1):
+        if dim % 4 and setting.cluster.device.is_cuda:
+            continue
+        try:
+            smaller.append(setting._replace(workload=setting.workload.with_dim(dim)))
+        except ConfigError:  # the scorer has no such size
+            continue
+    at = _first(len(smaller), lambda i: smaller[i], cost)
+    if at is None:
+        return Advice("a smaller model.dim", False, "is not enough: not even the smallest fits")
+    return Advice(f"model.dim {smaller[at].workload.dim}", True, "is the largest that fits")
+
+
+def _replicas(setting: _Setting) -> Iterator[Advice]:
+    """2-D parallelism holds the table several times: it never makes one fit."""
+    if setting.cluster.device.is_cuda and setting.choice.sharding != "data_parallel":
+        yield Advice(
+            "2-D parallelism (DMPCollection)",
+            False,
+            "does not help: every replica is a whole table on its share of the devices, so that "
+            "each rank would hold more",
+        )
+
+
+def _first(count: int, setting: Callable[[int], _Setting], cost: Cost) -> int | None:
+    """The first i of 0 .. count - 1 whose setting fits, if those after it do too.
+
+    Settings get lighter with i, so that ``cost``, of the heavy one at hand, is an upper bound that
+    saves watching the objective at every size; the end of the search takes the true one.
+    """
+
+    def fits(i: int, bound: Cost | None = None) -> bool:
+        try:
+            return plan_training(*setting(i), bound).fits
+        except ConfigError:
+            return False
+
+    found = _search(count, lambda i: fits(i, cost))
+    if found is None:  # the activations decide
+        return _search(count, fits)
+    while found and fits(found - 1):
+        found -= 1
+    return found
+
+
+def _search(count: int, fits: Callable[[int], bool]) -> int | None:
+    """The first i that fits, if those after it do too; looked for in growing steps, then halving.
+
+    So the settings at the far end, which take longest to plan, are seldom looked at.
+    """
+    if not count:
+        return None
+    low, high, step = 0, 0, 1
+    while not fits(high):
+        if high == count - 1:
+            return None
+        low, high = high + 1, min(high + step, count - 1)
+        step *= 2
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low

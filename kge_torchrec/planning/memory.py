@@ -1,0 +1,127 @@
+"""What fills a rank's memory, part by part.
+
+Exact: weights, optimizer state, cache, gradients of a replicated table, dense parameters.
+Expected: rows and ids (they follow the number of different entities of a batch), activations (the
+objective is watched, see ``objective_cost``), batches.  Measured or assumed: the process itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.objective_cost import Cost
+from kge_torchrec.planning.shards import Shard
+from kge_torchrec.planning.table_memory import Bytes, dense_state_numbers, table_memory
+from kge_torchrec.planning.workload import RankBatch, Workload
+
+MIB = 1 << 20
+
+# In the order in which pictures stack them.
+PARTS = (
+    "weights",
+    "optimizer state",
+    "cache",
+    "gradients",
+    "dense parameters",
+    "rows and ids",
+    "activations",
+    "batches",
+    "triples",
+    "process",
+)
+SHARED = ("triples",)  # mapped files: in every rank's memory, but once on a host
+
+# A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of
+# scores of the final ranking: measured, docs/planning.md says how.
+CPU_PROCESS = 590 * MIB
+# A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
+CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
+
+# Blocks that a CPU step has freed stay with the process (environment.keep_large_blocks) and do
+# not all serve again: measured as the growth over an epoch against the bytes alive.
+CPU_RETAINED = 1.6
+IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
+
+RankMemory = dict[str, Bytes]
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Rows that a rank's step moves: U asked for, and asked of it by all ranks."""
+
+    wanted: float
+    asked: float
+
+
+def rank_memory(
+    workload: Workload,
+    cluster: Cluster,
+    choice: Choice,
+    shards: Sequence[Shard],
+    batch: RankBatch,
+    exchange: Exchange,
+    cost: Cost,
+) -> RankMemory:
+    """Bytes of one rank by part, at the fullest moment of training.
+
+    shards: those of this rank.
+    """
+    is_cuda = cluster.device.is_cuda
+    form = choice.form(workload)
+    parts: RankMemory = dict.fromkeys(PARTS, Bytes())
+    for shard in shards:
+        for part, size in table_memory(shard.rows, shard.columns, form, is_cuda).items():
+            parts[part] += size
+
+    def on_device(size: float) -> Bytes:
+        return Bytes(device=round(size)) if is_cuda else Bytes(main=round(size))
+
+    retained = 1.0 if is_cuda else CPU_RETAINED
+    parts["dense parameters"] = on_device(_dense_bytes(workload, cluster, choice))
+    parts["rows and ids"] = on_device(retained * _exchange_bytes(workload.dim, exchange))
+    parts["activations"] = on_device(retained * cost.peak_bytes)
+    parts["batches"] = on_device(IN_FLIGHT * _batch_bytes(workload, batch))
+    parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
+    parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
+    return parts
+
+
+def _dense_bytes(workload: Workload, cluster: Cluster, choice: Choice) -> float:
+    """Dense parameters, their gradients (DDP's buckets are views of them) and optimizer state.
+
+    FSDP keeps 1 / W of each, hybrid sharding 1 / ranks of a host, and both gather the whole
+    parameters for forward and backward.
+    """
+    numbers = workload.dense_parameters
+    each = 2 + dense_state_numbers(workload.optimizer)
+    if choice.dense == "ddp" or cluster.world_size == 1:
+        return 4 * numbers * each
+    ways = cluster.world_size if choice.dense == "fsdp2" else cluster.local_world_size
+    return 4 * (numbers * each / ways + numbers)
+
+
+def _exchange_bytes(dim: int, exchange: Exchange) -> float:
+    """Rows looked up for others and received, gradients sent and received, and their ids.
+
+    Ids are held as given, grouped by owner, with the way back, and as received.
+    """
+    rows = 2 * (exchange.wanted + exchange.asked)
+    ids = 3 * exchange.wanted + exchange.asked
+    return 4 * dim * rows + 8 * ids
+
+
+def _batch_bytes(workload: Workload, batch: RankBatch) -> float:
+    """Positions, ids, relations and weights of a batch, and the mask of known facts."""
+    queries = batch.chunks * batch.triples
+    mask = 0
+    if workload.config.negatives.filtered:
+        mask = queries * workload.config.negatives.count * len(workload.sides)
+    return 8 * (batch.lookups + batch.distinct + queries) + 4 * queries + mask
+
+
+def _id_bytes(workload: Workload) -> int:
+    """Of an id in the store."""
+    return 4 if workload.num_entities < 1 << 31 else 8
