@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from kge_torchrec.comparison.launch import Reporter
+from kge_torchrec.comparison.launch import Reporter, run_world
 from kge_torchrec.parallel.processes import Processes
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -47,3 +48,13 @@ def die_on_last_rank(reporter: Reporter, ranks: Processes, how: int) -> None:
         os._exit(3)
     dist.all_reduce(torch.ones(1))
     time.sleep(60)
+
+
+def tell_and_wait(reporter: Reporter, ranks: Processes, folder: str) -> None:
+    """Writes this process's id to the folder, then waits for somebody to end it."""
+    (Path(folder) / f"pid-{ranks.rank}").write_text(str(os.getpid()))
+    time.sleep(600)
+
+
+def start_and_wait(folder: str) -> None:
+    run_world(tell_and_wait, 2, folder)

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -132,6 +133,7 @@ def _rank_main(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the starting process's, as torchrun's
     )
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     file = _failure(Path(folder), rank)
     try:
         # Twice, since a failure is to be kept before the connections close: then others fail too.
@@ -140,6 +142,12 @@ def _rank_main(
             reporter.keep(work(reporter, ranks, *args))
     except (Exception, KeyboardInterrupt):
         raise SystemExit(1) from None
+
+
+def _end_with_parent() -> None:
+    """The starting process ends its ranks, unless it is killed: then they would go on alone."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 import time
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
-from comparison_ranks import describe, die_on_last_rank, raise_on_rank_one
+from comparison_ranks import describe, die_on_last_rank, raise_on_rank_one, start_and_wait
 
 from kge_torchrec.comparison.launch import RankFailed, run_world
 
@@ -58,3 +61,36 @@ def test_a_rank_that_dies_ends_the_world(how, words):
 def test_the_only_rank_dies():
     with pytest.raises(RankFailed, match=r"^rank 0 was killed by SIGKILL"):
         run_world(die_on_last_rank, 1, int(signal.SIGKILL))
+
+
+@pytest.mark.slow
+def test_ranks_do_not_outlive_a_killed_starter(tmp_path):
+    """As when memory runs out for the command itself: nobody is left to end its ranks."""
+    starter = multiprocessing.get_context("spawn").Process(
+        target=start_and_wait, args=(str(tmp_path),)
+    )
+    starter.start()
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    assert soon(lambda: all(file.exists() and file.read_text() for file in files), 60)
+    ranks = [int(file.read_text()) for file in files]
+    assert all(map(runs, ranks))
+    starter.kill()
+    starter.join()
+    assert soon(lambda: not any(map(runs, ranks)), 10)
+
+
+def soon(condition: Callable[[], bool], seconds: float) -> bool:
+    until = time.monotonic() + seconds
+    while not condition() and time.monotonic() < until:
+        time.sleep(0.1)
+    return condition()
+
+
+def runs(process: int) -> bool:
+    """Whether it is there and no mere entry of a process that nobody has waited for."""
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{process}/status")
+    return not (status.exists() and "State:\tZ" in status.read_text())

@@ -1,0 +1,175 @@
+"""Whole comparisons on the embedded graph, and what those leave that do not reach their end."""
+
+from __future__ import annotations
+
+import _thread
+import json
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training_runs import QUIET
+
+from kge_torchrec.cli import main
+from kge_torchrec.data.store import TripleStore
+
+PNG = b"\x89PNG\r\n\x1a\n"
+
+
+def arguments(folder: Path, *options: str, **changes) -> list[str]:
+    """A quick comparison on the countries graph."""
+    keys = {**QUIET, "model.dim": 16, "train.batch_size": 512, "train.epochs": 2}
+    keys |= {"train.log_every": 2, "run.dir": folder}
+    keys |= {key.replace("__", "."): value for key, value in changes.items()}
+    flags = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
+             for key, value in keys.items()]  # fmt: skip
+    return ["compare", "demo", *options, *flags]
+
+
+def test_a_whole_comparison(tmp_path, capsys):
+    folder = tmp_path / "compared"
+    options = ["--engines", "torchrec", "handrolled", "--world-sizes", "1", "2"]
+    options += ["--repeats", "2", "--steps", "3"]
+    assert main(arguments(folder, *options)) == 0
+    found = json.loads((folder / "comparison.json").read_text())
+    out, _ = capsys.readouterr()
+
+    assert found["complete"] is True and found["failure"] is None
+    assert found["engines"] == ["torchrec", "handrolled"]
+    assert found["config"]["model"]["dim"] == 16 and found["machine"]["packages"]["torch"]
+    store = TripleStore.open(folder / "store")
+    steps = 2 * -(-len(store.train) // 512)
+    assert found["data"]["train"] == len(store.train)
+    for world_size in ("1", "2"):
+        training = found["training"][world_size]
+        assert training["complete"] and training["steps"] == steps
+        assert {len(losses) for losses in training["losses"].values()} == {steps}
+        measured = training["differences"]["handrolled"]
+        assert measured[0] == {"step": 0, "entities": 0, "dense": 0}
+        assert measured[-1]["step"] == steps and measured[-1]["entities"] < 1e-4 * 0.05
+        assert training["metrics"]["torchrec"]["both"]["realistic"]["mrr"] > 0
+        for name, measurements in found["speed"][world_size].items():
+            assert [one["repeat"] for one in measurements] == [0, 1]
+            for one in measurements:
+                assert len(one["triples_per_second"]) == 3 and min(one["triples_per_second"]) > 0
+                assert len(one["ranks"]) == int(world_size)
+                for rank in one["ranks"]:
+                    assert set(rank["split"]) == {"data", "lookup", "score", "backward", "update"}
+                    assert all(ms > 0 for ms in rank["split"].values())
+                    assert 100 << 20 < rank["peak_memory_bytes"] < 10 << 30
+                    assert rank["threads"] == 1
+            sent = found["summary"][world_size][name]["traffic"]["deduplicated"]["rows_sent"]
+            assert sent == 0 if world_size == "1" else sent > 0
+
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "comparison.json", "comparison.txt", "differences.png", "losses.png", "speed.png",
+        "split.png", "store", "traffic.png",
+    ]  # fmt: skip
+    assert all(file.read_bytes().startswith(PNG) for file in folder.glob("*.png"))
+    text = (folder / "comparison.txt").read_text()
+    assert text.strip() in out and f"report: {folder}" in out
+    assert text.endswith("\n".join(found["verdict"]) + "\n") and len(found["verdict"]) == 6
+    assert multiprocessing.active_children() == []
+
+
+def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading.Thread:
+    """Calls ``act`` in a thread, some time after both ranks of the first speed world started."""
+
+    def watch() -> None:
+        file = folder / "comparison.json"
+        until = time.monotonic() + 60
+        while time.monotonic() < until:
+            trained = file.exists() and json.loads(file.read_text())["training"]
+            if trained and len(multiprocessing.active_children()) == 2:
+                time.sleep(1.5)
+                act()
+                return
+            time.sleep(0.05)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    return thread
+
+
+ENDLESS = ("--world-sizes", "2", "--repeats", "1", "--steps", "1000000")
+
+
+def check_partial_report(folder: Path) -> dict:
+    found = json.loads((folder / "comparison.json").read_text())
+    assert found["complete"] is False
+    assert found["training"]["2"]["complete"] is True and found["training"]["2"]["metrics"]
+    assert not any(found["speed"].get("2", {}).values())
+    assert found["verdict"][0].startswith("The comparison is incomplete: ")
+    assert (folder / "losses.png").exists() and not (folder / "speed.png").exists()
+    assert found["verdict"][0] in (folder / "comparison.txt").read_text()
+    assert multiprocessing.active_children() == []
+    return found
+
+
+def test_a_killed_rank_ends_the_comparison_and_keeps_what_is_there(tmp_path, capsys):
+    folder = tmp_path / "compared"
+
+    def kill_one() -> None:
+        os.kill(multiprocessing.active_children()[0].pid, signal.SIGKILL)
+
+    watcher = when_speed_is_measured(folder, kill_one)
+    assert main(arguments(folder, *ENDLESS)) == 1
+    watcher.join()
+    failure = check_partial_report(folder)["failure"]
+    assert failure["contender"] == "torchrec" and failure["phase"] == "speed (repeat 1)"
+    assert (failure["world_size"], failure["repeat"]) == (2, 0) and failure["rank"] in (0, 1)
+    assert "was killed by SIGKILL" in failure["reason"]
+    assert "was killed by SIGKILL" in capsys.readouterr().out
+
+
+def test_an_interrupted_comparison_keeps_what_is_there(tmp_path, capsys):
+    folder = tmp_path / "compared"
+    watcher = when_speed_is_measured(folder, _thread.interrupt_main)
+    assert main(arguments(folder, *ENDLESS)) == 130
+    watcher.join()
+    assert check_partial_report(folder)["failure"]["reason"] == "it was interrupted"
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_a_rank_that_fails_in_training_keeps_the_losses_so_far(tmp_path, capsys):
+    """A huge learning rate: the first loss is a number, a later one is not."""
+    folder = tmp_path / "compared"
+    changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
+               "train__log_every": 1}  # fmt: skip
+    assert main(arguments(folder, "--repeats", "0", **changes)) == 1
+    found = json.loads((folder / "comparison.json").read_text())
+    training = found["training"]["1"]
+    assert found["complete"] is False and training["complete"] is False
+    assert 0 < training["steps"] == len(training["losses"]["torchrec"])
+    assert "NonFiniteLoss: torchrec: the loss is" in found["failure"]["reason"]
+    assert "NonFiniteLoss" in capsys.readouterr().out
+
+
+def test_presets_side_by_side_with_starts_only(tmp_path):
+    folder = tmp_path / "compared"
+    options = ["--engines", "dicee", "dgl", "handrolled", "--repeats", "0"]
+    changes = {"train__optimizer": "adam", "train__epochs": 0}
+    assert main(arguments(folder, *options, **changes)) == 0
+    found = json.loads((folder / "comparison.json").read_text())
+    assert found["complete"] and found["speed"] == {}
+    assert [found["entities"][name]["preset"] for name in found["engines"]] == [
+        "dicee", "dgl", "fbgemm"
+    ]  # fmt: skip
+    assert len(found["verdict"]) == 2
+    assert all("start bitwise the same" in sentence for sentence in found["verdict"])
+
+
+@pytest.mark.slow
+def test_all_contenders_at_four_ranks(tmp_path):
+    folder = tmp_path / "compared"
+    options = ["--engines", "torchrec", "handrolled", "dicee", "dgl", "--world-sizes", "4"]
+    options += ["--repeats", "1", "--steps", "5"]
+    assert main(arguments(folder, *options, train__optimizer="adam")) == 0
+    found = json.loads((folder / "comparison.json").read_text())
+    last = {name: d[-1]["entities"] for name, d in found["training"]["4"]["differences"].items()}
+    assert last["handrolled"] < 1e-4 * 0.05 < min(last["dicee"], last["dgl"])

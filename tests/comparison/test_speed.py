@@ -1,0 +1,111 @@
+"""A contender alone: its split of a step, its blocks, its memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from itertools import count, islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from training_runs import config_of, tiny_store
+
+from kge_torchrec.comparison import speed
+from kge_torchrec.comparison.launch import Reporter
+from kge_torchrec.comparison.split import PARTS, split_of_a_step
+from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+DELAY = 0.05  # seconds, far above what any part of a step of a tiny graph takes
+
+
+@pytest.fixture
+def session(tmp_path, request) -> Iterator[Session]:
+    store = tiny_store(tmp_path / "store")
+    config = config_of(store.path, tmp_path / "run", entities__engine=request.param)
+    with processes("cpu") as ranks:
+        yield Session(config, RunFolder(tmp_path / "run"), ranks)
+
+
+BOTH = pytest.mark.parametrize("session", ["torchrec", "handrolled"], indirect=True)
+
+
+def after_a_delay(function: Callable[..., Any]) -> Callable[..., Any]:
+    def delayed(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(DELAY)
+        return function(*args, **kwargs)
+
+    return delayed
+
+
+class _SlowGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss):
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        time.sleep(DELAY)
+        return grad
+
+
+def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes one part of every step of the engine slow."""
+    model = next(m for m in session.engine.model.modules() if isinstance(m, KnowledgeGraphModel))
+    objective: nn.Module = model.objective
+    if part == "lookup":
+        monkeypatch.setattr(model.entities, "forward", after_a_delay(model.entities.forward))
+    elif part == "score":
+        monkeypatch.setattr(objective, "forward", after_a_delay(objective.forward))
+    elif part == "backward":
+        forward = objective.forward
+        monkeypatch.setattr(objective, "forward", lambda *a: _SlowGradient.apply(forward(*a)))
+    elif part == "update" and session.config.entities.engine == "torchrec":
+        monkeypatch.setattr(CpuFusedTable, "update", after_a_delay(CpuFusedTable.update))
+    elif part == "update":
+        table = session.engine.table
+        monkeypatch.setattr(table, "update", after_a_delay(table.update))
+
+
+@BOTH
+@pytest.mark.parametrize("part", PARTS)
+def test_a_slow_part_is_found(session, part, monkeypatch):
+    batches = build_batches(session.config, session.store, session.processes)
+    if part == "data":
+        monkeypatch.setattr(batches, "batch", after_a_delay(batches.batch))
+    slow_down(part, session, monkeypatch)
+    update = CpuFusedTable.update
+    cpu = session.processes.device
+    found = split_of_a_step(session.engine, islice(batches.epoch(0), 3), cpu)
+    assert list(found) == list(PARTS)
+    assert found.pop(part) >= 1e3 * DELAY
+    assert max(found.values()) < 1e3 * DELAY and min(found.values()) > 0
+    assert CpuFusedTable.update is update  # timed only meanwhile
+
+
+@BOTH
+def test_blocks_count_the_triples_that_they_train(session, tmp_path, monkeypatch):
+    """130 triples in batches of 32: every fifth step trains 2."""
+    seconds = count()
+    monkeypatch.setattr(speed, "_seconds_everywhere", lambda session: float(next(seconds)))
+    timing = speed.Timing(steps=4, blocks=3, warm_up=2, split=1, settling=1, traffic=1)
+    found = speed.measure_speed(Reporter(tmp_path, 0), session.processes, session.config, timing)
+    #    warm-up:  32 32, then 32 32 2 32, 32 32 32 2, 32 32 32 32
+    assert found["triples_per_second"] == [98, 98, 128]
+    steps = np.memmap(tmp_path / "steps", dtype=np.int64, mode="r")
+    assert int(steps[0]) == timing.total == 1 + 1 + 2 + 3 * 4 + 3 + 2 * 1
+
+
+def test_peak_memory_grows_with_what_is_used():
+    before = speed._peak_resident_bytes()
+    size = 100 << 20
+    held = np.ones(before + size, dtype=np.uint8)  # more than was ever free
+    assert speed._peak_resident_bytes() - before > size - (8 << 20)
+    assert held[0] == 1
