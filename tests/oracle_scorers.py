@@ -10,24 +10,22 @@ import itertools
 import math
 
 import numpy as np
-
-# Units that multiply to the third: e1 e2 = e3 and so on, cyclically; the other way round minus.
-QUATERNIONS = [(1, 2, 3)]
-OCTONIONS = [(1, 2, 3), (1, 4, 5), (1, 7, 6), (2, 4, 6), (2, 5, 7), (3, 4, 7), (3, 6, 5)]
+import oracle_networks
+from oracle_algebra import OCTONIONS, QUATERNIONS, groups, numbers, times
+from oracle_networks import layer_norm
 
 
 def score(scorer, head, relation: int, tail, side: str = "tail") -> float:
     """The score of (head, relation, tail).  side: the one asked for, which only CoKE sees."""
     parameters = {
-        name: value.detach().double().numpy()
-        for name, value in [*scorer.named_parameters(), *scorer.named_buffers()]
+        name: value.detach().double().numpy() for name, value in scorer.named_parameters()
     }
     head, tail = (normalized(scorer, parameters, row) for row in (head, tail))
     row = parameters["relations"][relation]
     if "relation_norm.weight" in parameters:
         row = layer_norm(row, parameters, "relation_norm")
     if scorer.name == "coke":
-        return coke(scorer, parameters, head, row, tail, side)
+        return oracle_networks.coke(scorer, parameters, head, row, tail, side)
     return FORMULAS[scorer.name](scorer, parameters, head, row, tail)
 
 
@@ -116,11 +114,6 @@ def distmult(scorer, parameters, h, r, t):
     return sum(a * b * c for a, b, c in zip(h, r, t, strict=True))
 
 
-def numbers(row):
-    """(re, im, re, im, ...) as complex numbers."""
-    return [complex(row[i], row[i + 1]) for i in range(0, len(row), 2)]
-
-
 def complex_(scorer, parameters, h, r, t):
     triples = zip(*(numbers(x) for x in (h, r, t)), strict=True)
     return sum((x * y * z.conjugate()).real for x, y, z in triples)
@@ -143,27 +136,11 @@ def tucker(scorer, parameters, h, r, t):
     return sum(core[k, i, j] * r[k] * h[i] * t[j] for k, i, j in places)
 
 
-def times(x, y, triples):
-    """Product of two hypercomplex numbers of 1 + n units."""
-    out = [x[0] * y[i] + x[i] * y[0] for i in range(len(x))]
-    out[0] = x[0] * y[0] - sum(a * b for a, b in zip(x[1:], y[1:], strict=True))
-    for triple in triples:
-        for turn in range(3):
-            i, j, k = (triple[(turn + step) % 3] for step in range(3))
-            out[k] += x[i] * y[j] - x[j] * y[i]
-    return np.array(out)
-
-
 def hypercomplex(size, triples):
     def formula(scorer, parameters, h, r, t):
         return sum(np.dot(times(x, y, triples), z) for x, y, z in groups(size, h, r, t))
 
     return formula
-
-
-def groups(size, *rows):
-    """The numbers of size components of several rows, side by side."""
-    return zip(*(row.reshape(-1, size) for row in rows), strict=True)
 
 
 def quate(scorer, parameters, h, r, t):
@@ -215,133 +192,6 @@ def lfmult(scorer, parameters, h, r, t):
     return total
 
 
-# Networks
-
-
-def relu(x):
-    return np.maximum(x, 0)
-
-
-def layer_norm(x, parameters, name):
-    """Over all of x; scale and shift for its last axis, or for the first of feature maps."""
-    scale, shift = parameters[f"{name}.weight"], parameters[f"{name}.bias"]
-    if x.ndim == 3:
-        scale, shift = scale[:, None, None], shift[:, None, None]
-    return (x - x.mean()) / np.sqrt(x.var() + 1e-5) * scale + shift
-
-
-def convolve(image, parameters, name, padding):
-    """(height, width) -> (channels, height', width')"""
-    image = np.pad(image, padding)
-    weight, bias = parameters[f"{name}.weight"], parameters[f"{name}.bias"]
-    channels, _, size, _ = weight.shape
-    shape = (channels, image.shape[0] - size + 1, image.shape[1] - size + 1)
-    out = np.empty(shape)
-    for c, i, j in np.ndindex(*shape):
-        out[c, i, j] = (image[i : i + size, j : j + size] * weight[c, 0]).sum() + bias[c]
-    return out
-
-
-def conve(scorer, parameters, h, r, t):
-    image = np.concatenate([h, r]).reshape(2 * scorer.height, scorer.width)
-    image = layer_norm(image[None], parameters, "image_norm")[0]
-    maps = convolve(image, parameters, "convolution", 0)
-    flat = relu(layer_norm(maps, parameters, "map_norm")).reshape(-1)
-    out = parameters["linear.weight"] @ flat + parameters["linear.bias"]
-    return np.dot(relu(layer_norm(out, parameters, "query_norm")), t)
-
-
-def convolved(parameters, size, h, r):
-    """conv(h, r): components one below the other, those of h first."""
-    image = np.concatenate([h.reshape(-1, size).T, r.reshape(-1, size).T])
-    own = {k.removeprefix("convolution."): v for k, v in parameters.items()}
-    padding = own["convolution.weight"].shape[-1] // 2
-    maps = relu(layer_norm(convolve(image, own, "convolution", padding), own, "map_norm"))
-    out = own["linear.weight"] @ maps.reshape(-1) + own["linear.bias"]
-    return relu(layer_norm(out, own, "output_norm"))
-
-
-def conex(scorer, parameters, h, r, t):
-    factors = zip(*(numbers(x) for x in (convolved(parameters, 2, h, r), h, r, t)), strict=True)
-    return sum(
-        c.real * x.real * y.real * z.real
-        + c.real * x.real * y.imag * z.imag
-        + c.imag * x.imag * y.real * z.imag
-        - c.imag * x.imag * y.imag * z.real
-        for c, x, y, z in factors
-    )
-
-
-def aconex(scorer, parameters, h, r, t):
-    added = np.split(convolved(parameters, 2, h, r), 4)
-    factors = zip(*added, *(numbers(x) for x in (h, r, t)), strict=True)
-    return sum(
-        (a + x.real * y.real) * z.real
-        + (b + x.real * y.imag) * z.imag
-        + (c + x.imag * y.real) * z.imag
-        - (d + x.imag * y.imag) * z.real
-        for a, b, c, d, x, y, z in factors
-    )
-
-
-def convolved_product(size, triples):
-    def formula(scorer, parameters, h, r, t):
-        parts = groups(size, convolved(parameters, size, h, r), h, r, t)
-        return sum(np.dot(c * times(x, y, triples), z) for c, x, y, z in parts)
-
-    return formula
-
-
-def shallom(scorer, parameters, h, r, t):
-    hidden = parameters["hidden.weight"] @ np.concatenate([h, t]) + parameters["hidden.bias"]
-    return np.dot(r[:-1], relu(hidden)) + r[-1]
-
-
-def coke(scorer, parameters, h, r, t, side):
-    mask = parameters["mask"][0]
-    tokens, place = ([h, r, mask], 2) if side == "tail" else ([mask, r, t], 0)
-    states = [
-        layer_norm(token + position, parameters, "input_norm")
-        for token, position in zip(tokens, parameters["positions"], strict=True)
-    ]
-    for number in range(scorer.options["layers"]):
-        own = {
-            k.removeprefix(f"encoder.layers.{number}."): v for k, v in parameters.items()
-        }  # fmt: skip
-        states = encoder_layer(states, own, scorer.options["heads"])
-    state = parameters["output.0.weight"] @ states[place] + parameters["output.0.bias"]
-    out = layer_norm(gelu(state), parameters, "output.2")
-    return np.dot(out, t if side == "tail" else h)
-
-
-def encoder_layer(states, own, heads):
-    """Attention, then a feed-forward network; each added to its input, then normalised."""
-    dim = len(states[0])
-    weight, bias = own["self_attn.in_proj_weight"], own["self_attn.in_proj_bias"]
-    queries, keys, values = (
-        [weight[i * dim : (i + 1) * dim] @ x + bias[i * dim : (i + 1) * dim] for x in states]
-        for i in range(3)
-    )
-    out, size = [], dim // heads
-    for query, state in zip(queries, states, strict=True):
-        mixed = np.empty(dim)
-        for head in range(heads):
-            part = slice(head * size, (head + 1) * size)
-            shares = np.exp([np.dot(query[part], key[part]) / math.sqrt(size) for key in keys])
-            shares = shares / shares.sum()
-            mixed[part] = sum(s * v[part] for s, v in zip(shares, values, strict=True))
-        mixed = own["self_attn.out_proj.weight"] @ mixed + own["self_attn.out_proj.bias"]
-        state = layer_norm(state + mixed, own, "norm1")
-        hidden = gelu(own["linear1.weight"] @ state + own["linear1.bias"])
-        hidden = own["linear2.weight"] @ hidden + own["linear2.bias"]
-        out.append(layer_norm(state + hidden, own, "norm2"))
-    return out
-
-
-def gelu(x):
-    return x * (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
-
-
 FORMULAS = {
     "transe_l1": transe(1),
     "transe_l2": transe(2),
@@ -363,12 +213,6 @@ FORMULAS = {
     "pairre": pairre,
     "house": house,
     "pyke": pyke,
-    "conve": conve,
-    "conex": conex,
-    "aconex": aconex,
-    "convq": convolved_product(4, QUATERNIONS),
-    "convo": convolved_product(8, OCTONIONS),
-    "coke": coke,
-    "shallom": shallom,
     "lfmult": lfmult,
+    **oracle_networks.FORMULAS,
 }

@@ -1,97 +1,25 @@
 """Scorers against the papers' formulas, which tests/oracle_scorers.py writes out in loops."""
 
-import inspect
-
 import numpy as np
 import oracle_scorers
 import pytest
 import torch
+from scorer_cases import (
+    CASES,
+    RELATIONS,
+    case_of,
+    every_case,
+    every_direction,
+    every_scorer,
+    make,
+    normal,
+)
 
-from kge_torchrec.config import SCORER_NAMES, ModelConfig
-from kge_torchrec.models.scorer_options import DECLARATIONS, ScorerOptions
-from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer, pairwise
+from kge_torchrec.config import SCORER_NAMES
+from kge_torchrec.models.scorer_options import DECLARATIONS
+from kge_torchrec.models.scorers import SCORERS, pairwise
 from kge_torchrec.models.scorers import complex_distance as blocked
 from kge_torchrec.ranking.blocks import score_block
-
-RELATIONS = 3
-SMALL_MAPS = {"channels": 2, "kernel_size": 3}
-# Every scorer, some with several options: (scorer, dim, options).
-CASES = [
-    ("transe_l1", 6, {}),
-    ("transe_l2", 6, {}),
-    ("transh", 6, {}),
-    ("distmult", 6, {}),
-    ("complex", 6, {}),
-    ("rotate", 6, {}),
-    ("simple", 6, {}),
-    ("rescal", 4, {}),
-    ("tucker", 4, {}),
-    ("tucker", 4, {"relation_dim": 3}),
-    ("qmult", 8, {}),
-    ("quate", 8, {}),
-    ("omult", 16, {}),
-    ("duale", 16, {}),
-    *(("keci", 2 * (1 + p + q), {"p": p, "q": q})
-      for p, q in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (2, 3))),
-    *(("ckeci", 2 * (1 + p + q), {"p": p, "q": q}) for p, q in ((0, 1), (1, 2))),
-    *(("decal", 2 * (1 + p + q + r), {"p": p, "q": q, "r": r})
-      for p, q, r in ((1, 1, 1), (0, 0, 2), (2, 1, 2))),
-    ("mure", 6, {}),
-    ("pairre", 6, {}),
-    ("house", 8, {}),
-    ("house", 6, {"block": 3, "projections": 0}),
-    ("house", 6, {"block": 2, "projections": 2, "reflections": 1}),
-    ("pyke", 6, {}),
-    ("conve", 12, {"channels": 2}),
-    ("conve", 10, {"channels": 2, "height": 2, "kernel_size": 2}),
-    ("conex", 8, SMALL_MAPS),
-    ("aconex", 8, SMALL_MAPS),
-    ("convq", 8, SMALL_MAPS),
-    ("convo", 16, {"channels": 2, "kernel_size": 1}),
-    ("coke", 8, {"layers": 2, "heads": 2, "feed_forward_dim": 5}),
-    ("shallom", 4, {}),
-    ("shallom", 4, {"hidden_dim": 5}),
-    ("lfmult", 4, {}),
-    ("lfmult", 6, {"degree": 2}),
-]  # fmt: skip
-
-
-def identify(case):
-    name, _, options = case
-    return "-".join([name, *(f"{key}{value}" for key, value in options.items())])
-
-
-def directions(case):
-    """(side, reciprocal) that a scorer can answer."""
-    needs = DECLARATIONS[case[0]].needs_reciprocal
-    return [(side, twins) for side in SIDES for twins in (False, True) if twins or not needs]
-
-
-EVERY = [pytest.param(case, id=identify(case)) for case in CASES]
-EVERY_DIRECTION = [
-    pytest.param(case, side, twins, id=f"{identify(case)}-{side}{'-twins' * twins}")
-    for case in CASES
-    for side, twins in directions(case)
-]
-ONE_EACH = [pytest.param(next(c for c in CASES if c[0] == name), id=name) for name in SCORERS]
-every_case = pytest.mark.parametrize("case", EVERY)
-every_scorer = pytest.mark.parametrize("case", ONE_EACH)
-every_direction = pytest.mark.parametrize(("case", "side", "twins"), EVERY_DIRECTION)
-
-
-def make(case, reciprocal=True, dtype=torch.float64, **shared):
-    """A scorer with random parameters, in evaluation mode."""
-    name, dim, options = case
-    torch.manual_seed(0)
-    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared).to(dtype).eval()
-    with torch.no_grad():
-        for parameter in scorer.parameters():
-            parameter.normal_()
-    return scorer
-
-
-def normal(*shape, dtype=torch.float64):
-    return torch.randn(*shape, dtype=dtype)
 
 
 def oracle(scorer, anchor, relation, target, side):
@@ -109,7 +37,9 @@ def oracle(scorer, anchor, relation, target, side):
 
 def test_every_scorer_has_a_formula_and_a_case():
     names = set(SCORER_NAMES)
-    assert names == set(SCORERS) == set(oracle_scorers.FORMULAS) == {case[0] for case in CASES}
+    assert (
+        names == set(SCORERS) == {*oracle_scorers.FORMULAS, "coke"} == {case[0] for case in CASES}
+    )
 
 
 @every_direction
@@ -210,7 +140,7 @@ def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once)
 @pytest.mark.parametrize("numbers_at_once", [1, 60])
 def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_once):
     """Neither values nor gradients; head queries of MuRE, relations of the networks."""
-    case = next(c for c in CASES if c[0] == name)
+    case = case_of(name)
     reciprocal = DECLARATIONS[name].needs_reciprocal
     scorer, dim = make(case, reciprocal), case[1]
     anchor, rows = normal(2, 5, dim).requires_grad_(), normal(2, 3, dim).requires_grad_()
@@ -262,104 +192,3 @@ def test_bits_depend_on_the_query_and_the_row_alone(case):
         for start, stop in ((0, 1), (3, 20), (5, 170), (250, 300)):
             part = score_block(scorer, anchor, relation, table[start:stop], "head")
             assert torch.equal(part, whole[:, start:stop])
-
-
-# Gradients
-
-
-@every_direction
-def test_gradients(case, side, twins):
-    scorer, dim = make(case, twins, normalization="layer"), case[1]
-    relation = torch.tensor([[0, 1, 1]])
-    anchor, target = (normal(1, 3, dim).requires_grad_() for _ in range(2))
-    inputs = (anchor, target, *scorer.parameters())
-
-    def triples(anchor, target, *_):
-        return scorer.score_triples(anchor, relation, target, side)
-
-    def candidates(anchor, target, *_):
-        return scorer.score_candidates(anchor, relation, target, side)
-
-    for scores in (triples, candidates):
-        # A backward written by hand is compared number by number, torch's own by a projection.
-        assert torch.autograd.gradcheck(scores, inputs, fast_mode=case[0] != "rotate")
-
-
-@pytest.mark.parametrize(
-    "name", ["transe_l1", "transe_l2", "transh", "rotate", "mure", "pyke", "pairre", "house"]
-)
-@pytest.mark.parametrize("side", SIDES)
-def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name, side):
-    case = next(c for c in CASES if c[0] == name)
-    scorer, dim = make(case, False), case[1]
-    with torch.no_grad():
-        scorer.relations.zero_()
-    relation = torch.zeros(1, 1, dtype=torch.int64)
-    anchor = normal(1, 1, dim).requires_grad_()
-    target = anchor.detach().clone().requires_grad_()
-    for score in (scorer.score_triples, scorer.score_candidates):
-        scores = score(anchor, relation, target, side)
-        gradients = torch.autograd.grad(scores.sum(), (anchor, target, scorer.relations))
-        assert all(gradient.isfinite().all() for gradient in gradients)
-
-
-# Parameters
-
-
-@every_direction
-def test_relation_factors_are_the_rows_a_query_uses(case, side, twins):
-    scorer = make(case, twins, normalization="layer", input_dropout=0.5).train()
-    assert len(scorer.relations) == scorer.relation_rows == RELATIONS * (1 + twins)
-    twin = RELATIONS if twins and side == "head" else 0
-    relation = torch.tensor([[2, 0]])
-    factors = scorer.relation_factors(relation, side)
-    torch.testing.assert_close(factors, scorer.relations[relation + twin])
-
-
-@every_case
-@pytest.mark.parametrize("normalization", ["none", "layer"])
-def test_start_is_a_function_of_the_stream(case, normalization):
-    name, dim, options = case
-
-    def fill(stream, array):
-        array[...] = stream.normal(size=array.shape)
-
-    starts = []
-    for seed in (1, 1, 2):
-        torch.manual_seed(len(starts))  # plays no part
-        scorer = SCORERS[name](50, dim, True, normalization=normalization, **options)
-        scorer.reset_parameters(fill, np.random.default_rng(seed))
-        starts.append(dict(scorer.named_parameters()))
-    one, same, other = starts
-    for key, value in one.items():
-        assert torch.equal(value, same[key]) and value.isfinite().all()
-        constant = (
-            key.endswith("bias") or "norm" in key or key in ("coefficients", "output.2.weight")
-        )
-        assert constant == torch.equal(value, other[key]), key
-        assert constant or value.std() > 0.01
-
-
-@every_case
-def test_a_scorer_is_built_as_its_config_says(case):
-    name, dim, options = case
-    options = ScorerOptions(**options)
-    config = ModelConfig(name, dim, normalization="layer", input_dropout=0.25, options=options)
-    scorer = build_scorer(config, RELATIONS)
-    assert (scorer.name, scorer.dim, scorer.reciprocal) == (name, dim, True)
-    assert scorer.options == config.scorer_options()
-    assert scorer.input_dropout.p == 0.25 and scorer.hidden_dropout.p == 0
-    assert isinstance(scorer.entity_norm, torch.nn.LayerNorm)
-
-
-@every_scorer
-def test_defaults_are_the_declared_ones(case):
-    """Of the constructor, wherever in its family they stand."""
-    found = {
-        key: parameter.default
-        for kind in SCORERS[case[0]].__mro__
-        if "__init__" in vars(kind) and kind.__module__.startswith("kge_torchrec")
-        for key, parameter in inspect.signature(kind.__init__).parameters.items()
-        if parameter.kind is parameter.KEYWORD_ONLY and key in DECLARATIONS[case[0]].options
-    }
-    assert found == dict(DECLARATIONS[case[0]].options)

@@ -1,0 +1,115 @@
+"""Gradients of scores, and the parameters that they are of."""
+
+import inspect
+
+import numpy as np
+import pytest
+import torch
+from scorer_cases import (
+    RELATIONS,
+    case_of,
+    every_case,
+    every_direction,
+    every_scorer,
+    make,
+    normal,
+)
+
+from kge_torchrec.config import ModelConfig
+from kge_torchrec.models.scorer_options import DECLARATIONS, ScorerOptions
+from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer
+
+
+@every_direction
+def test_gradients(case, side, twins):
+    scorer, dim = make(case, twins, normalization="layer"), case[1]
+    relation = torch.tensor([[0, 1, 1]])
+    anchor, target = (normal(1, 3, dim).requires_grad_() for _ in range(2))
+    inputs = (anchor, target, *scorer.parameters())
+
+    def triples(anchor, target, *_):
+        return scorer.score_triples(anchor, relation, target, side)
+
+    def candidates(anchor, target, *_):
+        return scorer.score_candidates(anchor, relation, target, side)
+
+    for scores in (triples, candidates):
+        # A backward written by hand is compared number by number, torch's own by a projection.
+        assert torch.autograd.gradcheck(scores, inputs, fast_mode=case[0] != "rotate")
+
+
+@pytest.mark.parametrize(
+    "name", ["transe_l1", "transe_l2", "transh", "rotate", "mure", "pyke", "pairre", "house"]
+)
+@pytest.mark.parametrize("side", SIDES)
+def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name, side):
+    case = case_of(name)
+    scorer, dim = make(case, False), case[1]
+    with torch.no_grad():
+        scorer.relations.zero_()
+    relation = torch.zeros(1, 1, dtype=torch.int64)
+    anchor = normal(1, 1, dim).requires_grad_()
+    target = anchor.detach().clone().requires_grad_()
+    for score in (scorer.score_triples, scorer.score_candidates):
+        scores = score(anchor, relation, target, side)
+        gradients = torch.autograd.grad(scores.sum(), (anchor, target, scorer.relations))
+        assert all(gradient.isfinite().all() for gradient in gradients)
+
+
+@every_direction
+def test_relation_factors_are_the_rows_a_query_uses(case, side, twins):
+    scorer = make(case, twins, normalization="layer", input_dropout=0.5).train()
+    assert len(scorer.relations) == scorer.relation_rows == RELATIONS * (1 + twins)
+    twin = RELATIONS if twins and side == "head" else 0
+    relation = torch.tensor([[2, 0]])
+    factors = scorer.relation_factors(relation, side)
+    torch.testing.assert_close(factors, scorer.relations[relation + twin])
+
+
+@every_case
+@pytest.mark.parametrize("normalization", ["none", "layer"])
+def test_start_is_a_function_of_the_stream(case, normalization):
+    name, dim, options = case
+
+    def fill(stream, array):
+        array[...] = stream.normal(size=array.shape)
+
+    starts = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(len(starts))  # plays no part
+        scorer = SCORERS[name](50, dim, True, normalization=normalization, **options)
+        scorer.reset_parameters(fill, np.random.default_rng(seed))
+        starts.append(dict(scorer.named_parameters()))
+    one, same, other = starts
+    for key, value in one.items():
+        assert torch.equal(value, same[key]) and value.isfinite().all()
+        constant = (
+            key.endswith("bias") or "norm" in key or key in ("coefficients", "output.2.weight")
+        )
+        assert constant == torch.equal(value, other[key]), key
+        assert constant or value.std() > 0.01
+
+
+@every_case
+def test_a_scorer_is_built_as_its_config_says(case):
+    name, dim, options = case
+    options = ScorerOptions(**options)
+    config = ModelConfig(name, dim, normalization="layer", input_dropout=0.25, options=options)
+    scorer = build_scorer(config, RELATIONS)
+    assert (scorer.name, scorer.dim, scorer.reciprocal) == (name, dim, True)
+    assert scorer.options == config.scorer_options()
+    assert scorer.input_dropout.p == 0.25 and scorer.hidden_dropout.p == 0
+    assert isinstance(scorer.entity_norm, torch.nn.LayerNorm)
+
+
+@every_scorer
+def test_defaults_are_the_declared_ones(case):
+    """Of the constructor, wherever in its family they stand."""
+    found = {
+        key: parameter.default
+        for kind in SCORERS[case[0]].__mro__
+        if "__init__" in vars(kind) and kind.__module__.startswith("kge_torchrec")
+        for key, parameter in inspect.signature(kind.__init__).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY and key in DECLARATIONS[case[0]].options
+    }
+    assert found == dict(DECLARATIONS[case[0]].options)

@@ -1,0 +1,94 @@
+"""Scorers with small options and random parameters, for their tests."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kge_torchrec.models.scorer_options import DECLARATIONS
+from kge_torchrec.models.scorers import SCORERS, SIDES
+
+RELATIONS = 3
+SMALL_MAPS = {"channels": 2, "kernel_size": 3}
+# Every scorer, some with several options: (scorer, dim, options).
+CASES = [
+    ("transe_l1", 6, {}),
+    ("transe_l2", 6, {}),
+    ("transh", 6, {}),
+    ("distmult", 6, {}),
+    ("complex", 6, {}),
+    ("rotate", 6, {}),
+    ("simple", 6, {}),
+    ("rescal", 4, {}),
+    ("tucker", 4, {}),
+    ("tucker", 4, {"relation_dim": 3}),
+    ("qmult", 8, {}),
+    ("quate", 8, {}),
+    ("omult", 16, {}),
+    ("duale", 16, {}),
+    *(("keci", 2 * (1 + p + q), {"p": p, "q": q})
+      for p, q in ((0, 0), (0, 1), (1, 0), (1, 1), (2, 1), (2, 3))),
+    *(("ckeci", 2 * (1 + p + q), {"p": p, "q": q}) for p, q in ((0, 1), (1, 2))),
+    *(("decal", 2 * (1 + p + q + r), {"p": p, "q": q, "r": r})
+      for p, q, r in ((1, 1, 1), (0, 0, 2), (2, 1, 2))),
+    ("mure", 6, {}),
+    ("pairre", 6, {}),
+    ("house", 8, {}),
+    ("house", 6, {"block": 3, "projections": 0}),
+    ("house", 6, {"block": 2, "projections": 2, "reflections": 1}),
+    ("pyke", 6, {}),
+    ("conve", 12, {"channels": 2}),
+    ("conve", 10, {"channels": 2, "height": 2, "kernel_size": 2}),
+    ("conex", 8, SMALL_MAPS),
+    ("aconex", 8, SMALL_MAPS),
+    ("convq", 8, SMALL_MAPS),
+    ("convo", 16, {"channels": 2, "kernel_size": 1}),
+    ("coke", 8, {"layers": 2, "heads": 2, "feed_forward_dim": 5}),
+    ("shallom", 4, {}),
+    ("shallom", 4, {"hidden_dim": 5}),
+    ("lfmult", 4, {}),
+    ("lfmult", 6, {"degree": 2}),
+]  # fmt: skip
+
+
+def identify(case):
+    name, _, options = case
+    return "-".join([name, *(f"{key}{value}" for key, value in options.items())])
+
+
+def case_of(name):
+    """The first of a scorer's cases."""
+    return next(case for case in CASES if case[0] == name)
+
+
+def directions(case):
+    """(side, reciprocal) that a scorer can answer."""
+    needs = DECLARATIONS[case[0]].needs_reciprocal
+    return [(side, twins) for side in SIDES for twins in (False, True) if twins or not needs]
+
+
+EVERY = [pytest.param(case, id=identify(case)) for case in CASES]
+EVERY_DIRECTION = [
+    pytest.param(case, side, twins, id=f"{identify(case)}-{side}{'-twins' * twins}")
+    for case in CASES
+    for side, twins in directions(case)
+]
+ONE_EACH = [pytest.param(case_of(name), id=name) for name in SCORERS]
+every_case = pytest.mark.parametrize("case", EVERY)
+every_scorer = pytest.mark.parametrize("case", ONE_EACH)
+every_direction = pytest.mark.parametrize(("case", "side", "twins"), EVERY_DIRECTION)
+
+
+def make(case, reciprocal=True, dtype=torch.float64, **shared):
+    """A scorer with random parameters, in evaluation mode."""
+    name, dim, options = case
+    torch.manual_seed(0)
+    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared).to(dtype).eval()
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.normal_()
+    return scorer
+
+
+def normal(*shape, dtype=torch.float64):
+    return torch.randn(*shape, dtype=dtype)
