@@ -1,0 +1,100 @@
+"""Dropout of scorers: in training only, a function of torch's generator, on what it should be."""
+
+import pytest
+import torch
+from scorer_cases import RELATIONS, every_scorer, make, normal
+
+from kge_torchrec.models.scorer_options import DECLARATIONS
+from kge_torchrec.models.scorers import SCORERS
+
+
+def scores(scorer, seed, dim):
+    generator = torch.Generator().manual_seed(3)
+    anchor, target, candidates = (
+        torch.randn(1, n, dim, generator=generator, dtype=torch.float64) for n in (3, 3, 4)
+    )
+    relation = torch.tensor([[0, 1, 2]])
+    torch.manual_seed(seed)
+    positive, negative = scorer.score_contrast(anchor, relation, target, candidates, "tail")
+    return torch.cat([positive[..., None], negative], -1).detach()
+
+
+def dropping(case):
+    """All kinds of dropout that the scorer has."""
+    name, dim, options = case
+    shares = {"input_dropout": 0.4}
+    if not DECLARATIONS[name].is_distance:
+        shares["hidden_dropout"] = 0.4
+    if "feature_dropout" in DECLARATIONS[name].options:
+        options = {**options, "feature_dropout": 0.4}
+    return (name, dim, options), shares
+
+
+@every_scorer
+def test_draws_in_training_only(case):
+    case, shares = dropping(case)
+    scorer, dim = make(case, **shares), case[1]
+    plain = make((case[0], dim, {k: v for k, v in case[2].items() if k != "feature_dropout"}))
+    assert torch.equal(scores(scorer, 0, dim), scores(plain, 1, dim))  # evaluation
+    scorer.train()
+    first, again, other = (scores(scorer, seed, dim) for seed in (0, 0, 1))
+    assert torch.equal(first, again) and not torch.equal(first, other)
+    assert first.isfinite().all()
+    scorer.eval()
+    assert torch.equal(scores(scorer, 0, dim), scores(plain, 0, dim))
+
+
+@every_scorer
+def test_input_dropout_is_of_the_query_not_of_the_candidates(case):
+    """A query has one draw for its positive and all candidates: equal rows score alike."""
+    case, shares = dropping(case)
+    if case[0] == "shallom":  # drops units of the hidden layer, which each pair has its own of
+        shares["hidden_dropout"] = 0.0
+    scorer, dim = make(case, **shares).train(), case[1]
+    anchor, row = normal(1, 2, dim), normal(1, 1, dim)
+    positive, negative = scorer.score_contrast(
+        anchor, torch.tensor([[0, 1]]), row.expand(1, 2, dim), row.expand(1, 3, dim), "tail"
+    )
+    torch.testing.assert_close(negative, positive[..., None].expand(1, 2, 3))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7])
+def test_expected_score_is_the_score_without_dropout(share):
+    torch.manual_seed(0)
+    anchor, target = normal(8), normal(8)
+    count = 40_000
+    spread = [x.expand(count, -1) for x in (anchor, target)]
+    relation = torch.zeros(count, dtype=torch.int64)
+    for key in ("input_dropout", "hidden_dropout"):
+        scorer = SCORERS["distmult"](RELATIONS, 8, **{key: share}).double().train()
+        torch.nn.init.normal_(scorer.relations)
+        found = scorer.score_triples(spread[0], relation, spread[1]).detach()
+        plain = scorer.eval().score_triples(anchor, relation[0], target).item()
+        assert abs(found.mean().item() - plain) < 5 * found.std().item() / count**0.5
+        assert found.std().item() > 0.1
+
+
+def test_dropped_pairs_are_the_same_when_their_blocks_are_computed_again(monkeypatch):
+    """Shallom expands pairs block by block, and again for the gradient."""
+    from kge_torchrec.models.scorers import pairwise
+
+    monkeypatch.setattr(pairwise, "BLOCK_NUMBERS", {"cpu": 8})
+    scorer = make(("shallom", 4, {"hidden_dim": 5}), hidden_dropout=0.5).train()
+    anchor, rows = normal(1, 4, 4).requires_grad_(), normal(1, 3, 4)
+    torch.manual_seed(0)
+    found = scorer.score_candidates(anchor, torch.zeros(1, 4, dtype=torch.int64), rows, "tail")
+    (gradient,) = torch.autograd.grad(found.sum(), anchor)
+    moved = torch.zeros_like(gradient)
+    for place in torch.cartesian_prod(torch.arange(4), torch.arange(4)):
+        step = torch.zeros_like(anchor)
+        step[0, place[0], place[1]] = 1e-6
+        values = []
+        for sign in (1, -1):
+            torch.manual_seed(0)
+            values.append(
+                scorer.score_candidates(
+                    anchor + sign * step, torch.zeros(1, 4, dtype=torch.int64), rows, "tail"
+                ).sum()
+            )
+        moved[0, place[0], place[1]] = (values[0] - values[1]) / 2e-6
+    torch.testing.assert_close(gradient, moved.detach(), rtol=1e-4, atol=1e-6)
