@@ -25,6 +25,7 @@ from kge_torchrec.export.labels import label_lines
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.rows import chunks_on_first_rank
 from kge_torchrec.export.tables import FORMATS
+from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.parallel.processes import Processes, on_first_rank
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.progress import Progress
@@ -53,7 +54,7 @@ def export_model(
     Raises ExportError, on every rank.
     """
     ranks, store = session.processes, session.store
-    parameters = _dense_parameters(session)
+    parameters = dense_parameters(session.scorer)
     try:
         on_first_rank(ranks, folder.begin)
         on_first_rank(ranks, lambda: FORMATS[table_format].check(store.entities))
@@ -78,10 +79,13 @@ def export_model(
         raise
 
 
-def _dense_parameters(session: Session) -> dict[str, Tensor]:
-    """The scorer's parameters and buffers, whole and on the CPU; empty but on rank 0."""
+def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
+    """The scorer's parameters and buffers on the CPU, whole where ranks hold parts of them.
+
+    Collective; empty but on rank 0.
+    """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(session.scorer, options=options)
+    return get_model_state_dict(scorer, options=options)
 
 
 def _write_dense(session: Session, folder: ExportFolder, parameters: dict[str, Tensor]) -> None:

@@ -11,6 +11,9 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 from training_runs import config_of, parameters
 from worlds import WorldError, run_world
 
@@ -21,6 +24,8 @@ from kge_torchrec.export import rows
 from kge_torchrec.export.errors import ExportError
 from kge_torchrec.export.folder import ExportFolder
 from kge_torchrec.export.tables import FORMATS, open_table
+from kge_torchrec.export.write import dense_parameters
+from kge_torchrec.models.scorers.complex import ComplEx
 from kge_torchrec.training.checkpoints import CheckpointError
 
 N, R, D = 37, 3, 8
@@ -47,6 +52,25 @@ def test_the_rows_of_the_run_in_every_format(run, tmp_path, world_size):
         assert found.keys() == dense.keys()
         assert all(torch.equal(found[key], dense[key]) for key in dense)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FORMATS)
+
+
+def gather_sharded_parameters(relations, wrapper):
+    scorer = ComplEx(*relations.shape)
+    with torch.no_grad():
+        scorer.relations.copy_(relations)
+    if wrapper == "fsdp":
+        fully_shard(scorer, mesh=init_device_mesh("cpu", (torch.distributed.get_world_size(),)))
+    else:
+        DistributedDataParallel(scorer)
+    return dense_parameters(scorer)
+
+
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_dense_parameters_are_gathered(wrapper):
+    relations = torch.randn(R, D)
+    first, other = run_world(2, gather_sharded_parameters, relations, wrapper)
+    assert first.keys() == {"relations"} and torch.equal(first["relations"], relations)
+    assert other == {}
 
 
 def test_the_files_and_what_they_say(run, export):

@@ -24,7 +24,7 @@ from kge_torchrec.models.scorers import build_scorer
 N, R, D = 37, 3, 8
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model(export):
     return load_model(export)
 
