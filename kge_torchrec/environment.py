@@ -75,6 +75,8 @@ def silence_dependencies() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
     for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
         warnings.filterwarnings("ignore", module=module)
+    # said at our own call of DDP, whose argument torch 2.13 would like to be called otherwise
+    warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
 
 
 def keep_large_blocks() -> bool:

@@ -1,0 +1,104 @@
+"""Every setting of a run: one frozen dataclass a concern, read from YAML with dotted overrides.
+
+The defaults are sensible for any data; ``configs/default.yaml`` lists them all.  Errors name the
+key and say what would be right.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kge_torchrec.config.checks import ConfigError, at_least, one_of
+from kge_torchrec.config.data import DataConfig, NegativesConfig
+from kge_torchrec.config.entities import ENGINE_NAMES, EntitiesConfig
+from kge_torchrec.config.model import INIT_NAMES, SCORER_NAMES, LossConfig, ModelConfig
+from kge_torchrec.config.training import (
+    OPTIMIZER_NAMES,
+    CheckpointConfig,
+    EvaluationConfig,
+    RunConfig,
+    TrainConfig,
+)
+
+__all__ = [
+    "ENGINE_NAMES",
+    "INIT_NAMES",
+    "OPTIMIZER_NAMES",
+    "SCORER_NAMES",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "EntitiesConfig",
+    "EvaluationConfig",
+    "LossConfig",
+    "ModelConfig",
+    "NegativesConfig",
+    "RunConfig",
+    "TrainConfig",
+    "all_keys",
+]
+
+
+@dataclass(frozen=True)
+class Config:
+    """A whole run.
+
+    Args:
+        seed: The start, the data order and the negatives are functions of it.
+        device: auto, cpu or cuda.
+        threads: CPU threads a rank; 0 shares the cores out among the ranks of a host.
+    """
+
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    negatives: NegativesConfig = field(default_factory=NegativesConfig)
+    entities: EntitiesConfig = field(default_factory=EntitiesConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    run: RunConfig = field(default_factory=RunConfig)
+    seed: int = 0
+    device: str = "auto"
+    threads: int = 0
+
+    def __post_init__(self) -> None:
+        at_least("seed", self.seed, 0)
+        one_of("device", self.device, ("auto", "cpu", "cuda"))
+        at_least("threads", self.threads, 0)
+        self.entities.sparse_options(self.train.optimizer)
+        if self.train.weight_decay and self.entities.preset != "fbgemm":
+            raise ConfigError(
+                f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "
+                "loss.l2, or entities.preset fbgemm"
+            )
+        if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
+            raise ConfigError(
+                "train.pipeline sparse_dist is TorchRec's; with entities.engine "
+                f"{self.entities.engine} use auto or loop"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Nested plain values, as YAML and JSON take them."""
+        out = asdict(self)
+        out["data"]["ratio"] = list(self.data.ratio)
+        return out
+
+    def save(self, path: Path) -> None:
+        """Writes the resolved config as YAML."""
+        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+
+
+def all_keys(of: Any = Config, prefix: str = "") -> list[str]:
+    """Every dotted key, in order."""
+    keys: list[str] = []
+    for item in fields(of):
+        default = item.default_factory if callable(item.default_factory) else None
+        nested = default if is_dataclass(default) else None
+        keys += all_keys(nested, f"{prefix}{item.name}.") if nested else [prefix + item.name]
+    return keys

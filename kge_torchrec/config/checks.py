@@ -1,0 +1,37 @@
+"""The error of a wrong setting, and the checks that raise it; messages name the key."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+
+class ConfigError(ValueError):
+    """A setting is unknown or out of range; the message names its key."""
+
+
+def check(ok: bool, key: str, expected: str, value: Any) -> None:
+    if not ok:
+        raise ConfigError(f"{key} must be {expected}, got {value!r}")
+
+
+def positive(key: str, value: float) -> None:
+    check(math.isfinite(value) and value > 0, key, "a number > 0", value)
+
+
+def not_negative(key: str, value: float) -> None:
+    check(math.isfinite(value) and value >= 0, key, "a number >= 0", value)
+
+
+def at_least(key: str, value: int, least: int) -> None:
+    check(value >= least, key, f"an integer >= {least}", value)
+
+
+def one_of(key: str, value: str, choices: Sequence[str]) -> None:
+    if value in choices:
+        return
+    close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}{hint}")

@@ -1,0 +1,60 @@
+"""Settings of the triples and of the negatives drawn for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from kge_torchrec.config.checks import at_least, check, not_negative, one_of
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where the triples come from.
+
+    Args:
+        path: "countries" (the graph inside the package), a prepared store, a directory with
+            train/valid/test files, or a single file of triples.
+        ratio: Shares of train, valid and test when there is only one file.
+        has_header: Whether the files start with a header; null finds out.
+        allow_unseen_relations: Accept relations that occur in valid or test only.
+    """
+
+    path: str = "countries"
+    ratio: tuple[float, float, float] = (0.9, 0.05, 0.05)
+    has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
+    allow_unseen_relations: bool = False
+
+    def __post_init__(self) -> None:
+        for share in self.ratio:
+            not_negative("data.ratio", share)
+        check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
+
+
+@dataclass(frozen=True)
+class NegativesConfig:
+    """Which entities a positive is compared with.
+
+    Args:
+        count: Negatives a chunk and side.
+        chunk_size: Triples that share their negatives: 1 gives each triple its own, 0 shares
+            them over the whole batch (one matrix product scores them).
+        sides: both, tail or head: which ends are corrupted.
+        sampling: uniform, or degree (in proportion to degree ** degree_power).
+        degree_power: Exponent of degree sampling.
+        filtered: Never use a known training fact as a negative.
+    """
+
+    count: int = 512
+    chunk_size: int = 0
+    sides: str = "both"
+    sampling: str = "uniform"
+    degree_power: float = 0.75
+    filtered: bool = False
+
+    def __post_init__(self) -> None:
+        at_least("negatives.count", self.count, 1)
+        at_least("negatives.chunk_size", self.chunk_size, 0)
+        one_of("negatives.sides", self.sides, ("both", "tail", "head"))
+        one_of("negatives.sampling", self.sampling, ("uniform", "degree"))
+        not_negative("negatives.degree_power", self.degree_power)

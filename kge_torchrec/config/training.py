@@ -1,0 +1,139 @@
+"""Settings of the loop, of ranking, checkpoints and the run folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
+
+OPTIMIZER_NAMES = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The loop and its optimizers.
+
+    Args:
+        epochs: Passes over the training triples.
+        batch_size: Triples a step, over all ranks.
+        optimizer: adam, rowwise_adam, adagrad, rowwise_adagrad or sgd, for entities; relations
+            take the form without row-wise state.
+        lr: Learning rate.
+        relation_lr: Learning rate of relations; null takes lr.
+        beta1: Of adam and rowwise_adam.
+        beta2: Of adam and rowwise_adam.
+        eps: Added outside the root, in every optimizer.
+        weight_decay: Decoupled for adam and rowwise_adam, L2 for rowwise_adagrad; touched rows
+            only.
+        schedule: constant, linear (to 0), cosine (to 0), exponential or plateau.
+        warmup_steps: Steps over which the learning rate rises linearly from 0.
+        decay: Factor an epoch (exponential) or at a plateau.
+        plateau_patience: Validations without progress before a plateau decays.
+        pipeline: sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or
+            auto: sparse_dist where the engine is torchrec.
+        log_every: Steps between metrics.jsonl lines and checks for a non-finite loss.
+    """
+
+    epochs: int = 50
+    batch_size: int = 1024
+    optimizer: str = "adagrad"
+    lr: float = 0.1
+    relation_lr: Optional[float] = None  # noqa: UP045
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    schedule: str = "constant"
+    warmup_steps: int = 0
+    decay: float = 0.95
+    plateau_patience: int = 3
+    pipeline: str = "auto"
+    log_every: int = 100
+
+    def __post_init__(self) -> None:
+        at_least("train.epochs", self.epochs, 0)
+        at_least("train.batch_size", self.batch_size, 1)
+        one_of("train.optimizer", self.optimizer, OPTIMIZER_NAMES)
+        positive("train.lr", self.lr)
+        if self.relation_lr is not None:
+            positive("train.relation_lr", self.relation_lr)
+        for key in ("beta1", "beta2"):
+            value = getattr(self, key)
+            check(0 <= value < 1, f"train.{key}", "in [0, 1)", value)
+        positive("train.eps", self.eps)
+        not_negative("train.weight_decay", self.weight_decay)
+        if self.weight_decay and self.optimizer in ("adagrad", "sgd"):
+            raise ConfigError(
+                f"train.weight_decay: FBGEMM's {self.optimizer} has none; use loss.l2, or one of "
+                "adam, rowwise_adam, rowwise_adagrad"
+            )
+        schedules = ("constant", "linear", "cosine", "exponential", "plateau")
+        one_of("train.schedule", self.schedule, schedules)
+        at_least("train.warmup_steps", self.warmup_steps, 0)
+        check(0 < self.decay <= 1, "train.decay", "in (0, 1]", self.decay)
+        at_least("train.plateau_patience", self.plateau_patience, 0)
+        one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
+        at_least("train.log_every", self.log_every, 1)
+
+
+@dataclass(frozen=True)
+class EvaluationConfig:
+    """Exact filtered ranking, during training and at its end.
+
+    Args:
+        every: Epochs between validations; 0 validates never.
+        metric: Early stopping and the best checkpoint follow this (both sides, realistic).
+        patience: Validations without progress before training stops; 0 never stops early.
+        max_triples: Rank at most this many validation triples while training (a fixed random
+            sample, labelled so); 0 ranks them all.
+        batch_size: Queries scored at once.
+    """
+
+    every: int = 5
+    metric: str = "mrr"
+    patience: int = 0
+    max_triples: int = 0
+    batch_size: int = 512
+
+    def __post_init__(self) -> None:
+        at_least("evaluation.every", self.every, 0)
+        one_of("evaluation.metric", self.metric, ("mrr", "mr", "hits@1", "hits@3", "hits@10"))
+        at_least("evaluation.patience", self.patience, 0)
+        at_least("evaluation.max_triples", self.max_triples, 0)
+        at_least("evaluation.batch_size", self.batch_size, 1)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """What a run keeps.
+
+    Args:
+        every_epochs: Epochs between checkpoints; 0 writes only the best and the last.
+        every_steps: Steps between checkpoints within an epoch; 0 writes none.
+        keep: Checkpoints kept besides the best one.
+    """
+
+    every_epochs: int = 1
+    every_steps: int = 0
+    keep: int = 2
+
+    def __post_init__(self) -> None:
+        at_least("checkpoint.every_epochs", self.every_epochs, 0)
+        at_least("checkpoint.every_steps", self.every_steps, 0)
+        at_least("checkpoint.keep", self.keep, 1)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """The run folder.
+
+    Args:
+        dir: Folder for config, metrics, checkpoints and results; null makes runs/NAME-TIME.
+        progress: Progress bars on rank 0.
+        tensorboard: Write TensorBoard events.
+    """
+
+    dir: Optional[str] = None  # noqa: UP045
+    progress: bool = True
+    tensorboard: bool = True
