@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from kge_torchrec.parallel.processes import Processes, on_first_rank
+from kge_torchrec.training.checkpoint_pieces import in_pieces
 from kge_torchrec.training.progress import Progress
 
 FORMAT_VERSION = 1
@@ -56,7 +57,10 @@ class Checkpoints:
         """
         name = name_of(progress)
         target, partial = self.folder / name, self.folder / f".partial-{name}"
-        state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
+        state = {
+            "engine": in_pieces(engine_state),
+            "random": {self._random_key: torch.get_rng_state()},
+        }
         try:
             on_first_rank(self.processes, lambda: _make_empty(partial))
             dcp.save(state, checkpoint_id=str(partial))
@@ -101,7 +105,7 @@ class Checkpoints:
     def load(self, engine_state: dict[str, Any], name: str) -> None:
         """Fills ``engine_state`` in place.  Collective; raises CheckpointError if it cannot."""
         path = self.folder / name
-        state = {"engine": engine_state}
+        state = {"engine": in_pieces(engine_state)}
         try:
             stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
             has_random = f"random.{self._random_key}" in stored
