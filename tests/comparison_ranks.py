@@ -7,10 +7,12 @@ import signal
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from kge_torchrec.comparison.launch import Reporter, run_world
+from kge_torchrec.comparison.speed import _peak_resident_bytes
 from kge_torchrec.parallel.processes import Processes
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -48,6 +50,15 @@ def die_on_last_rank(reporter: Reporter, ranks: Processes, how: int) -> None:
         os._exit(3)
     dist.all_reduce(torch.ones(1))
     time.sleep(60)
+
+
+def use_memory(reporter: Reporter, ranks: Processes, size: int) -> dict:
+    """The peak before and after ``size`` bytes are used, and after they are freed again."""
+    peaks = [_peak_resident_bytes()]
+    held = np.ones(size, dtype=np.uint8)
+    peaks.append(_peak_resident_bytes())
+    del held
+    return {"peaks": [*peaks, _peak_resident_bytes()]}
 
 
 def tell_and_wait(reporter: Reporter, ranks: Processes, folder: str) -> None:

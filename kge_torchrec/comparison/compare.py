@@ -12,6 +12,7 @@ fresh worlds, by turns, ``repeats`` times.  The folder then holds
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -126,9 +127,8 @@ class Comparison:
 
     def text(self) -> str:
         """The tables, then the verdict."""
-        return "\n\n".join(
-            part for part in (tables(self.found), "\n".join(self.found["verdict"])) if part
-        )
+        sentences = (textwrap.fill(sentence, 100) for sentence in self.found["verdict"])
+        return "\n\n".join(part for part in (tables(self.found), *sentences) if part)
 
     def _train(self, world_size: int, bar: tqdm) -> None:
         bar.set_description(f"{_ranks(world_size)}, training side by side")

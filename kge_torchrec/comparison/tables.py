@@ -15,11 +15,13 @@ def tables(comparison: dict[str, Any]) -> str:
     """All tables, one after another."""
     texts = []
     if comparison["training"]:
-        texts.append(_table("training, same start and batches", *_training(comparison)))
+        title = "training, same start and batches; largest parameter difference from the first"
+        texts.append(_table(title, *_training(comparison)))
     if comparison["summary"]:
         texts.append(_table("speed, spread over the repeats", *_speed(comparison["summary"])))
         texts.append(_table("a step, part by part, ms", *_split(comparison["summary"])))
-        texts.append(_table("traffic, a step and rank", *_traffic(comparison["summary"])))
+        title = "traffic, a step and rank, to other ranks; integers are ids and their counts"
+        texts.append(_table(title, *_traffic(comparison["summary"])))
     return "\n\n".join(texts)
 
 
@@ -70,7 +72,7 @@ def _split(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
 
 
 def _traffic(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    header = ["ranks", "contender", "ids", "looked up", "rows sent", "ids sent", "KiB sent"]
+    header = ["ranks", "contender", "ids", "looked up", "rows sent", "integers", "KiB sent"]
     rows = []
     for world_size, name, found in _each(summary):
         for kind, seen in found["traffic"].items():

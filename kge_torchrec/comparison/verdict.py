@@ -13,12 +13,14 @@ ROUNDING, OTHER_STEPS = 1e-3, 0.1
 
 
 def verdict(comparison: dict[str, Any]) -> list[str]:
-    """Sentences: what is missing, then parameters and metrics, then speed, by world size."""
+    """Sentences: what is missing, then one a world size on parameters, metrics and speed."""
     sentences = _failure(comparison["failure"])
-    for world_size, found in comparison["training"].items():
-        sentences += _training(comparison, world_size, found)
-    for world_size, by_name in comparison["speed"].items():
-        sentences += _speed(comparison["engines"][0], world_size, by_name)
+    world_sizes = dict.fromkeys([*comparison["training"], *comparison["speed"]])
+    for world_size in world_sizes:
+        said = _training(comparison, comparison["training"].get(world_size))
+        said += _speed(comparison["engines"][0], comparison["speed"].get(world_size, {}))
+        if said:
+            sentences.append(f"At world size {world_size}, {'; '.join(said)}.")
     return sentences
 
 
@@ -38,26 +40,29 @@ def describe(failure: dict[str, Any]) -> str:
     return f"{where}: {rank}{failure['reason']}"
 
 
-def _training(comparison: dict[str, Any], world_size: str, found: dict[str, Any]) -> list[str]:
+def _training(comparison: dict[str, Any], found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return []
     first, rate = comparison["engines"][0], comparison["config"]["train"]["lr"]
-    at, sentences = f"At world size {world_size}", []
-    for name, measured in found["differences"].items():
-        if measured:
-            sentences.append(f"{at}, {_parameters(name, first, measured, rate)}.")
+    said = [
+        _parameters(name, first, measured, rate)
+        for name, measured in found["differences"].items()
+        if measured
+    ]
     if found["metrics"]:
         values = [
             f"{metrics['both']['realistic']['mrr']:.3f} for {name}"
             for name, metrics in found["metrics"].items()
         ]
-        sentences.append(f"{at}, the {found['split']} MRR is {_listed(values)}.")
-    return sentences
+        said.append(f"the {found['split']} MRR is {_listed(values)}")
+    return said
 
 
 def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: float) -> str:
     """How far one contender's parameters lie from the first's, from start to end."""
     start, end = measured[0], measured[-1]
     if largest(start) != 0:
-        by = "not numbers" if largest(start) is None else f"{largest(start):.0e} apart"
+        by = "not numbers" if largest(start) is None else f"{_about(largest(start))} apart"
         return (
             f"{name} does not start where {first} does (parameters {by}), so the rest compares "
             "different models"
@@ -70,7 +75,7 @@ def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: flo
         return f"the parameters of {name} or {first} are no numbers any more {steps}"
     if apart == 0:
         return f"{name} and {first} have bitwise the same parameters {steps}"
-    rates = f"{apart:.0e}, {apart / rate:.1g} learning rates"
+    rates = f"{_about(apart)}, {_about(apart / rate)} learning rates"
     if apart <= ROUNDING * rate:
         said = f"{name} trains what {first} trains"
     elif apart <= OTHER_STEPS * rate:
@@ -80,25 +85,20 @@ def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: flo
     return f"{said}: {steps} parameters differ by up to {rates}"
 
 
-def _speed(first: str, world_size: str, by_name: dict[str, list[dict[str, Any]]]) -> list[str]:
-    sentences = []
-    for name, ours in by_name.items():
-        if name != first and ours and by_name.get(first):
-            said = _faster(name, ours, first, by_name[first])
-            sentences.append(f"At world size {world_size}, {said}.")
-    return sentences
+def _speed(first: str, by_name: dict[str, list[dict[str, Any]]]) -> list[str]:
+    base = by_name.get(first)
+    return [
+        _faster(name, ours, first, base)
+        for name, ours in by_name.items()
+        if name != first and ours and base
+    ]
 
 
 def _faster(name: str, ours: list[dict], first: str, base: list[dict]) -> str:
+    """Who is faster, if the difference is larger than those between repeats of the same."""
     mine, theirs = triples_per_second(ours), triples_per_second(base)
     repeats = min(len(ours), len(base))
     over = f"over {repeats} repeats" if repeats > 1 else "in a single repeat"
-    none = (
-        f"no difference in speed shows between {name} ({_range(mine)} triples/s {over}) and "
-        f"{first} ({_range(theirs)})"
-    )
-    if mine.overlaps(theirs):
-        return none
     if mine.median > theirs.median:
         winner, loser, factor = name, first, ratio(ours, base)
     else:
@@ -107,19 +107,28 @@ def _faster(name: str, ours: list[dict], first: str, base: list[dict]) -> str:
     times, low, high = (
         f"{value:.{digits}f}" for value in (factor.median, factor.lowest, factor.highest)
     )
-    if float(times) == 1:
-        return none
+    among_themselves = max(mine.highest / mine.lowest, theirs.highest / theirs.lowest)
+    if mine.overlaps(theirs) or factor.median <= among_themselves or float(times) == 1:
+        return (
+            f"no difference in speed stands out from the spread, {_range(mine)} triples/s of "
+            f"{name} and {_range(theirs)} of {first} {over}"
+        )
     between = f", {low} to {high} {over}" if low != high else f" {over}"
     return f"{winner} is about {times} times as fast as {loser}{between}"
 
 
 def _range(speed: Spread) -> str:
-    return f"{_rounded(speed.lowest)} to {_rounded(speed.highest)}"
+    return f"{_rounded(speed.lowest, 3)} to {_rounded(speed.highest, 3)}"
 
 
-def _rounded(value: float) -> str:
-    """Three significant digits."""
-    return f"{float(f'{value:.3g}'):,.0f}"
+def _about(value: float) -> str:
+    """One significant digit: 2,000 or 0.02 or 3e-06."""
+    return _rounded(value, 1) if value >= 1 else f"{value:.1g}"
+
+
+def _rounded(value: float, digits: int) -> str:
+    """That many significant digits, written out."""
+    return f"{float(f'{value:.{digits}g}'):,.0f}"
 
 
 def _listed(values: list[str]) -> str:

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from comparison_ranks import use_memory
 from torch import nn
 from training_runs import config_of, tiny_store
 
 from kge_torchrec.comparison import speed
-from kge_torchrec.comparison.launch import Reporter
+from kge_torchrec.comparison.launch import Reporter, run_world
 from kge_torchrec.comparison.split import PARTS, split_of_a_step
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.models.model import KnowledgeGraphModel
@@ -104,8 +105,7 @@ def test_blocks_count_the_triples_that_they_train(session, tmp_path, monkeypatch
 
 
 def test_peak_memory_grows_with_what_is_used():
-    before = speed._peak_resident_bytes()
-    size = 100 << 20
-    held = np.ones(before + size, dtype=np.uint8)  # more than was ever free
-    assert speed._peak_resident_bytes() - before > size - (8 << 20)
-    assert held[0] == 1
+    size = 200 << 20
+    before, using, after = run_world(use_memory, 1, size)[0]["peaks"]
+    assert using - before == pytest.approx(size, rel=0.1)
+    assert after == pytest.approx(using, rel=0.01)
