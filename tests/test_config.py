@@ -1,6 +1,8 @@
 """Configs: what is read, and what is said when it is wrong."""
 
 import math
+import subprocess
+import sys
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -139,6 +141,12 @@ def test_a_published_config_is_found_by_name(monkeypatch, tmp_path):
     assert error_of(path="dmo") == "no config file 'dmo'; there are demo"
 
 
+def test_a_config_is_read_without_torch():
+    """So that a wrong key is reported at once, options of scorers included."""
+    code = "import sys; from kge_torchrec.config_parser import load_config; load_config()"
+    subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
+
+
 def test_every_key_is_documented_and_listed():
     keys = all_keys()
     assert len(keys) == len(set(keys)) and {"data.path", "train.lr", "seed"} <= set(keys)
@@ -241,6 +249,81 @@ def test_odd_dim(scorer):
     message = error_of({"model.scorer": scorer, "model.dim": 5})
     assert message.startswith(f"model.dim must be even for {scorer}") and message.endswith("got 5")
     assert load_config(None, {"model.scorer": "distmult", "model.dim": 5}).model.dim == 5
+
+
+@pytest.mark.parametrize("scorer", ["quate", "omult", "decal", "keci", "coke"])
+def test_dim_is_what_the_scorer_can_divide(scorer):
+    message = error_of({"model.scorer": scorer, "model.dim": 129})
+    assert message.startswith("model.dim must be ") and message.endswith("got 129")
+    assert f"for {scorer}" in message
+
+
+def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
+    path = written("model:\n  scorer: keci\n  dim: 96\n  options: {p: 1}\n")
+    model = load_config(path, ["--model.options.q", "4"]).model
+    assert model.scorer_options() == {"p": 1, "q": 4}
+    assert load_config(path).model.scorer_options() == {"p": 1, "q": 1}  # a default
+    config = load_config(None, {"model.scorer": "conve", "model.options.feature_dropout": 0.25})
+    assert config.model.scorer_options()["feature_dropout"] == 0.25
+    assert config_from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"model.options.p": 1}, "model.options.p is no option of complex, which has none"),
+        (
+            {"model.scorer": "conve", "model.options.p": 1},
+            "model.options.p is no option of conve, which has channels, kernel_size, "
+            "feature_dropout, height",
+        ),
+        ({"model.options.pp": 1}, "unknown key model.options.pp; did you mean model.options.p?"),
+        (
+            {"model.scorer": "keci", "model.options.q": "many"},
+            "model.options.q must be an integer or null, got many",
+        ),
+        (
+            {"model.scorer": "keci", "model.options.q": -1},
+            "model.options.q must be an integer >= 0, got -1",
+        ),
+        (
+            {"model.scorer": "coke", "model.options.layers": 0},
+            "model.options.layers must be an integer >= 1, got 0",
+        ),
+        (
+            {"model.scorer": "tucker", "model.options.feature_dropout": 1},
+            "model.options.feature_dropout must be in [0, 1), got 1.0",
+        ),
+        (
+            {"model.scorer": "conex", "model.options.kernel_size": 4},
+            "model.options.kernel_size must be odd for conex, got 4",
+        ),
+        (
+            {"model.scorer": "conve", "model.options.height": 5},
+            "model.options.height must divide model.dim 128, got 5",
+        ),
+        (
+            {"model.scorer": "conve", "model.dim": 7},
+            "model.options.kernel_size 3 does not fit the image of conve, 2 x 7 for model.dim 7",
+        ),
+        (
+            {"model.scorer": "convq", "model.reciprocal": False},
+            "model.reciprocal must be true for convq: it answers tail queries only",
+        ),
+        (
+            {"model.scorer": "mure", "model.dim": 2},
+            "model.dim must be at least 3 for mure (two are biases), got 2",
+        ),
+        (
+            {"model.scorer": "rotate", "model.hidden_dropout": 0.1},
+            "model.hidden_dropout has no meaning for rotate, whose query is a point",
+        ),
+        ({"model.input_dropout": 1}, "model.input_dropout must be in [0, 1), got 1.0"),
+        ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
+    ],
+)
+def test_models_that_cannot_be(overrides, message):
+    assert error_of(overrides).startswith(message)
 
 
 @pytest.mark.parametrize(
