@@ -14,7 +14,7 @@ ROUNDING, OTHER_STEPS = 1e-3, 0.1
 
 def verdict(comparison: dict[str, Any]) -> list[str]:
     """Sentences: what is missing, then one a world size on parameters, metrics and speed."""
-    sentences = _failure(comparison["failure"])
+    sentences = _missing(comparison)
     world_sizes = dict.fromkeys([*comparison["training"], *comparison["speed"]])
     for world_size in world_sizes:
         said = _training(comparison, comparison["training"].get(world_size))
@@ -24,10 +24,12 @@ def verdict(comparison: dict[str, Any]) -> list[str]:
     return sentences
 
 
-def _failure(failure: dict[str, Any] | None) -> list[str]:
-    if failure is None:
+def _missing(comparison: dict[str, Any]) -> list[str]:
+    if comparison["complete"]:
         return []
-    return [f"The comparison is incomplete: {describe(failure)}."]
+    if comparison["failure"] is None:  # stays so if the command itself is killed
+        return ["The comparison is incomplete: it has not come to its end."]
+    return [f"The comparison is incomplete: {describe(comparison['failure'])}."]
 
 
 def describe(failure: dict[str, Any]) -> str:

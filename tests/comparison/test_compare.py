@@ -123,7 +123,7 @@ def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading
 
     def watch() -> None:
         file = folder / "comparison.json"
-        until = time.monotonic() + 60
+        until = time.monotonic() + 240
         while time.monotonic() < until:
             trained = file.exists() and json.loads(file.read_text())["training"]
             if trained and len(multiprocessing.active_children()) == 2:
@@ -131,6 +131,7 @@ def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading
                 act()
                 return
             time.sleep(0.05)
+        _thread.interrupt_main()  # or the comparison would go on for ever
 
     thread = threading.Thread(target=watch)
     thread.start()
@@ -213,3 +214,11 @@ def test_all_contenders_at_four_ranks(tmp_path):
     found = json.loads((folder / "comparison.json").read_text())
     last = {name: d[-1]["entities"] for name, d in found["training"]["4"]["differences"].items()}
     assert last["handrolled"] < 1e-4 * 0.05 < min(last["dicee"], last["dgl"])
+
+
+def test_a_refusal_is_one_sentence(tmp_path, capsys):
+    options = ["--engines", "torchrec", "handrolled", "--entities.bias_correction", "row"]
+    assert main(arguments(tmp_path / "compared", *options, train__optimizer="adam")) == 1
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("kge-torchrec: torchrec: entities.bias_correction 'row'")
+    assert err.count("\n") == 1 and not (tmp_path / "compared").exists()

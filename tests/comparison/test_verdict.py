@@ -115,6 +115,8 @@ def test_a_start_alone():
 
 def test_what_is_missing_comes_first():
     found = comparison(training(0.0, 0.0), torchrec=repeats(100), handrolled=[])
+    found["complete"] = False
+    assert verdict(found)[0] == "The comparison is incomplete: it has not come to its end."
     found["failure"] = {
         "phase": "speed (repeat 1)",
         "contender": "handrolled",
