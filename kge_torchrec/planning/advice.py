@@ -17,7 +17,7 @@ from kge_torchrec.planning.describe import amount
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.dry_run import TrainingPlan, plan_training
 from kge_torchrec.planning.objective_cost import Cost
-from kge_torchrec.planning.table_memory import UVM, UVM_CACHING
+from kge_torchrec.planning.table_memory import FUSED, UVM, UVM_CACHING
 from kge_torchrec.planning.workload import Workload
 
 MOST_DEVICES = 2048
@@ -75,6 +75,8 @@ def _changes(setting: _Setting) -> dict[str, _Change]:
         changes[f"train.optimizer {by_row}"] = lambda s: s._replace(
             workload=s.workload.with_optimizer(by_row)
         )
+    if choice.kernel != FUSED:
+        changes[f"kernel {FUSED}"] = lambda s: s.choose(kernel=FUSED)
     if choice.sharding != "row_wise":
         changes["sharding row_wise"] = lambda s: s.choose(sharding="row_wise")
     if choice.replicas > 1:

@@ -50,6 +50,8 @@ def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
 
 def amount(size: float) -> str:
     """Bytes for people: 96.11 GiB."""
+    if size >= 10 << 40:
+        return f"{size / (1 << 40):.2f} TiB"
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit / 10:
             return f"{size / unit:.2f} {name}"

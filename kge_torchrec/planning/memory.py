@@ -36,13 +36,14 @@ SHARED = ("triples",)  # mapped files: in every rank's memory, but once on a hos
 
 # A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of
 # scores of the final ranking: measured, docs/planning.md says how.
-CPU_PROCESS = 590 * MIB
+CPU_PROCESS = 575 * MIB
 # A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
 CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
 
-# Blocks that a CPU step has freed stay with the process (environment.keep_large_blocks) and do
-# not all serve again: measured as the growth over an epoch against the bytes alive.
-CPU_RETAINED = 1.6
+# A CPU process keeps the blocks that a step has freed, up to a size (environment.keep_large_blocks),
+# and not all of them serve again: measured as the growth over an epoch against the bytes alive.
+_KEPT_BLOCK = 32 * MIB
+_GROWTH_KEPT, _GROWTH_RETURNED = 2.2, 1.25
 IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
 
 RankMemory = dict[str, Bytes]
@@ -79,14 +80,19 @@ def rank_memory(
     def on_device(size: float) -> Bytes:
         return Bytes(device=round(size)) if is_cuda else Bytes(main=round(size))
 
-    retained = 1.0 if is_cuda else CPU_RETAINED
+    growth = 1.0 if is_cuda else _growth(cost)
     parts["dense parameters"] = on_device(_dense_bytes(workload, cluster, choice))
-    parts["rows and ids"] = on_device(retained * _exchange_bytes(workload.dim, exchange))
-    parts["activations"] = on_device(retained * cost.peak_bytes)
+    parts["rows and ids"] = on_device(growth * _exchange_bytes(workload.dim, exchange))
+    parts["activations"] = on_device(growth * cost.peak_bytes)
     parts["batches"] = on_device(IN_FLIGHT * _batch_bytes(workload, batch))
     parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
     return parts
+
+
+def _growth(cost: Cost) -> float:
+    """Bytes that a CPU process holds for each byte that its steps have alive."""
+    return _GROWTH_KEPT if cost.largest_bytes < _KEPT_BLOCK else _GROWTH_RETURNED
 
 
 def _dense_bytes(workload: Workload, cluster: Cluster, choice: Choice) -> float:

@@ -32,6 +32,7 @@ class Cost:
     """Of one forward and backward of the objective."""
 
     peak_bytes: float  # most bytes of activations and gradients alive at once
+    largest_bytes: float  # of one tensor among them
     flops: float  # of matrix products and distances
     moved_bytes: float  # read and written by all other operations
     operations: float
@@ -52,7 +53,7 @@ def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
 
     chunks, triples = batch.chunks, batch.triples
     if not chunks * triples:
-        return Cost(0, 0, 0, 0)
+        return Cost(0, 0, 0, 0, 0)
     if chunks > 2:  # chunks are independent of each other
         one, two = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
         cost = one.extended(two, chunks - 1)
@@ -82,11 +83,11 @@ def _watch(objective: Objective, chunks: int, triples: int, count: int, filtered
             known_tail=mask,
             deduplicated=True,
         )
-    with _Watcher() as watcher:
+    with torch.random.fork_rng(devices=[]), _Watcher() as watcher:  # dropout draws
         objective(rows, batch).backward()
     for parameter in objective.parameters():
         parameter.grad = None
-    return Cost(watcher.peak, watcher.flops, watcher.moved, watcher.operations)
+    return Cost(watcher.peak, watcher.largest, watcher.flops, watcher.moved, watcher.operations)
 
 
 class _Watcher(TorchDispatchMode):
@@ -94,7 +95,7 @@ class _Watcher(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.alive = self.peak = self.flops = self.moved = self.operations = 0
+        self.alive = self.peak = self.largest = self.flops = self.moved = self.operations = 0
         self._seen: set[int] = set()
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -123,6 +124,7 @@ class _Watcher(TorchDispatchMode):
         self._seen.add(key)
         self.alive += storage.nbytes()
         self.peak = max(self.peak, self.alive)
+        self.largest = max(self.largest, storage.nbytes())
         weakref.finalize(storage, self._gone, key, storage.nbytes())
 
     def _gone(self, key: int, size: int) -> None:

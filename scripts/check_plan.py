@@ -1,0 +1,216 @@
+"""The planner against reality: what it predicts and what real worlds of processes measure.
+
+python scripts/check_plan.py [--entities 2_000_000] [--dim 64] [--worlds 2 4] [--optimizers ...]
+
+Trains one epoch of random triples that touch every row, on CPU, for every optimizer and number of
+ranks, with `kge-torchrec train`'s own loop.  Prints rows, bytes of values and state (which must be
+equal), peak memory of the fullest rank (within 10 %) and bytes sent in a step (within 5 %), as
+measured by watching the collectives.  Exit code 1 if one is further off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+RELATIONS, HELD_OUT, COUNTED_STEPS = 200, 50, 10
+TOLERANCE = {"peak memory": 0.10, "sent in a step": 0.05}
+
+
+def prepare_store(entities: int, folder: Path) -> Path:
+    """A store in which every entity is a head once, so that an epoch touches every row."""
+    import pyarrow as pa
+    import pyarrow.csv
+
+    from kge_torchrec.data.prepare import prepare
+
+    stream, raw = np.random.default_rng(0), folder / "raw"
+    raw.mkdir()
+    some = stream.integers(entities, size=HELD_OUT)
+    for split, heads in (("train", np.arange(entities)), ("valid", some), ("test", some[::-1])):
+        columns = [heads, stream.integers(RELATIONS, size=len(heads)),
+                   stream.integers(entities, size=len(heads))]  # fmt: skip
+        table = pa.table(dict(zip("hrt", map(pa.array, columns), strict=True)))
+        style = pyarrow.csv.WriteOptions(include_header=False, delimiter="\t")
+        pyarrow.csv.write_csv(table, raw / f"{split}.txt", style)
+    prepare(raw, folder / "store", progress=False)
+    return folder / "store"
+
+
+def settings_of(options: argparse.Namespace, store: Path) -> dict:
+    """The config's keys."""
+    return {
+        "data.path": str(store),
+        "model.scorer": options.scorer,
+        "model.dim": options.dim,
+        "negatives.count": options.negatives,
+        "train.batch_size": options.batch,
+        "train.epochs": 1,
+        "evaluation.every": 0,
+        "run.progress": False,
+        "device": "cpu",
+    }
+
+
+def predict(settings: dict, world_size: int) -> dict:
+    """What the planner says of every rank."""
+    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.data.store import TripleStore
+    from kge_torchrec.planning.choice import Choice
+    from kge_torchrec.planning.command import build_objective
+    from kge_torchrec.planning.devices import parse_devices
+    from kge_torchrec.planning.dry_run import plan_training
+    from kge_torchrec.planning.popularity import Popularity
+    from kge_torchrec.planning.workload import Workload
+
+    store = TripleStore.open(settings["data.path"])
+    workload = Workload(
+        load_config(None, settings),
+        store.num_entities,
+        store.num_relations,
+        len(store.train),
+        build_objective,
+        Popularity.of_degrees(store.degrees()),
+    )
+    plan = plan_training(workload, parse_devices(f"{world_size}xCPU"), Choice())
+    return {
+        "rows": [(shard.first_row, shard.rows) for shard in plan.shards],
+        "weights": [parts["weights"].main for parts in plan.memory],
+        "optimizer state": [parts["optimizer state"].main for parts in plan.memory],
+        "peak memory": max(plan.total(rank).main for rank in range(world_size)),
+        "sent in a step": sum(plan.traffic.total()),
+        "by kind": {kind: sum(plan.traffic.total(kind)) for kind in plan.traffic.within},
+        "parts": {part: size.main for part, size in plan.memory[plan.fullest].items()},
+    }
+
+
+def measure(settings: dict, world_size: int, folder: Path) -> dict:
+    """The same of a real world."""
+    out = folder / "measured"
+    out.mkdir(exist_ok=True)
+    task = {"settings": settings, "out": str(out)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={world_size}", __file__, "--worker", json.dumps(task)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    ranks = [json.loads((out / f"{rank}.json").read_text()) for rank in range(world_size)]
+    kinds = ranks[0]["sent"]
+    return {
+        "rows": [tuple(rank["rows"]) for rank in ranks],
+        "weights": [rank["weights"] for rank in ranks],
+        "optimizer state": [rank["state"] for rank in ranks],
+        "peak memory": max(rank["peak"] for rank in ranks),
+        "sent in a step": sum(sum(rank["sent"].values()) for rank in ranks),
+        "by kind": {kind: sum(rank["sent"][kind] for rank in ranks) for kind in kinds},
+    }
+
+
+def work(task: dict) -> None:
+    """One rank: trains, ranks, then watches what some more steps send."""
+    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.training.fit import Fit, peak_memory_bytes
+    from kge_torchrec.training.progress import Progress
+    from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+    from kge_torchrec.training.session import Session
+
+    with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:
+        folder = RunFolder(ranks.broadcast(name))
+        session = Session(load_config(None, task["settings"]), folder, ranks)
+        metrics = MetricsLog(folder, True) if ranks.is_first else None
+        fit = Fit(session, Progress(data=session.store.fingerprint), metrics)
+        fit.run()
+        session.rank("test")
+        shard = session.engine.shard()
+        found = {
+            "peak": peak_memory_bytes(),
+            "rows": (shard.first_row, shard.rows.shape[0]),
+            "weights": shard.rows.numel() * shard.rows.element_size(),
+            "state": state_bytes(session.engine),
+            "sent": sent_in_a_step(fit, ranks.world_size),
+        }
+        Path(task["out"], f"{ranks.rank}.json").write_text(json.dumps(found))
+        ranks.barrier()
+
+
+def state_bytes(engine) -> int:
+    """Of the table's optimizer state on this rank, as it would be saved."""
+    from torch.distributed.tensor import DTensor
+    from torch.utils._pytree import tree_leaves
+
+    from kge_torchrec.entities.contract import ENTITY_WEIGHT
+
+    states = engine.state()["optimizer"]["state"]
+    found = [x for name, state in states.items() if ENTITY_WEIGHT in name for x in
+             tree_leaves(state) if isinstance(x, DTensor)]  # fmt: skip
+    pieces = [piece for x in found for piece in x.to_local().local_shards()]
+    return sum(piece.numel() * piece.element_size() for piece in pieces)
+
+
+def sent_in_a_step(fit, world_size: int) -> dict[str, float]:
+    """Bytes that this rank sends in a step, by kind, watched over a few full steps."""
+    from kge_torchrec.planning.watch_collectives import WatchCollectives
+
+    stream = fit.batches.epoch(1)
+    fit.pipeline.progress(stream)
+    with WatchCollectives() as watch:
+        for _ in range(COUNTED_STEPS):
+            fit.pipeline.progress(stream)
+    return {kind: size / COUNTED_STEPS for kind, size in watch.sent.items()}
+
+
+def compare(title: str, predicted: dict, measured: dict) -> bool:
+    """Prints a line a figure; True if all are near enough."""
+    good = True
+    print(title)
+    for key in ("rows", "weights", "optimizer state"):
+        equal = predicted[key] == measured[key]
+        good &= equal
+        print(f"  {key:<16} {'equal' if equal else f'{predicted[key]} != {measured[key]}'}")
+    for key, tolerance in TOLERANCE.items():
+        error = predicted[key] / measured[key] - 1 if measured[key] else 0.0
+        good &= abs(error) <= tolerance
+        unit = 2**20
+        print(
+            f"  {key:<16} predicted {predicted[key] / unit:10.2f} MiB, measured "
+            f"{measured[key] / unit:10.2f} MiB, {error:+.1%} (within {tolerance:.0%})"
+        )
+    for kind, size in measured["by kind"].items():
+        print(f"    {kind:<14} {predicted['by kind'][kind]:14,.0f} {size:14,.0f} bytes")
+    return good
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entities", type=int, default=2_000_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=8192)
+    parser.add_argument("--negatives", type=int, default=512)
+    parser.add_argument("--scorer", default="complex")
+    parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
+    optimizers = ["adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd"]
+    parser.add_argument("--optimizers", nargs="+", default=optimizers)
+    options = parser.parse_args()
+    good = True
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        settings = settings_of(options, prepare_store(options.entities, folder))
+        for world_size in options.worlds:
+            for optimizer in options.optimizers:
+                chosen = {**settings, "train.optimizer": optimizer}
+                predicted = predict(chosen, world_size)
+                measured = measure(chosen, world_size, folder)
+                good &= compare(f"{optimizer}, {world_size} ranks", predicted, measured)
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        work(json.loads(sys.argv[2]))
+    else:
+        sys.exit(main())
