@@ -22,6 +22,7 @@ from kge_torchrec.planning.workload import Workload
 
 MOST_DEVICES = 2048
 DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hold more
+_MATTERS = 0.05  # share of the usable memory from which on a part is worth a change
 _ROW_WISE = {"adam": "rowwise_adam", "adagrad": "rowwise_adagrad"}
 
 
@@ -49,14 +50,14 @@ _Change = Callable[[_Setting], _Setting]
 def advise(plan: TrainingPlan) -> list[Advice]:
     """What makes the run fit, and what does not; pairs of changes where no single one does."""
     setting = _Setting(plan.workload, plan.cluster, plan.choice)
-    changes = _changes(setting)
+    changes = _changes(setting) | _changes_beside_the_table(plan)
     found = [_tried(name, change(setting)) for name, change in changes.items()]
     if not any(advice.fits for advice in found):
         for (one, first), (two, second) in combinations(changes.items(), 2):
             both = _tried(f"{one} and {two}", second(first(setting)))
             found += [both] if both.fits else []
     found += [_devices(setting, plan.cost), *_main_memory(setting, plan.cost)]
-    found += [_dimension(setting, plan.cost), *_replicas(setting)]
+    found += [_dimension(setting, plan.cost), *_batch(setting, plan), *_replicas(setting)]
     return sorted(found, key=lambda advice: not advice.fits)
 
 
@@ -82,6 +83,38 @@ def _changes(setting: _Setting) -> dict[str, _Change]:
     if choice.replicas > 1:
         changes["one replica"] = lambda s: s.choose(replicas=1)
     return changes
+
+
+def _weight(plan: TrainingPlan, *parts: str) -> float:
+    """Share of the usable memory that parts of the fullest rank take."""
+    is_cuda = plan.cluster.device.is_cuda
+    sizes = [plan.memory[plan.fullest][part] for part in parts]
+    need = sum(size.device if is_cuda else size.main for size in sizes)
+    return need / max(1, plan.overruns[0].usable)
+
+
+def _changes_beside_the_table(plan: TrainingPlan) -> dict[str, _Change]:
+    """FSDP, where dense parameters are a matter of memory."""
+    if plan.choice.dense != "ddp" or plan.cluster.world_size == 1:
+        return {}
+    if _weight(plan, "dense parameters") < _MATTERS:
+        return {}
+    return {"dense fsdp2": lambda s: s.choose(dense="fsdp2")}
+
+
+def _batch(setting: _Setting, plan: TrainingPlan) -> Iterator[Advice]:
+    """The batch halved until it fits, where a batch is a matter of memory."""
+    if _weight(plan, "rows and ids", "activations", "batches") < _MATTERS:
+        return
+    sizes = [setting.workload.batch_size >> i for i in range(1, 40)]
+    smaller = [
+        setting._replace(workload=setting.workload.with_batch_size(size)) for size in sizes if size
+    ]
+    at = _first(len(smaller), lambda i: smaller[i], plan.cost)
+    if at is None:
+        yield Advice("a smaller train.batch_size", False, "is not enough")
+    else:
+        yield _tried(f"train.batch_size {smaller[at].workload.batch_size}", smaller[at])
 
 
 def _tried(change: str, setting: _Setting) -> Advice:

@@ -29,8 +29,6 @@ from kge_torchrec.planning.table_memory import DENSE, UVM_CACHING, Bytes
 from kge_torchrec.planning.traffic import Traffic, exchanges, groups, traffic
 from kge_torchrec.planning.workload import RankBatch, Workload
 
-TABLE_PARTS = ("weights", "optimizer state")
-
 
 @dataclass(frozen=True)
 class Limit:
@@ -143,7 +141,7 @@ def plan_training(
         rank_memory(workload, cluster, choice, of_rank[rank], batches[rank], moves[rank], cost)
         for rank in range(cluster.world_size)
     ]
-    table = [sum((parts[p] for p in TABLE_PARTS), Bytes()) for parts in memory]
+    table = [parts["weights"] + parts["optimizer state"] for parts in memory]
     table_bytes = np.array([float(size.device + size.main) for size in table])
     sent = traffic(cluster, choice, shards, workload, wanted, table_bytes)
     busiest = max(range(cluster.world_size), key=lambda rank: moves[rank].asked)

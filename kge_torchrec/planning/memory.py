@@ -32,6 +32,7 @@ PARTS = (
     "triples",
     "process",
 )
+TABLE_PARTS = PARTS[:4]
 SHARED = ("triples",)  # mapped files: in every rank's memory, but once on a host
 
 # A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of
@@ -40,7 +41,7 @@ CPU_PROCESS = 575 * MIB
 # A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
 CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
 
-# A CPU process keeps the blocks that a step has freed, up to a size (environment.keep_large_blocks),
+# A CPU process keeps the blocks that a step has freed up to a size (environment.keep_large_blocks),
 # and not all of them serve again: measured as the growth over an epoch against the bytes alive.
 _KEPT_BLOCK = 32 * MIB
 _GROWTH_KEPT, _GROWTH_RETURNED = 2.2, 1.25

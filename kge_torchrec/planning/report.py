@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from kge_torchrec.planning.advice import Advice
 from kge_torchrec.planning.describe import amount, runs
 from kge_torchrec.planning.dry_run import TrainingPlan
-from kge_torchrec.planning.memory import PARTS
+from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
 from kge_torchrec.planning.traffic import KINDS
 
 Rows = list[list[str]]
@@ -168,6 +168,27 @@ def _overruns(plan: TrainingPlan) -> Iterator[str]:
                 f"{worst.place} needs {amount(worst.need)}, usable are {amount(worst.usable)}: "
                 f"{amount(worst.over)} too much{more}"
             )
+    yield from _beside_the_table(plan)
+
+
+def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:
+    """Where there is no room for a single row."""
+    place = "device" if plan.cluster.device.is_cuda else "main"
+    usable = next(limit.usable for limit in plan.limits if limit.place.startswith(place))
+    if place == "main":
+        usable //= plan.cluster.local_world_size
+    parts = {
+        part: getattr(size, place)
+        for part, size in plan.memory[plan.fullest].items()
+        if part not in TABLE_PARTS
+    }
+    if sum(parts.values()) > usable:
+        largest = sorted(parts, key=lambda part: -parts[part])[:3]
+        listed = ", ".join(f"{part} {amount(parts[part])}" for part in largest if parts[part])
+        yield (
+            f"rank {plan.fullest} needs {amount(sum(parts.values()))} before it holds a row of the "
+            f"table ({listed}): no layout of the table helps"
+        )
 
 
 def _advice(advice: Sequence[Advice]) -> Iterator[str]:

@@ -133,3 +133,9 @@ class Workload:
         return replace(
             self, config=replace(self.config, train=replace(self.config.train, optimizer=name))
         )
+
+    def with_batch_size(self, size: int) -> Workload:
+        """The same with other batches."""
+        return replace(
+            self, config=replace(self.config, train=replace(self.config.train, batch_size=size))
+        )
