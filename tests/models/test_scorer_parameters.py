@@ -90,6 +90,24 @@ def test_start_is_a_function_of_the_stream(case, normalization):
         assert constant or value.std() > 0.01
 
 
+@pytest.mark.parametrize(
+    ("name", "dim", "reciprocal", "options", "message"),
+    [
+        ("complex", 5, True, {}, "model.dim must be even for complex .*got 5"),
+        ("rotate", 5, True, {}, "model.dim must be even for rotate .*got 5"),
+        ("omult", 12, True, {}, "model.dim must be a multiple of 8 for omult .*got 12"),
+        ("keci", 8, True, {"p": 1}, "model.dim must be a multiple of 3 for keci .*got 8"),
+        ("convo", 8, False, {}, "model.reciprocal must be true for convo"),
+        ("conve", 8, True, {"kernel_size": 5}, "kernel_size 5 does not fit the image of conve"),
+        ("house", 8, True, {"block": 0}, "model.options.block must be an integer >= 1, got 0"),
+        ("mure", 2, True, {}, "model.dim must be at least 3 for mure"),
+    ],
+)
+def test_what_cannot_be_made_raises(name, dim, reciprocal, options, message):
+    with pytest.raises(ValueError, match=message):
+        SCORERS[name](RELATIONS, dim, reciprocal, **options)
+
+
 @every_case
 def test_a_scorer_is_built_as_its_config_says(case):
     name, dim, options = case
