@@ -32,6 +32,8 @@ FIXED = (
     "model.scorer",
     "model.dim",
     "model.reciprocal",
+    "model.normalization",
+    "model.options",
     "train.optimizer",
     "train.batch_size",
     "seed",

@@ -122,7 +122,7 @@ def _explain(message: str) -> str:
     stray = re.search(r"unrecognized arguments: (.+)", message)
     if stray:
         return f"settings are given as --key value, got {stray[1]!r}"
-    group = re.match(r'Parser key "(\w+)":\nUnable to load config', message)
+    group = re.match(r'Parser key "([\w.]+)":\nUnable to load config', message)
     if group:
         one = next(key for key in all_keys() if key.startswith(group[1] + "."))
         return f"{group[1]} is a group of keys; set them one by one, such as --{one}"

@@ -9,6 +9,10 @@ from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.base import Scorer
 
+# Those whose scores are a matrix product, distances and blocks of distances; that the others'
+# bits depend on query and row alone is in tests/models/test_scorers.py.
+RANKED = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
+
 
 def make_scorer(name, num_relations, dim, seed=0):
     scorer = SCORERS[name](num_relations, dim)

@@ -85,6 +85,7 @@ class LossConfig:
         label_smoothing: Of softmax and bce, in [0, 1).
         n3: Weight of the nuclear 3-norm penalty.
         l2: Weight of the squared-norm penalty.
+        relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021).
     """
 
     name: str = "softmax"
@@ -93,10 +94,11 @@ class LossConfig:
     label_smoothing: float = 0.0
     n3: float = 0.0
     l2: float = 0.0
+    relation_weight: float = 0.0
 
     def __post_init__(self) -> None:
         one_of("loss.name", self.name, ("softmax", "bce", "margin", "self_adversarial"))
-        for key in ("margin", "temperature", "n3", "l2"):
+        for key in ("margin", "temperature", "n3", "l2", "relation_weight"):
             not_negative(f"loss.{key}", getattr(self, key))
         smooth = self.label_smoothing
         check(0 <= smooth < 1, "loss.label_smoothing", "in [0, 1)", smooth)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.models.regularizers import l2, n3
+from kge_torchrec.models.relation_prediction import relation_prediction
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.take_rows import take_rows
 
@@ -48,10 +49,12 @@ class Objective(nn.Module):
         loss: nn.Module,
         sides: tuple[Side, ...] = SIDES,
         penalties: Penalties | None = None,
+        relation_weight: float = 0.0,
     ):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.penalties = penalties or Penalties()
+        self.relation_weight = relation_weight
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
         """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
@@ -80,6 +83,9 @@ class Objective(nn.Module):
                 anchor, batch.relation, target, candidates, side
             )
             total = total + (self.loss(positive, negative, counted) * batch.weight).sum()
+            if self.relation_weight:
+                of_relation = relation_prediction(self.scorer, anchor, batch.relation, target, side)
+                total = total + self.relation_weight * (of_relation * batch.weight).sum()
             if self.penalties.n3 or self.penalties.l2:
                 factors = self.scorer.relation_factors(batch.relation, side)
                 total = total + (self._penalty(anchor, factors, target) * batch.weight).sum()

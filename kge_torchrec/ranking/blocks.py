@@ -10,7 +10,7 @@ Shapes: B queries, n rows of one block, D numbers per entity, M excluded pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -47,10 +47,16 @@ def score_block(
 
     anchor: (B, D); relation: (B,); rows: (n, D).  Returns a new contiguous (B, n) float32.
     """
-    queries, width = anchor.shape[0], rows.shape[0]
-    anchor, relation, rows = _padded(anchor), _padded(relation), _padded(rows.float())
-    scores = scorer.score_all(anchor, relation, rows, side)
-    return scores[:queries, :width].float().contiguous()
+    return _block_scores(scorer, anchor, relation, side)(rows)
+
+
+def _block_scores(
+    scorer: Scorer, anchor: Tensor, relation: Tensor, side: Side
+) -> Callable[[Tensor], Tensor]:
+    """``score_block`` as a function of the rows: a network folds its queries once."""
+    scores = scorer.prepared(_padded(anchor), _padded(relation), side)
+    queries = anchor.shape[0]
+    return lambda rows: scores(_padded(rows.float()))[:queries, : len(rows)].float().contiguous()
 
 
 def local_scores(
@@ -66,9 +72,10 @@ def local_scores(
     One block takes about block_bytes; the default suits the device.
     """
     height = block_height(anchor.shape[0], shard.rows.device, block_bytes)
+    scores = _block_scores(scorer, anchor, relation, side)
     for first in range(0, shard.rows.shape[0], height):
         rows = shard.rows[first : first + height]
-        yield shard.first_row + first, score_block(scorer, anchor, relation, rows, side)
+        yield shard.first_row + first, scores(rows)
 
 
 def block_height(queries: int, device: torch.device, block_bytes: int | None = None) -> int:

@@ -57,6 +57,7 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
         build_loss(config.loss),
         sides_of(config.negatives.sides),
         Penalties(n3=config.loss.n3, l2=config.loss.l2),
+        config.loss.relation_weight,
     )
     table = TableOptimizer(
         name=train.optimizer,

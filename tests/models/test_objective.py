@@ -14,9 +14,11 @@ from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.order import EpochOrder
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.relation_prediction import relation_prediction
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.take_rows import take_rows
 
+NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
 ENTITIES, RELATIONS, DIM = 7, 3, 4
 NONE = torch.zeros(0, dtype=torch.bool)
 LAYOUTS = {"shared": (1, 4, 5), "chunked": (3, 2, 5), "per triple": (4, 1, 5)}  # C, b, K
@@ -33,6 +35,7 @@ class Triples:
     negatives: dict  # side -> (C, K)
     known_head: torch.Tensor = NONE
     known_tail: torch.Tensor = NONE
+    deduplicated: bool = True
 
     @property
     def entities(self):
@@ -112,7 +115,7 @@ def both(objective, rows, batch):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("reciprocal", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
@@ -178,6 +181,26 @@ def test_penalties_by_hand():
     assert of["complex", False] == of["distmult", False] == pytest.approx(0.05 * (25 + 4 + 2))
 
 
+@pytest.mark.parametrize("reciprocal", [False, True])
+@pytest.mark.parametrize("sides", [SIDES, ("head",)])
+def test_relation_prediction_is_added_for_each_side(reciprocal, sides):
+    torch.manual_seed(5)
+    rows, batch = normal_rows(), random_batch(*LAYOUTS["chunked"], sides=sides)
+    scorer = make(reciprocal=reciprocal)
+    value = {
+        weight: Objective(scorer, SoftmaxLoss(), sides, relation_weight=weight)(rows, batch)
+        for weight in (0.0, 0.5)
+    }
+    expected = 0.0
+    for side in sides:
+        anchor, target = rows[batch.head], rows[batch.tail]
+        if side == "head":
+            anchor, target = target, anchor
+        loss = relation_prediction(scorer, anchor, batch.relation, target, side)
+        expected = expected + 0.5 * (loss * batch.weight).sum() / len(sides)
+    torch.testing.assert_close(value[0.5] - value[0.0], expected)
+
+
 def test_n3_has_a_finite_gradient_at_zero():
     rows = torch.zeros(ENTITIES, DIM, requires_grad=True)
     scorer = SCORERS["complex"](RELATIONS, DIM)
@@ -188,7 +211,7 @@ def test_n3_has_a_finite_gradient_at_zero():
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("unique", [0, 3])
 def test_no_triples_give_a_zero_loss_and_zero_gradients(name, unique):
     scorer = make(name)

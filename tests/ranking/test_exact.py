@@ -5,6 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_ranking import oracle_ranks
 from ranking_cases import (
+    RANKED,
     ColumnScorer,
     RecordingScorer,
     make_known,
@@ -15,7 +16,7 @@ from ranking_cases import (
 )
 from worlds import run_world
 
-from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.blocks import score_block
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.ranking.metrics import metrics
@@ -51,7 +52,7 @@ def oracle(scorer, table, triples, known=()):
     return {side: oracle_ranks(scorer, table, triples, known, side) for side in SIDES}
 
 
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", RANKED)
 def test_ranks_are_the_oracles_on_every_world_size(name):
     table, scorer = duplicated_table(), make_scorer(name, R, D)
     threads = torch.get_num_threads()
@@ -67,7 +68,7 @@ def test_ranks_are_the_oracles_on_every_world_size(name):
             assert result == expected
 
 
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", RANKED)
 def test_equal_rows_tie_exactly(name):
     """Unfiltered, the true answer ties with its two copies and with nothing else."""
     table, scorer = duplicated_table(), make_scorer(name, R, D)
@@ -77,7 +78,7 @@ def test_equal_rows_tie_exactly(name):
             assert (ranks.pessimistic[side] - ranks.optimistic[side] == 2).all()
 
 
-@pytest.mark.parametrize("name", SCORERS)
+@pytest.mark.parametrize("name", RANKED)
 @pytest.mark.parametrize("dim", [2, 10, 130])
 def test_scores_do_not_depend_on_the_block_around_them(name, dim):
     scorer, table = make_scorer(name, R, dim), torch.randn(700, dim)
