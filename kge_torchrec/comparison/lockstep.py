@@ -17,6 +17,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.dropout import seed_dropout
 from kge_torchrec.training.losses_seen import LossesSeen, NonFiniteLoss
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.schedule import Schedule
@@ -59,6 +60,7 @@ class _Trainee:
     def step(self, step: int, batches: Iterator[Batch]) -> None:
         """Trains the next batch as step number ``step``, from 0."""
         self.session.engine.set_learning_rate(self.schedule.factor(step))
+        seed_dropout(self.session.config.seed, step, self.session.processes.rank)
         self._losses.add(self.pipeline.progress(batches))
 
     def losses(self, epoch: int, last_step: int) -> list[float]:

@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from tqdm import tqdm
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.dropout import seed_dropout
 from kge_torchrec.training.losses_seen import LossesSeen
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog
@@ -27,7 +27,6 @@ from kge_torchrec.training.schedule import Schedule
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.steps import build_pipeline
 
-_DROPOUT = 0xD60  # keeps its draws apart from others of the same seed
 # Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
 Callback = Callable[[str, dict[str, Any]], object]
 
@@ -95,18 +94,13 @@ class Fit:
         progress, batch_size = self.progress, self.config.train.batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.engine.set_learning_rate(factor)
-        self._seed_dropout()
+        seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
         self.losses.add(self.pipeline.progress(batches))
         trained = min(batch_size, len(self.batches.triples) - progress.step * batch_size)
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
         return trained
-
-    def _seed_dropout(self) -> None:
-        """Makes what this step drops a function of (seed, step, rank), on any device."""
-        where = (self.config.seed, _DROPOUT, self.progress.global_step, self.session.processes.rank)
-        torch.manual_seed(int(np.random.SeedSequence(where).generate_state(1, np.uint64)[0]))
 
     def _reads_here(self) -> bool:
         """Whether the losses are read after this step: at intervals and at the epoch's end."""
