@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Optional
 
-from kge_torchrec.config.checks import at_least, check, not_negative, one_of
+from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,20 @@ class DataConfig:
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
 
 
+REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
+FULL_REGIMES = ("1vsall", "kvsall", "allvsall")  # every entity is a candidate
+
+
 @dataclass(frozen=True)
 class NegativesConfig:
     """Which entities a positive is compared with.
 
     Args:
+        regime: sampled; 1vsall (each triple against all entities); kvsall (each distinct query
+            with all its answers against all entities); allvsall (the same for every entity and
+            relation, answered or not); or kvssample (queries of kvsall against their answers and
+            sampled entities).  With all entities as candidates, the keys below but sides mean
+            nothing.
         count: Negatives a chunk and side.
         chunk_size: Triples that share their negatives: 1 gives each triple its own, 0 shares
             them over the whole batch (one matrix product scores them).
@@ -45,6 +54,7 @@ class NegativesConfig:
         filtered: Never use a known training fact as a negative.
     """
 
+    regime: str = "sampled"
     count: int = 512
     chunk_size: int = 0
     sides: str = "both"
@@ -53,8 +63,19 @@ class NegativesConfig:
     filtered: bool = False
 
     def __post_init__(self) -> None:
+        one_of("negatives.regime", self.regime, REGIMES)
         at_least("negatives.count", self.count, 1)
         at_least("negatives.chunk_size", self.chunk_size, 0)
         one_of("negatives.sides", self.sides, ("both", "tail", "head"))
         one_of("negatives.sampling", self.sampling, ("uniform", "degree"))
         not_negative("negatives.degree_power", self.degree_power)
+        if self.filtered and self.regime in FULL_REGIMES:
+            raise ConfigError(
+                f"negatives.filtered: {self.regime} takes every entity as a candidate; set it to "
+                "false, or use kvsall, where all known answers are right"
+            )
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every entity is a candidate."""
+        return self.regime in FULL_REGIMES

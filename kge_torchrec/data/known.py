@@ -101,6 +101,19 @@ class KnownTriples:
             search.mark_members(index[side].entities, starts, stops, candidates, found)
         return found
 
+    def queries(self, side: str) -> tuple[np.ndarray, np.ndarray]:
+        """Every distinct query that has an answer: anchors (Q,), relations (Q,), in that order.
+
+        Takes memory for the Q queries, and for a moment for the T triples.
+        """
+        found = [_distinct_queries(index[side]) for index in self._indices]
+        if len(found) == 1:
+            return found[0]
+        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        anchors, relations = sorted_rows(columns, (self.num_entities, self.num_relations))
+        first = _starts_of_runs(anchors, relations)
+        return anchors[first], relations[first]
+
     def _checked(self, side, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
         if side not in SIDES:
             raise ValueError(f"side must be 'head' or 'tail', not {side!r}")
@@ -130,6 +143,20 @@ def _ranges(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarra
     from kge_torchrec.data import search
 
     return search.find_ranges(index.indptr, index.relations, anchors, relations)
+
+
+def _distinct_queries(index: SideIndex) -> tuple[np.ndarray, np.ndarray]:
+    anchors = np.arange(len(index.indptr) - 1, dtype=index.entities.dtype)
+    anchors = np.repeat(anchors, np.diff(index.indptr))
+    first = _starts_of_runs(anchors, index.relations)
+    return anchors[first], np.asarray(index.relations[first])
+
+
+def _starts_of_runs(*columns: np.ndarray) -> np.ndarray:
+    """Ascending positions of the rows that differ from the row before."""
+    differs = np.ones(len(columns[0]), bool)
+    differs[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
+    return np.flatnonzero(differs)
 
 
 def _gather(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:

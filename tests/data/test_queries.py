@@ -1,0 +1,129 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.known import SIDES, KnownTriples, build_side
+from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
+
+KINDS = ("1vsall", "kvsall", "allvsall")
+
+
+@st.composite
+def graphs(draw):
+    """Sizes and distinct triples, at least one."""
+    entities, relations = draw(st.integers(1, 9)), draw(st.integers(1, 4))
+    ids = [st.integers(0, size - 1) for size in (entities, relations, entities)]
+    triples = draw(st.sets(st.tuples(*ids), min_size=1, max_size=40))
+    return entities, relations, np.array(sorted(triples), np.int32)
+
+
+def known_of(entities, relations, *splits) -> KnownTriples:
+    indices = [{side: build_side(side, rows, entities, relations) for side in SIDES}
+               for rows in splits]  # fmt: skip
+    return KnownTriples(indices, entities, relations)
+
+
+def examples_of(kind, graph, sides):
+    entities, relations, triples = graph
+    if kind == "1vsall":
+        return TripleQueries(triples, sides)
+    cls = DistinctQueries if kind == "kvsall" else EveryQuery
+    return cls(known_of(entities, relations, triples), sides)
+
+
+def epoch_of(batches: QueryBatches, epoch=0):
+    """(side, anchor, relation, sorted answers) of every query, in order."""
+    found = []
+    for batch in batches.epoch(epoch):
+        for asked in batch.asked:
+            assert (np.diff(asked.query) >= 0).all()
+            for i, pair in enumerate(zip(asked.anchor, asked.relation, strict=True)):
+                answers = sorted(asked.answer[asked.query == i].tolist())
+                found.append((asked.side, *map(int, pair), answers))
+    return found
+
+
+def expected_queries(kind, graph, sides):
+    """By going through the triples."""
+    entities, relations, triples = graph
+    answers: dict[tuple, list[int]] = {}
+    single = []
+    for head, relation, tail in triples.tolist():
+        for side in sides:
+            anchor, answer = (head, tail) if side == "tail" else (tail, head)
+            answers.setdefault((side, anchor, relation), []).append(answer)
+            single.append((side, anchor, relation, [answer]))
+    if kind == "1vsall":
+        return single
+    if kind == "allvsall":
+        for side in sides:
+            for anchor in range(entities):
+                for relation in range(relations):
+                    answers.setdefault((side, anchor, relation), [])
+    return [(*query, sorted(found)) for query, found in answers.items()]
+
+
+@settings(deadline=None)
+@given(
+    graph=graphs(),
+    kind=st.sampled_from(KINDS),
+    sides=st.sampled_from([("head", "tail"), ("tail",), ("head",)]),
+    batch_size=st.integers(1, 50),
+    seed=st.integers(0, 3),
+)
+def test_an_epoch_asks_every_query_once_with_every_training_answer(
+    graph, kind, sides, batch_size, seed
+):
+    batches = QueryBatches(examples_of(kind, graph, sides), batch_size, seed)
+    found = epoch_of(batches)
+    assert sorted(found) == sorted(expected_queries(kind, graph, sides))
+    assert len(list(batches.epoch(0))) == batches.steps_per_epoch
+    asked = sum(len(answers) for *_, answers in found)
+    assert asked == len(graph[2]) * len(sides)  # every training answer exactly once
+
+
+@settings(deadline=None)
+@given(first=graphs(), data=st.data())
+def test_queries_of_several_splits_are_distinct(first, data):
+    entities, relations, triples = first
+    cut = data.draw(st.integers(0, len(triples)))
+    again = np.concatenate([triples[cut:], triples[:1]])  # one fact in both
+    known = known_of(entities, relations, triples[: max(cut, 1)], again)
+    for side in SIDES:
+        anchors, relation = known.queries(side)
+        column = 0 if side == "tail" else 2
+        expected = {(row[column], row[1]) for row in triples.tolist()}
+        assert list(zip(anchors.tolist(), relation.tolist(), strict=True)) == sorted(expected)
+
+
+def test_order_and_seeds_follow_seed_and_epoch():
+    triples = np.array([[h, 0, h] for h in range(20)])
+
+    def run(seed, epoch):
+        batches = QueryBatches(TripleQueries(triples, SIDES), 6, seed)
+        return epoch_of(batches, epoch), [batch.seed for batch in batches.epoch(epoch)]
+
+    assert run(1, 2) == run(1, 2)
+    for other in (run(1, 3), run(2, 2)):
+        assert other[0] != run(1, 2)[0]
+        assert not set(other[1]) & set(run(1, 2)[1])
+    assert len(set(run(1, 2)[1])) == 4
+
+
+def test_an_epoch_is_left_and_entered_at_any_step():
+    triples = np.array([[h, h % 2, (h + 1) % 20] for h in range(20)])
+    for ahead in (False, True):
+        batches = QueryBatches(TripleQueries(triples, SIDES), 6, seed=3, ahead=ahead)
+        whole, late = list(batches.epoch(1)), list(batches.epoch(1, first_step=2))
+        assert [b.seed for b in whole[2:]] == [b.seed for b in late]
+        assert np.array_equal(whole[3].asked[0].anchor, late[1].asked[0].anchor)
+        assert whole[3].queries == 4
+        single = batches.batch(EpochOrder(20, 3, 1), 1, 2)
+        assert np.array_equal(single.asked[1].answer, late[0].asked[1].answer)
+
+
+def test_no_triples_are_an_error():
+    with pytest.raises(ValueError, match="no training triples"):
+        QueryBatches(TripleQueries(np.empty((0, 3), np.int64), SIDES), 4)
