@@ -20,7 +20,7 @@ from kge_torchrec.planning.objective_cost import Cost
 from kge_torchrec.planning.table_memory import FUSED, UVM, UVM_CACHING
 from kge_torchrec.planning.workload import Workload
 
-MOST_DEVICES = 2048
+MOST_DEVICES = 1024
 DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hold more
 _MATTERS = 0.05  # share of the usable memory from which on a part is worth a change
 _ROW_WISE = {"adam": "rowwise_adam", "adagrad": "rowwise_adagrad"}
@@ -223,8 +223,8 @@ def _first(count: int, setting: Callable[[int], _Setting], cost: Cost) -> int | 
             return False
 
     found = _search(count, lambda i: fits(i, cost))
-    if found is None:  # the activations decide
-        return _search(count, fits)
+    if found is None:  # unless the activations decide
+        return _search(count, fits) if count and fits(count - 1) else None
     while found and fits(found - 1):
         found -= 1
     return found

@@ -176,8 +176,13 @@ class PlanFile:
 
     def _check_rows(self, num_entities: int, dim: int, world_size: int) -> None:
         """TorchRec finds a row's rank by division, so that no other split works."""
-        block = -(-num_entities // world_size)
-        for rank, shard in enumerate(self.shards):
+        block, shards = -(-num_entities // world_size), self.shards
+        if len(shards) != world_size:
+            raise ConfigError(
+                f"{self.path} has been changed: it needs {world_size} shards and has "
+                f"{len(shards)}; plan again"
+            )
+        for rank, shard in enumerate(shards):
             first = min(rank * block, num_entities)
             rows = min(block, num_entities - first)
             if shard != Shard(rank, first if rows else shard.first_row, rows, 0, dim):

@@ -72,7 +72,7 @@ class Popularity:
         positives: triples, each with a head and a tail; negatives: entities drawn uniformly, or
         with ``negative_power`` in proportion to popularity to that power.
         """
-        with np.errstate(divide="ignore"):  # log(0): a batch of all triples misses none of them
+        with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss nobody
             if self.triples is None:
                 absent = 2 * positives * np.log1p(-self.probability)
             else:

@@ -1,0 +1,38 @@
+"""Small runs to plan, for the tests of planning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kge_torchrec.config_parser import load_config
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.command import build_objective
+from kge_torchrec.planning.devices import Cluster, parse_devices
+from kge_torchrec.planning.dry_run import TrainingPlan, plan_training
+from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.planning.workload import Workload
+
+
+def workload(
+    entities: int = 1000, relations: int = 7, triples: int = 5000, skew: float = 0.0, **keys: Any
+) -> Workload:
+    """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
+    config = load_config(None, {key.replace("__", "."): value for key, value in keys.items()})
+    popularity = Popularity.zipf(max(1, entities), skew)
+    return Workload(config, entities, relations, triples, build_objective, popularity)
+
+
+def freebase(**keys: Any) -> Workload:
+    """Freebase86M in sizes, with Adam."""
+    keys = {"train__optimizer": "adam", **keys}
+    return workload(86_000_000, 14_824, 338_586_276, 0.7, **keys)
+
+
+def planned(work: Workload, devices: str, hosts: int = 1, **choice: Any) -> TrainingPlan:
+    """A plan for devices such as "8xH100-80GB"."""
+    return plan_training(work, clustered(devices, hosts), Choice(**choice))
+
+
+def clustered(devices: str, hosts: int = 1) -> Cluster:
+    """Devices with the main memory of their preset; CPUs with 64 GiB."""
+    return parse_devices(devices.replace("xCPU", "xCPU-64GB"), hosts)

@@ -1,0 +1,121 @@
+"""The verb: sizes from options and data, output, files and exit codes."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from training_runs import tiny_store
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.planning.command import DOES_NOT_FIT, count, run
+from kge_torchrec.planning.plan_file import read_plan
+
+FREEBASE = ["--entities", "86_000_000", "--relations", "14,824", "--triples", "338_586_276"]
+
+
+def test_no_data_and_no_gpu(tmp_path, capsys):
+    output, picture = tmp_path / "plan.json", tmp_path / "plan.png"
+    arguments = ["default", "--devices", "8xH100-80GB", "--hosts", "2", *FREEBASE]
+    arguments += ["--model.dim", "400", "--train.optimizer", "adam"]
+    arguments += ["--data.path", "nowhere", "-o", str(output), "--picture", str(picture)]
+    assert run(arguments) == 0
+    said = capsys.readouterr().out
+    assert "It fits." in said
+    assert "86,000,000 entities x 400 (fp32, adam)" in said
+    assert "8 x H100-80GB on 2 hosts: row_wise, fused, fp32" in said
+    assert "a model, not a measurement" in said
+    assert read_plan(output).content["table"]["entities"] == 86_000_000
+    assert picture.stat().st_size > 10_000
+
+
+def test_what_does_not_fit(capsys):
+    arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200"]
+    assert run(arguments) == DOES_NOT_FIT
+    said = capsys.readouterr().out
+    assert "device memory of rank 0 needs 386." in said
+    assert "What would make it fit:" in said
+    assert "+ 3 x H200-141GB on one host is the smallest number that fits" in said
+    assert "- 16-bit values (fp16) is not enough" in said
+
+
+def test_dense_part_above_the_capacity(capsys):
+    arguments = ["--entities=1000", "--relations=8M", "--triples=9M", "--devices", "2xT4"]
+    assert run([*arguments, "--model.dim=100"]) == DOES_NOT_FIT
+    assert "before it holds a row of the table (" in capsys.readouterr().out
+
+
+def test_json(capsys):
+    assert run(["--devices", "2xCPU", *FREEBASE, "--model.dim=8", "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world"]["size"] == 2
+
+
+def test_sizes_from_a_store(tmp_path, capsys):
+    store = tiny_store(tmp_path / "store")
+    arguments = ["--devices", "2xCPU", "--data.path", str(store.path), "--format", "json"]
+    assert run(arguments) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert content["table"]["entities"] == store.num_entities
+    assert content["run"]["relations"] == store.num_relations
+    assert content["run"]["triples"] == len(store.train)
+
+
+def test_the_embedded_graph_and_a_size_of_ones_own(tmp_path, capsys):
+    assert run(["demo", "--devices", "1xCPU"]) == 0
+    store = tiny_store(tmp_path / "store")
+    arguments = ["--devices", "2xCPU", "--data.path", str(store.path), "--entities", "1M"]
+    assert run([*arguments, "--format", "json"]) == 0
+    out = capsys.readouterr().out
+    assert json.loads(out[out.rindex('{"format"') :])["table"]["entities"] == 10**6
+
+
+def test_all_layouts(capsys):
+    arguments = ["--devices", "8xH100", *FREEBASE, "--model.dim=400", "--train.optimizer=adam"]
+    assert run([*arguments, "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("layout")
+    assert len(lines) == 1 + 22
+    assert any("data_parallel" in line and "over" in line for line in lines)
+    arguments[1] = "1xT4"
+    assert run([*arguments, "--all", "--host-memory", "64"]) == DOES_NOT_FIT
+
+
+def test_devices_of_a_file(tmp_path, capsys):
+    file = tmp_path / "devices.yaml"
+    file.write_text("Own: {like: H100, memory_gib: 1}")
+    arguments = ["--devices", "8xOwn", "--device-file", str(file), *FREEBASE]
+    assert run(arguments) == DOES_NOT_FIT
+    assert "8 x Own on one host" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--devices", "8xH100Z", *FREEBASE], "did you mean H100-80GB"),
+        (["--devices", "0xH100", *FREEBASE], "at least one"),
+        (["--devices", "8xH100", "--entities", "5"], "give all of --entities, --relations"),
+        (["--devices", "8xH100", "--data.path", "nowhere"], "there is nothing at nowhere"),
+        (["--devices", "8xH100", *FREEBASE, "--entities", "0"], "entities must be at least 1"),
+        (["--devices", "8xH100", *FREEBASE, "--model.dimm", "3"], "did you mean model.dim"),
+        (["--devices", "8xH100", *FREEBASE, "--picture", "a.txt"], "must end with .png"),
+    ],
+)
+def test_bad_input(arguments, said):
+    with pytest.raises(ConfigError, match=said):
+        run(arguments)
+
+
+def test_help_and_usage(capsys):
+    assert run(["--help"]) == 0
+    assert "--devices" in capsys.readouterr().out
+    assert run([]) == 2
+    with pytest.raises(SystemExit):
+        run(["default"])
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("86_000_000", 86 * 10**6), ("86M", 86 * 10**6), ("1.5k", 1500), ("2B", 2 * 10**9)],
+)
+def test_counts(text, number):
+    assert count(text) == number

@@ -1,0 +1,159 @@
+"""Whole plans: the questions of the guide, shards, limits, notes and what cannot be."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from planned_runs import clustered, freebase, planned, workload
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.entities.table_optimizer import TABLE_OPTIMIZERS
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.describe import GIB
+from kge_torchrec.planning.devices import parse_devices
+from kge_torchrec.planning.dry_run import alternatives, plan_training
+from kge_torchrec.planning.memory import PARTS
+
+
+def test_freebase_at_100_fits_one_h200():
+    plan = planned(freebase(model__dim=100), "1xH200")
+    assert plan.fits
+    table = plan.memory[0]["weights"].device + plan.memory[0]["optimizer state"].device
+    assert table == 86_000_000 * 100 * 12  # 103 GB
+    assert table < plan.total(0).device < 1.05 * table
+
+
+def test_freebase_at_400_does_not():
+    plan = planned(freebase(model__dim=400), "1xH200")
+    worst = plan.overruns[0]
+    assert worst.place == "device memory of rank 0"
+    assert worst.over == plan.total(0).device - int(plan.cluster.device.memory * 0.95)
+
+
+def test_freebase_at_400_fits_eight_h100s():
+    plan = planned(freebase(model__dim=400), "8xH100", hosts=2)
+    assert plan.fits
+    assert [shard.rows for shard in plan.shards] == [10_750_000] * 8
+    assert plan.memory[7]["weights"].device == 10_750_000 * 400 * 4
+
+
+def test_a_billion_rows_over_64_devices_in_seconds():
+    started = time.perf_counter()
+    plan = planned(
+        workload(10**9, 1000, 10**9, 0.7, model__dim=128, train__optimizer="adam"), "64xH100", 8
+    )
+    assert time.perf_counter() - started < 10
+    assert plan.fits
+    assert sum(shard.rows for shard in plan.shards) == 10**9
+
+
+@pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("sharding", "kernel"),
+    [
+        ("row_wise", "fused"),
+        ("row_wise", "fused_uvm"),
+        ("row_wise", "fused_uvm_caching"),
+        ("column_wise", "fused"),
+        ("table_wise", "fused"),
+        ("data_parallel", "fused"),
+    ],
+)
+def test_every_layout_holds_the_table_once_or_everywhere(sharding, kernel, optimizer):
+    work = workload(1001, model__dim=64, train__optimizer=optimizer)
+    plan = planned(work, "4xH100", sharding=sharding, kernel=kernel)
+    numbers = sum(shard.rows * shard.columns for shard in plan.shards)
+    copies = 4 if sharding == "data_parallel" else 1
+    assert numbers == copies * 1001 * 64
+    on_device = sum(parts["weights"].device for parts in plan.memory)
+    in_main = sum(parts["weights"].main for parts in plan.memory)
+    assert (on_device, in_main) == ((4 * numbers, 0) if kernel == "fused" else (0, 4 * numbers))
+    assert all(set(parts) == set(PARTS) for parts in plan.memory)
+    assert all(seconds > 0 for seconds in plan.times.values())
+
+
+def test_columns_are_split_over_no_more_than_all_ranks():
+    plan = planned(workload(100, model__dim=400), "8xH100", sharding="column_wise")
+    assert [(s.rank, s.first_column, s.columns) for s in plan.shards] == [
+        (rank, 80 * rank, 80) for rank in range(5)
+    ]
+
+
+def test_replicas_repeat_the_shards_on_neighbouring_ranks():
+    plan = planned(workload(1000), "8xH100", 2, replicas=2)
+    assert [(shard.rank, shard.first_row) for shard in plan.shards] == [
+        (rank, 250 * (rank % 4)) for rank in range(8)
+    ]
+    assert plan.traffic.total("replicas")[1] > 0
+    assert any("2-D" in note for note in plan.choice.notes(plan.cluster))
+
+
+def test_main_memory_of_a_host_is_shared_and_mapped_triples_count_once():
+    plan = planned(workload(10**6, triples=10**7, model__dim=64), "4xCPU", 2)
+    (host, other) = plan.limits
+    assert host.capacity == 64 * GIB
+    triples = plan.memory[0]["triples"].main
+    assert triples == 10**7 * 12
+    assert host.need == plan.total(0).main + plan.total(1).main - triples
+    assert other.place == "main memory of host 1"
+
+
+def test_uvm_is_limited_by_main_memory():
+    work = freebase(model__dim=400)
+    cached = planned(work, "4xH100", kernel="fused_uvm_caching", cache_ratio=0.1)
+    assert cached.fits
+    assert cached.memory[0]["cache"].device > 0.1 * 21_500_000 * 400 * 4
+    tight = plan_training(work, parse_devices("4xH100", host_gib=300), Choice(kernel="fused_uvm"))
+    assert [limit.place for limit in tight.overruns] == ["main memory of host 0"]
+
+
+def test_fsdp_splits_the_dense_part():
+    work = workload(1000, relations=10**6, model__dim=64, train__optimizer="adam")
+    whole, split, hybrid = (
+        planned(work, "8xH100", 2, dense=dense).memory[0]["dense parameters"].device
+        for dense in ("ddp", "fsdp2", "hybrid")
+    )
+    numbers = 2 * 10**6 * 64  # reciprocal
+    assert whole == 4 * numbers * 4
+    assert split == 4 * (numbers * 4 // 8 + numbers)
+    assert split < hybrid < whole
+
+
+def test_alternatives_are_sorted_and_include_what_does_not_fit():
+    plans = alternatives(freebase(model__dim=400), clustered("8xH100"), Choice())
+    fitting = [plan.fits for plan in plans]
+    assert fitting == sorted(fitting, reverse=True)
+    times = [plan.step_seconds for plan in plans if plan.fits]
+    assert times == sorted(times)
+    layouts = {str(plan.choice) for plan in plans}
+    assert {"row_wise, fused, fp32", "data_parallel, dense, fp16"} <= layouts
+    assert "row_wise, fused, fp32, 4 replicas" in layouts
+    assert len(layouts) == len(plans) == 22
+    assert len(alternatives(workload(), clustered("2xCPU"), Choice())) == 4
+
+
+@pytest.mark.parametrize(
+    ("devices", "choice", "keys", "said"),
+    [
+        ("2xCPU", {"dtype": "fp16"}, {}, "CPU tables are fp32"),
+        ("2xCPU", {"kernel": "fused_uvm"}, {}, "fused_uvm is of GPUs"),
+        ("2xCPU", {"replicas": 2}, {}, "needs GPUs"),
+        ("8xH100", {"replicas": 3}, {}, "cannot be split into 3 equal groups"),
+        ("8xH100", {}, {"model__dim": 102}, "multiple of 4, not 102"),
+        ("8xH100", {"sharding": "data_parallel", "kernel": "fused_uvm"}, {}, "never in UVM"),
+        ("8xH100", {"sharding": "grid"}, {}, "sharding must be one of row_wise"),
+        ("8xH100", {"cache_ratio": 1.0}, {}, r"cache_ratio must be in \(0, 1\)"),
+        ("8xH100", {"reserve": 1.0}, {}, "reserve must be in"),
+        ("8xH100", {"sync_every": 0}, {}, "sync_every must be an integer >= 1"),
+    ],
+)
+def test_what_cannot_be(devices, choice, keys, said):
+    with pytest.raises(ConfigError, match=said):
+        planned(workload(**keys), devices, **choice)
+
+
+@pytest.mark.parametrize("name", ["entities", "relations", "triples"])
+def test_sizes_below_one(name):
+    with pytest.raises(ConfigError, match=f"{name} must be at least 1"):
+        workload(**{name: 0})

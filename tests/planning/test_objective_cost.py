@@ -1,0 +1,76 @@
+"""The watched objective: bytes against real allocations, operations against arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planned_runs import workload
+
+from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.planning import objective_cost as module
+from kge_torchrec.planning.objective_cost import objective_cost
+
+
+def cost(is_cuda: bool = True, world_size: int = 1, **keys):
+    keys = {"train__batch_size": 64, "negatives__count": 32, "model__dim": 16, **keys}
+    work = workload(**keys)
+    return objective_cost(work, work.batches(world_size)[0], is_cuda)
+
+
+def test_matrix_products_of_a_dot_scorer():
+    """Two sides of b x K scores from D numbers, forward and two products backward."""
+    assert cost(model__scorer="distmult").flops == 2 * 3 * 2 * 64 * 32 * 16
+
+
+def test_distances():
+    """Two sides: 3 operations a number forward, 6 for each of two gradients backward."""
+    assert cost(model__scorer="transe_l1").flops == 2 * (3 + 2 * 6) * 64 * 32 * 16
+
+
+def test_peak_of_a_step_that_can_be_followed_by_hand():
+    """The scores of both sides and what the loss keeps of them are alive before backward."""
+    found = cost(model__scorer="distmult", train__batch_size=256, negatives__count=2048)
+    scores = 256 * 2048 * 4
+    assert found.largest_bytes == scores
+    assert 4 * scores < found.peak_bytes < 8 * scores
+
+
+@pytest.mark.parametrize("scorer", ["complex", "transe_l2", "rescal"])
+def test_meta_and_cpu_agree_where_a_scorer_does_not_care(scorer):
+    assert cost(True, model__scorer=scorer) == cost(False, model__scorer=scorer)
+
+
+@pytest.mark.parametrize("scorer", SCORER_NAMES)
+def test_every_scorer_can_be_watched(scorer):
+    for reciprocal in (True, False):
+        try:
+            found = cost(model__scorer=scorer, model__dim=64, model__reciprocal=reciprocal)
+        except ConfigError:  # this scorer wants the other
+            continue
+        assert found.peak_bytes > 64 * 32 * 4
+        assert found.flops + found.moved_bytes > 0
+        return
+    pytest.fail(f"{scorer} was never watched")
+
+
+@pytest.mark.parametrize("chunk_size", [0, 16])
+@pytest.mark.parametrize("scorer", ["complex", "transe_l2"])
+def test_large_batches_are_extended_from_smaller_ones(monkeypatch, chunk_size, scorer):
+    keys = {"model__scorer": scorer, "negatives__chunk_size": chunk_size, "train__batch_size": 512}
+    whole = cost(**keys)
+    monkeypatch.setattr(module, "_LARGEST", 64)
+    extended = cost(**keys)
+    for name in vars(whole):
+        assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.02), name
+
+
+def test_a_rank_without_triples_costs_nothing():
+    work = workload(triples=2, train__batch_size=2)
+    empty = next(b for b in work.batches(4) if not b.positives)
+    assert objective_cost(work, empty, True).peak_bytes == 0
+
+
+def test_watching_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    cost(False, model__input_dropout=0.5)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,51 @@
+"""Pictures: what is drawn is what the plan says."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from matplotlib.image import imread
+from planned_runs import freebase, planned, workload
+
+from kge_torchrec.planning.picture import draw
+
+
+def text_of(plan, tmp_path, monkeypatch) -> str:
+    """The words of the SVG, which matplotlib writes as comments when it draws glyphs."""
+    draw(plan, tmp_path / "plan.svg")
+    return " ".join(re.findall(r"<!-- (.*?) -->", (tmp_path / "plan.svg").read_text()))
+
+
+def test_a_png(tmp_path):
+    draw(planned(workload(), "2xCPU"), tmp_path / "plan.png")
+    height, width, _ = imread(tmp_path / "plan.png").shape
+    assert height > 400 and width > 400
+
+
+def test_every_rank_its_parts_and_the_capacity(tmp_path, monkeypatch):
+    words = text_of(planned(freebase(model__dim=400), "8xH100"), tmp_path, monkeypatch)
+    for word in ("weights", "optimizer state", "usable 75.14", "capacity 79.1", "adam: fits"):
+        assert word in words
+    assert len(re.findall(r"\b49\.9\b", words)) == 8
+
+
+def test_what_is_too_much(tmp_path, monkeypatch):
+    words = text_of(planned(freebase(model__dim=400), "1xH200"), tmp_path, monkeypatch)
+    assert "does not fit" in words
+    assert "too much" in words
+
+
+def test_many_ranks_are_grouped(tmp_path, monkeypatch):
+    plan = planned(workload(1001, model__dim=8), "64xH100", 8)
+    words = text_of(plan, tmp_path, monkeypatch)
+    assert "0-61" in words  # 16 rows each
+    assert words.count("rank") <= 6
+
+
+@pytest.mark.parametrize("kernel", ["fused_uvm_caching"])
+def test_main_memory_is_drawn_where_it_matters(tmp_path, monkeypatch, kernel):
+    plan = planned(freebase(model__dim=400), "8xH100", kernel=kernel)
+    words = text_of(plan, tmp_path, monkeypatch)
+    assert "main memory of a host" in words
+    assert "cache" in words

@@ -1,0 +1,146 @@
+"""Plan files: back and forth, the same plan as training's, and refusals that say why."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from planned_runs import planned, workload
+from worlds_table import TableModel
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.entities.torchrec.fused_params import fused_params
+from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.planning.advice import advise
+from kge_torchrec.planning.plan_file import VERSION, plan_content, read_plan, write_plan
+from kge_torchrec.planning.planner import plan_row_wise
+
+RUN = {
+    "num_entities": 1001,
+    "dim": 16,
+    "optimizer": "adam",
+    "world_size": 4,
+    "local_world_size": 4,
+    "device_type": "cpu",
+}
+
+
+def a_plan(**choice):
+    work = workload(1001, model__dim=16, train__optimizer="adam")
+    return planned(work, "4xCPU", **choice)
+
+
+@pytest.fixture
+def file(tmp_path):
+    write_plan(tmp_path / "plan.json", plan_content(a_plan()))
+    return tmp_path / "plan.json"
+
+
+def test_training_gets_the_plan_it_would_make_itself(file):
+    plan = read_plan(file)
+    plan.check(**RUN)
+    sharder = EntitySharder(fused_params=fused_params(TableOptimizer("adam")))
+    own = plan_row_wise(TableModel(1001, 16), sharder, 4, 4, "cpu")
+    assert plan.sharding_plan().plan["entities"] == own.plan["table"]
+
+
+@pytest.mark.parametrize("world_size", [1, 3, 8])
+def test_ranks_without_rows_too(tmp_path, world_size):
+    plan = planned(workload(5, model__dim=16, train__optimizer="adam"), f"{world_size}xCPU")
+    write_plan(tmp_path / "plan.json", plan_content(plan))
+    changed = {"num_entities": 5, "world_size": world_size, "local_world_size": world_size}
+    read_plan(tmp_path / "plan.json").check(**{**RUN, **changed})
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"world_size": 2, "local_world_size": 2}, "the number of ranks is 4 there and 2 here"),
+        ({"local_world_size": 2}, "the number of ranks on a host is 4 there and 2"),
+        ({"num_entities": 1002}, "the number of entities is 1001 there and 1002"),
+        ({"dim": 8}, "model.dim is 16 there and 8"),
+        ({"optimizer": "sgd"}, "train.optimizer is 'adam' there and 'sgd'"),
+        ({"device_type": "cuda"}, "the kind of device is 'cpu' there and 'cuda'"),
+    ],
+)
+def test_another_run_is_refused(file, changes, said):
+    with pytest.raises(ConfigError, match=said):
+        read_plan(file).check(**{**RUN, **changes})
+
+
+def change(file, *keys, value) -> None:
+    content = json.loads(file.read_text())
+    at = content
+    for key in keys[:-1]:
+        at = at[key]
+    at[keys[-1]] = value
+    file.write_text(json.dumps(content))
+
+
+def test_other_versions_are_refused(file):
+    change(file, "packages", "torchrec", value="1.2.3")
+    with pytest.raises(ConfigError, match=r"torchrec is '1.2.3' there and"):
+        read_plan(file).check(**RUN)
+    change(file, "version", value=VERSION + 1)
+    with pytest.raises(ConfigError, match=f"a plan of version {VERSION + 1}"):
+        read_plan(file)
+
+
+def test_rows_moved_by_hand_are_refused(file):
+    change(file, "sharding", "shards", 1, "rows", value=200)
+    with pytest.raises(ConfigError, match="rank 1 must hold 251 rows from 251 on"):
+        read_plan(file).check(**RUN)
+
+
+def test_a_missing_shard_is_refused(file):
+    shards = json.loads(file.read_text())["sharding"]["shards"]
+    change(file, "sharding", "shards", value=shards[:3])
+    with pytest.raises(ConfigError, match="needs 4 shards and has 3"):
+        read_plan(file).check(**RUN)
+
+
+@pytest.mark.parametrize("key", ["packages", "table", "world", "sharding", "fits"])
+def test_a_damaged_file_is_refused(file, key):
+    content = json.loads(file.read_text())
+    del content[key]
+    file.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match="is damaged"):
+        read_plan(file)
+
+
+@pytest.mark.parametrize(("text", "said"), [("{", "not valid JSON"), ("[]", "is no plan")])
+def test_other_files_are_refused(tmp_path, text, said):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        read_plan(tmp_path / "x.json")
+
+
+def test_a_plan_that_does_not_fit_is_no_plan_to_train_with(tmp_path):
+    plan = planned(workload(10**9, model__dim=400, train__optimizer="adam"), "1xH100")
+    content = plan_content(plan, advise(plan))
+    write_plan(tmp_path / "plan.json", content)
+    assert content["advice"]
+    assert max(limit["over"] for limit in content["limits"]) > 10**9
+    with pytest.raises(ConfigError, match="does not fit its devices"):
+        read_plan(tmp_path / "plan.json")
+
+
+def test_layouts_that_training_does_not_have(tmp_path):
+    plan = planned(workload(1001, model__dim=16), "4xH100", sharding="column_wise")
+    write_plan(tmp_path / "plan.json", plan_content(plan))
+    run = {**RUN, "optimizer": plan.workload.optimizer, "device_type": "cuda"}
+    with pytest.raises(ConfigError, match="the sharding is 'column_wise' there"):
+        read_plan(tmp_path / "plan.json").check(**run)
+
+
+def test_everything_is_in_the_json():
+    content = json.loads(json.dumps(plan_content(a_plan())))
+    assert content["fits"] is True
+    assert len(content["memory"]) == 4
+    assert content["memory"][0]["total"]["main"] == sum(content["memory"][0]["main"].values())
+    assert content["traffic"]["sent"]["rows"]["within_hosts"] > 0
+    assert content["step"]["parts"][content["step"]["largest"]] == max(
+        content["step"]["parts"].values()
+    )
+    assert "not a measurement" in content["step"]["what"]

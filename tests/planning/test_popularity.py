@@ -1,0 +1,77 @@
+"""Expected numbers of different entities, against formulas term by term and against draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.batches import BatchBuilder
+from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.planning.popularity import Popularity
+
+
+def term_by_term(count: int, exponent: float, positives: int, negatives: int) -> float:
+    chance = np.arange(1, count + 1.0) ** -exponent
+    chance /= chance.sum()
+    absent = (1 - chance) ** (2 * positives) * (1 - 1 / count) ** negatives
+    return float((1 - absent).sum())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    count=st.integers(2, 30_000),
+    exponent=st.one_of(st.just(0.0), st.just(1.0), st.floats(0.05, 2.0)),
+    positives=st.integers(1, 3000),
+    negatives=st.integers(0, 3000),
+)
+def test_zipf_is_the_sum_over_all_entities(count, exponent, positives, negatives):
+    popularity = Popularity.zipf(count, exponent)
+    assert popularity.num_entities == pytest.approx(count)
+    assert (popularity.probability * popularity.members).sum() == pytest.approx(1)
+    exact = term_by_term(count, exponent, positives, negatives)
+    assert popularity.distinct(positives, negatives) == pytest.approx(exact, rel=1e-6)
+
+
+def test_a_billion_entities_are_a_few_thousand_groups():
+    popularity = Popularity.zipf(10**9, 0.7)
+    assert len(popularity.probability) < 10_000
+    assert popularity.distinct(1000, 0) == pytest.approx(2000, rel=0.01)
+
+
+def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
+    stream = np.random.default_rng(0)
+    unit = stream.random((triples, 2))
+    ends = entities**unit - 1 if skewed else unit * entities
+    ends = np.minimum(ends.astype(np.int64), entities - 1)
+    return np.stack([ends[:, 0], np.zeros(triples, dtype=np.int64), ends[:, 1]], 1)
+
+
+@pytest.mark.parametrize("power", [None, 0.75])
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("batch", [64, 1000, 4000])
+def test_degrees_give_what_batches_have(batch, skewed, power):
+    """A batch of all 4000 triples has each of them once: no draw with replacement."""
+    entities, negatives = 2000, 300
+    data = graph(entities, 4000, skewed)
+    degrees = np.bincount(data[:, [0, 2]].ravel(), minlength=entities)
+    weights = None if power is None else degree_weights(degrees, power)
+    sampler = NegativeSampler(entities, negatives, 0, weights)
+    builder = BatchBuilder(data, batch, sampler)
+    sizes = []
+    for epoch in range(12):
+        full = [b for b in builder.epoch(epoch) if b.weight.numel() == batch]
+        sizes += [b.ids.values().numel() for b in full]
+    expected = Popularity.of_degrees(degrees).distinct(batch, 2 * negatives, power)
+    assert np.mean(sizes) == pytest.approx(expected, rel=0.02)
+
+
+def test_a_cache_of_popular_rows_is_hit_more_than_its_size():
+    popularity = Popularity.zipf(100_000, 1.0)
+    chance = popularity.occurring(1000, 0)
+    assert popularity.cache_hits(chance, 0.1) > 0.5
+    assert popularity.cache_hits(chance, 0.2) > popularity.cache_hits(chance, 0.1)
+    uniform = Popularity.zipf(100_000, 0)
+    assert uniform.cache_hits(uniform.occurring(1000, 0), 0.1) == pytest.approx(0.1)
+    assert uniform.cache_hits(uniform.occurring(1000, 0), 0.999) == pytest.approx(0.999)

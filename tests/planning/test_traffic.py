@@ -1,0 +1,118 @@
+"""Predicted traffic against what collectives carry in real worlds, and against arithmetic."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from planned_runs import build_objective, planned, workload
+from training_runs import config_of, random_triples
+from worlds import run_world
+
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.devices import parse_devices
+from kge_torchrec.planning.dry_run import plan_training
+from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.planning.watch_collectives import WatchCollectives
+from kge_torchrec.planning.workload import Workload
+
+STEPS = 15
+
+
+def sent(config) -> dict:
+    """On a rank: bytes that it sends in a step."""
+    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.training.assembly import build_batches, build_engine
+    from kge_torchrec.training.steps import build_pipeline
+
+    with processes("cpu") as ranks:
+        store = TripleStore.open(config.data.path)
+        engine = build_engine(config, store, ranks)
+        pipeline = build_pipeline(config.train.pipeline, engine, ranks.device)
+        stream = build_batches(config, store, ranks).epoch(0)
+        for _ in range(4):  # DDP sorts its buckets in the first steps
+            pipeline.progress(stream)
+        with WatchCollectives() as watch:
+            for _ in range(STEPS):
+                pipeline.progress(stream)
+    return {kind: size / STEPS for kind, size in watch.sent.items()}
+
+
+SHARED = {"negatives__count": 64}
+CHUNKS = {"negatives__count": 8, "negatives__chunk_size": 32, "train__pipeline": "loop"}
+DUPLICATES = {**SHARED, "negatives__sampling": "degree", "entities__deduplicate": False}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "keys"), [(1, SHARED), (2, SHARED), (4, SHARED), (4, CHUNKS), (2, DUPLICATES)]
+)
+def test_what_collectives_carry(tmp_path, world_size, keys):
+    """Within 5 % for every kind, summed over ranks."""
+    triples = random_triples(700, 5, 6000)
+    prepare_triples({"train": triples[:5900], "valid": triples[5900:], "test": []}, tmp_path / "s")
+    config = config_of(tmp_path / "s", train__batch_size=256, **keys)
+    store = TripleStore.open(tmp_path / "s")
+    work = Workload(
+        config, store.num_entities, store.num_relations, len(store.train), build_objective,
+        Popularity.of_degrees(store.degrees()),
+    )  # fmt: skip
+    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Choice())
+    ranks = run_world(world_size, sent, config)
+    for kind in ("ids", "rows", "gradients", "dense"):
+        measured = sum(rank[kind] for rank in ranks)
+        assert sum(plan.traffic.total(kind)) == pytest.approx(measured, rel=0.05), kind
+
+
+def test_nothing_leaves_a_single_device():
+    assert planned(workload(), "1xH100").traffic.total() == (0, 0)
+
+
+def test_hosts_divide_what_is_sent():
+    """8 ranks on 2 hosts: 3 of 7 others are on one's own host."""
+    plan = planned(workload(80_000, train__batch_size=512), "8xH100", 2)
+    for kind in ("rows", "gradients"):
+        within, between = plan.traffic.total(kind)
+        assert within / between == pytest.approx(3 / 4, rel=1e-6)
+    within, between = plan.traffic.total("dense")
+    assert within / between == pytest.approx(6 / 2)  # two of eight hops of the ring
+
+
+def test_a_table_on_one_rank_answers_all_others():
+    plan = planned(workload(8000, model__dim=64), "4xH100", sharding="table_wise")
+    rows = plan.traffic.within["rows"]
+    assert np.count_nonzero(rows) == 1
+    others = sum(batch.distinct for batch in plan.batches[1:])
+    assert rows.sum() == pytest.approx(others * 64 * 4)
+
+
+def test_columns_send_every_id_to_every_shard():
+    work = workload(8000, model__dim=64)
+    by_rows, by_columns = (
+        planned(work, "4xH100", sharding=sharding).traffic
+        for sharding in ("row_wise", "column_wise")
+    )
+    assert by_columns.total("ids")[0] > 3.9 * by_rows.total("ids")[0]
+    assert by_columns.total("rows") == pytest.approx(by_rows.total("rows"))
+
+
+def test_data_parallel_sends_the_gradient_of_the_whole_table():
+    plan = planned(workload(8000, model__dim=64), "4xH100", sharding="data_parallel")
+    assert plan.traffic.total("ids") == plan.traffic.total("rows") == (0, 0)
+    assert plan.traffic.total("gradients")[0] == pytest.approx(4 * 2 * 3 / 4 * 8000 * 64 * 4)
+
+
+def test_deduplication_saves_more_the_more_skewed_entities_are():
+    saved = []
+    for skew in (0.0, 0.7, 1.2):
+        plan = planned(workload(10**6, triples=10**6, skew=skew, train__batch_size=8192), "4xH100")
+        saved.append(1 - plan.traffic.total("rows")[0] / plan.with_duplicates.total("rows")[0])
+    assert saved == sorted(saved)
+    assert saved[0] < 0.03 < 0.2 < saved[2]
+
+
+def test_replicas_average_values_and_state():
+    work = workload(8000, model__dim=64, train__optimizer="adam")
+    plan = planned(work, "8xH100", replicas=2, sync_every=10)
+    shard = 2000 * 64 * 4 * 3
+    assert plan.traffic.total("replicas")[0] == pytest.approx(8 * 2 * 1 / 2 * shard / 10)
