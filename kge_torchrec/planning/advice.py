@@ -99,7 +99,7 @@ def _changes_beside_the_table(plan: TrainingPlan) -> dict[str, _Change]:
         return {}
     if _weight(plan, "dense parameters") < _MATTERS:
         return {}
-    return {"dense fsdp2": lambda s: s.choose(dense="fsdp2")}
+    return {"dense fsdp": lambda s: s.choose(dense="fsdp")}
 
 
 def _batch(setting: _Setting, plan: TrainingPlan) -> Iterator[Advice]:

@@ -18,7 +18,7 @@ from kge_torchrec.planning.table_memory import (
 from kge_torchrec.planning.workload import Workload
 
 KERNELS = (FUSED, UVM, UVM_CACHING)
-WRAPPERS = ("ddp", "fsdp2", "hybrid")
+WRAPPERS = ("ddp", "fsdp", "hybrid")
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Choice:
         dtype: Of the table: fp32, fp16 or bf16.
         replicas: 2-D parallelism: whole tables, each laid out over W / replicas ranks.
         sync_every: Steps between averaging the replicas.
-        dense: Wrapper of the dense parameters: ddp (whole on every rank), fsdp2 (split over all
+        dense: Wrapper of the dense parameters: ddp (whole on every rank), fsdp (split over all
             ranks) or hybrid (split over a host's ranks).
         reserve: Share of each device's memory, and of a CPU host's, that is left free.
 

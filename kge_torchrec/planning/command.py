@@ -136,6 +136,7 @@ def build_objective(config: Config, num_relations: int):
         build_loss(config.loss),
         sides_of(config.negatives.sides),
         Penalties(n3=config.loss.n3, l2=config.loss.l2),
+        config.loss.relation_weight,
     )
 
 
@@ -194,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--dtype", default="fp32", help="of the table: fp32, fp16, bf16")
     how.add_argument("--replicas", type=int, default=1, help="2-D parallelism: whole tables")
     how.add_argument("--sync-every", type=int, default=100, help="steps between their averaging")
-    how.add_argument("--dense", default="ddp", help="relations and the like: ddp, fsdp2, hybrid")
+    how.add_argument("--dense", default="ddp", help="relations and the like: ddp, fsdp, hybrid")
     how.add_argument("--all", action="store_true", help="rank all layouts by modelled step time")
     out = parser.add_argument_group("output")
     out.add_argument("-o", "--output", metavar="JSON", help="the plan, for train --plan")

@@ -107,6 +107,18 @@ class TrainingPlan:
         return max(range(len(needs)), key=lambda r: needs[r].device if is_cuda else needs[r].main)
 
     @property
+    def notes(self) -> list[str]:
+        """What this plan leaves open."""
+        found = self.choice.notes(self.cluster)
+        regime = self.workload.config.negatives.regime
+        if regime != "sampled":
+            found.append(
+                f"negatives.regime {regime}: only the table's bytes are those of this run; "
+                "activations, traffic and time are of sampled negatives"
+            )
+        return found
+
+    @property
     def step_seconds(self) -> float:
         """Of the model in ``step_time``."""
         return sum(self.times.values())

@@ -106,7 +106,7 @@ def _dense_bytes(workload: Workload, cluster: Cluster, choice: Choice) -> float:
     each = 2 + dense_state_numbers(workload.optimizer)
     if choice.dense == "ddp" or cluster.world_size == 1:
         return 4 * numbers * each
-    ways = cluster.world_size if choice.dense == "fsdp2" else cluster.local_world_size
+    ways = cluster.world_size if choice.dense == "fsdp" else cluster.local_world_size
     return 4 * (numbers * each / ways + numbers)
 
 

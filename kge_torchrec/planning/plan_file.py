@@ -93,7 +93,7 @@ def plan_content(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> dict[str,
             "largest": plan.largest_time,
         },
         "advice": [asdict(item) for item in advice],
-        "notes": choice.notes(cluster),
+        "notes": plan.notes,
     }
 
 

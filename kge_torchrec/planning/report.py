@@ -26,8 +26,7 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> str:
     if not plan.fits:
         blocks.append("\n".join(_overruns(plan)))
         blocks.append("\n".join(["What would make it fit:", *_advice(advice)]))
-    notes = plan.choice.notes(plan.cluster)
-    blocks += ["\n".join(f"note: {note}" for note in notes)] if notes else []
+    blocks += ["\n".join(f"note: {note}" for note in plan.notes)] if plan.notes else []
     return "\n\n".join(blocks)
 
 
