@@ -16,13 +16,12 @@ from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.parallel.processes import Processes
-from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.dropout import seed_dropout
 from kge_torchrec.training.losses_seen import LossesSeen, NonFiniteLoss
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.schedule import Schedule
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.steps import build_pipeline
 
 
 def train_side_by_side(
@@ -51,7 +50,7 @@ class _Trainee:
         self.session = Session(config, RunFolder(config.run.dir), ranks)
         self.batches = build_batches(config, self.session.store, ranks)
         self.schedule = Schedule.of(config.train, self.batches.steps_per_epoch)
-        self.pipeline = build_pipeline(config.train.pipeline, self.session.engine, ranks.device)
+        self.pipeline = build_pipeline(config, self.session.engine, ranks)
         self._losses = LossesSeen()
 
     def epoch(self, epoch: int) -> Iterator[Batch]:

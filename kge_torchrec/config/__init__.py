@@ -72,6 +72,7 @@ class Config:
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         at_least("threads", self.threads, 0)
         self.entities.sparse_options(self.train.optimizer)
+        self._check_regime()
         if self.train.weight_decay and self.entities.preset != "fbgemm":
             raise ConfigError(
                 f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "
@@ -81,6 +82,26 @@ class Config:
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "
                 f"{self.entities.engine} use auto or loop"
+            )
+
+    def _check_regime(self) -> None:
+        regime, loss = self.negatives.regime, self.loss.name
+        if regime == "sampled":
+            return
+        if loss not in ("softmax", "bce"):
+            raise ConfigError(
+                f"loss.name: {loss} compares an answer with sampled negatives; with "
+                f"negatives.regime {regime} use softmax or bce"
+            )
+        if regime == "allvsall" and loss == "softmax":
+            raise ConfigError(
+                "loss.name: softmax has nothing to learn from the queries without answers that "
+                "negatives.regime allvsall adds; use bce, or kvsall"
+            )
+        if self.negatives.is_full and self.train.pipeline == "sparse_dist":
+            raise ConfigError(
+                f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
+                "there is no lookup for sparse_dist to send ahead; use auto"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -125,9 +125,14 @@ class BatchBuilder:
         self.deduplicate = deduplicate
 
     @property
+    def examples(self) -> int:
+        """What an epoch passes through: the T triples."""
+        return len(self.triples)
+
+    @property
     def steps_per_epoch(self) -> int:
         """Steps an epoch, the same on every rank; the last one may be smaller."""
-        return -(-len(self.triples) // self.batch_size)
+        return -(-self.examples // self.batch_size)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
         """This rank's batches of an epoch, from ``first_step`` on."""

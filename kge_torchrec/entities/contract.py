@@ -9,6 +9,7 @@ Shapes: N entities, D numbers per entity, n rows on this rank, M ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data.batches import ENTITY, Batch
+from kge_torchrec.entities.row_gradients import RowGradients
 
 __all__ = ["ENTITY", "ENTITY_WEIGHT", "EntityEngine", "EntityShard"]
 
@@ -91,6 +93,16 @@ class EntityEngine(Protocol):
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Takes back what ``state`` gave, after a distributed load filled it in."""
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step of the table's optimizer on rows of this rank, without a lookup.
+
+        gradients: some rows after others, each row once, already summed over all ranks; made
+        while earlier ones step, so that they need not be in memory together.  However many there
+        are, it is one step; ranks without rows count it as well.  Collective only as far as
+        ``gradients`` is.  Call ``optimizer.zero_grad()`` before, so that the learning rate is
+        that of ``set_learning_rate``.
+        """
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates of table and dense parameters from now on."""

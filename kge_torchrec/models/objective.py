@@ -36,6 +36,20 @@ class Penalties:
     n3: float = 0.0
     l2: float = 0.0
 
+    @property
+    def any(self) -> bool:
+        """Whether there is one at all."""
+        return bool(self.n3 or self.l2)
+
+    def of(self, rows: Tensor, is_complex: bool) -> Tensor:
+        """(..., D) rows -> (...): their weighted penalties."""
+        out = torch.zeros(rows.shape[:-1], device=rows.device)
+        if self.n3:
+            out = out + self.n3 * n3(rows, is_complex)
+        if self.l2:
+            out = out + self.l2 * l2(rows)
+        return out
+
 
 class Objective(nn.Module):
     """Mean over the batch's triples and sides of the loss, plus penalties.
@@ -86,19 +100,12 @@ class Objective(nn.Module):
             if self.relation_weight:
                 of_relation = relation_prediction(self.scorer, anchor, batch.relation, target, side)
                 total = total + self.relation_weight * (of_relation * batch.weight).sum()
-            if self.penalties.n3 or self.penalties.l2:
+            if self.penalties.any:
                 factors = self.scorer.relation_factors(batch.relation, side)
                 total = total + (self._penalty(anchor, factors, target) * batch.weight).sum()
         return total / len(self.sides)
 
     def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
         """(C, b): the weighted penalties of a triple's three rows."""
-        out = torch.zeros(anchor.shape[:-1], device=anchor.device)
-        if self.penalties.n3:
-            is_complex = self.scorer.is_complex
-            terms = [n3(x, is_complex) for x in (anchor, target)]
-            terms.append(n3(factors, self.scorer.relation_is_complex))
-            out = out + self.penalties.n3 * sum(terms)
-        if self.penalties.l2:
-            out = out + self.penalties.l2 * sum(l2(x) for x in (anchor, factors, target))
-        return out
+        of_entities = [self.penalties.of(x, self.scorer.is_complex) for x in (anchor, target)]
+        return sum(of_entities) + self.penalties.of(factors, self.scorer.relation_is_complex)

@@ -11,12 +11,20 @@ from torch import nn
 from kge_torchrec.config import Config, LossConfig, TrainConfig
 from kge_torchrec.data.batches import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.data.queries import (
+    DistinctQueries,
+    EveryQuery,
+    Examples,
+    QueryBatches,
+    TripleQueries,
+)
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.entities.contract import EntityEngine
 from kge_torchrec.entities.handrolled.engine import HandrolledEngine
 from kge_torchrec.entities.initialize import EntityInit
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.engine import TorchRecEngine
+from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullSoftmax
 from kge_torchrec.models.losses import (
     BinaryCrossEntropyLoss,
     MarginLoss,
@@ -26,6 +34,9 @@ from kge_torchrec.models.losses import (
 from kge_torchrec.models.objective import Objective, Penalties
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.training import steps
+from kge_torchrec.training.full_candidates import FullCandidates
+from kge_torchrec.training.steps import Pipeline
 
 _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
 
@@ -94,9 +105,25 @@ def dense_optimizer(
     return build
 
 
-def build_batches(config: Config, store: TripleStore, processes: Processes) -> BatchBuilder:
+def build_pipeline(config: Config, engine: EntityEngine, processes: Processes) -> Pipeline:
+    """What trains the batches that ``build_batches`` gives."""
+    if not config.negatives.is_full:
+        return steps.build_pipeline(config.train.pipeline, engine, processes.device)
+    losses = {"softmax": FullSoftmax, "bce": FullBinaryCrossEntropy}
+    num_entities = engine.shard().num_entities
+    loss = losses[config.loss.name](num_entities, config.loss.label_smoothing)
+    return FullCandidates(engine, loss, processes.device)
+
+
+def build_batches(
+    config: Config, store: TripleStore, processes: Processes
+) -> BatchBuilder | QueryBatches:
     """This rank's batches."""
     negatives = config.negatives
+    if negatives.is_full:
+        on_cuda = processes.device.type == "cuda"
+        examples = _examples(negatives.regime, store, sides_of(negatives.sides))
+        return QueryBatches(examples, config.train.batch_size, config.seed, ahead=on_cuda)
     weights = None
     if negatives.sampling == "degree":
         weights = degree_weights(store.degrees(), negatives.degree_power)
@@ -114,3 +141,11 @@ def build_batches(config: Config, store: TripleStore, processes: Processes) -> B
         ahead=processes.device.type == "cuda",
         deduplicate=config.entities.deduplicate,
     )
+
+
+def _examples(regime: str, store: TripleStore, sides: tuple[Side, ...]) -> Examples:
+    """What an epoch passes through when every entity is a candidate."""
+    if regime == "1vsall":
+        return TripleQueries(store.train, sides)
+    known = store.known(("train",))
+    return DistinctQueries(known, sides) if regime == "kvsall" else EveryQuery(known, sides)

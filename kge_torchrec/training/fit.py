@@ -17,7 +17,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from kge_torchrec.data.batches import Batch
-from kge_torchrec.training.assembly import build_batches
+from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.dropout import seed_dropout
 from kge_torchrec.training.losses_seen import LossesSeen
@@ -25,7 +25,6 @@ from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedule import Schedule
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.steps import build_pipeline
 
 # Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
 Callback = Callable[[str, dict[str, Any]], object]
@@ -45,9 +44,7 @@ class Fit:
         self.progress, self.metrics = progress, metrics
         self.batches = build_batches(self.config, session.store, session.processes)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
-        self.pipeline = build_pipeline(
-            self.config.train.pipeline, session.engine, session.processes.device
-        )
+        self.pipeline = build_pipeline(self.config, session.engine, session.processes)
         self.losses = LossesSeen()
         self.callbacks = list(callbacks)
 
@@ -96,7 +93,7 @@ class Fit:
         self.session.engine.set_learning_rate(factor)
         seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
         self.losses.add(self.pipeline.progress(batches))
-        trained = min(batch_size, len(self.batches.triples) - progress.step * batch_size)
+        trained = min(batch_size, self.batches.examples - progress.step * batch_size)
         progress.step += 1
         progress.global_step += 1
         progress.triples += trained
@@ -191,7 +188,7 @@ class Fit:
 
     def _bar(self) -> tqdm:
         """One bar for all epochs."""
-        progress, size = self.progress, len(self.batches.triples)
+        progress, size = self.progress, self.batches.examples
         return tqdm(
             total=self.config.train.epochs * size,
             initial=progress.epoch * size + progress.step * self.config.train.batch_size,

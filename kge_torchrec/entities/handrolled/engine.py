@@ -16,6 +16,7 @@ from kge_torchrec.entities.contract import ENTITY, ENTITY_WEIGHT, EntityShard
 from kge_torchrec.entities.handrolled.options import SparseOptions
 from kge_torchrec.entities.handrolled.table import HandrolledTable
 from kge_torchrec.entities.initialize import EntityInit, fill_rows
+from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.entities.row_sharded import row_sharded
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.models.model import KnowledgeGraphModel
@@ -80,6 +81,10 @@ class HandrolledEngine:
     def shard(self) -> EntityShard:
         """This rank's rows, current as of the last finished step."""
         return self.table.shard()
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step of the table's optimizer on rows of this rank, without a lookup."""
+        self.table.step_rows(gradients)
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates of the steps that follow."""

@@ -16,7 +16,7 @@ time, K numbers of a state a row: D, or 1 if it is row-wise.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kge_torchrec.entities.handrolled.options import SparseOptions
 from kge_torchrec.entities.handrolled.rounding import round_stochastically
+from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.entities.row_update import update_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 
@@ -102,8 +103,24 @@ class SparseOptimizer:
         Raises ValueError when the shapes disagree.
         """
         self._check(ids, grad, occurrences)
-        if len(ids) or self.options.bias_correction != "shard":
+        self._count(bool(len(ids)))
+        self._step_rows(ids, grad, occurrences, distinct)
+
+    @torch.no_grad()
+    def step_parts(self, parts: Iterable[RowGradients]) -> None:
+        """The same with gradients that come in parts, no row in two of them: one step in all."""
+        self._count(bool(len(self.rows)))
+        for part in parts:
+            self._check(part.ids, part.grad, part.occurrences)
+            self._step_rows(*part)
+
+    def _count(self, has_rows: bool) -> None:
+        if has_rows or self.options.bias_correction != "shard":
             self.steps += 1
+
+    def _step_rows(
+        self, ids: Tensor, grad: Tensor, occurrences: Tensor | None, distinct: bool
+    ) -> None:
         if len(ids) == 0:
             return
         if self.fused:

@@ -14,6 +14,7 @@ W ranks.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -27,6 +28,7 @@ from kge_torchrec.entities.handrolled.background import Background
 from kge_torchrec.entities.handrolled.options import SparseOptions
 from kge_torchrec.entities.handrolled.routing import Route, RowRanges, make_route
 from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
+from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.parallel.processes import Processes
 
@@ -160,6 +162,12 @@ class HandrolledTable(nn.Module):
             self.update(gradients, lr)
         else:
             self._updates.start(lambda: self.update(gradients, lr))
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step with gradients of this rank's rows, each row once, that no lookup brought."""
+        self.join()
+        self.optimizer.lr = self.lr
+        self.optimizer.step_parts(gradients)
 
     @torch.no_grad()
     def update(self, gradients: _Gradients, lr: float) -> None:

@@ -5,6 +5,8 @@ Shapes: N entities, D numbers per entity, U distinct ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
@@ -12,6 +14,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.types import DataType
 
 from kge_torchrec.entities.contract import ENTITY, EntityShard
+from kge_torchrec.entities.row_gradients import RowGradients
 
 _DATA_TYPES = {
     torch.float32: DataType.FP32,
@@ -81,6 +84,25 @@ def set_table_step(sharded_model: nn.Module, step: int) -> None:
     table.set_optimizer_step(step)
     if hasattr(table, "iter_cpu"):  # FBGEMM reads this copy once it is not zero
         table.iter_cpu.fill_(step)
+
+
+def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients]) -> None:
+    """One step of the table's optimizer on local rows, each of them in one part only."""
+    table = _kernel(sharded_model).emb_module
+    if hasattr(table, "step_rows"):
+        table.step_rows(gradients)
+        return
+    # FBGEMM steps in the backward of a lookup, and counts every lookup.
+    step = table_step(sharded_model)
+    for part in gradients:
+        if part.ids.numel() == 0:
+            continue
+        set_table_step(sharded_model, step)
+        offsets = torch.arange(part.ids.numel() + 1, device=part.ids.device)
+        with torch.enable_grad():
+            rows = table(indices=part.ids, offsets=offsets)
+        rows.backward(part.grad.to(rows.dtype))
+    set_table_step(sharded_model, step + 1)
 
 
 def _kernel(sharded_model: nn.Module) -> nn.Module:

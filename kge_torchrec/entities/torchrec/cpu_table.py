@@ -8,11 +8,14 @@ Shapes: n rows on this rank, D numbers a row, M ids.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 
+from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.entities.row_update import update_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 
@@ -81,6 +84,12 @@ class CpuFusedTable(nn.Module):
             return self.rows.index_select(0, indices)
         self.iteration += 1
         return _Lookup.apply(self._anchor, self, indices, self.iteration)
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step with gradients of distinct rows that no lookup brought, in parts."""
+        self.iteration += 1
+        for part in gradients:
+            self.update(part.ids, part.grad, self.iteration)
 
     @torch.no_grad()
     def update(self, ids: Tensor, grad: Tensor, step: int) -> None:

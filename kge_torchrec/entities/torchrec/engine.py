@@ -19,11 +19,13 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.entities.initialize import EntityInit, fill_rows
+from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import (
     entity_collection,
     entity_shard,
     set_table_step,
+    step_table_rows,
     table_step,
 )
 from kge_torchrec.entities.torchrec.fused_params import fused_params
@@ -89,6 +91,10 @@ class TorchRecEngine:
     def shard(self) -> EntityShard:
         """This rank's rows, current as of the last finished step."""
         return entity_shard(self.model)
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step of the table's optimizer on rows of this rank, without a lookup."""
+        step_table_rows(self.model, gradients)
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates; the table's kernel takes it at the next zero_grad."""

@@ -1,0 +1,94 @@
+"""The queries of one step that a scorer answers in one direction, seen from one rank.
+
+Shapes: q queries, M answers on this rank, m rows of a block, D numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from kge_torchrec.data.queries import Asked
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.models.scorers.base import QueryScorer, Scorer
+
+
+def directed(asked: Sequence[Asked], scorer: Scorer) -> list[Asked]:
+    """The queries by direction: with reciprocal relations all are tail queries, in one product."""
+    if not scorer.reciprocal:
+        return list(asked)
+    twins = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
+    starts = np.cumsum([0, *(len(part.anchor) for part in asked[:-1])])
+    queries = [part.query + start for part, start in zip(asked, starts, strict=True)]
+    return [
+        Asked(
+            "tail",
+            np.concatenate([part.anchor for part in asked]),
+            np.concatenate(twins),
+            np.concatenate(queries),
+            np.concatenate([part.answer for part in asked]),
+        )
+    ]
+
+
+class Direction:
+    """Folded queries, and which of their answers and anchors live here.
+
+    Attributes:
+        relation: (q,) ids.
+        own: queries whose anchor is a row of this rank; over all ranks they are all queries.
+        folded: the parts of the folded queries that have gradients, cut off from their graph.
+        graph: the same with their graph, back to anchors and relations.
+        gradients: sums of the gradients of ``folded``.
+    """
+
+    def __init__(self, asked: Asked, shard: EntityShard):
+        device, (start, stop) = shard.rows.device, shard.row_range
+        self.side, self.device = asked.side, device
+        self.relation = torch.from_numpy(asked.relation).to(device)
+        counts = np.bincount(asked.query, minlength=len(asked.anchor))
+        here = np.flatnonzero((asked.answer >= start) & (asked.answer < stop))
+        here = here[np.argsort(asked.answer[here], kind="stable")]
+        self._answer = asked.answer[here] - start
+        self._query = asked.query[here]
+        self._share = (1 / counts[self._query]).astype(np.float32)
+        own = np.flatnonzero((asked.anchor >= start) & (asked.anchor < stop))
+        self._anchor = np.sort(asked.anchor[own] - start)
+        self.own = torch.from_numpy(own).to(device)
+
+    def fold(self, scorer: QueryScorer, anchors: Tensor) -> None:
+        """Folds the queries of anchor rows (q, D)."""
+        folded = scorer.fold(anchors[None], self.relation[None], self.side)
+        self._leaves, self._form = tree_flatten(folded)
+        places = [
+            i for i, x in enumerate(self._leaves) if isinstance(x, Tensor) and x.requires_grad
+        ]
+        self.graph = [self._leaves[i] for i in places]
+        self.folded = [x.detach().requires_grad_() for x in self.graph]
+        self.gradients = [torch.zeros_like(x) for x in self.folded]
+        for i, cut in zip(places, self.folded, strict=True):
+            self._leaves[i] = cut
+
+    def scores(self, scorer: QueryScorer, entities: Tensor) -> Tensor:
+        """(q, m) against rows as the scorer takes them, (m, D)."""
+        query = tree_unflatten(self._leaves, self._form)
+        return scorer.similarity_matrix(query, entities[None])[0]
+
+    def answers(self, block: range) -> BlockAnswers:
+        """The answers among the rows of a block."""
+        found = slice(*np.searchsorted(self._answer, (block.start, block.stop)))
+        column = self._answer[found] - block.start
+        arrays = self._query[found], column, self._share[found]
+        return BlockAnswers(*(torch.from_numpy(x).to(self.device) for x in arrays))
+
+    def touched(self, block: range) -> Iterator[tuple[Tensor, Tensor | float]]:
+        """Places in a block of anchors and of answers, and how much each counts in its query."""
+        found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
+        yield torch.from_numpy(self._anchor[found] - block.start).to(self.device), 1.0
+        _, column, share = self.answers(block)
+        yield column, share

@@ -1,0 +1,276 @@
+"""Steps whose candidates are all entities, over a table that is split by rows over the ranks.
+
+Every rank scores its own rows for all queries of the step:
+
+    fetch   rows of the anchors come from their owners to every rank; queries are folded once
+    look    scores of the own rows, block by block: what the loss needs of them, over all ranks
+    turn    every block of scores becomes gradients: of its rows, and of the queries
+    home    gradients of fetched rows and of dense parameters are summed over the ranks
+
+Scores stay in memory from look to turn where they fit, and are computed again where they do not:
+no rank ever holds all rows, all scores or all row gradients of a large table.  Rows step as soon as
+their gradient is known; fetched ones, which get some from every block, step last.
+
+All entities are candidates, so every row has a gradient in every step, and all rows step.
+
+Shapes: Q queries, F fetched rows (one a query, repeats included), n rows on this rank, m rows of a
+block, D numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kge_torchrec.data.queries import QueryBatch
+from kge_torchrec.entities.contract import EntityEngine, EntityShard
+from kge_torchrec.entities.row_gradients import RowGradients
+from kge_torchrec.models.full_losses import BlockAnswers, FullLoss, Seen
+from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.relation_prediction import relation_prediction
+from kge_torchrec.models.scorers.base import QueryScorer
+from kge_torchrec.training.directions import Direction, directed
+from kge_torchrec.training.fetched_rows import FetchedRows
+
+KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
+CPU_BLOCK_BYTES = 32 << 20
+CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
+
+
+class FullCandidates:
+    """Trains batches of queries against all entities.  Collective.
+
+    kept_bytes: scores of a rank's rows up to this size are one block, and kept; block_bytes: size
+    of the blocks of larger ones.
+    """
+
+    def __init__(
+        self,
+        engine: EntityEngine,
+        loss: FullLoss,
+        device: torch.device,
+        kept_bytes: int = KEPT_BYTES,
+        block_bytes: int | None = None,
+    ):
+        self.engine, self.loss, self.device = engine, loss, device
+        default = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
+        self.kept_bytes, self.block_bytes = kept_bytes, block_bytes or default
+        self.objective = next(m for m in engine.model.modules() if isinstance(m, Objective))
+        self.scorer: QueryScorer = self.objective.scorer
+        self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
+        layers = (nn.Dropout, nn.Dropout2d)
+        self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
+
+    def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
+        """Trains one batch; returns its loss, detached."""
+        batch = next(batches)
+        self.engine.optimizer.zero_grad()  # also tells the table its learning rate
+        step = _Step(self, batch, self.engine.shard())
+        self.engine.step_rows(step.row_gradients())
+        for parameter, grad in zip(self.parameters, step.dense_gradients(), strict=True):
+            parameter.grad = grad
+        self.engine.optimizer.step()
+        return step.loss_value()
+
+    def blocks(self, rows: int, queries: int) -> list[range]:
+        """The n rows of a rank in blocks whose scores for Q queries are of bounded size."""
+        row_bytes = 4 * max(1, queries)
+        whole = rows * row_bytes <= self.kept_bytes
+        height = rows if whole else max(1, self.block_bytes // row_bytes)
+        return [range(i, min(i + height, rows)) for i in range(0, rows, max(1, height))]
+
+    @contextmanager
+    def drawing(self, seed: int) -> Iterator[None]:
+        """Dropout as a function of the seed: equal on all ranks, and when computed again."""
+        if not self._draws:
+            yield
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(seed % 2**63)
+            yield
+
+
+class _Scored(NamedTuple):
+    """A block of rows with its scores, one entry a direction, and the penalty on its rows."""
+
+    block: range
+    rows: Tensor  # (m, D)
+    scores: list[Tensor]  # (queries of the direction, m) each
+    answers: list[BlockAnswers]
+    penalty: Tensor | None
+
+
+class _Step:
+    """One step; ``row_gradients`` has to be used up before the other results are there."""
+
+    def __init__(self, trainer: FullCandidates, batch: QueryBatch, shard: EntityShard):
+        self.trainer, self.batch, self.shard = trainer, batch, shard
+        self.loss, self.scorer = trainer.loss, trainer.scorer
+        self.penalties = trainer.objective.penalties
+        self.weight = 1 / batch.queries  # the loss is the mean over the queries
+        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        asked = directed(batch.asked, self.scorer)
+        self.directions = [Direction(part, shard) for part in asked]
+        self.fetched = FetchedRows(asked, shard, bool(self._relation_weight))
+        with torch.enable_grad(), trainer.drawing(batch.seed):
+            for direction, anchors in zip(self.directions, self.fetched.anchors, strict=True):
+                direction.fold(self.scorer, anchors)
+        self.seen: list[Seen] = [
+            self.loss.nothing(d.relation.numel(), shard.rows.device) for d in self.directions
+        ]
+        self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
+        self.dense = [torch.zeros_like(p) for p in trainer.parameters]
+
+    def row_gradients(self) -> Iterator[RowGradients]:
+        """Gradients of all n rows, each row once, summed over everything that it takes part in."""
+        blocks = self.trainer.blocks(len(self.shard.rows), self.batch.queries)
+        kept = self._score(blocks[0]) if len(blocks) == 1 else None
+        if self.loss.normalizes:
+            for block in blocks:
+                self._look(kept or self._score(block, graph=False))
+            self._join()
+        for block in blocks:
+            scored = kept or self._score(block)
+            if not self.loss.normalizes:
+                self._look(scored)
+            yield self.fetched.hold_back(block, self._turn(scored))
+        if not self.loss.normalizes:
+            self._join()
+        self._backward_of_queries()
+        yield self.fetched.gradients()
+
+    def dense_gradients(self) -> list[Tensor]:
+        """Of the objective's parameters, over all ranks."""
+        if self.world == 1 or not self.dense:
+            return self.dense
+        flat = torch.cat([grad.reshape(-1) for grad in self.dense])
+        dist.all_reduce(flat)
+        parts = flat.split([grad.numel() for grad in self.dense])
+        return [part.view_as(grad) for part, grad in zip(parts, self.dense, strict=True)]
+
+    def loss_value(self) -> Tensor:
+        """The loss; its mean over the ranks is the global one.
+
+        Every rank knows the loss of all candidates, and its own part of all else.
+        """
+        losses = sum(self.loss.values(seen).sum() for seen in self.seen)
+        return losses * self.weight + self.auxiliary * self.world
+
+    @property
+    def _relation_weight(self) -> float:
+        return self.trainer.objective.relation_weight
+
+    def _score(self, block: range, graph: bool = True) -> _Scored:
+        """Scores of a block of rows; with ``graph`` to be differentiated."""
+        seed = self.batch.seed + 1 + self.shard.first_row + block.start
+        with torch.set_grad_enabled(graph), self.trainer.drawing(seed):
+            rows = self.shard.rows[block.start : block.stop].detach().float()
+            rows = rows.requires_grad_(graph)
+            entities = self.scorer.entity(rows)
+            scores = [direction.scores(self.scorer, entities) for direction in self.directions]
+            penalty = self._penalty_on_rows(block, rows) if graph else None
+        answers = [direction.answers(block) for direction in self.directions]
+        return _Scored(block, rows, scores, answers, penalty)
+
+    def _penalty_on_rows(self, block: range, rows: Tensor) -> Tensor | None:
+        """Of anchors and answers, each by its owner."""
+        if not self.penalties.any:
+            return None
+        total = rows.new_zeros(())
+        for direction in self.directions:
+            for row, weight in direction.touched(block):
+                penalty = self.penalties.of(rows.index_select(0, row), self.scorer.is_complex)
+                total = total + (penalty * weight).sum()
+        return total * self.weight
+
+    def _look(self, scored: _Scored) -> None:
+        for seen, scores, answers in zip(self.seen, scored.scores, scored.answers, strict=True):
+            self.loss.add(seen, scores.detach(), answers)
+
+    def _join(self) -> None:
+        """Makes of what this rank has seen what all have seen, by one collective."""
+        mine = torch.cat([torch.stack(seen) for seen in self.seen], 1)  # (3, Q)
+        every = mine[None]
+        if self.world > 1:
+            every = mine.new_empty(self.world, *mine.shape)
+            dist.all_gather(list(every.unbind()), mine)
+        sizes = [direction.relation.numel() for direction in self.directions]
+        self.seen = [self.loss.join(part) for part in every.split(sizes, 2)]
+
+    def _turn(self, scored: _Scored) -> Tensor:
+        """(m, D) gradients of a block's rows; those of queries and parameters are added up."""
+        slopes = [scores.detach() for scores in scored.scores]
+        for seen, slope, answers in zip(self.seen, slopes, scored.answers, strict=True):
+            self.loss.to_gradient(slope, seen, answers, self.weight)  # in place of the scores
+        outputs = list(scored.scores)
+        if scored.penalty is not None:
+            self.auxiliary = self.auxiliary + scored.penalty.detach()
+            outputs.append(scored.penalty)
+            slopes.append(torch.ones_like(scored.penalty))
+        folded = [x for direction in self.directions for x in direction.folded]
+        (of_rows,), of_folded = self._differentiate(outputs, slopes, [scored.rows], folded)
+        sums = [x for direction in self.directions for x in direction.gradients]
+        _add(sums, of_folded)
+        return of_rows
+
+    def _backward_of_queries(self) -> None:
+        """From the folded queries to the fetched rows; also all that only the queries are in."""
+        outputs = [x for direction in self.directions for x in direction.graph]
+        slopes = [x for direction in self.directions for x in direction.gradients]
+        with torch.enable_grad(), self.trainer.drawing(self.batch.seed + 1):
+            rest = self._of_own_queries()
+        if rest is not None:
+            self.auxiliary = self.auxiliary + rest.detach()
+            outputs.append(rest)
+            slopes.append(torch.ones_like(rest))
+        (grad,), _ = self._differentiate(outputs, slopes, [self.fetched.rows], [])
+        self.fetched.add(grad)
+
+    def _of_own_queries(self) -> Tensor | None:
+        """Penalty on relations and prediction of relations, of the queries with an anchor here."""
+        if not (self.penalties.any or self._relation_weight):
+            return None
+        total = self.fetched.rows.new_zeros(())
+        pairs = zip(self.directions, self.fetched.anchors, self.fetched.answers, strict=True)
+        for direction, anchors, answers in pairs:
+            own, side = direction.own, direction.side
+            relation = direction.relation[own]
+            if self.penalties.any:
+                factors = self.scorer.relation_factors(relation, side)
+                total = total + self.penalties.of(factors, self.scorer.relation_is_complex).sum()
+            if self._relation_weight and own.numel():
+                told = relation_prediction(
+                    self.scorer, anchors[own][None], relation[None], answers[own][None], side
+                )
+                total = total + self._relation_weight * told.sum()
+        return total * self.weight
+
+    def _differentiate(
+        self, outputs: list[Tensor], slopes: list[Tensor], first: list[Tensor], then: list[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Gradients of ``first`` and ``then``; those of the dense parameters are added up."""
+        pairs = [(x, s) for x, s in zip(outputs, slopes, strict=True) if x.requires_grad]
+        inputs = [*first, *then, *self.trainer.parameters]
+        found = torch.autograd.grad(
+            [x for x, _ in pairs], inputs, [s for _, s in pairs], allow_unused=True
+        )
+        stop = len(first) + len(then)
+        _add(self.dense, found[stop:])
+        of_first = [
+            torch.zeros_like(x) if grad is None else grad
+            for x, grad in zip(first, found[: len(first)], strict=True)
+        ]
+        return of_first, list(found[len(first) : stop])
+
+
+def _add(sums: list[Tensor], terms: list[Tensor | None]) -> None:
+    """Adds each term to its sum in place; None is 0."""
+    for total, term in zip(sums, terms, strict=True):
+        if term is not None:
+            total += term

@@ -1,0 +1,128 @@
+"""Training against all entities as plain dense torch, in one process and float64.
+
+The whole table is one tensor with gradients, every query is scored against all of it at once, and
+losses are torch's own over dense labels.  Only the order of the examples and the start are the
+package's, as they define the run.
+
+Shapes: Q queries, N entities, D numbers a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from oracle_table import DenseTable
+from oracle_training import cubed, rate_factor, relation_optimizer, table_optimizer
+from oracle_training import score as score_triples
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from kge_torchrec.config import Config
+from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.store import TripleStore
+
+Query = tuple[str, int, int]  # side asked for, anchor, relation
+
+
+def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations", ...}."""
+    table = DenseTable(start["entities"], table_optimizer(config))
+    dense = {k: v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"}
+    optimizers = [relation_optimizer(config, parameter) for parameter in dense.values()]
+    examples = all_examples(config, store)
+    size = config.train.batch_size
+    step_count = -(-len(examples) // size)
+    every = torch.arange(store.num_entities)
+    for epoch in range(config.train.epochs):
+        order = EpochOrder(len(examples), config.seed, epoch)(np.arange(len(examples)))
+        for step in range(step_count):
+            factor = rate_factor(config, epoch * step_count + step, step_count)
+            table.lr = config.train.lr * factor
+            chosen = order[step * size : (step + 1) * size]
+            queries = [query for i in chosen for query in examples[i]]
+            entities = table.weights.clone().requires_grad_()
+            loss = batch_loss(config, store.num_relations, entities, dense, queries)
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+                optimizer.param_groups[0]["lr"] = config.train.lr * factor
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            table.step(every, entities.grad)  # every row is a candidate
+    return {"entities": table.weights} | {k: v.detach() for k, v in dense.items()}
+
+
+def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, list[int]]]]:
+    """What an epoch passes through: lists of queries with their answers."""
+    names = ("head", "tail") if config.negatives.sides == "both" else (config.negatives.sides,)
+    found: dict[Query, list[int]] = {}
+    single = []
+    for head, relation, tail in store.train.tolist():
+        both = {"head": (tail, head), "tail": (head, tail)}
+        queries = [((side, both[side][0], relation), [both[side][1]]) for side in names]
+        single.append(queries)
+        for query, answer in queries:
+            found.setdefault(query, []).extend(answer)
+    if config.negatives.regime == "1vsall":
+        return single
+    if config.negatives.regime == "allvsall":
+        for side in names:
+            for anchor in range(store.num_entities):
+                for relation in range(store.num_relations):
+                    found.setdefault((side, anchor, relation), [])
+    return [[(query, found[query])] for query in sorted(found)]
+
+
+def batch_loss(config, num_relations, entities, dense, queries) -> Tensor:
+    """Mean over the queries."""
+    return torch.stack(
+        [query_loss(config, num_relations, entities, dense, *query) for query in queries]
+    ).mean()
+
+
+def query_loss(config, num_relations, entities, dense, query: Query, answers) -> Tensor:
+    side, anchor, relation = query
+    twin = config.model.reciprocal and side == "head"
+    relation = relation + num_relations * twin
+    backwards = side == "head" and not twin
+    factors = dense["relations"][relation]
+    head, tail = (entities, entities[anchor]) if backwards else (entities[anchor], entities)
+    scores = score(config.model.scorer, head, factors, tail, dense)
+    label = torch.zeros_like(scores)
+    label[answers] = 1
+    smooth = config.loss.label_smoothing
+    if config.loss.name == "softmax":
+        label = (1 - smooth) * label / label.sum() + smooth / len(label)
+        loss = cross_entropy(scores[None], label[None])
+    else:
+        label = (1 - smooth) * label + smooth / 2
+        loss = binary_cross_entropy_with_logits(scores, label)
+    penalties = penalty(config, entities[anchor]) + penalty(config, factors, is_relation=True)
+    if answers:
+        penalties = penalties + penalty(config, entities[answers]).mean()
+    if config.loss.relation_weight:
+        head, tail = (
+            entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))
+        )
+        told = score(config.model.scorer, head, dense["relations"], tail, dense)[None]
+        of_relation = cross_entropy(told, torch.tensor([relation]))
+        loss = loss + config.loss.relation_weight * of_relation
+    return loss + penalties
+
+
+def score(name: str, head: Tensor, relation: Tensor, tail: Tensor, dense) -> Tensor:
+    """(..., D) rows -> (...)"""
+    if name != "keci":
+        return score_triples(name, head, relation, tail)
+    factor = dense["coefficients"]  # p = 0, q = 1: one basis vector, its square -1
+    (a, b), (c, d) = ((x[..., 0::2], factor * x[..., 1::2]) for x in (head, relation))
+    real, imaginary = a * c - b * d, a * d + b * c
+    return (real * tail[..., 0::2] + imaginary * tail[..., 1::2]).sum(-1)
+
+
+def penalty(config: Config, rows: Tensor, is_relation: bool = False) -> Tensor:
+    """N3 (of moduli, where numbers are complex) and squared norms: (..., D) -> (...)."""
+    scorer = config.model.scorer
+    is_complex = scorer in ("complex", "keci") or (scorer == "rotate" and not is_relation)
+    cubes, squares = cubed(rows, is_complex), rows.square().sum(-1)
+    return config.loss.n3 * cubes + config.loss.l2 * squares

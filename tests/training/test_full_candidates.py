@@ -1,0 +1,124 @@
+"""Whole runs against all entities on 1, 2 and 4 ranks against the dense oracle."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from oracle_full_candidates import train_dense
+from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import ENGINE_NAMES, OPTIMIZER_NAMES, Config, RunConfig
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+SCORERS = ("complex", "transe_l2", "keci", "distmult")  # of oracle_full_candidates.score
+PAIRS = [
+    *zip(OPTIMIZER_NAMES, itertools.cycle(SCORERS), strict=False),
+    *zip(OPTIMIZER_NAMES, itertools.cycle(SCORERS[1:] + SCORERS[:1]), strict=False),
+]
+TOLERANCE = 1e-5
+BATCH_SIZES = {"1vsall": 16, "kvsall": 24, "allvsall": 48}
+
+
+def variant(store: Path, number: int, engine: str) -> Config:
+    """The number-th optimizer and scorer; the other options rotate so that all of them occur."""
+    optimizer, scorer = PAIRS[number]
+    regime, loss = (
+        ("1vsall", "softmax"), ("kvsall", "bce"), ("1vsall", "bce"), ("kvsall", "softmax"),
+        ("allvsall", "bce"), ("1vsall", "softmax"), ("kvsall", "softmax"),
+    )[number % 7]  # fmt: skip
+    # Gradients of bce are 1/N of softmax's.
+    rate = {"sgd": 0.5}.get(optimizer, 0.02) * (20 if loss == "bce" and optimizer == "sgd" else 1)
+    return config_of(
+        store,
+        model__scorer=scorer,
+        model__reciprocal=number % 3 != 0,
+        loss__name=loss,
+        loss__label_smoothing=0.1 if number % 4 == 1 else 0.0,
+        loss__n3=(0.0, 0.01)[number // 2 % 2],
+        loss__l2=(0.0, 0.0, 0.02)[number % 3],
+        loss__relation_weight=0.5 if regime == "1vsall" and number % 2 == 0 else 0.0,
+        negatives__regime=regime,
+        negatives__sides=("both", "both", "tail", "both", "head")[number * 3 % 5],
+        entities__engine=engine,
+        train__batch_size=BATCH_SIZES[regime],
+        train__epochs=1,
+        train__optimizer=optimizer,
+        train__lr=rate,
+        train__eps=1e-3,
+        train__weight_decay=0.0 if optimizer in ("adagrad", "sgd") else 0.02,
+        train__schedule=("constant", "cosine")[number // 4 % 2],
+        seed=number,
+    )
+
+
+@functools.cache
+def the_store() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    return tiny_store(folder / "store", entities=23, train=90, held_out=2).path
+
+
+def without_checkpoints(loop: Fit) -> None:
+    loop._save = lambda: None  # for speed: they have tests of their own
+
+
+def in_small_blocks(loop: Fit) -> None:
+    """Scores of two or three entities at a time, computed twice."""
+    without_checkpoints(loop)
+    loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
+
+
+def rank_trains_all(store: Path, folder: Path, engine: str, prepare_fit) -> list[dict]:
+    """The parameters of every variant: at its start, without prepare_fit, or at its end."""
+    out = []
+    for number in range(len(PAIRS)):
+        config = variant(store, number, engine)
+        run = RunConfig(str(folder / str(number)), progress=False, tensorboard=False)
+        config = replace(config, run=run)
+        if prepare_fit is not None:
+            out.append(fit(config, prepare_fit).parameters)
+            continue
+        with processes("cpu") as ranks:
+            out.append(parameters(Session(config, RunFolder(run.dir), ranks)))
+    return out
+
+
+@functools.cache
+def trained(world_size: int, engine: str, blocks: str) -> list[dict]:
+    preparations = {"start": None, "whole": without_checkpoints, "small": in_small_blocks}
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = the_store(), Path(folder), engine, preparations[blocks]
+        ranks = run_world(world_size, rank_trains_all, *arguments)
+    for other in ranks[1:]:
+        for one, same in zip(ranks[0], other, strict=True):
+            assert largest_difference(one, same) == 0  # on all ranks alike
+    return ranks[0]
+
+
+@functools.cache
+def dense(number: int) -> dict:
+    start = trained(1, "torchrec", "start")[number]
+    return train_dense(
+        variant(the_store(), number, "torchrec"), TripleStore.open(the_store()), start
+    )
+
+
+RUNS = [(engine, ranks, "whole") for engine in ENGINE_NAMES for ranks in (1, 2, 4)]
+RUNS += [("torchrec", 2, "small")]
+
+
+@pytest.mark.parametrize("engine, world_size, blocks", RUNS)
+@pytest.mark.parametrize("number", range(len(PAIRS)), ids=["-".join(pair) for pair in PAIRS])
+def test_an_epoch_equals_the_dense_oracle(number, engine, world_size, blocks):
+    found, expected = trained(world_size, engine, blocks)[number], dense(number)
+    assert largest_difference(trained(1, "torchrec", "start")[number], expected) > 0.02  # learnt
+    assert largest_difference(found, expected) < TOLERANCE
