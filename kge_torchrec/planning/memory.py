@@ -44,7 +44,7 @@ CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
 # A CPU process keeps the blocks that a step has freed up to a size (environment.keep_large_blocks),
 # and not all of them serve again: measured as the growth over an epoch against the bytes alive.
 _KEPT_BLOCK = 32 * MIB
-_GROWTH_KEPT, _GROWTH_RETURNED = 2.2, 1.25
+_GROWTH_KEPT, _GROWTH_RETURNED = 2.6, 1.25
 IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
 
 RankMemory = dict[str, Bytes]
