@@ -103,15 +103,16 @@ class Run:
         store, session = self.session.store, self.session
         anchors, relations = store.entities.ids([anchor]), store.relations.ids([relation])
         exclude = None if known else store.known().answers(side, anchors, relations)
-        scores, ids = top_k(
-            session.scorer,
-            session.engine.shard(),
-            torch.from_numpy(anchors),
-            torch.from_numpy(relations),
-            side,
-            k,
-            exclude=exclude,
-        )
+        with session.whole_scorer() as scorer:
+            scores, ids = top_k(
+                scorer,
+                session.engine.shard(),
+                torch.from_numpy(anchors),
+                torch.from_numpy(relations),
+                side,
+                k,
+                exclude=exclude,
+            )
         found = [(s, i) for s, i in zip(scores[0].tolist(), ids[0].tolist(), strict=True) if i >= 0]
         labels = store.entities.labels([i for _, i in found])
         splits = _splits_of_answers(store, side, anchors, relations)

@@ -133,3 +133,12 @@ def set_threads(requested: int, local_world_size: int) -> int:
     threads = requested or max(1, (cores or 1) // local_world_size)
     torch.set_num_threads(threads)
     return threads
+
+
+def allow_tf32(allowed: bool) -> None:
+    """Whether CUDA may round the factors of float32 products and convolutions to 10 bits."""
+    import torch
+
+    precision = "tf32" if allowed else "ieee"
+    torch.backends.cuda.matmul.fp32_precision = precision
+    torch.backends.cudnn.conv.fp32_precision = precision

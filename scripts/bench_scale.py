@@ -69,11 +69,12 @@ def ours(entities: int, law: str, steps: int) -> dict:
     with processes("cpu") as ranks:
         base = resident()
         graph = SimpleNamespace(num_entities=entities, num_relations=RELATIONS)
-        engine = build_engine(load_config(None, settings), graph, ranks)
+        config = load_config(None, settings)
+        engine = build_engine(config, graph, ranks)
         batches = BatchBuilder(
             data, BATCH, NegativeSampler(entities, NEGATIVES, 0), sides=("tail",)
         )
-        pipeline, stream = build_pipeline("sparse_dist", engine, ranks.device), batches.epoch(0)
+        pipeline, stream = build_pipeline(config.train, engine, ranks.device), batches.epoch(0)
         for _ in range(30):
             pipeline.progress(stream)
         times = []

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from itertools import islice
+from dataclasses import replace
 from pathlib import Path
 
 HERE = Path(__file__).resolve()
@@ -65,14 +65,17 @@ def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
     from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
     from kge_torchrec.training.steps import build_pipeline
+    from kge_torchrec.training.update import Update
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as ranks:
         config = load_config(None, settings(data, batch, chunk, folder))
         session = Session(config, RunFolder(folder), ranks)
         batches = build_batches(config, session.store, ranks)
         # before the pipeline takes over
-        parts = split_of_a_step(session.engine, islice(batches.epoch(999), 60), ranks.device)
-        trainer = build_pipeline(pipeline, session.engine, ranks.device)
+        train = replace(config.train, pipeline=pipeline)
+        update = Update(session.engine, train)
+        parts = split_of_a_step(session.engine, update, batches.epoch(999), 60, ranks.device)
+        trainer = build_pipeline(train, session.engine, ranks.device)
         rates = []
         for epoch in range(5):
             stream = batches.epoch(epoch)

@@ -93,7 +93,8 @@ def parameters(session: Session) -> dict[str, Tensor]:
     """The whole entity table and the scorer's parameters.  Collective."""
     shard = session.engine.shard()
     table = shard.fetch(torch.arange(shard.num_entities))
-    dense = {name: p.detach().clone() for name, p in session.scorer.named_parameters()}
+    with session.whole_scorer() as scorer:
+        dense = {name: p.detach().clone() for name, p in scorer.named_parameters()}
     return {"entities": table, **dense}
 
 

@@ -33,9 +33,10 @@ def _of_tables(one: Session, other: Session) -> float:
 
 
 def _of_dense(one: Session, other: Session) -> float:
-    values = dict(other.scorer.named_parameters())
-    pairs = [(mine, values[name]) for name, mine in one.scorer.named_parameters()]
-    largest = [_largest(mine, theirs) for mine, theirs in pairs if mine.numel()]
+    with one.whole_scorer() as ours, other.whole_scorer() as others:
+        values = dict(others.named_parameters())
+        pairs = [(mine, values[name]) for name, mine in ours.named_parameters()]
+        largest = [_largest(mine, theirs) for mine, theirs in pairs if mine.numel()]
     return float(torch.stack(largest).max()) if largest else 0.0
 
 

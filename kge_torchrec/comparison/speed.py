@@ -24,6 +24,7 @@ from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.steps import Pipeline, build_pipeline
+from kge_torchrec.training.update import Update
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -64,7 +65,7 @@ def measure_speed(
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     found["split"] = _split(session, batches, timing, reporter)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
-    pipeline = build_pipeline(config.train.pipeline, session.engine, ranks.device)
+    pipeline = build_pipeline(config.train, session.engine, ranks.device)
     found["triples_per_second"] = _timed_blocks(session, pipeline, batches, timing, reporter)
     found |= _peak_memory(ranks.device)
     found["traffic"] = _traffic(session, pipeline, timing, reporter)
@@ -76,8 +77,9 @@ def _split(
 ) -> dict[str, float]:
     """The first steps compile kernels and set up buffers; they are trained, but not counted."""
     stream, device = _endless(batches), session.processes.device
+    update = Update(session.engine, session.config.train)
     for steps in (timing.settling, timing.split):
-        found = split_of_a_step(session.engine, islice(stream, steps), device)
+        found = split_of_a_step(session.engine, update, stream, steps, device)
         reporter.advance(steps)
     return found
 
@@ -92,7 +94,8 @@ def _timed_blocks(
     """Triples a second, over all ranks, of each block of steps."""
     blocks = [timing.warm_up, *[timing.steps] * timing.blocks]
     # Batches beyond the last block keep the pipeline as full there as in any other.
-    stream = islice(_endless(batches), sum(blocks) + _IN_FLIGHT)
+    steps_of_all = sum(blocks) + _IN_FLIGHT
+    stream = islice(_endless(batches), steps_of_all * batches.accumulation)
     sizes = _sizes(batches)
     rates = []
     for steps in blocks:
@@ -118,13 +121,13 @@ def _traffic(
         entities = replace(session.config.entities, deduplicate=deduplicate)
         config = replace(session.config, entities=entities)
         batches = build_batches(config, session.store, session.processes)
-        counted = list(islice(_endless(batches), timing.traffic))
+        counted = list(islice(_endless(batches), timing.traffic * batches.accumulation))
         stream = iter(counted)
         with Traffic(session.engine.shard().dim) as traffic:
-            for _ in counted:
+            for _ in range(timing.traffic):
                 pipeline.progress(stream)
-        looked_up = sum(batch.ids.values().numel() for batch in counted) / len(counted)
-        found[name] = {"ids_looked_up": looked_up, **traffic.per_step(len(counted))}
+        looked_up = sum(batch.ids.values().numel() for batch in counted) / timing.traffic
+        found[name] = {"ids_looked_up": looked_up, **traffic.per_step(timing.traffic)}
         reporter.advance(timing.traffic)
     return found
 

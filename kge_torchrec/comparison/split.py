@@ -6,8 +6,7 @@
     backward  gradients, and what of them is exchanged
     update    the optimizers of table and dense parameters
 
-An engine's table may step inside backward.  CpuFusedTable's step is timed there and counted as
-update; FBGEMM's on CUDA is one kernel with the gradient and stays in backward.
+FBGEMM's table steps inside backward on CUDA, in one kernel with the gradient, and stays there.
 """
 
 from __future__ import annotations
@@ -18,51 +17,52 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import Tensor
 
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.entities.contract import EntityEngine
-from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.training.update import Update
 
 PARTS = ("data", "lookup", "score", "backward", "update")
 
 
 def split_of_a_step(
-    engine: EntityEngine, batches: Iterator[Batch], device: torch.device
+    engine: EntityEngine,
+    update: Update,
+    batches: Iterator[Batch],
+    steps: int,
+    device: torch.device,
 ) -> dict[str, float]:
-    """Median milliseconds of each part, over the steps that train ``batches``.
+    """Median milliseconds of each part, over so many steps.
 
-    Collective.  To be called before a pipeline takes the engine's lookup over.
+    The micro-batches of a step are added up.  Collective.  To be called before a pipeline takes
+    the engine's lookup over.
     """
     clock = _clock(device)
-    steps: list[list[float]] = []
-    with _marks_of_forward(engine, clock) as marks, _timed_updates(clock) as in_backward:
-        while True:
-            marks.clear()
-            in_backward.clear()
-            started = clock()
-            batch = next(batches, None)
-            if batch is None:
-                break
-            built = clock()
-            batch = engine.prepare(batch).to(device, non_blocking=True)
-            engine.optimizer.zero_grad()
-            loss, _ = engine.model(batch)
-            loss.backward()
-            after_backward = clock()
-            engine.optimizer.step()
-            update = clock() - after_backward
-            scores, scored = marks
-            inside = sum(in_backward)
-            steps.append([
-                built - started,
-                scores - built,
-                scored - scores,
-                after_backward - scored - inside,
-                update + inside,
-            ])  # fmt: skip
-    parts = zip(PARTS, zip(*steps, strict=True), strict=True)
-    return {part: 1e3 * statistics.median(seconds) for part, seconds in parts}
+    found: list[dict[str, float]] = []
+
+    def train_one() -> Tensor:
+        marks.clear()
+        times = [clock()]
+        batch = next(batches)
+        times.append(clock())
+        batch = engine.prepare(batch).to(device, non_blocking=True)
+        update.zero_grad()
+        loss, detached = engine.model(batch)
+        times += marks
+        loss.backward()
+        times.append(clock())
+        update.step()
+        times.append(clock())
+        for part, start, stop in zip(PARTS, times, times[1:], strict=False):
+            found[-1][part] += stop - start
+        return detached
+
+    with _marks_of_forward(engine, clock) as marks:
+        for _ in range(steps):
+            found.append(dict.fromkeys(PARTS, 0.0))
+            update.group(train_one)
+    return {part: 1e3 * statistics.median(step[part] for step in found) for part in PARTS}
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
@@ -80,36 +80,17 @@ def _clock(device: torch.device) -> Callable[[], float]:
 @contextmanager
 def _marks_of_forward(engine: EntityEngine, clock: Callable[[], float]) -> Iterator[list[float]]:
     """A list that each forward appends two times to: when scoring begins and when it ends."""
-    (model,) = (m for m in engine.model.modules() if isinstance(m, KnowledgeGraphModel))
     marks: list[float] = []
 
     def mark(*_: object) -> None:
         marks.append(clock())
 
     hooks = [
-        model.objective.register_forward_pre_hook(mark),
-        model.objective.register_forward_hook(mark),
+        engine.knowledge.objective.register_forward_pre_hook(mark),
+        engine.knowledge.objective.register_forward_hook(mark),
     ]
     try:
         yield marks
     finally:
         for hook in hooks:
             hook.remove()
-
-
-@contextmanager
-def _timed_updates(clock: Callable[[], float]) -> Iterator[list[float]]:
-    """A list that the seconds of every step of a CpuFusedTable go to."""
-    seconds: list[float] = []
-    update = CpuFusedTable.update
-
-    def timed(self: CpuFusedTable, *args: object) -> None:
-        started = clock()
-        update(self, *args)
-        seconds.append(clock() - started)
-
-    CpuFusedTable.update = timed
-    try:
-        yield seconds
-    finally:
-        CpuFusedTable.update = update

@@ -14,6 +14,7 @@ import yaml
 
 from kge_torchrec.config.checks import ConfigError, at_least, one_of
 from kge_torchrec.config.data import DataConfig, NegativesConfig
+from kge_torchrec.config.dense import DenseConfig
 from kge_torchrec.config.entities import ENGINE_NAMES, EntitiesConfig
 from kge_torchrec.config.model import INIT_NAMES, SCORER_NAMES, LossConfig, ModelConfig
 from kge_torchrec.config.training import (
@@ -33,6 +34,7 @@ __all__ = [
     "Config",
     "ConfigError",
     "DataConfig",
+    "DenseConfig",
     "EntitiesConfig",
     "EvaluationConfig",
     "LossConfig",
@@ -59,6 +61,7 @@ class Config:
     loss: LossConfig = field(default_factory=LossConfig)
     negatives: NegativesConfig = field(default_factory=NegativesConfig)
     entities: EntitiesConfig = field(default_factory=EntitiesConfig)
+    dense: DenseConfig = field(default_factory=DenseConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -71,7 +74,12 @@ class Config:
         at_least("seed", self.seed, 0)
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         at_least("threads", self.threads, 0)
-        self.entities.sparse_options(self.train.optimizer)
+        sparse = self.entities.sparse_options(self.train.optimizer)
+        if self.train.accumulation > 1 and sparse.duplicates == "mean":
+            raise ConfigError(
+                "train.accumulation: with entities.duplicates mean the places of a micro-batch "
+                "would count, not those of the step; use entities.duplicates sum"
+            )
         self._check_regime()
         if self.train.weight_decay and self.entities.preset != "fbgemm":
             raise ConfigError(
@@ -98,11 +106,31 @@ class Config:
                 "loss.name: softmax has nothing to learn from the queries without answers that "
                 "negatives.regime allvsall adds; use bce, or kvsall"
             )
+        if self.negatives.is_full:
+            self._check_full(regime)
         if self.negatives.is_full and self.train.pipeline == "sparse_dist":
             raise ConfigError(
                 f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
                 "there is no lookup for sparse_dist to send ahead; use auto"
             )
+
+    def _check_full(self, regime: str) -> None:
+        """Rows of full candidates step block by block, before the whole gradient is known."""
+        train, dense = self.train, self.dense
+        for key, wanted, instead in (
+            ("train.accumulation", train.accumulation > 1, "1: scores are held in blocks anyway"),
+            ("train.clip_norm", train.clip_norm is not None, "null"),
+            ("train.clip_value", train.clip_value is not None, "null"),
+            ("train.precision", train.precision != "fp32", "fp32"),
+            ("dense.wrapper", dense.wrapper in ("fsdp", "hybrid"), "auto"),
+            ("dense.compile", dense.compile, "false"),
+        ):
+            if wanted:
+                raise ConfigError(
+                    f"{key}: with negatives.regime {regime} every row steps as soon as its own "
+                    f"gradient is known, outside the usual step; set it to {instead}, or "
+                    "negatives.regime sampled"
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as YAML and JSON take them."""

@@ -8,6 +8,7 @@ from typing import Optional
 from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
 
 OPTIMIZER_NAMES = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
+PRECISIONS = ("fp32", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,13 @@ class TrainConfig:
         warmup_steps: Steps over which the learning rate rises linearly from 0.
         decay: Factor an epoch (exponential) or at a plateau.
         plateau_patience: Validations without progress before a plateau decays.
+        precision: Of scorer and gradients: fp32, bf16, or fp16 with dynamic loss scaling.  Losses,
+            parameters and optimizer state are fp32.
+        tf32: Let CUDA round the factors of fp32 products to 10 bits of mantissa.
+        accumulation: Micro-batches that a step is cut into, for less memory; the result is that of
+            one batch.
+        clip_norm: Largest norm of a step's gradient, table and dense together; null does not clip.
+        clip_value: Largest absolute number in a step's gradient; null does not clip.
         pipeline: sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or
             auto: sparse_dist where the engine is torchrec.
         log_every: Steps between metrics.jsonl lines and checks for a non-finite loss.
@@ -48,6 +56,11 @@ class TrainConfig:
     warmup_steps: int = 0
     decay: float = 0.95
     plateau_patience: int = 3
+    precision: str = "fp32"
+    tf32: bool = False
+    accumulation: int = 1
+    clip_norm: Optional[float] = None  # noqa: UP045
+    clip_value: Optional[float] = None  # noqa: UP045
     pipeline: str = "auto"
     log_every: int = 100
 
@@ -73,6 +86,11 @@ class TrainConfig:
         at_least("train.warmup_steps", self.warmup_steps, 0)
         check(0 < self.decay <= 1, "train.decay", "in (0, 1]", self.decay)
         at_least("train.plateau_patience", self.plateau_patience, 0)
+        one_of("train.precision", self.precision, PRECISIONS)
+        at_least("train.accumulation", self.accumulation, 1)
+        for key in ("clip_norm", "clip_value"):
+            if getattr(self, key) is not None:
+                positive(f"train.{key}", getattr(self, key))
         one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
         at_least("train.log_every", self.log_every, 1)
 

@@ -99,6 +99,8 @@ class BatchBuilder:
         which would wait otherwise.
     deduplicate: look each entity of a batch up once; False asks for every one of them, which costs
         more traffic and is there to be measured.
+    accumulation: micro-batches that a rank's share of a step comes in.  They hold the same triples,
+        negatives and weights as the share in one piece, so their gradients sum to its gradient.
     """
 
     def __init__(
@@ -115,6 +117,7 @@ class BatchBuilder:
         world_size: int = 1,
         ahead: bool = False,
         deduplicate: bool = True,
+        accumulation: int = 1,
     ):
         if len(triples) == 0:
             raise ValueError("there are no training triples")
@@ -122,7 +125,7 @@ class BatchBuilder:
         self.sides, self.known, self.seed = tuple(sides), known, seed
         self.chunk_size = chunk_size or batch_size
         self.rank, self.world_size, self.ahead = rank, world_size, ahead
-        self.deduplicate = deduplicate
+        self.deduplicate, self.accumulation = deduplicate, accumulation
 
     @property
     def examples(self) -> int:
@@ -135,19 +138,25 @@ class BatchBuilder:
         return -(-self.examples // self.batch_size)
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch, from ``first_step`` on."""
+        """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
         order = EpochOrder(len(self.triples), self.seed, epoch)
-        steps = range(first_step, self.steps_per_epoch)
-        if not self.ahead:
-            yield from (self.batch(order, epoch, step) for step in steps)
-        else:
-            yield from map_ahead(lambda step: _pinned(self.batch(order, epoch, step)), steps)
+        parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
 
-    def batch(self, order: EpochOrder, epoch: int, step: int) -> Batch:
-        """The batch of one step of an epoch."""
+        def build(part: int) -> Batch:
+            return self.batch(order, epoch, *divmod(part, self.accumulation))
+
+        if not self.ahead:
+            yield from map(build, parts)
+        else:
+            yield from map_ahead(lambda part: _pinned(build(part)), parts)
+
+    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> Batch:
+        """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         start = step * self.batch_size
         size = min(self.batch_size, len(self.triples) - start)
-        share = share_of(size, self.chunk_size, self.rank, self.world_size)
+        # A rank's parts are what as many ranks more would take.
+        number, parts = self.rank * self.accumulation + part, self.world_size * self.accumulation
+        share = share_of(size, self.chunk_size, number, parts)
         index = order(start + share.positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
         chunks, triples = share.positions.shape

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data.batches import ENTITY, Batch
-from kge_torchrec.entities.row_gradients import RowGradients
+from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
+from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.parallel.dense import DenseWrapper
 
 __all__ = ["ENTITY", "ENTITY_WEIGHT", "EntityEngine", "EntityShard"]
 
@@ -71,6 +73,10 @@ class EntityEngine(Protocol):
     optimizer: torch.optim.Optimizer  # zero_grad() before a step, step() after its backward
     has_sparse_dist: bool  # whether TrainPipelineSparseDist can run the model
     layout: str  # which rank holds what, for people
+    dense: DenseWrapper  # how the dense parameters lie on the ranks
+    knowledge: KnowledgeGraphModel  # the model inside all wrappers
+    # Table gradients between backward and step; None where the kernel steps inside backward.
+    pending: PendingGradients | None
 
     def prepare(self, batch: Batch) -> Batch:
         """What is left to do on the host before a batch moves to its device.  Collective."""
@@ -106,3 +112,6 @@ class EntityEngine(Protocol):
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates of table and dense parameters from now on."""
+
+    def skip_step(self) -> None:
+        """Takes the place of ``optimizer.step`` when gradients are not to be used."""

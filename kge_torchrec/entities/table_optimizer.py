@@ -12,7 +12,7 @@ TABLE_OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """The optimizer of the entity table; it steps inside backward, on touched rows only.
+    """The optimizer of the entity table; it steps on touched rows only.
 
     The Adams count steps for the whole table, not per row, and decay weights decoupled from the
     gradient; rowwise_adagrad adds the decay to the gradient (L2).  FBGEMM's adagrad and sgd have

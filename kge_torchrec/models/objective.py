@@ -6,11 +6,12 @@ chunk and side.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, nn, promote_types
 
 from kge_torchrec.models.regularizers import l2, n3
 from kge_torchrec.models.relation_prediction import relation_prediction
@@ -55,6 +56,8 @@ class Objective(nn.Module):
     """Mean over the batch's triples and sides of the loss, plus penalties.
 
     All dense parameters of a model live below this module, which is what the dense wrappers wrap.
+
+    precision: scores are computed under autocast to it; losses and penalties are float32.
     """
 
     def __init__(
@@ -64,11 +67,16 @@ class Objective(nn.Module):
         sides: tuple[Side, ...] = SIDES,
         penalties: Penalties | None = None,
         relation_weight: float = 0.0,
+        precision: torch.dtype = torch.float32,
     ):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.penalties = penalties or Penalties()
-        self.relation_weight = relation_weight
+        self.relation_weight, self.precision = relation_weight, precision
+
+    def compile_parts(self) -> None:
+        """Compiles scorer and loss; the looking up of rows around them stays as it is."""
+        self._loss_of_side = torch.compile(self._loss_of_side)
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
         """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
@@ -93,17 +101,38 @@ class Objective(nn.Module):
             known = batch.known_tail if side == "tail" else batch.known_head
             if known.numel():
                 counted &= ~known
-            positive, negative = self.scorer.score_contrast(
-                anchor, batch.relation, target, candidates, side
-            )
-            total = total + (self.loss(positive, negative, counted) * batch.weight).sum()
-            if self.relation_weight:
-                of_relation = relation_prediction(self.scorer, anchor, batch.relation, target, side)
-                total = total + self.relation_weight * (of_relation * batch.weight).sum()
-            if self.penalties.any:
-                factors = self.scorer.relation_factors(batch.relation, side)
-                total = total + (self._penalty(anchor, factors, target) * batch.weight).sum()
+            rows_of_side = anchor, batch.relation, target, candidates
+            total = total + self._loss_of_side(*rows_of_side, counted, batch.weight, side)
         return total / len(self.sides)
+
+    def _loss_of_side(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        target: Tensor,
+        candidates: Tensor,
+        counted: Tensor,
+        weight: Tensor,
+        side: Side,
+    ) -> Tensor:
+        """The weighted sum over the queries of one side; rows (C, b, D) and (C, K, D)."""
+        with self._autocast(anchor.device):
+            scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
+        positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
+        loss = self.loss(positive, negative, counted)
+        if self.relation_weight:
+            with self._autocast(anchor.device):
+                told = relation_prediction(self.scorer, anchor, relation, target, side)
+            loss = loss + self.relation_weight * told
+        if self.penalties.any:
+            factors = self.scorer.relation_factors(relation, side)
+            loss = loss + self._penalty(anchor, factors, target)
+        return (loss * weight).sum()
+
+    def _autocast(self, device: torch.device):
+        if self.precision == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, self.precision)
 
     def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
         """(C, b): the weighted penalties of a triple's three rows."""

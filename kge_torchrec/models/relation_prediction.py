@@ -5,6 +5,7 @@ Shapes: C chunks, b triples a chunk, D numbers per entity, R relation rows (twin
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -21,5 +22,6 @@ def relation_prediction(
     the inverse triples were in the data; else both sides are the same but for dropout.
     """
     scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     answer, _ = scorer.direct(relation, side)
     return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")

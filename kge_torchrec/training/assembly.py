@@ -33,11 +33,14 @@ from kge_torchrec.models.losses import (
 )
 from kge_torchrec.models.objective import Objective, Penalties
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
+from kge_torchrec.parallel.dense import dense_wrapper
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.training import steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.steps import Pipeline
+from kge_torchrec.training.update import check_kernel
 
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
 
 
@@ -69,16 +72,27 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
         sides_of(config.negatives.sides),
         Penalties(n3=config.loss.n3, l2=config.loss.l2),
         config.loss.relation_weight,
+        _DTYPES[train.precision],
     )
+    if config.dense.compile:
+        objective.compile_parts()
+    on_cuda_kernel = config.entities.engine == "torchrec" and processes.device.type == "cuda"
+    check_kernel(train, steps_in_backward=on_cuda_kernel)
     table = TableOptimizer(
         name=train.optimizer,
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         eps=train.eps,
         weight_decay=train.weight_decay,
+        max_gradient=train.clip_value if on_cuda_kernel else None,
     )
     parts = (store.num_entities, objective, table)
-    options = {"init": init, "seed": config.seed}
+    options = {
+        "dense": dense_wrapper(config.dense, processes),
+        "init": init,
+        "seed": config.seed,
+        "scales_loss": train.precision == "fp16",
+    }
     if config.entities.engine == "torchrec":
         return TorchRecEngine(*parts, dense_optimizer(train), processes, **options)
     sparse = config.entities.sparse_options(train.optimizer)
@@ -108,7 +122,7 @@ def dense_optimizer(
 def build_pipeline(config: Config, engine: EntityEngine, processes: Processes) -> Pipeline:
     """What trains the batches that ``build_batches`` gives."""
     if not config.negatives.is_full:
-        return steps.build_pipeline(config.train.pipeline, engine, processes.device)
+        return steps.build_pipeline(config.train, engine, processes.device)
     losses = {"softmax": FullSoftmax, "bce": FullBinaryCrossEntropy}
     num_entities = engine.shard().num_entities
     loss = losses[config.loss.name](num_entities, config.loss.label_smoothing)
@@ -140,6 +154,7 @@ def build_batches(
         world_size=processes.world_size,
         ahead=processes.device.type == "cuda",
         deduplicate=config.entities.deduplicate,
+        accumulation=config.train.accumulation,
     )
 
 

@@ -173,6 +173,7 @@ class Fit:
         return bool(patience) and self.progress.bad_validations >= patience
 
     def _save(self) -> None:
+        self.progress.loss_scale = self.session.loss_scale
         self.session.checkpoints.save(self.session.engine.state(), self.progress)
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:

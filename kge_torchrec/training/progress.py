@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -21,6 +21,7 @@ class Progress:
     bad_validations: int = 0  # since the best one
     plateaus: int = 0
     plateau_wait: int = 0
+    loss_scale: dict[str, float] = field(default_factory=dict)  # of fp16, as LossScale gives it
     data: str = ""  # fingerprint of the store that was trained on
 
     def to_dict(self) -> dict[str, Any]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
 
-from kge_torchrec.config import Config, EntitiesConfig
+from kge_torchrec.config import Config, DenseConfig, EntitiesConfig, TrainConfig
 from kge_torchrec.data.errors import StoreError
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.environment import keep_large_blocks, set_threads
+from kge_torchrec.environment import allow_tf32, keep_large_blocks, set_threads
+from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.ranking.exact import rank_triples
@@ -29,9 +32,13 @@ FILTERS = {
 
 
 def stateless(config: Config) -> Config:
-    """The same model with an optimizer that keeps no state, for ranking and prediction."""
-    train = replace(config.train, optimizer="sgd", weight_decay=0.0)
-    return replace(config, train=train, entities=EntitiesConfig(engine=config.entities.engine))
+    """The same model with an optimizer that keeps no state, for ranking and prediction.
+
+    Everything is ranked in float32, on any number of ranks.
+    """
+    train = TrainConfig(optimizer="sgd", tf32=config.train.tf32)
+    entities = EntitiesConfig(engine=config.entities.engine)
+    return replace(config, train=train, entities=entities, dense=DenseConfig())
 
 
 class Session:
@@ -45,6 +52,7 @@ class Session:
     ):
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
+        allow_tf32(config.train.tf32)
         self.config, self.folder, self.processes = config, folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm hides them from files and pipes
@@ -56,9 +64,20 @@ class Session:
 
     @property
     def scorer(self) -> Scorer:
-        """The scorer inside the sharded model."""
-        found = [m for m in self.engine.model.modules() if isinstance(m, Scorer)]
-        return found[0]
+        """The scorer inside the sharded model; this rank may hold parts of its parameters only."""
+        return self.engine.knowledge.objective.scorer
+
+    @contextmanager
+    def whole_scorer(self) -> Iterator[Scorer]:
+        """The scorer with whole parameters inside, for all but training steps.  Collective."""
+        with self.engine.dense.gathered():
+            yield self.scorer
+
+    @property
+    def loss_scale(self) -> dict[str, float]:
+        """The state of fp16's loss scale; empty in another precision."""
+        scale = self.engine.knowledge.scale
+        return scale.state() if isinstance(scale, LossScale) else {}
 
     def restore(self) -> Progress:
         """Everything from the newest readable checkpoint, to train on; a new start without one."""
@@ -69,6 +88,8 @@ class Session:
         state = self.engine.state()
         self.checkpoints.load(state, name)
         self.engine.load_state(state)
+        if self.loss_scale:
+            self.engine.knowledge.scale.load_state(progress.loss_scale)
         return progress
 
     def restore_parameters(self, name: str | None = None) -> Progress:
@@ -105,11 +126,14 @@ class Session:
         from tqdm import tqdm
 
         total = 2 * len(triples)
-        with tqdm(
-            total=total, desc=f"rank {split}", unit="query", disable=self.hide_bars, leave=False
-        ) as bar:
+        with (
+            self.whole_scorer() as scorer,
+            tqdm(
+                total=total, desc=f"rank {split}", unit="query", disable=self.hide_bars, leave=False
+            ) as bar,
+        ):
             ranks = rank_triples(
-                self.scorer,
+                scorer,
                 self.engine.shard(),
                 np.asarray(triples, dtype=np.int64),
                 self.store.known(FILTERS[split]),

@@ -10,12 +10,14 @@ from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.entities.contract import EntityEngine
+from kge_torchrec.training.update import Update
 
 
 class Pipeline(Protocol):
-    """Trains the next batch of an iterator; StopIteration when all are trained."""
+    """Trains the next step of an iterator of micro-batches; StopIteration when all are trained."""
 
     def progress(self, batches: Iterator[Batch]) -> Tensor: ...
 
@@ -23,16 +25,19 @@ class Pipeline(Protocol):
 class Loop:
     """batch -> device -> forward -> backward -> step, one after another."""
 
-    def __init__(self, engine: EntityEngine, device: torch.device):
-        self.engine, self.device = engine, device
+    def __init__(self, engine: EntityEngine, update: Update, device: torch.device):
+        self.engine, self.update, self.device = engine, update, device
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
-        """Trains one batch; returns its loss, detached."""
+        """Trains one step; returns its loss, detached."""
+        return self.update.group(lambda: self._train(batches))
+
+    def _train(self, batches: Iterator[Batch]) -> Tensor:
         batch = self.engine.prepare(next(batches)).to(self.device, non_blocking=True)
-        self.engine.optimizer.zero_grad()
+        self.update.zero_grad()
         loss, detached = self.engine.model(batch)
-        loss.backward()  # TorchRec's table steps here, the hand-rolled one below
-        self.engine.optimizer.step()
+        loss.backward()  # FBGEMM's table steps here on CUDA, all others below
+        self.update.step()
         return detached
 
 
@@ -49,15 +54,16 @@ class SparseDist:
     ``Loop``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
     """
 
-    def __init__(self, engine: EntityEngine, device: torch.device):
+    def __init__(self, engine: EntityEngine, update: Update, device: torch.device):
+        # It tells its optimizer of every batch, as an Update wants it.
         self._pipeline = TrainPipelineSparseDist(
-            engine.model, engine.optimizer, device, execute_all_batches=True
+            engine.model, update, device, execute_all_batches=True
         )
-        self._model, self._checked = engine.model, False
+        self.update, self._model, self._checked = update, engine.model, False
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
-        """Trains one batch; returns its loss, detached."""
-        loss = self._pipeline.progress(batches)
+        """Trains one step; returns its loss, detached."""
+        loss = self.update.group(lambda: self._pipeline.progress(batches))
         if not self._checked:
             self._check()
         return loss
@@ -71,8 +77,9 @@ class SparseDist:
         self._checked = True
 
 
-def build_pipeline(name: str, engine: EntityEngine, device: torch.device) -> Pipeline:
-    """train.pipeline: "sparse_dist", "loop", or "auto": sparse_dist where the engine can."""
+def build_pipeline(train: TrainConfig, engine: EntityEngine, device: torch.device) -> Pipeline:
+    """What train.pipeline names; "auto" is sparse_dist where the engine can."""
+    name = train.pipeline
     if name == "auto":
         name = "sparse_dist" if engine.has_sparse_dist else "loop"
-    return {"sparse_dist": SparseDist, "loop": Loop}[name](engine, device)
+    return {"sparse_dist": SparseDist, "loop": Loop}[name](engine, Update(engine, train), device)

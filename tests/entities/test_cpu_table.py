@@ -27,6 +27,7 @@ def test_lookup_gives_rows_in_the_order_asked(table):
 
 def test_int32_ids_look_up_and_train(table):
     table(torch.tensor([5, 0, 5], dtype=torch.int32)).sum().backward()
+    table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 8, 12, 16, 18]
 
 
@@ -34,17 +35,34 @@ def test_lookup_is_a_copy_that_the_step_leaves_alone(table):
     out = table(torch.tensor([1]))
     before = out.detach().clone()
     out.sum().backward()
+    table.step()
     assert torch.equal(out.detach(), before)
     assert torch.equal(table.rows[1], before[0] - 1)
 
 
-def test_only_lookups_that_train_count_as_iterations(table):
+def test_only_steps_after_a_backward_count_as_iterations(table):
     with torch.no_grad():
         table(torch.tensor([1]))
-    assert table.iteration == 0
     table(torch.tensor([1]))
-    table(torch.tensor([], dtype=torch.int64))
-    assert table.iteration == 2
+    table.step()
+    assert table.iteration == 0
+    table(torch.tensor([1])).sum().backward()
+    table(torch.tensor([], dtype=torch.int64)).sum().backward()
+    table.step()
+    table.step()
+    assert table.iteration == 1
+
+
+def test_several_backwards_are_one_sum_and_zero_grad_forgets(table):
+    for ids in ([5, 0], [5], [2]):
+        table(torch.tensor(ids)).sum().backward()
+    assert table.rows[:, 0].tolist() == [0, 4, 8, 12, 16, 20]
+    table.step()
+    assert table.rows[:, 0].tolist() == [-1, 4, 7, 12, 16, 18]
+    table(torch.tensor([3])).sum().backward()
+    table.zero_grad()
+    table.step()
+    assert table.rows[3, 0] == 12
 
 
 @pytest.mark.parametrize("bad", [6, -1])
@@ -56,6 +74,7 @@ def test_an_id_outside_the_table_is_an_error(table, bad):
 def test_a_gradient_that_is_not_contiguous_or_expanded(table):
     out = table(torch.tensor([0, 1]))
     out.backward(torch.tensor([[1.0], [2.0]]).expand(2, 4))
+    table.step()
     assert table.rows[:2].tolist() == [[-1, 0, 1, 2], [2, 3, 4, 5]]
 
 
@@ -65,6 +84,7 @@ def test_a_table_without_rows_and_a_lookup_without_ids(name):
     out = table(torch.tensor([], dtype=torch.int64))
     assert out.shape == (0, 4)
     out.sum().backward()
+    table.step()
     assert all(len(state) == 0 for entry in table.get_optimizer_state() for state in entry.values())
 
 

@@ -30,6 +30,8 @@ def train(table, batches) -> None:
     for ids, grad in batches:
         offsets = torch.arange(len(ids) + 1)
         table(ids, offsets).backward(grad)
+        if isinstance(table, CpuFusedTable):  # FBGEMM's own steps in backward
+            table.step()
 
 
 def random_batches(rows: int, dim: int, count: int, steps: int, seed: int = 0):

@@ -21,7 +21,7 @@ from kge_torchrec.entities.row_sharded import row_sharded
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.models.model import KnowledgeGraphModel
 from kge_torchrec.models.objective import Objective
-from kge_torchrec.parallel.dense import replicate, start_optimizer_state
+from kge_torchrec.parallel.dense import DenseWrapper, start_optimizer_state
 from kge_torchrec.parallel.processes import Processes
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -43,7 +43,7 @@ class _StepBoth:
 
 
 class HandrolledEngine:
-    """Entities in a HandrolledTable, dense parameters replicated.
+    """Entities in a HandrolledTable, dense parameters as ``dense`` lays them out.
 
     Collective: every rank builds it with the same arguments.
     """
@@ -59,20 +59,25 @@ class HandrolledEngine:
         dense_optimizer: DenseOptimizer,
         processes: Processes,
         *,
+        dense: DenseWrapper,
         init: EntityInit,
         seed: int,
+        scales_loss: bool = False,
     ):
         self.table = HandrolledTable(
             num_entities, objective.scorer.dim, table_optimizer, options, processes
         )
         fill_rows(self.shard(), seed, init)
-        self._inner = KnowledgeGraphModel(self.table, objective.to(processes.device))
-        self.model = replicate(self._inner, processes)
-        self._dense = KeyedOptimizerWrapper(dict(self._inner.named_parameters()), dense_optimizer)
+        objective = objective.to(processes.device)
+        self.knowledge = KnowledgeGraphModel(self.table, objective, scales_loss)
+        self.dense, self.pending = dense, self.table.pending
+        self.model = dense.wrap(self.knowledge)
+        parameters = dict(self.knowledge.named_parameters())
+        self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
         self.optimizer = _StepBoth(self.table, self._dense)
         self._base_rates = [group["lr"] for group in self._dense.param_groups]
         self._base_table_rate = table_optimizer.lr
-        self.layout = _describe(self.table)
+        self.layout = f"{_describe(self.table)}\n{dense.describe()}"
 
     def prepare(self, batch: Batch) -> Batch:
         """Routes the ids while they are on the host.  Collective."""
@@ -92,14 +97,17 @@ class HandrolledEngine:
         for group, base in zip(self._dense.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
+    def skip_step(self) -> None:
+        """Nothing: only steps are counted."""
+
     def parameter_state(self) -> dict[str, Any]:
         """The parameters for a distributed checkpoint."""
-        return {ENTITY_WEIGHT: self._sharded(self.shard().rows), **self._inner.state_dict()}
+        return {ENTITY_WEIGHT: self._sharded(self.shard().rows), **self.knowledge.state_dict()}
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
         """Takes back what ``parameter_state`` gave; the rows were filled in place."""
         dense = {name: value for name, value in state.items() if name != ENTITY_WEIGHT}
-        self._inner.load_state_dict(dense)
+        self.knowledge.load_state_dict(dense)
 
     def state(self) -> dict[str, Any]:
         """Table, scorer and optimizer state for a distributed checkpoint."""

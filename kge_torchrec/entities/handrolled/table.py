@@ -15,7 +15,6 @@ W ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -28,26 +27,9 @@ from kge_torchrec.entities.handrolled.background import Background
 from kge_torchrec.entities.handrolled.options import SparseOptions
 from kge_torchrec.entities.handrolled.routing import Route, RowRanges, make_route
 from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
-from kge_torchrec.entities.row_gradients import RowGradients
+from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.parallel.processes import Processes
-
-
-class _Gradients(NamedTuple):
-    """Arguments of SparseOptimizer.step."""
-
-    ids: Tensor  # (R,) rows of this shard
-    grad: Tensor  # (R, D)
-    occurrences: Tensor | None  # (R,) places of a batch that each gradient is the sum of
-    distinct: bool  # no id occurs twice
-
-
-def _joined(parts: list[_Gradients]) -> _Gradients:
-    if len(parts) == 1:
-        return parts[0]
-    ids, grad, places, _ = zip(*parts, strict=True)
-    every_place = None if places[0] is None else torch.cat(places)
-    return _Gradients(torch.cat(ids), torch.cat(grad), every_place, False)
 
 
 class _Lookup(torch.autograd.Function):
@@ -92,7 +74,7 @@ class HandrolledTable(nn.Module):
         self.lr = optimizer.lr  # of the next step; one under way in the thread keeps its own
         self.counts_places = options.duplicates == "mean"
         self._updates = Background() if options.async_step else None
-        self._pending: list[_Gradients] = []
+        self.pending = PendingGradients()
         # makes autograd call our backward
         self._anchor = torch.empty(0, device=processes.device, requires_grad=True)
 
@@ -146,18 +128,17 @@ class HandrolledTable(nn.Module):
             arrived.div_(self.ranges.world_size)
         places = asked[:, 1] if self.counts_places else None
         distinct = route.distinct and self.ranges.world_size == 1
-        self._pending.append(_Gradients(asked[:, 0], arrived, places, distinct))
+        self.pending.add(RowGradients(asked[:, 0], arrived, places, distinct))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no step has used."""
-        self._pending.clear()
+        self.pending.clear()
 
     def step(self) -> None:
         """Steps the rows that got gradients since the last step, all of them as one sum."""
-        if not self._pending:
+        if not self.pending:
             return
-        gradients, lr = _joined(self._pending), self.lr
-        self._pending = []
+        gradients, lr = self.pending.take(), self.lr
         if self._updates is None:
             self.update(gradients, lr)
         else:
@@ -170,7 +151,7 @@ class HandrolledTable(nn.Module):
         self.optimizer.step_parts(gradients)
 
     @torch.no_grad()
-    def update(self, gradients: _Gradients, lr: float) -> None:
+    def update(self, gradients: RowGradients, lr: float) -> None:
         """The sparse optimizer's step."""
         self.optimizer.lr = lr
         self.optimizer.step(*gradients)

@@ -14,7 +14,7 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.types import DataType
 
 from kge_torchrec.entities.contract import ENTITY, EntityShard
-from kge_torchrec.entities.row_gradients import RowGradients
+from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
 
 _DATA_TYPES = {
     torch.float32: DataType.FP32,
@@ -70,6 +70,11 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
         first_row=table.local_metadata.shard_offsets[0],
         num_entities=table.num_embeddings,
     )
+
+
+def pending_gradients(sharded_model: nn.Module) -> PendingGradients | None:
+    """What backward leaves for the table's step; None if FBGEMM's kernel steps inside backward."""
+    return getattr(_kernel(sharded_model).emb_module, "pending", None)
 
 
 def table_step(sharded_model: nn.Module) -> int:

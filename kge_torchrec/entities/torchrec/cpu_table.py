@@ -15,7 +15,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 
-from kge_torchrec.entities.row_gradients import RowGradients
+from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
 from kge_torchrec.entities.row_update import update_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 
@@ -30,11 +30,11 @@ _STATES = {
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows in forward, one optimizer step on those rows in backward."""
+    """Rows in forward; in backward their gradients are kept for the optimizer's step."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, table: CpuFusedTable, ids: Tensor, step: int) -> Tensor:
-        ctx.table, ctx.step = table, step
+    def forward(ctx, anchor: Tensor, table: CpuFusedTable, ids: Tensor) -> Tensor:
+        ctx.table = table
         ctx.save_for_backward(ids)
         return table.rows.index_select(0, ids)
 
@@ -42,15 +42,16 @@ class _Lookup(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad: Tensor):
         (ids,) = ctx.saved_tensors
-        ctx.table.update(ids, grad, ctx.step)
-        return None, None, None, None
+        ctx.table.pending.add(RowGradients(ids, grad))
+        return None, None, None
 
 
 class CpuFusedTable(nn.Module):
-    """A table of n rows whose optimizer steps in backward.
+    """A table of n rows whose optimizer steps when it is told to, not in backward.
 
-    Unlike FBGEMM, which counts every lookup as an iteration, this counts those that are going to
-    be trained (gradients enabled), so ranking in the middle of training changes nothing.
+    All gradients since the last step are one sum, so that accumulating, clipping and scaling are
+    exact.  Unlike FBGEMM, which counts every lookup as an iteration, this counts steps, so ranking
+    in the middle of training changes nothing.
     """
 
     def __init__(self, num_rows: int, dim: int, optimizer: TableOptimizer) -> None:
@@ -67,6 +68,7 @@ class CpuFusedTable(nn.Module):
         for name, rowwise in _STATES[optimizer.name].items():
             state = torch.zeros(num_rows) if rowwise else torch.zeros(num_rows, dim)
             self.register_buffer(name, state, persistent=False)
+        self.pending = PendingGradients()
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call our backward
 
     @property
@@ -82,20 +84,29 @@ class CpuFusedTable(nn.Module):
         """
         if not torch.is_grad_enabled():
             return self.rows.index_select(0, indices)
-        self.iteration += 1
-        return _Lookup.apply(self._anchor, self, indices, self.iteration)
+        return _Lookup.apply(self._anchor, self, indices)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients that no step has used."""
+        self.pending.clear()
+
+    def step(self) -> None:
+        """One step on the rows looked up since the last one; none if nothing was."""
+        if self.pending:
+            self.iteration += 1
+            self.update(self.pending.take())
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """One step with gradients of distinct rows that no lookup brought, in parts."""
         self.iteration += 1
         for part in gradients:
-            self.update(part.ids, part.grad, self.iteration)
+            self.update(part)
 
     @torch.no_grad()
-    def update(self, ids: Tensor, grad: Tensor, step: int) -> None:
-        """The optimizer's step number ``step`` with the gradients (M, D) of the local ids (M,)."""
-        states = self._states().values()
-        update_rows(self.optimizer, self.learning_rate, step, ids, grad, self.rows, *states)
+    def update(self, gradients: RowGradients) -> None:
+        """The optimizer's step number ``iteration``."""
+        numbers = self.optimizer, self.learning_rate, self.iteration
+        update_rows(*numbers, gradients.ids, gradients.grad, self.rows, *self._states().values())
 
     def _states(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(name) for name in _STATES[self.optimizer.name]}

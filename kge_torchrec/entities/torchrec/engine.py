@@ -24,6 +24,7 @@ from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import (
     entity_collection,
     entity_shard,
+    pending_gradients,
     set_table_step,
     step_table_rows,
     table_step,
@@ -32,7 +33,7 @@ from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
 from kge_torchrec.models.model import KnowledgeGraphModel
 from kge_torchrec.models.objective import Objective
-from kge_torchrec.parallel.dense import dense_wrapper, start_optimizer_state
+from kge_torchrec.parallel.dense import DenseWrapper, start_optimizer_state
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.planning.planner import describe_plan, plan_row_wise
 
@@ -40,10 +41,11 @@ DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class TorchRecEngine:
-    """Entities in a row-wise sharded EmbeddingCollection whose optimizer steps in backward.
+    """Entities in a row-wise sharded EmbeddingCollection with a fused optimizer.
 
-    Collective: every rank builds it with the same arguments.  Raises PlanDoesNotFit when the
-    table does not fit the ranks' memory.
+    On CUDA that is FBGEMM's kernel, which steps in backward; the CPU table steps with the dense
+    parameters.  Collective: every rank builds it with the same arguments.  Raises PlanDoesNotFit
+    when the table does not fit the ranks' memory.
     """
 
     has_sparse_dist = True
@@ -56,12 +58,14 @@ class TorchRecEngine:
         dense_optimizer: DenseOptimizer,
         processes: Processes,
         *,
+        dense: DenseWrapper,
         init: EntityInit,
         seed: int,
+        scales_loss: bool = False,
     ):
         device = processes.device
         collection = entity_collection(num_entities, objective.scorer.dim)
-        model = KnowledgeGraphModel(collection, objective.to(device))
+        model = KnowledgeGraphModel(collection, objective.to(device), scales_loss)
         sharder = EntitySharder(fused_params=fused_params(table_optimizer))
         self.plan: ShardingPlan = plan_row_wise(
             model,
@@ -71,7 +75,6 @@ class TorchRecEngine:
             device.type,
             process_group=processes.group,
         )
-        self.layout = describe_plan(self.plan, sharder)  # for people
         self.model = DistributedModelParallel(
             model,
             env=ShardingEnv(
@@ -80,11 +83,14 @@ class TorchRecEngine:
             device=device,
             plan=self.plan,
             sharders=[sharder],
-            data_parallel_wrapper=dense_wrapper(processes.world_size),
+            data_parallel_wrapper=dense.in_torchrec(),
         )
+        self.knowledge = next(m for m in self.model.modules() if isinstance(m, KnowledgeGraphModel))
+        self.dense, self.pending = dense, pending_gradients(self.model)
+        self.layout = f"{describe_plan(self.plan, sharder)}\n{dense.describe()}"
         fill_rows(self.shard(), seed, init)
-        dense = dict(in_backward_optimizer_filter(self.model.named_parameters()))
-        self._dense = KeyedOptimizerWrapper(dense, dense_optimizer)
+        parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
+        self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self._dense])
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
@@ -100,6 +106,11 @@ class TorchRecEngine:
         """Multiplies the base learning rates; the table's kernel takes it at the next zero_grad."""
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
+
+    def skip_step(self) -> None:
+        """FBGEMM's kernel has counted the lookup as a step; that is taken back."""
+        if self.pending is None:
+            set_table_step(self.model, table_step(self.model) - 1)
 
     def prepare(self, batch: Batch) -> Batch:
         """Nothing: TorchRec distributes the ids on the device."""

@@ -11,6 +11,7 @@ link.  On CUDA nothing changes.
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torchrec.distributed.batched_embedding_kernel import (
@@ -46,14 +47,16 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
 
 
 class _FusedOptimizer(EmbeddingFusedOptimizer):
-    """TorchRec takes a second state of one number for a scalar of the whole shard.
+    """Steps the table when it is stepped itself.
 
-    On a rank with a single row that is wrong for rowwise_adam's second moment, and no checkpoint
-    could be written.  A first state is never taken for that, so the state is described as one.
+    TorchRec takes a second state of one number for a scalar of the whole shard.  On a rank with a
+    single row that is wrong for rowwise_adam's second moment, and no checkpoint could be written.
+    A first state is never taken for that, so the state is described as one.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg) -> None:
         super().__init__(config, table, pg)
+        self._table = table
         for states in table.get_optimizer_state():
             for name, state in list(states.items())[1:]:
                 if state.numel() == 1:
@@ -62,6 +65,14 @@ class _FusedOptimizer(EmbeddingFusedOptimizer):
                     )
                     (described,) = next(iter(alone.state.values())).values()
                     next(iter(self.state.values()))[f"{ENTITY}.{name}"] = described
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+        self._table.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)  # gives the table its learning rate
+        self._table.step()
 
 
 def _check(config: GroupedEmbeddingConfig) -> None:

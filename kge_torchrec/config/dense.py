@@ -1,0 +1,46 @@
+"""Settings of the dense parameters: relations and all others of the scorer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Optional
+
+from kge_torchrec.config.checks import ConfigError, at_least, one_of
+
+WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """How the dense parameters (relations and all others of the scorer) lie on the ranks.
+
+    Args:
+        wrapper: none (one rank only), ddp (every rank holds all), fsdp (every rank holds a part),
+            hybrid (parts within groups of ranks that repeat each other), or auto: none on one
+            rank, ddp on several.
+        sharding: Of fsdp and hybrid: full holds whole parameters only while a forward or a
+            backward runs, grad_op from forward to the end of backward.
+        replicas: Of hybrid: groups of ranks that each hold all; null makes each host one.
+        cpu_offload: Of fsdp and hybrid: parts, their gradients and optimizer state lie in main
+            memory.
+        compile: Compile scorer and loss with torch.compile.
+    """
+
+    wrapper: str = "auto"
+    sharding: str = "full"
+    replicas: Optional[int] = None  # noqa: UP045
+    cpu_offload: bool = False
+    compile: bool = False
+
+    def __post_init__(self) -> None:
+        one_of("dense.wrapper", self.wrapper, WRAPPERS)
+        one_of("dense.sharding", self.sharding, ("full", "grad_op"))
+        if self.replicas is not None:
+            at_least("dense.replicas", self.replicas, 1)
+            if self.wrapper != "hybrid":
+                raise ConfigError("dense.replicas is of dense.wrapper hybrid; set that too")
+        if self.wrapper not in ("fsdp", "hybrid"):
+            if self.sharding != "full":
+                raise ConfigError("dense.sharding is of dense.wrapper fsdp or hybrid; set one")
+            if self.cpu_offload:
+                raise ConfigError("dense.cpu_offload needs dense.wrapper fsdp or hybrid")
