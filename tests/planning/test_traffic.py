@@ -29,7 +29,7 @@ def sent(config) -> dict:
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
         engine = build_engine(config, store, ranks)
-        pipeline = build_pipeline(config.train.pipeline, engine, ranks.device)
+        pipeline = build_pipeline(config.train, engine, ranks.device)
         stream = build_batches(config, store, ranks).epoch(0)
         for _ in range(4):  # DDP sorts its buckets in the first steps
             pipeline.progress(stream)

@@ -1,0 +1,72 @@
+"""Plans and real runs: the plan of a run, and a run that is laid out by a plan file."""
+
+from __future__ import annotations
+
+import pytest
+from planned_runs import build_objective
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.planning.of_run import plan_run
+from kge_torchrec.planning.plan_file import plan_content, read_plan, write_plan
+from kge_torchrec.planning.planner import host_memory
+
+
+def trained(config, plan: str | None):
+    """On a rank: what is planned, what is held, and the trained parameters.
+
+    plan: a file to take the sharding from, in place of asking the planner.
+    """
+    from kge_torchrec.entities.torchrec import engine
+
+    with processes("cpu") as ranks:
+        store = TripleStore.open(config.data.path)
+        planned = plan_run(config, store, ranks, build_objective)
+        if plan is not None:
+            if ranks.is_first:
+                write_plan(plan, plan_content(planned))
+            ranks.barrier()
+            file = read_plan(plan)
+            file.check(
+                num_entities=store.num_entities,
+                dim=config.model.dim,
+                optimizer=config.train.optimizer,
+                world_size=ranks.world_size,
+                local_world_size=ranks.local_world_size,
+                device_type="cpu",
+            )
+            engine.plan_row_wise = lambda *_, **__: file.sharding_plan()
+        session = fit(config)
+        shard = session.engine.shard()
+        mine = [(s.first_row, s.rows) for s in planned.shards if s.rank == ranks.rank]
+        held = (shard.first_row, shard.rows.shape[0])
+    return mine, held, planned.fits, session.parameters
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_a_run_from_a_plan_file_is_the_run_without(tmp_path, world_size):
+    store = tiny_store(tmp_path / "store")
+    own, planned = (
+        run_world(
+            world_size,
+            trained,
+            config_of(store.path, tmp_path / name, train__epochs=1, train__optimizer="adam"),
+            str(tmp_path / "plan.json") if name == "planned" else None,
+        )
+        for name in ("own", "planned")
+    )
+    for (mine, held, fits, parameters), (_, same, _, others) in zip(own, planned, strict=True):
+        assert mine == [held]
+        assert held == same
+        assert fits
+        assert largest_difference(parameters, others) == 0
+
+
+def test_this_machine_is_the_device(tmp_path):
+    store = tiny_store(tmp_path / "store")
+    with processes("cpu") as ranks:
+        plan = plan_run(config_of(store.path), store, ranks, build_objective)
+    assert plan.cluster.device.host_memory == host_memory()
+    assert plan.workload.num_entities == store.num_entities
