@@ -258,6 +258,17 @@ def test_without_known_facts_there_is_no_mask():
     assert batch.known_head.numel() == batch.known_tail.numel() == 0
 
 
+def test_without_deduplication_every_entity_is_looked_up_in_its_place():
+    triples = make_triples(30)
+    for plain, every in zip(
+        builder(triples).epoch(0), builder(triples, deduplicate=False).epoch(0), strict=True
+    ):
+        assert plain.deduplicated and not every.deduplicated
+        assert torch.equal(every.ids.values(), plain.ids.values()[plain.entities])
+        assert torch.equal(every.entities, plain.entities)
+        assert torch.equal(every.relation, plain.relation)
+
+
 # Moving
 
 
@@ -299,9 +310,11 @@ class Recorder:
 
 def test_every_field_is_pinned_and_recorded():
     batch = Batch(*(Recorder() for _ in range(6)))
-    assert set(vars(batch.pin_memory()).values()) == {"pinned"}
+    pinned = vars(batch.pin_memory())
+    assert list(pinned.values()) == ["pinned"] * 6 + [True]
     batch.record_stream("stream")
-    assert all(field.calls == ["stream"] for field in vars(batch).values())
+    recorders = [field for field in vars(batch).values() if isinstance(field, Recorder)]
+    assert len(recorders) == 6 and all(field.calls == ["stream"] for field in recorders)
 
 
 @pytest.mark.gpu
