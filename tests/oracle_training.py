@@ -45,11 +45,20 @@ def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) ->
                               known)  # fmt: skip
             optimizer.zero_grad()
             loss.backward()
+            clip(config, [entities, relations])
             optimizer.step()
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             touched = torch.cat(ids).unique()
             table.step(touched, entities.grad[touched])
     return {"entities": table.weights, "relations": relations.detach()}
+
+
+def clip(config: Config, parameters: list[Tensor]) -> None:
+    """Clips the gradients of the whole step, as one process has them."""
+    if config.train.clip_value is not None:
+        torch.nn.utils.clip_grad_value_(parameters, config.train.clip_value)
+    if config.train.clip_norm is not None:
+        torch.nn.utils.clip_grad_norm_(parameters, config.train.clip_norm)
 
 
 def table_optimizer(config: Config) -> TableOptimizer:

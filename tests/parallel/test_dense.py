@@ -160,8 +160,8 @@ def uninterrupted() -> dict:
     [
         (("ddp", 2), ("fsdp", 4)),
         (("fsdp", 4), ("ddp", 1)),
-        (("fsdp", 2), ("hybrid", 4)),
-        (("hybrid", 4), ("offload", 2)),
+        pytest.param(("fsdp", 2), ("hybrid", 4), marks=pytest.mark.slow),
+        pytest.param(("hybrid", 4), ("offload", 2), marks=pytest.mark.slow),
     ],
 )
 def test_a_checkpoint_resumes_under_another_wrapper(tmp_path, before, after):

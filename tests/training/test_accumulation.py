@@ -1,0 +1,224 @@
+"""Micro-batches: together they are the step in one piece, for table and dense parameters."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import ConfigError, TrainConfig
+from kge_torchrec.data.batches import BatchBuilder
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.update import Update, check_kernel
+
+PARTS = (1, 2, 3, 4, 8)
+# optimizer, engine (and with it pipeline), options of one run; two triples are left for the last
+# step of an epoch, so that most of its micro-batches are empty
+VARIANTS = {
+    "adam": {"entities__engine": "torchrec"},
+    "rowwise_adagrad": {"entities__engine": "handrolled", "negatives__chunk_size": 8},
+    "rowwise_adam": {"entities__engine": "torchrec", "negatives__filtered": True},
+    "adagrad": {"entities__engine": "handrolled", "negatives__chunk_size": 1},
+    "sgd": {"entities__engine": "torchrec", "loss__n3": 0.01, "negatives__sides": "tail"},
+}
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+
+
+def changes_of(optimizer: str, parts: int) -> dict:
+    return {
+        "train__optimizer": optimizer,
+        "train__accumulation": parts,
+        "train__epochs": 2,
+        "train__lr": 0.5 if optimizer == "sgd" else 0.02,
+        "train__eps": 1e-3,
+        "train__schedule": "cosine",
+        **VARIANTS[optimizer],
+    }
+
+
+def rank_trains_all(store: Path, folder: Path, more: dict) -> dict:
+    """Parameters and counters of every optimizer and number of micro-batches."""
+    found = {}
+    for optimizer in VARIANTS:
+        for parts in PARTS:
+            run = folder / f"{optimizer}-{parts}"
+            config = config_of(store, run, **changes_of(optimizer, parts) | more)
+            progress = []
+
+            def prepare(loop: Fit, progress=progress) -> None:
+                loop._save = lambda: None
+                progress.append(loop.progress)
+
+            session = fit(config, prepare)
+            engine_step = int(session.engine.state()["table_step"])
+            counters = progress[0].global_step, progress[0].triples, engine_step
+            found[optimizer, parts] = session.parameters, counters
+    return found
+
+
+@functools.cache
+def trained(world_size: int, **more) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains_all, the_store(), Path(folder), more)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("optimizer", VARIANTS)
+def test_micro_batches_equal_one_batch(optimizer, parts, world_size):
+    found, counters = trained(world_size)[0][optimizer, parts]
+    whole, expected = trained(1)[0][optimizer, 1]
+    assert largest_difference(found, whole) < 1e-6
+    assert counters == expected == (10, 260, 10)
+    for other in trained(world_size)[1:]:
+        assert largest_difference(other[optimizer, parts][0], found) == 0
+
+
+def rank_trains(store: Path, folder: Path, changes: dict) -> dict:
+    return fit(config_of(store, folder, **changes)).parameters
+
+
+@pytest.mark.parametrize("wrapper", ["fsdp", "hybrid"])
+def test_sharded_dense_parameters_accumulate(tmp_path, wrapper):
+    changes = changes_of("adam", 4) | {"dense__wrapper": wrapper}
+    found = run_world(2, rank_trains, the_store(), tmp_path, changes)
+    whole, _ = trained(1)[0]["adam", 1]
+    assert largest_difference(found[0], whole) < 1e-6
+    assert largest_difference(found[0], found[1]) == 0
+
+
+def test_another_number_of_micro_batches_resumes(tmp_path):
+    run_world(2, rank_trains, the_store(), tmp_path, changes_of("adam", 3) | {"train__epochs": 1,
+              "train__schedule": "constant"})  # fmt: skip
+    rest = changes_of("adam", 2) | {"train__schedule": "constant"}
+    found = run_world(1, rank_trains, the_store(), tmp_path, rest)[0]
+    whole = run_world(1, rank_trains, the_store(), tmp_path / "whole", rest | {
+        "train__accumulation": 1})[0]  # fmt: skip
+    assert largest_difference(found, whole) < 1e-6
+
+
+def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
+    """All-reduces of dense gradients of a step in one piece, and of one in four."""
+    found = []
+    for parts in (1, 4):
+        calls = []
+
+        def count(bucket_state, bucket, calls=calls):
+            calls.append(1)
+            work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+            return work.get_future().then(lambda done: done.value()[0])
+
+        def watch(loop: Fit, count=count) -> None:
+            loop.session.engine.model.register_comm_hook(None, count)
+            loop._save = lambda: None
+
+        changes = changes_of("adam", parts) | {"entities__engine": "handrolled"}
+        fit(config_of(store, folder / str(parts), **changes), watch)
+        found.append(len(calls))
+    return found[0], found[1]
+
+
+def test_dense_gradients_travel_once_a_step(tmp_path):
+    for whole, in_parts in run_world(2, rank_counts_reductions, the_store(), tmp_path):
+        assert whole == in_parts == 10
+
+
+@given(
+    size=st.integers(1, 40),
+    batch_size=st.integers(1, 17),
+    chunk_size=st.integers(0, 6),
+    ranks=st.integers(1, 3),
+    parts=st.integers(1, 5),
+)
+@settings(max_examples=40, deadline=None)
+def test_parts_hold_what_the_whole_step_holds(size, batch_size, chunk_size, ranks, parts):
+    triples = np.stack([np.arange(size), np.arange(size) % 3, np.arange(size)[::-1]], 1)
+
+    def step_of(ranks: int, parts: int) -> list[dict]:
+        """By step: the weight, relation and negatives that each head is trained with."""
+        steps = [{} for _ in range(-(-size // batch_size))]
+        for rank in range(ranks):
+            builder = BatchBuilder(triples, batch_size, NegativeSampler(size, 4, 7), rank=rank,
+                                   world_size=ranks, chunk_size=chunk_size,
+                                   accumulation=parts)  # fmt: skip
+            batches = list(builder.epoch(1))
+            assert len(batches) == parts * len(steps)
+            for number, batch in enumerate(batches):
+                steps[number // parts].update(contents(batch, ranks))
+        return steps
+
+    assert step_of(ranks, parts) == step_of(1, 1)
+
+
+def contents(batch, ranks: int) -> dict:
+    chunks, width = batch.relation.shape
+    ids = batch.ids.values()[batch.entities]
+    heads = ids[: chunks * width].view(chunks, width)
+    negatives = ids[2 * chunks * width :].view(2, chunks, -1) if chunks else None
+    return {
+        int(heads[c, i]): (
+            round(float(batch.weight[c, i]) / ranks, 6),
+            int(batch.relation[c, i]),
+            negatives[:, c].tolist(),
+        )
+        for c in range(chunks)
+        for i in range(width)
+        if batch.weight[c, i] > 0
+    }
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"train__accumulation": 0}, "train.accumulation must be an integer >= 1"),
+        (
+            {"train__accumulation": 2, "entities__engine": "handrolled",
+             "entities__duplicates": "mean"},
+            "train.accumulation: .*use entities.duplicates sum",
+        ),
+        ({"train__accumulation": 2, "negatives__regime": "1vsall"}, "train.accumulation: .*1vsall"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_exact_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of("countries", **changes)
+
+
+def test_a_kernel_that_steps_in_backward_names_the_alternative():
+    train = TrainConfig(accumulation=4)
+    with pytest.raises(ConfigError, match=r"train.accumulation 4: .*entities.engine handrolled"):
+        check_kernel(train, steps_in_backward=True)
+    check_kernel(TrainConfig(clip_value=1.0), steps_in_backward=True)
+
+    class Engine:
+        pending = None
+
+    with pytest.raises(ConfigError, match="handrolled"):
+        Update(Engine(), train)
+
+
+def test_losses_of_micro_batches_add_up(tmp_path):
+    losses = []
+    for parts in (1, 3):
+
+        def listen(loop: Fit) -> None:
+            loop.callbacks.append(
+                lambda kind, values: losses.append(values["loss"]) if kind == "epoch" else None
+            )
+
+        fit(config_of(the_store(), tmp_path / str(parts), **changes_of("adam", parts)), listen)
+    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0)

@@ -1,0 +1,108 @@
+"""Clipping covers the table as it covers the relations, on any number of ranks."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from oracle_training import train_dense
+from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import Config, ConfigError, TrainConfig
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.update import check_kernel
+
+LIMITS = {
+    "norm": {"train__clip_norm": 0.05},
+    "value": {"train__clip_value": 0.004},
+    "both": {"train__clip_norm": 0.03, "train__clip_value": 0.004},
+    "far": {"train__clip_norm": 1e3, "train__clip_value": 1e3},
+}
+PARTS = {
+    "torchrec": {},
+    "handrolled": {"entities__engine": "handrolled", "train__accumulation": 3},
+    "fsdp": {"dense__wrapper": "fsdp"},
+}
+CASES = list(itertools.product(LIMITS, PARTS))
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+
+
+def variant(store: Path, limit: str, parts: str, folder: Path | None = None) -> Config:
+    optimizer, rate = ("sgd", 0.5) if limit != "both" else ("adagrad", 0.02)
+    return config_of(
+        store, folder, train__optimizer=optimizer, train__lr=rate, train__eps=1e-3,
+        **LIMITS[limit], **PARTS[parts],
+    )  # fmt: skip
+
+
+def without_checkpoints(loop: Fit) -> None:
+    loop._save = lambda: None
+
+
+def rank_trains_all(store: Path, folder: Path) -> dict:
+    with processes("cpu") as ranks:
+        start = parameters(Session(variant(store, *CASES[0]), RunFolder(folder), ranks))
+    found = {"start": start}
+    for limit, parts in CASES:
+        config = variant(store, limit, parts, folder / f"{limit}-{parts}")
+        found[limit, parts] = fit(config, without_checkpoints).parameters
+    return found
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains_all, the_store(), Path(folder))
+
+
+@functools.cache
+def oracle(limit: str) -> dict:
+    config = variant(the_store(), limit, "torchrec")
+    return train_dense(config, TripleStore.open(the_store()), trained(1)[0]["start"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("limit, parts", CASES)
+def test_clipped_runs_equal_the_dense_oracle(limit, parts, world_size):
+    first, *others = (found[limit, parts] for found in trained(world_size))
+    assert all(largest_difference(first, other) == 0 for other in others)
+    assert largest_difference(first, oracle(limit)) < 1e-5
+
+
+def test_the_limits_bind():
+    for limit in ("norm", "value"):
+        for name in ("entities", "relations"):
+            clipped, free = oracle(limit)[name], oracle("far")[name]
+            assert float((clipped - free).abs().max()) > 1e-3
+
+
+def test_a_kernel_that_steps_in_backward_refuses_the_norm_only():
+    check_kernel(TrainConfig(clip_value=1.0), steps_in_backward=True)
+    with pytest.raises(ConfigError, match=r"train.clip_norm 2.0: .*handrolled, or use .*clip_value"):
+        check_kernel(TrainConfig(clip_norm=2.0), steps_in_backward=True)
+
+
+@pytest.mark.parametrize("key", ["clip_norm", "clip_value"])
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
+def test_a_limit_is_a_number_above_zero(key, value):
+    with pytest.raises(ConfigError, match=rf"train.{key} must be a number > 0"):
+        TrainConfig(**{key: value})
+
+
+def test_full_candidates_refuse_to_clip():
+    with pytest.raises(ConfigError, match=r"train.clip_norm: .*regime kvsall"):
+        config_of("countries", train__clip_norm=1.0, negatives__regime="kvsall")
+    assert not dist.is_initialized()
