@@ -91,7 +91,7 @@ def test_the_limits_bind():
 
 def test_a_kernel_that_steps_in_backward_refuses_the_norm_only():
     check_kernel(TrainConfig(clip_value=1.0), steps_in_backward=True)
-    with pytest.raises(ConfigError, match=r"train.clip_norm 2.0: .*handrolled, or use .*clip_value"):
+    with pytest.raises(ConfigError, match=r"clip_norm 2.0: .*handrolled, or use .*clip_value"):
         check_kernel(TrainConfig(clip_norm=2.0), steps_in_backward=True)
 
 

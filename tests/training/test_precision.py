@@ -1,0 +1,272 @@
+"""bf16 and fp16: scores round, parameters do not; scaling is exact; an overflow skips a step."""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from scorer_cases import EVERY
+from torch.distributed.tensor import DTensor
+from training_runs import config_of, fit, largest_difference, parameters, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.parallel.dense import local_part
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training import assembly
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+WAYS = {
+    "torchrec": {},
+    "handrolled": {"entities__engine": "handrolled", "entities__async_step": True},
+    "fsdp": {"dense__wrapper": "fsdp", "train__accumulation": 2},
+}
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+
+
+def without_checkpoints(loop: Fit) -> None:
+    loop._save = lambda: None
+
+
+def rank_trains(store: Path, folder: Path) -> dict:
+    """Of every way to train, by precision; "scaled" is fp32 with fp16's scaling around it."""
+    found = {}
+    for way, changes in WAYS.items():
+        for precision in ("fp32", "bf16", "fp16", "scaled"):
+            name = "fp16" if precision == "scaled" else precision
+            config = config_of(store, folder / f"{way}-{precision}", train__precision=name,
+                               train__optimizer="adam", train__lr=0.02, train__eps=1e-3,
+                               train__clip_norm=0.5, **changes)  # fmt: skip
+            if precision == "scaled":
+                assembly._DTYPES["fp16"] = torch.float32
+            session = fit(config, without_checkpoints)
+            assembly._DTYPES["fp16"] = torch.float16
+            found[way, precision] = session.parameters, session.loss_scale
+    return found
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains, the_store(), Path(folder))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_scaling_changes_no_bit(way, world_size):
+    for found in trained(world_size):
+        (plain, none), (scaled, scale) = found[way, "fp32"], found[way, "scaled"]
+        assert largest_difference(plain, scaled) == 0
+        assert none == {} and scale == {"value": 65536.0, "good_steps": 20, "skipped": 0}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_lower_precision_ends_near_full_precision(way, precision, world_size):
+    first, *others = (found[way, precision][0] for found in trained(world_size))
+    full = trained(world_size)[0][way, "fp32"][0]
+    assert all(value.dtype == torch.float32 for value in first.values())
+    assert 0 < largest_difference(first, full) < 0.02
+    assert all(largest_difference(first, other) == 0 for other in others)
+
+
+def snapshot(session: Session) -> list[torch.Tensor]:
+    """Copies of all this rank holds: parameters, optimizer state and step counters."""
+    found: list[torch.Tensor] = []
+
+    def collect(state) -> None:
+        if isinstance(state, dict):
+            for value in state.values():
+                collect(value)
+            return
+        local = state.to_local() if isinstance(state, DTensor) else state
+        parts = local.local_shards() if hasattr(local, "local_shards") else [local]
+        found.extend(part.detach().clone() for part in parts)
+
+    collect(session.engine.state())
+    return found
+
+
+def spoil(loop: Fit, where: str) -> None:
+    """Makes this rank's gradients of one step infinite: all of the loss, or of the relations."""
+    engine, update = loop.session.engine, loop.pipeline.update
+    if where == "loss":
+        loss = engine.knowledge.scale.forward
+        engine.knowledge.scale.forward = lambda value: loss(value) * math.inf
+        return
+    step, (relations, *_) = update.step, engine.dense.parameters()
+
+    def spoilt() -> None:
+        if relations.grad is not None:
+            local_part(relations.grad).fill_(math.inf)
+        step()
+
+    update.step = spoilt
+
+
+def mend(loop: Fit) -> None:
+    vars(loop.session.engine.knowledge.scale).pop("forward", None)
+    vars(loop.pipeline.update).pop("step", None)
+
+
+def rank_overflows(store: Path, folder: Path, where: str) -> dict:
+    """Gradients of the last rank are infinite at the 8th step, some or all of them."""
+    found = {}
+    for way, changes in WAYS.items():
+
+        def inject(loop: Fit, way=way) -> None:
+            progress = loop.pipeline.progress
+
+            def watched(batches):
+                if loop.progress.global_step != 7:
+                    return progress(batches)
+                before = snapshot(loop.session)
+                if rank() == dist.get_world_size() - 1:
+                    spoil(loop, where)
+                out = progress(batches)
+                mend(loop)
+                after = snapshot(loop.session)
+                found[way, "tensors"] = len(after)
+                found[way, "same"] = all(map(torch.equal, before, after))
+                return out
+
+            loop.pipeline.progress = watched
+            without_checkpoints(loop)
+
+        config = config_of(store, folder / f"{way}-{where}", train__precision="fp16",
+                           train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
+        session = fit(config, inject)
+        found[way, "end"], found[way, "scale"] = session.parameters, session.loss_scale
+        found[way, "steps"] = int(session.engine.state()["table_step"])
+    return found
+
+
+@pytest.mark.parametrize("where", ["loss", "relations"])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_an_overflow_skips_the_step_on_all_ranks_alike(tmp_path, world_size, where):
+    first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
+    for way in WAYS:
+        assert first[way, "same"] and first[way, "tensors"] > 6
+        assert first[way, "scale"] == {"value": 32768.0, "good_steps": 12, "skipped": 1}
+        assert first[way, "steps"] == 19
+        assert all(value.isfinite().all() for value in first[way, "end"].values())
+        for other in others:
+            assert largest_difference(first[way, "end"], other[way, "end"]) == 0
+
+
+def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
+    def overflow(loop: Fit) -> None:
+        progress, scale = loop.pipeline.progress, loop.session.engine.knowledge.scale
+        forward = scale.forward
+
+        def watched(batches):
+            if loop.progress.global_step == 3:
+                scale.forward = lambda loss: forward(loss) * math.nan
+            out = progress(batches)
+            scale.forward = forward
+            return out
+
+        loop.pipeline.progress = watched
+
+    config = config_of(store, folder, train__precision="fp16", train__epochs=epochs)
+    session = fit(config, overflow)
+    return session.parameters, session.loss_scale
+
+
+def test_the_scale_belongs_to_the_checkpoint(tmp_path):
+    whole, scale = rank_resumes(the_store(), tmp_path / "whole", 3)
+    rank_resumes(the_store(), tmp_path / "run", 1)
+    again, resumed = rank_resumes(the_store(), tmp_path / "run", 3)
+    assert largest_difference(whole, again) == 0
+    assert resumed == scale == {"value": 32768.0, "good_steps": 11, "skipped": 1}
+
+
+@pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", EVERY)
+def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision):
+    name, dim, options = case
+    random = torch.Generator().manual_seed(0)
+    scorer = SCORERS[name](3, dim, True, **options)
+    with torch.no_grad():
+        for parameter in scorer.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=random) * 0.3)
+    sizes = ((2, 4), (2, 4), (2, 5))
+    rows = [torch.randn(*size, dim, generator=random) * 0.3 for size in sizes]
+    relation = torch.randint(0, 3, (2, 4), generator=random)
+    counted, weight = torch.ones(2, 4, 5, dtype=torch.bool), torch.full((2, 4), 0.125)
+    found = []
+    for dtype in (torch.float32, precision):
+        leaves = [part.clone().requires_grad_() for part in rows]
+        anchor, target, candidates = leaves
+        objective = Objective(scorer, SoftmaxLoss(), precision=dtype, relation_weight=0.1)
+        scorer.zero_grad()
+        loss = objective._loss_of_side(
+            anchor, relation, target, candidates, counted, weight, "tail"
+        )
+        loss.backward()
+        grads = [leaf.grad for leaf in (*leaves, *scorer.parameters())]
+        assert loss.dtype == torch.float32 and all(g.dtype == torch.float32 for g in grads)
+        found.append([loss.detach(), *grads])
+    for full, lower in zip(*found, strict=True):
+        assert lower.isfinite().all()
+        assert float((full - lower).abs().max()) <= 0.05 * float(full.abs().max()) + 2e-3
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"train__precision": "fp8"}, r"train.precision must be one of fp32, bf16, fp16"),
+        (
+            {"train__precision": "fp16", "negatives__regime": "1vsall"},
+            r"train.precision: .*regime 1vsall.*set it to fp32",
+        ),
+    ],
+)
+def test_what_cannot_be_scaled_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of("countries", **changes)
+
+
+def test_an_old_run_without_the_keys_reads(tmp_path):
+    config = config_of(the_store(), tmp_path).to_dict()
+    del config["dense"]
+    for key in ("precision", "tf32", "accumulation", "clip_norm", "clip_value"):
+        del config["train"][key]
+    assert config_from_dict(config) == config_of(the_store(), tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adagrad"])
+def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
+    """FBGEMM's kernel steps in backward; the rows' gradients are held back from it."""
+    config = config_of(the_store(), tmp_path, device="cuda", train__precision="fp16",
+                       train__optimizer=optimizer)  # fmt: skip
+    with processes("cuda") as ranks:
+        session = Session(config, RunFolder(tmp_path), ranks)
+        loop = Fit(session, session.restore(), None)
+        stream, scale = loop.batches.epoch(0), session.engine.knowledge.scale
+        loop.pipeline.progress(stream)
+        before, forward = snapshot(session), scale.forward
+        scale.forward = lambda loss: forward(loss) * math.inf
+        loop.pipeline.progress(stream)
+        scale.forward = forward
+        assert all(torch.equal(a, b) for a, b in zip(before, snapshot(session), strict=True))
+        loop.pipeline.progress(stream)
+        assert all(value.isfinite().all() for value in parameters(session).values())
+        assert scale.skipped == 1
