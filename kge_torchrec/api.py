@@ -24,6 +24,7 @@ from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.fit import Callback, Fit, peak_memory_bytes
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.run_plan import write_run_plan
 from kge_torchrec.training.session import FILTERS, Session
 from kge_torchrec.training.sources import remove_prepared
 
@@ -266,7 +267,7 @@ def _fit(
     ranks, folder = session.processes, session.folder
     metrics = None
     if ranks.is_first:
-        (folder.path / "plan.txt").write_text(session.engine.layout + "\n", encoding="utf-8")
+        write_run_plan(session)
         metrics = MetricsLog(folder, session.config.run.tensorboard, resumed_at)
     try:
         progress = Fit(session, progress, metrics, callbacks).run()

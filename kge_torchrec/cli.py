@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict, export, compare.
+"""The command line: prepare, train, evaluate, predict, export, compare, plan.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -9,6 +9,7 @@ import argparse
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -17,7 +18,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import PackageSetError, check_packages
 
 _TRAIN_USAGE = """\
-kge-torchrec train CONFIG [--key.sub value ...]
+kge-torchrec train CONFIG [--key.sub value ...] [--plan plan.json]
        kge-torchrec train --resume RUN [--key.sub value ...]
        kge-torchrec train --help          all keys, with meaning and default
 
@@ -48,6 +49,10 @@ def _run(arguments: list[str]) -> int:
         return _train(arguments[1:])
     if arguments[:1] == ["compare"]:  # takes the config's keys as well
         from kge_torchrec.comparison.command import run
+
+        return run(arguments[1:])
+    if arguments[:1] == ["plan"]:
+        from kge_torchrec.planning.command import run
 
         return run(arguments[1:])
     parsed = _parser().parse_args(arguments)
@@ -141,6 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("--overwrite", action="store_true", help="replace an existing export")
     export.set_defaults(run=_export)
 
+    verbs.add_parser("plan", help="lay a run out without devices (kge-torchrec plan --help)")
     verbs.add_parser("compare", help="engines side by side (kge-torchrec compare --help says how)")
     return parser
 
@@ -154,6 +160,7 @@ def _train(arguments: list[str]) -> int:
     if {"-h", "--help"} & set(arguments):
         build_parser().print_help()
         return 0
+    arguments = [re.sub(r"^--plan(?=$|=)", "--run.plan", word) for word in arguments]
     if arguments[0] == "--resume":
         return _resume(arguments[1:])
     name, overrides = None, arguments

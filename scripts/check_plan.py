@@ -63,11 +63,11 @@ def predict(settings: dict, world_size: int) -> dict:
     from kge_torchrec.config_parser import load_config
     from kge_torchrec.data.store import TripleStore
     from kge_torchrec.planning.choice import Choice
-    from kge_torchrec.planning.command import build_objective
     from kge_torchrec.planning.devices import parse_devices
     from kge_torchrec.planning.dry_run import plan_training
     from kge_torchrec.planning.popularity import Popularity
     from kge_torchrec.planning.workload import Workload
+    from kge_torchrec.training.assembly import build_objective
 
     store = TripleStore.open(settings["data.path"])
     workload = Workload(

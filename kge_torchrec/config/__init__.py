@@ -86,6 +86,11 @@ class Config:
                 f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "
                 "loss.l2, or entities.preset fbgemm"
             )
+        if self.run.plan is not None and self.entities.engine != "torchrec":
+            raise ConfigError(
+                f"run.plan: a plan lays TorchRec's table out; entities.engine "
+                f"{self.entities.engine} shards by itself"
+            )
         if self.train.pipeline == "sparse_dist" and self.entities.engine != "torchrec":
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "

@@ -150,8 +150,11 @@ class RunConfig:
         dir: Folder for config, metrics, checkpoints and results; null makes runs/NAME-TIME.
         progress: Progress bars on rank 0.
         tensorboard: Write TensorBoard events.
+        plan: A plan that `kge-torchrec plan --output` wrote, to lay the table out by; null plans at
+            the start.
     """
 
     dir: Optional[str] = None  # noqa: UP045
     progress: bool = True
     tensorboard: bool = True
+    plan: Optional[str] = None  # noqa: UP045

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 import numpy as np
 import torch
 from torch import nn
+from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, LossConfig, TrainConfig
 from kge_torchrec.data.batches import BatchBuilder
@@ -34,7 +35,8 @@ from kge_torchrec.models.losses import (
 from kge_torchrec.models.objective import Objective, Penalties
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.parallel.dense import dense_wrapper
-from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.parallel.processes import Processes, on_first_rank
+from kge_torchrec.planning.plan_file import read_plan
 from kge_torchrec.training import steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.steps import Pipeline
@@ -61,19 +63,11 @@ def build_loss(config: LossConfig) -> nn.Module:
 
 def build_engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
-    model, train = config.model, config.train
-    scorer = build_scorer(model, store.num_relations)
-    init = EntityInit(model.init, model.init_scale)
+    train = config.train
+    objective = build_objective(config, store.num_relations)
+    init = EntityInit(config.model.init, config.model.init_scale)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
-    scorer.reset_parameters(init.draw, stream)
-    objective = Objective(
-        scorer,
-        build_loss(config.loss),
-        sides_of(config.negatives.sides),
-        Penalties(n3=config.loss.n3, l2=config.loss.l2),
-        config.loss.relation_weight,
-        _DTYPES[train.precision],
-    )
+    objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:
         objective.compile_parts()
     on_cuda_kernel = config.entities.engine == "torchrec" and processes.device.type == "cuda"
@@ -94,9 +88,47 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
         "scales_loss": train.precision == "fp16",
     }
     if config.entities.engine == "torchrec":
-        return TorchRecEngine(*parts, dense_optimizer(train), processes, **options)
+        plan = planned_sharding(config, store, processes)
+        return TorchRecEngine(*parts, dense_optimizer(train), processes, **options, plan=plan)
     sparse = config.entities.sparse_options(train.optimizer)
     return HandrolledEngine(*parts, sparse, dense_optimizer(train), processes, **options)
+
+
+def build_objective(config: Config, num_relations: int) -> Objective:
+    """Scorer and loss, not yet at their start."""
+    return Objective(
+        build_scorer(config.model, num_relations),
+        build_loss(config.loss),
+        sides_of(config.negatives.sides),
+        Penalties(n3=config.loss.n3, l2=config.loss.l2),
+        config.loss.relation_weight,
+        _DTYPES[config.train.precision],
+    )
+
+
+def planned_sharding(
+    config: Config, store: TripleStore, processes: Processes
+) -> ShardingPlan | None:
+    """The sharding of the plan file that run.plan names, if it names one.  Collective.
+
+    Raises ConfigError, on every rank, for a plan that is not for just this run.
+    """
+    if config.run.plan is None:
+        return None
+
+    def read() -> ShardingPlan:
+        plan = read_plan(config.run.plan)
+        plan.check(
+            num_entities=store.num_entities,
+            dim=config.model.dim,
+            optimizer=config.train.optimizer,
+            world_size=processes.world_size,
+            local_world_size=processes.local_world_size,
+            device_type=processes.device.type,
+        )
+        return plan.sharding_plan()
+
+    return on_first_rank(processes, read)
 
 
 def dense_optimizer(

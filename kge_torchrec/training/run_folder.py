@@ -2,7 +2,8 @@
 
 It holds:
     config.yaml      every setting of the run
-    plan.txt         how the table is laid out over the ranks
+    plan.txt         how the table is laid out over the ranks, what they hold, send and take
+    plan.json        the same, to train another run with (run.plan)
     store/           the prepared triples, unless the config names a store
     metrics.jsonl    one object a step interval, an epoch, a validation
     tensorboard/     the same, for TensorBoard

@@ -44,8 +44,8 @@ class TorchRecEngine:
     """Entities in a row-wise sharded EmbeddingCollection with a fused optimizer.
 
     On CUDA that is FBGEMM's kernel, which steps in backward; the CPU table steps with the dense
-    parameters.  Collective: every rank builds it with the same arguments.  Raises PlanDoesNotFit
-    when the table does not fit the ranks' memory.
+    parameters.  Without a plan the planner is asked for one.  Collective: every rank builds it
+    with the same arguments.  Raises PlanDoesNotFit when the table does not fit the ranks' memory.
     """
 
     has_sparse_dist = True
@@ -62,12 +62,13 @@ class TorchRecEngine:
         init: EntityInit,
         seed: int,
         scales_loss: bool = False,
+        plan: ShardingPlan | None = None,
     ):
         device = processes.device
         collection = entity_collection(num_entities, objective.scorer.dim)
         model = KnowledgeGraphModel(collection, objective.to(device), scales_loss)
         sharder = EntitySharder(fused_params=fused_params(table_optimizer))
-        self.plan: ShardingPlan = plan_row_wise(
+        self.plan: ShardingPlan = plan or plan_row_wise(
             model,
             sharder,
             processes.world_size,
