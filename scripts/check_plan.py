@@ -1,6 +1,7 @@
 """The planner against reality: what it predicts and what real worlds of processes measure.
 
 python scripts/check_plan.py [--entities 2_000_000] [--dim 64] [--worlds 2 4] [--optimizers ...]
+    [--key.sub value ...]
 
 Trains one epoch of random triples that touch every row, on CPU, for every optimizer and number of
 ranks, with `kge-torchrec train`'s own loop.  Prints rows, bytes of values and state (which must be
@@ -19,11 +20,11 @@ from pathlib import Path
 
 import numpy as np
 
-RELATIONS, HELD_OUT, COUNTED_STEPS = 200, 50, 10
+HELD_OUT, COUNTED_STEPS = 50, 10
 TOLERANCE = {"peak memory": 0.10, "sent in a step": 0.05}
 
 
-def prepare_store(entities: int, folder: Path) -> Path:
+def prepare_store(entities: int, relations: int, folder: Path) -> Path:
     """A store in which every entity is a head once, so that an epoch touches every row."""
     import pyarrow as pa
     import pyarrow.csv
@@ -34,7 +35,7 @@ def prepare_store(entities: int, folder: Path) -> Path:
     raw.mkdir()
     some = stream.integers(entities, size=HELD_OUT)
     for split, heads in (("train", np.arange(entities)), ("valid", some), ("test", some[::-1])):
-        columns = [heads, stream.integers(RELATIONS, size=len(heads)),
+        columns = [heads, stream.integers(relations, size=len(heads)),
                    stream.integers(entities, size=len(heads))]  # fmt: skip
         table = pa.table(dict(zip("hrt", map(pa.array, columns), strict=True)))
         style = pyarrow.csv.WriteOptions(include_header=False, delimiter="\t")
@@ -188,6 +189,7 @@ def compare(title: str, predicted: dict, measured: dict) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--entities", type=int, default=2_000_000)
+    parser.add_argument("--relations", type=int, default=200)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch", type=int, default=8192)
     parser.add_argument("--negatives", type=int, default=512)
@@ -195,11 +197,15 @@ def main() -> int:
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     optimizers = ["adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd"]
     parser.add_argument("--optimizers", nargs="+", default=optimizers)
-    options = parser.parse_args()
+    options, overrides = parser.parse_known_args()
+    changes = dict(
+        zip((key.removeprefix("--") for key in overrides[::2]), overrides[1::2], strict=True)
+    )
     good = True
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        settings = settings_of(options, prepare_store(options.entities, folder))
+        store = prepare_store(options.entities, options.relations, folder)
+        settings = {**settings_of(options, store), **changes}
         for world_size in options.worlds:
             for optimizer in options.optimizers:
                 chosen = {**settings, "train.optimizer": optimizer}

@@ -95,11 +95,14 @@ def _weight(plan: TrainingPlan, *parts: str) -> float:
 
 def _changes_beside_the_table(plan: TrainingPlan) -> dict[str, _Change]:
     """FSDP, where dense parameters are a matter of memory."""
-    if plan.choice.dense != "ddp" or plan.cluster.world_size == 1:
+    wrapper = plan.workload.config.dense.wrapper
+    if wrapper in ("fsdp", "hybrid") or plan.cluster.world_size == 1:
         return {}
     if _weight(plan, "dense parameters") < _MATTERS:
         return {}
-    return {"dense fsdp": lambda s: s.choose(dense="fsdp")}
+    return {
+        "dense.wrapper fsdp": lambda s: s._replace(workload=s.workload.with_dense_wrapper("fsdp"))
+    }
 
 
 def _batch(setting: _Setting, plan: TrainingPlan) -> Iterator[Advice]:

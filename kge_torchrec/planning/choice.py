@@ -18,12 +18,11 @@ from kge_torchrec.planning.table_memory import (
 from kge_torchrec.planning.workload import Workload
 
 KERNELS = (FUSED, UVM, UVM_CACHING)
-WRAPPERS = ("ddp", "fsdp", "hybrid")
 
 
 @dataclass(frozen=True)
 class Choice:
-    """How the table and the dense parameters are laid out.
+    """How the table is laid out.
 
     Args:
         sharding: row_wise, column_wise, table_wise or data_parallel.
@@ -33,8 +32,6 @@ class Choice:
         dtype: Of the table: fp32, fp16 or bf16.
         replicas: 2-D parallelism: whole tables, each laid out over W / replicas ranks.
         sync_every: Steps between averaging the replicas.
-        dense: Wrapper of the dense parameters: ddp (whole on every rank), fsdp (split over all
-            ranks) or hybrid (split over a host's ranks).
         reserve: Share of each device's memory, and of a CPU host's, that is left free.
 
     Raises ConfigError for a value that is none of these.
@@ -46,7 +43,6 @@ class Choice:
     dtype: str = "fp32"
     replicas: int = 1
     sync_every: int = 100
-    dense: str = "ddp"
     reserve: float = 0.05
 
     def __post_init__(self) -> None:
@@ -54,7 +50,6 @@ class Choice:
             ("sharding", SHARDINGS),
             ("kernel", KERNELS),
             ("dtype", tuple(VALUE_BYTES)),
-            ("dense", WRAPPERS),
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(
@@ -110,7 +105,7 @@ class Choice:
             state_in_main=by_hand and options.state_device == "cpu",
         )
 
-    def notes(self, cluster: Cluster) -> list[str]:
+    def notes(self) -> list[str]:
         """What stands between this plan and training it."""
         found = []
         if self.sharding != "row_wise":
@@ -127,8 +122,6 @@ class Choice:
                 f"2-D parallelism is planned only; its replicas are averaged every "
                 f"{self.sync_every} steps, so that it is not synchronous training"
             )
-        if self.dense != "ddp" and cluster.world_size > 1:
-            found.append(f"the dense wrapper {self.dense} is planned only")
         return found
 
     def __str__(self) -> str:

@@ -90,6 +90,7 @@ def _workload(config: Config, options: argparse.Namespace):
     """The sizes of the run: from the options, the rest from the config's data."""
     from kge_torchrec.planning.popularity import TYPICAL_SKEW, Popularity
     from kge_torchrec.planning.workload import Workload
+    from kge_torchrec.training.assembly import build_objective
 
     counts = [options.entities, options.relations, options.triples]
     popularity = None
@@ -123,21 +124,6 @@ def _counts_of_data(config: Config, options: argparse.Namespace):
         store = open_store(config.data, config.seed, Path(folder) / "store", alone, False)
         counts = store.num_entities, store.num_relations, len(store.train)
         return counts, store.degrees()
-
-
-def build_objective(config: Config, num_relations: int):
-    """Scorer and loss, as training puts them together."""
-    from kge_torchrec.models.objective import Objective, Penalties
-    from kge_torchrec.models.scorers import build_scorer
-    from kge_torchrec.training.assembly import build_loss, sides_of
-
-    return Objective(
-        build_scorer(config.model, num_relations),
-        build_loss(config.loss),
-        sides_of(config.negatives.sides),
-        Penalties(n3=config.loss.n3, l2=config.loss.l2),
-        config.loss.relation_weight,
-    )
 
 
 def count(text: str) -> int:
@@ -195,7 +181,6 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--dtype", default="fp32", help="of the table: fp32, fp16, bf16")
     how.add_argument("--replicas", type=int, default=1, help="2-D parallelism: whole tables")
     how.add_argument("--sync-every", type=int, default=100, help="steps between their averaging")
-    how.add_argument("--dense", default="ddp", help="relations and the like: ddp, fsdp, hybrid")
     how.add_argument("--all", action="store_true", help="rank all layouts by modelled step time")
     out = parser.add_argument_group("output")
     out.add_argument("-o", "--output", metavar="JSON", help="the plan, for train --plan")

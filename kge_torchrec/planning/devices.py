@@ -34,7 +34,8 @@ class Device:
     memory: int  # bytes of one GPU; 0 for a CPU
     memory_bandwidth: float  # of one GPU, or of a host's main memory
     gather_bandwidth: float  # the same for single rows at random places
-    flops: float  # float32 multiply-adds count two, a second, in large matrix products
+    flops: float  # a second, in large products of float32; a multiply-add is two
+    flops_16bit: float  # the same of bfloat16 and float16
     host_link: float  # between a GPU and main memory
     within_host: float  # from one rank to the others on its host
     between_hosts: float  # from one rank to other hosts
@@ -51,6 +52,7 @@ def _gpu(
     memory_gib: float,
     memory_gb_per_s: float,
     tflops: float,
+    tflops_16bit: float,
     host_link_gb_per_s: float,
     within_host_gb_per_s: float,
     between_hosts_gb_per_s: float,
@@ -64,6 +66,7 @@ def _gpu(
         # Rows of some hundred bytes at random places reach about two thirds of a GPU's bandwidth.
         gather_bandwidth=memory_gb_per_s * GB * 2 / 3,
         flops=tflops * 1e12,
+        flops_16bit=tflops_16bit * 1e12,
         host_link=host_link_gb_per_s * GB,
         within_host=within_host_gb_per_s * GB,
         between_hosts=between_hosts_gb_per_s * GB,
@@ -73,14 +76,14 @@ def _gpu(
 
 
 _PRESETS = [
-    #    name          GiB     GB/s  TFLOP/s  PCIe  NVLink  network  host GiB
-    _gpu("A100-40GB", 39.4, 1555, 19.5, 32, 300, 25, 1024),
-    _gpu("A100-80GB", 79.1, 2039, 19.5, 32, 300, 25, 1024),
-    _gpu("H100-80GB", 79.1, 3350, 67, 64, 450, 50, 2048),
-    _gpu("H200-141GB", 139.8, 4800, 67, 64, 450, 50, 2048),
-    _gpu("B200-180GB", 178.3, 7700, 75, 64, 900, 50, 2048),
-    _gpu("L4-24GB", 22.0, 300, 30.3, 32, 32, 3, 192),
-    _gpu("T4-16GB", 14.6, 320, 8.1, 16, 16, 3, 192),
+    #    name          GiB     GB/s  TFLOP/s  16-bit  PCIe  NVLink  network  host GiB
+    _gpu("A100-40GB", 39.4, 1555, 19.5, 312, 32, 300, 25, 1024),
+    _gpu("A100-80GB", 79.1, 2039, 19.5, 312, 32, 300, 25, 1024),
+    _gpu("H100-80GB", 79.1, 3350, 67, 989, 64, 450, 50, 2048),
+    _gpu("H200-141GB", 139.8, 4800, 67, 989, 64, 450, 50, 2048),
+    _gpu("B200-180GB", 178.3, 7700, 75, 2250, 64, 900, 50, 2048),
+    _gpu("L4-24GB", 22.0, 300, 30.3, 121, 32, 32, 3, 192),
+    _gpu("T4-16GB", 14.6, 320, 8.1, 65, 16, 16, 3, 192),
     # Two cores of a virtual machine, as measured for this project; gloo over the loopback.
     Device(
         "CPU",
@@ -89,6 +92,7 @@ _PRESETS = [
         memory_bandwidth=32 * GB,
         gather_bandwidth=4.2 * GB,
         flops=150e9,
+        flops_16bit=150e9,
         host_link=32 * GB,
         within_host=1.5 * GB,
         between_hosts=1.25 * GB,
@@ -104,6 +108,7 @@ _UNITS = {
     "memory_gb_per_s": ("memory_bandwidth", GB),
     "gather_gb_per_s": ("gather_bandwidth", GB),
     "tflops": ("flops", 1e12),
+    "tflops_16bit": ("flops_16bit", 1e12),
     "host_link_gb_per_s": ("host_link", GB),
     "within_host_gb_per_s": ("within_host", GB),
     "between_hosts_gb_per_s": ("between_hosts", GB),

@@ -49,15 +49,16 @@ class Limit:
 class TrainingPlan:
     """The layout of a run and what follows from it.
 
-    shards: of the table, by rank.  memory: parts of each rank.  batches: each rank's share of a
-    step.  cost: of scoring it.  with_duplicates: traffic if batches were not de-duplicated.
+    shards: of the table, by rank.  batches: each rank's share of a step, in its micro-batches.
+    memory: parts of each rank.  cost: of scoring a micro-batch.  with_duplicates: traffic if
+    batches were not de-duplicated.
     """
 
     workload: Workload
     cluster: Cluster
     choice: Choice
     shards: list[Shard]
-    batches: list[RankBatch]
+    batches: list[list[RankBatch]]
     memory: list[RankMemory]
     cost: Cost
     traffic: Traffic
@@ -109,14 +110,26 @@ class TrainingPlan:
     @property
     def notes(self) -> list[str]:
         """What this plan leaves open."""
-        found = self.choice.notes(self.cluster)
-        regime = self.workload.config.negatives.regime
+        found, config = self.choice.notes(), self.workload.config
+        regime = config.negatives.regime
         if regime != "sampled":
             found.append(
                 f"negatives.regime {regime}: only the table's bytes are those of this run; "
                 "activations, traffic and time are of sampled negatives"
             )
+        if self.cluster.device.is_cuda and config.train.precision != "fp32":
+            found.append(f"activations are counted in float32, {config.train.precision} needs less")
         return found
+
+    @property
+    def lookups(self) -> int:
+        """Entities that a step looks up on all ranks, duplicates included."""
+        return sum(batch.lookups for parts in self.batches for batch in parts)
+
+    @property
+    def distinct(self) -> float:
+        """Different ones, each counted once a rank and micro-batch."""
+        return sum(batch.distinct for parts in self.batches for batch in parts)
 
     @property
     def step_seconds(self) -> float:
@@ -134,23 +147,24 @@ def plan_training(
 ) -> TrainingPlan:
     """Lays a run out, whether it fits or not.  Raises ConfigError where it cannot be.
 
-    cost: of scoring a rank's batch, if it is known.
+    cost: of scoring a micro-batch, if it is known.
     """
     choice.check(workload, cluster)
     shards = _shards(workload, cluster, choice)
     batches = workload.batches(cluster.world_size)
-    deduplicated = np.array([batch.distinct for batch in batches])
-    duplicated = np.array([float(batch.lookups) for batch in batches])
+    deduplicated = np.array([sum(batch.distinct for batch in parts) for parts in batches])
+    duplicated = np.array([float(sum(batch.lookups for batch in parts)) for parts in batches])
     wanted = deduplicated if workload.config.entities.deduplicate else duplicated
     moves = exchanges(cluster, choice, shards, workload, wanted)
-    largest = max(batches, key=lambda batch: batch.chunks * batch.triples)
+    largest = [max(parts, key=lambda batch: batch.lookups) for parts in batches]
     if cost is None:
-        cost = objective_cost(workload, largest, cluster.device.is_cuda)
+        biggest = max(largest, key=lambda batch: batch.chunks * batch.triples)
+        cost = objective_cost(workload, biggest, cluster.device.is_cuda)
     of_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
     for shard in shards:
         of_rank[shard.rank].append(shard)
     memory = [
-        rank_memory(workload, cluster, choice, of_rank[rank], batches[rank], moves[rank], cost)
+        rank_memory(workload, cluster, choice, of_rank[rank], largest[rank], moves[rank], cost)
         for rank in range(cluster.world_size)
     ]
     table = [parts["weights"] + parts["optimizer state"] for parts in memory]
@@ -165,7 +179,7 @@ def plan_training(
         _mean_columns(of_rank[busiest]),
         cost,
         sent,
-        _cache_hits(workload, choice, batches[0]),
+        _cache_hits(workload, choice, largest[0]),
     )
     again = traffic(cluster, choice, shards, workload, duplicated, table_bytes)
     return TrainingPlan(

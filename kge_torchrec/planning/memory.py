@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.dense_layout import DenseLayout
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.objective_cost import Cost
 from kge_torchrec.planning.shards import Shard
-from kge_torchrec.planning.table_memory import Bytes, dense_state_numbers, table_memory
+from kge_torchrec.planning.table_memory import Bytes, table_memory
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 MIB = 1 << 20
@@ -52,7 +53,7 @@ RankMemory = dict[str, Bytes]
 
 @dataclass(frozen=True)
 class Exchange:
-    """Rows that a rank's step moves: U asked for, and asked of it by all ranks."""
+    """Rows that a rank's step moves: asked for by it, and asked of it by all ranks."""
 
     wanted: float
     asked: float
@@ -69,7 +70,7 @@ def rank_memory(
 ) -> RankMemory:
     """Bytes of one rank by part, at the fullest moment of training.
 
-    shards: those of this rank.
+    shards: those of this rank.  batch, cost: of its largest micro-batch; exchange: of the step.
     """
     is_cuda = cluster.device.is_cuda
     form = choice.form(workload)
@@ -82,8 +83,10 @@ def rank_memory(
         return Bytes(device=round(size)) if is_cuda else Bytes(main=round(size))
 
     growth = 1.0 if is_cuda else _growth(cost)
-    parts["dense parameters"] = on_device(_dense_bytes(workload, cluster, choice))
-    parts["rows and ids"] = on_device(growth * _exchange_bytes(workload.dim, exchange))
+    dense = DenseLayout.of(workload.config.dense, cluster)
+    numbers = workload.dense_parameters
+    parts["dense parameters"] = dense.memory(numbers, workload.optimizer, is_cuda)
+    parts["rows and ids"] = on_device(growth * _exchange_bytes(workload, exchange))
     parts["activations"] = on_device(growth * cost.peak_bytes)
     parts["batches"] = on_device(IN_FLIGHT * _batch_bytes(workload, batch))
     parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
@@ -96,28 +99,21 @@ def _growth(cost: Cost) -> float:
     return _GROWTH_KEPT if cost.largest_bytes < _KEPT_BLOCK else _GROWTH_RETURNED
 
 
-def _dense_bytes(workload: Workload, cluster: Cluster, choice: Choice) -> float:
-    """Dense parameters, their gradients (DDP's buckets are views of them) and optimizer state.
-
-    FSDP keeps 1 / W of each, hybrid sharding 1 / ranks of a host, and both gather the whole
-    parameters for forward and backward.
-    """
-    numbers = workload.dense_parameters
-    each = 2 + dense_state_numbers(workload.optimizer)
-    if choice.dense == "ddp" or cluster.world_size == 1:
-        return 4 * numbers * each
-    ways = cluster.world_size if choice.dense == "fsdp" else cluster.local_world_size
-    return 4 * (numbers * each / ways + numbers)
-
-
-def _exchange_bytes(dim: int, exchange: Exchange) -> float:
+def _exchange_bytes(workload: Workload, exchange: Exchange) -> float:
     """Rows looked up for others and received, gradients sent and received, and their ids.
 
-    Ids are held as given, grouped by owner, with the way back, and as received.
+    Ids are held as given, grouped by owner, with the way back, and as received.  Gradients of
+    several micro-batches wait for the step, where they are put together; clipping by the norm sums
+    those of a row.
     """
-    rows = 2 * (exchange.wanted + exchange.asked)
-    ids = 3 * exchange.wanted + exchange.asked
-    return 4 * dim * rows + 8 * ids
+    train = workload.config.train
+    wanted, asked = exchange.wanted / train.accumulation, exchange.asked / train.accumulation
+    rows = 2 * (wanted + asked)
+    if train.accumulation > 1:
+        rows += 2 * exchange.asked
+    if train.clip_norm is not None:
+        rows += exchange.asked
+    return 4 * workload.dim * rows + 8 * (3 * wanted + asked)
 
 
 def _batch_bytes(workload: Workload, batch: RankBatch) -> float:

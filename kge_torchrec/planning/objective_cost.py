@@ -1,15 +1,14 @@
 """What scoring a batch costs: the real objective is run and every operation watched.
 
 So any scorer and loss is counted as it is, not by a formula that resembles it.  For GPUs it runs on
-the meta device, where nothing is computed and no memory taken; for CPUs on zeros, because some
-scorers work in smaller pieces there.
+the meta device, where nothing is computed and no memory taken; for CPUs, unless the parameters are
+large, on zeros, because some scorers work in smaller pieces there.
 """
 
 from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from functools import lru_cache
 from math import prod
 from types import SimpleNamespace
 
@@ -25,6 +24,7 @@ from kge_torchrec.planning.workload import RankBatch, Workload
 # A chunk of more triples than this is watched at half the size and at this one and extended in a
 # straight line: some scorers work through it piece by piece, which would take seconds to watch.
 _LARGEST = 1024
+_MOST_NUMBERS = 1 << 24  # of dense parameters that are made to plan for a CPU
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,16 @@ class Cost:
 def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
     """Of one rank's batch, the gradient of the looked-up rows aside."""
     negatives = workload.config.negatives
-    objective = workload.objective("meta" if is_cuda else "cpu")
+    on_meta = is_cuda or workload.dense_parameters > _MOST_NUMBERS
+    objective = workload.objective("meta" if on_meta else "cpu")
 
     def at(chunks: int, triples: int) -> Cost:
-        return _watch(objective, chunks, triples, negatives.count, negatives.filtered)
+        key = (chunks, triples, on_meta)
+        if key not in workload.costs:
+            workload.costs[key] = _watch(
+                objective, chunks, triples, negatives.count, negatives.filtered
+            )
+        return workload.costs[key]
 
     chunks, triples = batch.chunks, batch.triples
     if not chunks * triples:
@@ -68,7 +74,6 @@ def _scaled(cost: Cost, factor: float) -> Cost:
     return Cost(*(value * factor for value in vars(cost).values()))
 
 
-@lru_cache(maxsize=64)
 def _watch(objective: Objective, chunks: int, triples: int, count: int, filtered: bool) -> Cost:
     dim, sides = objective.scorer.dim, len(objective.sides)
     with next(objective.parameters()).device:

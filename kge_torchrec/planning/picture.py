@@ -142,7 +142,7 @@ def _draw_panel(axis: Axes, panel: _Panel) -> None:
         top = _draw_column(axis, at, column, highest)
         label, colour = f"{top:.3g}", "black"
         if top > usable:
-            label, colour = f"{top:.3g}\n{top - usable:.3g} too much", _LIMIT
+            label, colour = f"{top:.3g}\n+{top - usable:.3g}", _LIMIT
         axis.text(
             at, top + 0.01 * highest, label, ha="center", va="bottom", fontsize=8, color=colour
         )

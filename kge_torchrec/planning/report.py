@@ -128,8 +128,7 @@ def _traffic(plan: TrainingPlan) -> Rows:
 
 
 def _duplicates(plan: TrainingPlan) -> Iterator[str]:
-    asked = sum(batch.lookups for batch in plan.batches)
-    distinct = sum(batch.distinct for batch in plan.batches)
+    asked, distinct = plan.lookups, plan.distinct
     yield (
         f"a step looks {asked:,} entities up, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / asked:.0%} of them"

@@ -7,6 +7,7 @@ layouts, on the slowest rank.
 
 from __future__ import annotations
 
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.planning.devices import Cluster, Device
 from kge_torchrec.planning.memory import Exchange
 from kge_torchrec.planning.objective_cost import Cost
@@ -23,7 +24,7 @@ from kge_torchrec.planning.workload import Workload
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
 COLLECTIVES = 6  # sizes, lengths, ids, rows, gradients, dense gradients
 LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
-PYTHON = {"cuda": 2e-3, "cpu": 2e-3}  # of TorchRec's pipeline and the batch's making
+PYTHON = 2e-3  # seconds of TorchRec's pipeline and the batch's making
 
 
 def step_time(
@@ -45,17 +46,21 @@ def step_time(
     sharers = 1 if device.is_cuda else cluster.local_world_size  # a CPU's ranks share its speed
     speed = EFFICIENCY / sharers
     local, values, state = (x * speed for x in _row_speeds(device, form, cache_hits))
+    micro_batches = workload.config.train.accumulation
     each, row = STATE_NUMBERS[form.optimizer]
     row_bytes, state_bytes = columns * form.value_bytes, form.state_bytes * (each * columns + row)
     out_bytes = 4 * columns  # rows out and gradients in are float32
     times = {
         "lookup": exchange.asked * (row_bytes / values + out_bytes / local),
-        "scoring": cost.flops / (device.flops * speed)
-        + cost.moved_bytes / (device.memory_bandwidth * speed),
+        "scoring": micro_batches
+        * (
+            cost.flops / (_flops(device, workload.config.train) * speed)
+            + cost.moved_bytes / (device.memory_bandwidth * speed)
+        ),
         # Gradients are read; values and state read and written.
         "table optimizer": exchange.asked
         * (out_bytes / local + 2 * row_bytes / values + 2 * state_bytes / state),
-        "starting operations": cost.operations * device.launch + PYTHON[device.kind],
+        "starting operations": micro_batches * (cost.operations * device.launch + PYTHON),
     }
     if form.kernel == DENSE:  # the whole table and its gradient, every step
         numbers = workload.num_entities * workload.dim
@@ -73,8 +78,17 @@ def step_time(
             times[name] = seconds
     if cluster.world_size > 1:
         where = "between" if cluster.hosts > 1 else "within"
-        times["starting collectives"] = COLLECTIVES * LATENCY[where]
+        times["starting collectives"] = micro_batches * COLLECTIVES * LATENCY[where]
     return times
+
+
+def _flops(device: Device, train: TrainConfig) -> float:
+    """Of products in the precision that they are computed in; TF32 is half as fast as 16 bits."""
+    if train.precision != "fp32":
+        return device.flops_16bit
+    return (
+        max(device.flops, device.flops_16bit / 2) if train.tf32 and device.is_cuda else device.flops
+    )
 
 
 def _row_speeds(device: Device, form: TableForm, cache_hits: float) -> tuple[float, float, float]:

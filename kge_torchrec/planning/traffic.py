@@ -2,8 +2,8 @@
 
 What is sent is what TorchRec's sequence embeddings send: the ids to the ranks that hold their rows
 (int64, with their number for each rank), rows back (float32 whatever the table's type), gradients
-of rows home (float32); and the dense gradients' all-reduce, as a ring.  Bytes a rank keeps for
-itself are not sent.
+of rows home (float32); and the dense parameters' collectives, as rings.  Bytes a rank keeps for
+itself are not sent.  Every micro-batch of a step has ids, rows and gradients of its own.
 
 Rows are taken to be asked of the ranks in proportion to the rows that they hold.
 """
@@ -16,8 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.dense_layout import DenseLayout
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.memory import Exchange
+from kge_torchrec.planning.ring import Ring
 from kge_torchrec.planning.shards import Shard
 from kge_torchrec.planning.workload import Workload
 
@@ -73,11 +75,15 @@ def traffic(
     between = {kind: zero.copy() for kind in KINDS}
     if choice.sharding == "data_parallel":
         table = 4 * workload.num_entities * workload.dim
-        _add_ring(cluster, table, within["gradients"], between["gradients"])
+        ring = Ring(cluster, np.arange(cluster.world_size))
+        ring.all_reduce(table, within["gradients"], between["gradients"])
     else:
         for group in groups(cluster, choice):
             _add_lookup(cluster, shards, workload, wanted, group, within, between)
-    _add_dense(cluster, choice, 4 * workload.dense_parameters, within, between)
+    dense = DenseLayout.of(workload.config.dense, cluster)
+    micro_batches = workload.config.train.accumulation
+    numbers = workload.dense_parameters
+    dense.send(numbers, cluster, micro_batches, within["dense"], between["dense"])
     if choice.replicas > 1:
         _add_replicas(cluster, choice, table_bytes, within, between)
     return Traffic(within, between)
@@ -109,7 +115,8 @@ def _add_lookup(cluster, shards, workload, wanted, group, within, between) -> No
         peers = _others(hosts, np.ones(len(group)), away)
         asked = _others(hosts, ids, away)
         answered = _others(hosts, numbers, away)
-        out["ids"][group] += 8 * (wanted * asked + _COUNTS * peers)
+        counts = _COUNTS * workload.config.train.accumulation * peers
+        out["ids"][group] += 8 * (wanted * asked + counts)
         out["gradients"][group] += 4 * wanted * answered
         out["rows"][group] += 4 * numbers * _others(hosts, wanted, away)
 
@@ -120,37 +127,9 @@ def _others(hosts: np.ndarray, values: np.ndarray, away: bool) -> np.ndarray:
     return values.sum() - of_host if away else of_host - values
 
 
-def _add_ring(cluster: Cluster, size: float, within: np.ndarray, between: np.ndarray) -> None:
-    """An all-reduce of ``size`` bytes in a ring over all ranks, host after host."""
-    world = cluster.world_size
-    sent = 2 * (world - 1) / world * size
-    leaves = np.zeros(world, dtype=bool)
-    if cluster.hosts > 1:
-        leaves[cluster.local_world_size - 1 :: cluster.local_world_size] = True
-    within += np.where(leaves, 0, sent)
-    between += np.where(leaves, sent, 0)
-
-
-def _add_dense(cluster: Cluster, choice: Choice, size: float, within, between) -> None:
-    """Dense gradients: a ring; for FSDP the parameters' all-gather and a reduce-scatter.
-
-    Those send as much as an all-reduce.  Hybrid sharding does so within the host and then
-    all-reduces its share between hosts.
-    """
-    if choice.dense != "hybrid" or cluster.hosts == 1:
-        _add_ring(cluster, size, within["dense"], between["dense"])
-        return
-    local, hosts = cluster.local_world_size, cluster.hosts
-    within["dense"] += 2 * (local - 1) / local * size
-    between["dense"] += 2 * (hosts - 1) / hosts * size / local
-
-
 def _add_replicas(cluster: Cluster, choice: Choice, table_bytes, within, between) -> None:
     """The mean over replicas, values and optimizer state, spread over the steps between."""
-    replicas = choice.replicas
-    size = cluster.world_size // replicas
-    sent = 2 * (replicas - 1) / replicas * table_bytes / choice.sync_every
-    for rank in range(cluster.world_size):
-        peer = (rank + size) % cluster.world_size
-        away = cluster.host_of(peer) != cluster.host_of(rank)
-        (between if away else within)["replicas"][rank] += sent[rank]
+    peers = np.arange(cluster.world_size).reshape(choice.replicas, -1).T
+    for group in peers:
+        size = table_bytes[group[0]] / choice.sync_every
+        Ring(cluster, group).all_reduce(size, within["replicas"], between["replicas"])

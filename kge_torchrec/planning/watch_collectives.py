@@ -12,8 +12,9 @@ class WatchCollectives(TorchDispatchMode):
     """Counts inside its block, on the thread that trains; DDP's own collectives pass by as well.
 
     sent: bytes by the planner's kinds, without what the rank keeps for itself.  All-to-alls of
-    int64 are ids; of float32, gradients in backward and rows else.  An all-reduce counts as a
-    ring: 2 (W - 1) / W of its size.
+    int64 are ids; of float32, gradients in backward and rows else.  Other collectives count as
+    rings: an all-reduce of n ranks sends 2 (n - 1) / n of its size, an all-gather or a
+    reduce-scatter half of that.
 
     Raises NotImplementedError for a collective that a training step does not use.
     """
@@ -38,9 +39,18 @@ class WatchCollectives(TorchDispatchMode):
                 self.sent["gradients" if backward else "rows"] += self._others(sent, splits)
         elif operation is torch.ops.c10d.allreduce_:
             size = sum(tensor.numel() * tensor.element_size() for tensor in args[0])
-            self.sent["dense"] += 2 * (self._world - 1) / self._world * size
+            self._ring(2, size, args[1])
+        elif operation is torch.ops.c10d._allgather_base_:
+            self._ring(1, args[0].numel() * args[0].element_size(), args[2])
+        elif operation is torch.ops.c10d._reduce_scatter_base_:
+            self._ring(1, args[1].numel() * args[1].element_size(), args[2])
         elif operation is not torch.ops.c10d.barrier:
             raise NotImplementedError(f"{operation} is not counted")
+
+    def _ring(self, rounds: int, size: int, group) -> None:
+        """``rounds`` times n - 1 of n parts of ``size`` bytes, over n ranks."""
+        count = dist.ProcessGroup.unbox(group).size()
+        self.sent["dense"] += rounds * (count - 1) / count * size
 
     def _others(self, sent: Tensor, splits: list[int]) -> int:
         """Bytes of an all-to-all's input that go to other ranks."""

@@ -21,7 +21,7 @@ from kge_torchrec.planning.popularity import Popularity
 
 @dataclass(frozen=True)
 class RankBatch:
-    """One rank's share of a step."""
+    """One rank's share of a step, or of a micro-batch."""
 
     chunks: int  # C
     triples: int  # b, padding included
@@ -52,9 +52,8 @@ class Workload:
     num_triples: int
     build_objective: Callable[[Config, int], Objective]
     popularity: Popularity
-    _objectives: dict[str, Objective] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    costs: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
+    _objectives: dict = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):
@@ -91,13 +90,19 @@ class Workload:
         negatives = self.config.negatives
         return negatives.degree_power if negatives.sampling == "degree" else None
 
-    def batches(self, world_size: int) -> list[RankBatch]:
-        """Every rank's share of a full batch."""
+    def batches(self, world_size: int) -> list[list[RankBatch]]:
+        """Every rank's share of a full batch, in its micro-batches."""
+        parts = self._shares(world_size * self.config.train.accumulation)
+        count = self.config.train.accumulation
+        return [parts[rank * count : (rank + 1) * count] for rank in range(world_size)]
+
+    def _shares(self, count: int) -> list[RankBatch]:
+        """A full batch dealt to ``count`` ranks or micro-batches of ranks."""
         negatives, cached = self.config.negatives, {}
         chunk_size = negatives.chunk_size or self.batch_size
         batches = []
-        for rank in range(world_size):
-            share = share_of(self.batch_size, chunk_size, rank, world_size)
+        for number in range(count):
+            share = share_of(self.batch_size, chunk_size, number, count)
             key = (*share.positions.shape, int(share.counted.sum()))
             if key not in cached:
                 cached[key] = self._batch(*key)
@@ -114,6 +119,8 @@ class Workload:
         if device not in self._objectives:
             with torch.device(device):
                 objective = self.build_objective(self.config, self.num_relations)
+            if device == "meta":  # which knows no autocast: float32 is the larger
+                objective.precision = torch.float32
             for parameter in objective.parameters():
                 parameter.data.zero_()
             self._objectives[device] = objective
@@ -132,6 +139,12 @@ class Workload:
         """The same with another table optimizer."""
         return replace(
             self, config=replace(self.config, train=replace(self.config.train, optimizer=name))
+        )
+
+    def with_dense_wrapper(self, name: str) -> Workload:
+        """The same with another wrapper of the dense parameters."""
+        return replace(
+            self, config=replace(self.config, dense=replace(self.config.dense, wrapper=name))
         )
 
     def with_batch_size(self, size: int) -> Workload:

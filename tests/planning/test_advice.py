@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 
 import pytest
-from planned_runs import clustered, freebase, planned, workload
+from planned_runs import freebase, planned, workload
 
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.choice import Choice
@@ -94,10 +94,10 @@ def test_a_batch_that_is_too_large():
 
 def test_dense_parameters_without_room_for_the_table():
     work = workload(1000, relations=8 * 10**6, model__dim=64, train__optimizer="adam")
-    plan = planned(work, "4xT4", dense="ddp")
+    plan = planned(work, "4xT4")
     assert not plan.fits
-    assert found(advise(plan), "dense fsdp")
-    assert not clustered("4xT4").device.memory > plan.total(0).device
+    sharded = found(advise(plan), "dense.wrapper fsdp")
+    assert sharded.fits == planned(work.with_dense_wrapper("fsdp"), "4xT4").fits
 
 
 def test_uvm_is_not_advised_where_main_memory_is_too_small():

@@ -74,8 +74,8 @@ def test_devices_of_a_file(tmp_path):
         """
         MI300X: {like: H200, memory_gib: 191.5, memory_gb_per_s: 5300}
         Own-10GB: {kind: cuda, memory_gib: 10, memory_gb_per_s: 1, gather_gb_per_s: 1, tflops: 2,
-                   host_link_gb_per_s: 1, within_host_gb_per_s: 1, between_hosts_gb_per_s: 1,
-                   host_memory_gib: 8, launch_us: 5}
+                   tflops_16bit: 4, host_link_gb_per_s: 1, within_host_gb_per_s: 1,
+                   between_hosts_gb_per_s: 1, host_memory_gib: 8, launch_us: 5}
         """
     )
     known = read_devices(file)

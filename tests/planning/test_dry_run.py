@@ -14,6 +14,7 @@ from kge_torchrec.planning.describe import GIB
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.dry_run import alternatives, plan_training
 from kge_torchrec.planning.memory import PARTS
+from kge_torchrec.planning.table_memory import Bytes
 
 
 def test_freebase_at_100_fits_one_h200():
@@ -109,15 +110,38 @@ def test_uvm_is_limited_by_main_memory():
 
 
 def test_fsdp_splits_the_dense_part():
-    work = workload(1000, relations=10**6, model__dim=64, train__optimizer="adam")
-    whole, split, hybrid = (
-        planned(work, "8xH100", 2, dense=dense).memory[0]["dense parameters"].device
-        for dense in ("ddp", "fsdp", "hybrid")
-    )
+    keys = {"model__dim": 64, "train__optimizer": "adam"}
     numbers = 2 * 10**6 * 64  # reciprocal
-    assert whole == 4 * numbers * 4
-    assert split == 4 * (numbers * 4 // 8 + numbers)
-    assert split < hybrid < whole
+
+    def dense(**more):
+        plan = planned(workload(1000, 10**6, **keys, **more), "8xH100", 2)
+        return plan.memory[0]["dense parameters"]
+
+    assert dense() == Bytes(device=4 * numbers * 4)
+    assert dense(dense__wrapper="fsdp") == Bytes(device=4 * (numbers * 4 // 8 + 2 * numbers))
+    assert dense(dense__wrapper="hybrid") == Bytes(device=4 * (numbers * 4 // 4 + 2 * numbers))
+    offloaded = dense(dense__wrapper="fsdp", dense__cpu_offload=True)
+    assert offloaded == Bytes(device=4 * 2 * numbers, main=4 * numbers * 4 // 8)
+
+
+def test_micro_batches_need_less_and_look_more_up():
+    keys = {"train__batch_size": 4096, "negatives__count": 512}
+    whole = planned(workload(10**6, triples=10**6, **keys), "2xCPU")
+    cut = planned(workload(10**6, triples=10**6, train__accumulation=4, **keys), "2xCPU")
+    assert len(cut.batches[0]) == 4
+    assert cut.memory[0]["activations"].main < 0.4 * whole.memory[0]["activations"].main
+    assert cut.lookups == whole.lookups + 3 * 2 * 2 * 512
+    assert cut.traffic.total("dense") == whole.traffic.total("dense")
+
+
+def test_16_bit_products_are_faster_on_gpus():
+    keys = {"train__batch_size": 65536, "negatives__count": 8192, "model__dim": 512}
+    plain, half, tf32 = (
+        planned(workload(10**6, triples=10**6, **keys, **more), "1xH100")
+        for more in ({}, {"train__precision": "bf16"}, {"train__tf32": True})
+    )
+    assert half.times["scoring"] < tf32.times["scoring"] < plain.times["scoring"]
+    assert any("float32" in note for note in half.notes)
 
 
 def test_alternatives_are_sorted_and_include_what_does_not_fit():
@@ -146,6 +170,13 @@ def test_alternatives_are_sorted_and_include_what_does_not_fit():
         ("8xH100", {"cache_ratio": 1.0}, {}, r"cache_ratio must be in \(0, 1\)"),
         ("8xH100", {"reserve": 1.0}, {}, "reserve must be in"),
         ("8xH100", {"sync_every": 0}, {}, "sync_every must be an integer >= 1"),
+        ("8xH100", {}, {"dense__wrapper": "none"}, "dense.wrapper none is of one rank, not of 8"),
+        (
+            "8xH100",
+            {},
+            {"dense__wrapper": "hybrid", "dense__replicas": 3},
+            "8 ranks cannot be dealt to 3 groups",
+        ),
     ],
 )
 def test_what_cannot_be(devices, choice, keys, said):

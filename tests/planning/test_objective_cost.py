@@ -14,7 +14,7 @@ from kge_torchrec.planning.objective_cost import objective_cost
 def cost(is_cuda: bool = True, world_size: int = 1, **keys):
     keys = {"train__batch_size": 64, "negatives__count": 32, "model__dim": 16, **keys}
     work = workload(**keys)
-    return objective_cost(work, work.batches(world_size)[0], is_cuda)
+    return objective_cost(work, work.batches(world_size)[0][0], is_cuda)
 
 
 def test_matrix_products_of_a_dot_scorer():
@@ -66,7 +66,7 @@ def test_large_batches_are_extended_from_smaller_ones(monkeypatch, chunk_size, s
 
 def test_a_rank_without_triples_costs_nothing():
     work = workload(triples=2, train__batch_size=2)
-    empty = next(b for b in work.batches(4) if not b.positives)
+    empty = next(b for (b,) in work.batches(4) if not b.positives)
     assert objective_cost(work, empty, True).peak_bytes == 0
 
 

@@ -42,10 +42,27 @@ def sent(config) -> dict:
 SHARED = {"negatives__count": 64}
 CHUNKS = {"negatives__count": 8, "negatives__chunk_size": 32, "train__pipeline": "loop"}
 DUPLICATES = {**SHARED, "negatives__sampling": "degree", "entities__deduplicate": False}
+FSDP = {**SHARED, "dense__wrapper": "fsdp"}
+HYBRID = {
+    **SHARED,
+    "dense__wrapper": "hybrid",
+    "dense__replicas": 2,
+    "dense__sharding": "grad_op",
+    "train__accumulation": 2,
+}
 
 
 @pytest.mark.parametrize(
-    ("world_size", "keys"), [(1, SHARED), (2, SHARED), (4, SHARED), (4, CHUNKS), (2, DUPLICATES)]
+    ("world_size", "keys"),
+    [
+        (1, SHARED),
+        (2, SHARED),
+        (4, SHARED),
+        (4, CHUNKS),
+        (2, DUPLICATES),
+        (2, FSDP),
+        (4, HYBRID),
+    ],
 )
 def test_what_collectives_carry(tmp_path, world_size, keys):
     """Within 5 % for every kind, summed over ranks."""
@@ -82,7 +99,7 @@ def test_a_table_on_one_rank_answers_all_others():
     plan = planned(workload(8000, model__dim=64), "4xH100", sharding="table_wise")
     rows = plan.traffic.within["rows"]
     assert np.count_nonzero(rows) == 1
-    others = sum(batch.distinct for batch in plan.batches[1:])
+    others = sum(batch.distinct for (batch,) in plan.batches[1:])
     assert rows.sum() == pytest.approx(others * 64 * 4)
 
 
