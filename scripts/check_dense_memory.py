@@ -1,0 +1,117 @@
+"""Memory a rank of a scorer with 50 million dense parameters, by wrapper and number of ranks.
+
+python scripts/check_dense_memory.py [--ranks 1 2 4] [--wrappers ddp fsdp]
+
+TuckER with 368 numbers an entity and a relation has a core of 368^3 parameters; Adam keeps two
+more numbers of each.  Every world trains a few steps on gloo ranks of one thread.  One line a
+figure: MiB of parameters, gradients and optimizer state on the largest rank; and the memory of its
+process when the steps are done, less that of a process before it built the model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+HERE = Path(__file__).resolve()
+DIM, ENTITIES, RELATIONS, STEPS = 368, 1000, 20, 3
+
+
+def rank_memory(wrapper: str) -> dict[str, float]:
+    """Bytes of this rank: "held" by tensors, "process" of the process beyond its start."""
+    import torch
+    from torch.distributed.tensor import DTensor
+
+    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.data.batches import BatchBuilder
+    from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.environment import set_threads
+    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.training.assembly import build_engine
+    from kge_torchrec.training.steps import build_pipeline
+
+    set_threads(1, 1)
+    settings = {
+        "model.scorer": "tucker",
+        "model.dim": DIM,
+        "model.init_scale": 0.01,
+        "train.optimizer": "adam",
+        "train.lr": 0.001,
+        "dense.wrapper": wrapper,
+    }
+    stream = np.random.default_rng(0)
+    columns = [stream.integers(n, size=STEPS * 64) for n in (ENTITIES, RELATIONS, ENTITIES)]
+    triples = np.stack(columns, 1).astype(np.int32)
+    with processes("cpu") as ranks:
+        base = resident()
+        config = load_config(None, settings)
+        graph = SimpleNamespace(num_entities=ENTITIES, num_relations=RELATIONS)
+        engine = build_engine(config, graph, ranks)
+        batches = BatchBuilder(triples, 64, NegativeSampler(ENTITIES, 16, 0), rank=ranks.rank,
+                               world_size=ranks.world_size).epoch(0)  # fmt: skip
+        pipeline = build_pipeline(config.train, engine, ranks.device)
+        for _ in range(STEPS):
+            pipeline.progress(batches)
+        states = engine.optimizer.state
+        held = 0
+        for parameter in engine.dense.parameters():
+            for tensor in (parameter, parameter.grad, *states[parameter].values()):
+                local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+                held += local.nbytes
+        gc.collect()
+        mine = torch.tensor([held, resident() - base], dtype=torch.float64)
+        torch.distributed.all_reduce(mine, op=torch.distributed.ReduceOp.MAX)
+    return {"held": float(mine[0]), "process": float(mine[1])}
+
+
+def resident() -> int:
+    """Bytes resident now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def world_memory(ranks: int, wrapper: str) -> dict[str, float]:
+    """Runs a world of this file; the largest rank's bytes."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    workers = []
+    for rank in range(ranks):
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks,
+                 "MASTER_ADDR": "localhost", "MASTER_PORT": port}  # fmt: skip
+        environment = os.environ | {key: str(value) for key, value in place.items()}
+        command = [sys.executable, str(HERE), "--worker", wrapper]
+        workers.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+        )
+    outputs = [worker.communicate()[0] for worker in workers]
+    if any(worker.returncode for worker in workers):
+        raise SystemExit(f"a rank of {wrapper} on {ranks} ranks failed")
+    return json.loads(outputs[0].splitlines()[-1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--wrappers", nargs="+", default=["ddp", "fsdp"])
+    options = parser.parse_args()
+    for wrapper in options.wrappers:
+        for ranks in options.ranks:
+            found = world_memory(ranks, wrapper)
+            for kind, size in found.items():
+                print(f"{kind}_{wrapper}_{ranks} {size / 2**20:.1f} MiB", flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--worker"]:
+        print(json.dumps(rank_memory(sys.argv[2])))
+    else:
+        main()
