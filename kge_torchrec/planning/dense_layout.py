@@ -49,12 +49,12 @@ class DenseLayout:
     def memory(self, numbers: int, optimizer: str, is_cuda: bool) -> Bytes:
         """A rank's parameters, gradients and optimizer state of P numbers, all float32.
 
-        DDP's buckets are views of the gradients.  FSDP gathers whole parameters, and puts whole
-        gradients together to scatter them.
+        DDP's buckets are views of the gradients.  FSDP gathers whole parameters; the whole
+        gradients that it scatters are among the activations, as backward makes them.
         """
         each = 4 * (2 + dense_state_numbers(optimizer))
         kept = -(-numbers // self.splits) * each
-        whole = 2 * 4 * numbers if self.is_sharded else 0
+        whole = 4 * numbers if self.is_sharded else 0
         if not is_cuda:
             return Bytes(main=kept + whole)
         return Bytes(device=whole, main=kept) if self.offload else Bytes(device=kept + whole)

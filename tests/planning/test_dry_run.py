@@ -118,10 +118,10 @@ def test_fsdp_splits_the_dense_part():
         return plan.memory[0]["dense parameters"]
 
     assert dense() == Bytes(device=4 * numbers * 4)
-    assert dense(dense__wrapper="fsdp") == Bytes(device=4 * (numbers * 4 // 8 + 2 * numbers))
-    assert dense(dense__wrapper="hybrid") == Bytes(device=4 * (numbers * 4 // 4 + 2 * numbers))
+    assert dense(dense__wrapper="fsdp") == Bytes(device=4 * (numbers * 4 // 8 + numbers))
+    assert dense(dense__wrapper="hybrid") == Bytes(device=4 * (numbers * 4 // 4 + numbers))
     offloaded = dense(dense__wrapper="fsdp", dense__cpu_offload=True)
-    assert offloaded == Bytes(device=4 * 2 * numbers, main=4 * numbers * 4 // 8)
+    assert offloaded == Bytes(device=4 * numbers, main=4 * numbers * 4 // 8)
 
 
 def test_micro_batches_need_less_and_look_more_up():
