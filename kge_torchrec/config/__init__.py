@@ -111,6 +111,11 @@ class Config:
                 "loss.name: softmax has nothing to learn from the queries without answers that "
                 "negatives.regime allvsall adds; use bce, or kvsall"
             )
+        if self.loss.relation_weight and regime != "1vsall":
+            raise ConfigError(
+                f"loss.relation_weight: queries of negatives.regime {regime} are no single triples "
+                "whose relation could be told; use sampled or 1vsall"
+            )
         if self.negatives.is_full:
             self._check_full(regime)
         if self.negatives.is_full and self.train.pipeline == "sparse_dist":

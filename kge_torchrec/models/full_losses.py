@@ -1,20 +1,21 @@
 """Losses of queries over all entities, in closed form over blocks of scores.
 
-No rank has all scores of a query.  A loss therefore works in two passes: it adds what it needs of
-one block of scores after another to a few numbers a query, which are then joined over the ranks;
-with these it turns every block into the gradient of the loss.
+No rank has all scores of a query.  A loss therefore works in two steps: ``start`` turns a block of
+scores into the loss's slopes but for a factor a query, and tells what it saw of the block;
+``join`` makes of what was seen in all blocks, on all ranks, what one block of all scores would
+have shown; with that ``finish`` makes gradients of the slopes.
 
 Both losses of a query are  normalizer - sum_answers target s - rest sum_all s , where s are its N
 scores, and differ in the normalizer:
 
-    softmax  log sum exp s               cross-entropy against answers alike (LibKGE's KvsAll)
+    softmax  log sum exp s               cross-entropy against its answers alike (LibKGE's KvsAll)
     bce      1/N sum log(1 + exp s)      mean over the N entities, answers being 1 and others 0
 
 Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2 of
 each 0 and 1 for bce (targets 1 - e/2 and e/2), as in the losses over sampled negatives.
 
-Shapes: Q queries, m entities of a block, N entities, M answers of the queries within a block, W
-ranks.
+Shapes: Q queries, m entities of a block, N entities, M answers of the queries within a block, B
+blocks.
 """
 
 from __future__ import annotations
@@ -31,69 +32,66 @@ _CHUNK_SCORES = {"cpu": 1 << 18, "cuda": 1 << 28}
 
 
 class BlockAnswers(NamedTuple):
-    """Where the answers of a block's queries stand; no place occurs twice."""
+    """Where the answers of the queries stand in a block; no place occurs twice."""
 
     query: Tensor  # (M,) int64
     column: Tensor  # (M,) int64, in the block
     share: Tensor  # (M,) one over the number of answers of that query, wherever they are
 
 
-class Seen(NamedTuple):
-    """What a loss needs to know of the scores seen so far, (Q,) each."""
-
-    normalizer: Tensor
-    answers: Tensor  # sum over answers of their share of the target times their score
-    total: Tensor  # sum of all scores; stays 0 without label smoothing
-
-
 class FullLoss(Protocol):
-    """One loss over all entities."""
+    """One loss over all entities.
+
+    ``seen`` is (3, Q): of each query the normalizer, the sum over answers of their target times
+    their score, and the sum of all scores (0 without label smoothing).
+    """
 
     normalizes: bool  # whether the gradient at one entity depends on the scores of all others
 
-    def nothing(self, queries: int, device: torch.device) -> Seen:
-        """Before the first block."""
+    def start(self, scores: Tensor, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
+        """Overwrites scores (Q, m) by slopes.  Returns their log factor (Q,) and what was seen."""
 
-    def add(self, seen: Seen, scores: Tensor, answers: BlockAnswers) -> None:
-        """Adds a block of scores (Q, m) to ``seen``, in place."""
+    def join(self, seen: Tensor) -> Tensor:
+        """What was seen in several blocks, (B, 3, Q), as if they were one: (3, Q)."""
 
-    def join(self, seen: Tensor) -> Seen:
-        """What several ranks saw, (W, 3, Q), as one."""
+    def values(self, seen: Tensor) -> Tensor:
+        """(Q,) the losses, from what was seen of all scores."""
 
-    def values(self, seen: Seen) -> Tensor:
-        """(Q,) the losses, once all scores are seen."""
+    def finish(
+        self, slopes: Tensor, top: Tensor, seen: Tensor | None, answers: BlockAnswers, weight: float
+    ) -> None:
+        """Overwrites slopes (Q, m) by the gradients of the sum of weight times the losses.
 
-    def to_gradient(self, scores: Tensor, seen: Seen, answers: BlockAnswers, weight: float) -> None:
-        """Overwrites scores (Q, m) by the gradient of the sum of weight times the losses."""
+        top: the log factor of these slopes.  seen: of all scores; not read unless ``normalizes``.
+        """
 
 
 class _FullLoss:
     def __init__(self, num_entities: int, label_smoothing: float = 0.0):
         self.num_entities, self.smoothing = num_entities, label_smoothing
 
-    def add(self, seen: Seen, scores: Tensor, answers: BlockAnswers) -> None:
-        if scores.shape[1] == 0:  # a rank may have no entities
-            return
+    def start(self, scores: Tensor, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
+        top, normalizer, of_answers, total = scores.new_zeros(4, scores.shape[0])
+        targets = scores[answers.query, answers.column] * self._target(answers)
+        of_answers.index_add_(0, answers.query, targets)
         for part in _chunks(scores):
-            self._add_normalizer(seen.normalizer[part], scores[part])
             if self.smoothing:
-                seen.total[part] += scores[part].sum(1)
-        of_answers = scores[answers.query, answers.column] * self._target(answers)
-        seen.answers.index_add_(0, answers.query, of_answers)
+                total[part] = scores[part].sum(1)
+            self._to_slopes(scores[part], top[part], normalizer[part])
+        return top, torch.stack([normalizer, of_answers, total])
 
-    def values(self, seen: Seen) -> Tensor:
-        rest = self._rest()
-        return seen.normalizer - seen.answers - (rest * seen.total if rest else 0)
+    def values(self, seen: Tensor) -> Tensor:
+        normalizer, of_answers, total = seen
+        return normalizer - of_answers - self._rest() * total
 
-    def to_gradient(self, scores: Tensor, seen: Seen, answers: BlockAnswers, weight: float) -> None:
-        at_answers = self._target(answers) * weight
-        rest = self._rest() * weight
-        for part in _chunks(scores):
-            self._to_slope(scores[part], seen.normalizer[part], weight)
-            if rest:
-                scores[part].sub_(rest)
+    def finish(
+        self, slopes: Tensor, top: Tensor, seen: Tensor | None, answers: BlockAnswers, weight: float
+    ) -> None:
+        slopes.mul_(self._factor(top, seen)[:, None] * weight)
+        if self.smoothing:
+            slopes.sub_(self._rest() * weight)
         place = answers.query, answers.column
-        scores[place] = scores[place] - at_answers  # no place occurs twice
+        slopes[place] = slopes[place] - self._target(answers) * weight  # no place occurs twice
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         """(M,) the factor of an answer's score."""
@@ -103,11 +101,12 @@ class _FullLoss:
         """The factor of every score, by label smoothing."""
         raise NotImplementedError
 
-    def _add_normalizer(self, normalizer: Tensor, scores: Tensor) -> None:
+    def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
+        """Overwrites all three: the last two, (Q,), are 0 before."""
         raise NotImplementedError
 
-    def _to_slope(self, scores: Tensor, normalizer: Tensor, weight: float) -> None:
-        """Overwrites scores by weight times the normalizer's derivative."""
+    def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
+        """(Q,) the factor of slopes."""
         raise NotImplementedError
 
 
@@ -115,17 +114,14 @@ class FullSoftmax(_FullLoss):
     """Cross-entropy of all entities against the uniform distribution over a query's answers.
 
     With a single answer it is the full softmax of Lacroix et al. (2018).  Every query has answers.
+    Slopes are exp(s - top), top being the largest score of the block.
     """
 
     normalizes = True
 
-    def nothing(self, queries: int, device: torch.device) -> Seen:
-        zeros = torch.zeros(2, queries, device=device)
-        return Seen(torch.full_like(zeros[0], -torch.inf), *zeros)
-
-    def join(self, seen: Tensor) -> Seen:
-        normalizer, answers, total = seen.unbind(1)
-        return Seen(normalizer.logsumexp(0), answers.sum(0), total.sum(0))
+    def join(self, seen: Tensor) -> Tensor:
+        normalizer, of_answers, total = seen.unbind(1)
+        return torch.stack([normalizer.logsumexp(0), of_answers.sum(0), total.sum(0)])
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         return answers.share * (1 - self.smoothing)
@@ -133,23 +129,25 @@ class FullSoftmax(_FullLoss):
     def _rest(self) -> float:
         return self.smoothing / self.num_entities
 
-    def _add_normalizer(self, normalizer: Tensor, scores: Tensor) -> None:
-        torch.logaddexp(normalizer, scores.logsumexp(1), out=normalizer)
+    def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
+        torch.amax(scores, 1, out=top)
+        scores.sub_(top[:, None]).exp_()
+        normalizer.copy_(scores.sum(1).log_().add_(top))
 
-    def _to_slope(self, scores: Tensor, normalizer: Tensor, weight: float) -> None:
-        scores.sub_(normalizer[:, None]).exp_().mul_(weight)
+    def _factor(self, top: Tensor, seen: Tensor) -> Tensor:
+        return torch.exp(top - seen[0])
 
 
 class FullBinaryCrossEntropy(_FullLoss):
-    """Mean over all entities of the logistic loss; a query may have no answer."""
+    """Mean over all entities of the logistic loss; a query may have no answer.
+
+    Slopes are the sigmoids of the scores.
+    """
 
     normalizes = False
 
-    def nothing(self, queries: int, device: torch.device) -> Seen:
-        return Seen(*torch.zeros(3, queries, device=device))
-
-    def join(self, seen: Tensor) -> Seen:
-        return Seen(*seen.sum(0))
+    def join(self, seen: Tensor) -> Tensor:
+        return seen.sum(0)
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         return torch.full_like(answers.share, (1 - self.smoothing) / self.num_entities)
@@ -157,11 +155,12 @@ class FullBinaryCrossEntropy(_FullLoss):
     def _rest(self) -> float:
         return self.smoothing / (2 * self.num_entities)
 
-    def _add_normalizer(self, normalizer: Tensor, scores: Tensor) -> None:
-        normalizer += softplus(scores).sum(1) / self.num_entities
+    def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
+        normalizer.copy_(softplus(scores).sum(1).div_(self.num_entities))
+        scores.sigmoid_()
 
-    def _to_slope(self, scores: Tensor, normalizer: Tensor, weight: float) -> None:
-        scores.sigmoid_().mul_(weight / self.num_entities)
+    def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
+        return torch.full_like(top, 1 / self.num_entities)
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

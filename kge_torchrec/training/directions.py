@@ -5,7 +5,7 @@ Shapes: q queries, M answers on this rank, m rows of a block, D numbers a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -86,9 +86,9 @@ class Direction:
         arrays = self._query[found], column, self._share[found]
         return BlockAnswers(*(torch.from_numpy(x).to(self.device) for x in arrays))
 
-    def touched(self, block: range) -> Iterator[tuple[Tensor, Tensor | float]]:
-        """Places in a block of anchors and of answers, and how much each counts in its query."""
+    def touched(self, block: range) -> tuple[Tensor, Tensor]:
+        """Places in a block of anchors and answers, and how much each counts in its query."""
         found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
-        yield torch.from_numpy(self._anchor[found] - block.start).to(self.device), 1.0
-        _, column, share = self.answers(block)
-        yield column, share
+        anchor = torch.from_numpy(self._anchor[found] - block.start).to(self.device)
+        _, answer, share = self.answers(block)
+        return torch.cat([anchor, answer]), torch.cat([share.new_ones(len(anchor)), share])

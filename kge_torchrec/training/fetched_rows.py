@@ -37,8 +37,7 @@ class FetchedRows:
         position = np.flatnonzero((every >= start) & (every < stop))
         # Rows of this shard whose gradient is not complete before all blocks are done.
         self._held, inverse = np.unique(every[position] - start, return_inverse=True)
-        self._position = torch.from_numpy(position).to(self.device)
-        self._inverse = torch.from_numpy(inverse).to(self.device)
+        self._position, self._inverse = self._on_device(position), self._on_device(inverse)
         self._gradients = torch.zeros(len(self._held), shard.dim, device=self.device)
         self.rows = self._fetch(shard, len(every)).requires_grad_()
         with torch.enable_grad():
@@ -48,8 +47,7 @@ class FetchedRows:
 
     def _fetch(self, shard: EntityShard, count: int) -> Tensor:
         out = torch.zeros(count, shard.dim, device=self.device)
-        held = torch.from_numpy(self._held).to(self.device)
-        own = shard.rows.detach().index_select(0, held).float()
+        own = shard.rows.detach().index_select(0, self._on_device(self._held)).float()
         out.index_copy_(0, self._position, own.index_select(0, self._inverse))
         return _summed(out)
 
@@ -59,10 +57,10 @@ class FetchedRows:
         low, high = np.searchsorted(self._held, (block.start, block.stop))
         if low < high:
             held = self._held[low:high] - block.start
-            self._gradients[low:high] = grad[torch.from_numpy(held).to(self.device)]
+            self._gradients[low:high] = grad.index_select(0, self._on_device(held))
             rows = np.delete(rows, held)
-            grad = grad[torch.from_numpy(rows - block.start).to(self.device)]
-        return RowGradients(torch.from_numpy(rows).to(self.device), grad, None, True)
+            grad = grad.index_select(0, self._on_device(rows - block.start))
+        return RowGradients(self._on_device(rows), grad, None, True)
 
     def add(self, grad: Tensor) -> None:
         """Adds gradients (F, D) of ``rows``, which are this rank's part.  Collective."""
@@ -71,8 +69,10 @@ class FetchedRows:
 
     def gradients(self) -> RowGradients:
         """Of the fetched rows that live here."""
-        held = torch.from_numpy(self._held).to(self.device)
-        return RowGradients(held, self._gradients, None, True)
+        return RowGradients(self._on_device(self._held), self._gradients, None, True)
+
+    def _on_device(self, places: np.ndarray) -> Tensor:
+        return torch.from_numpy(places).to(self.device)
 
 
 def _summed(x: Tensor) -> Tensor:

@@ -3,11 +3,11 @@
 Every rank scores its own rows for all queries of the step:
 
     fetch   rows of the anchors come from their owners to every rank; queries are folded once
-    look    scores of the own rows, block by block: what the loss needs of them, over all ranks
-    turn    every block of scores becomes gradients: of its rows, and of the queries
+    start   scores of the own rows, block by block; what the loss saw is joined over all ranks
+    finish  every block of scores becomes gradients: of its rows, and of the queries
     home    gradients of fetched rows and of dense parameters are summed over the ranks
 
-Scores stay in memory from look to turn where they fit, and are computed again where they do not:
+Scores stay in memory from start to finish where they fit, and are computed again where they do not:
 no rank ever holds all rows, all scores or all row gradients of a large table.  Rows step as soon as
 their gradient is known; fetched ones, which get some from every block, step last.
 
@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from kge_torchrec.data.queries import QueryBatch
 from kge_torchrec.entities.contract import EntityEngine, EntityShard
 from kge_torchrec.entities.row_gradients import RowGradients
-from kge_torchrec.models.full_losses import BlockAnswers, FullLoss, Seen
-from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.full_losses import BlockAnswers, FullLoss
 from kge_torchrec.models.relation_prediction import relation_prediction
 from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training.directions import Direction, directed
@@ -60,7 +59,7 @@ class FullCandidates:
         self.engine, self.loss, self.device = engine, loss, device
         default = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
         self.kept_bytes, self.block_bytes = kept_bytes, block_bytes or default
-        self.objective = next(m for m in engine.model.modules() if isinstance(m, Objective))
+        self.objective = engine.knowledge.objective
         self.scorer: QueryScorer = self.objective.scorer
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
@@ -96,14 +95,14 @@ class FullCandidates:
             yield
 
 
-class _Scored(NamedTuple):
-    """A block of rows with its scores, one entry a direction, and the penalty on its rows."""
+class _Block(NamedTuple):
+    """A block of rows, scored; lists have an entry a direction."""
 
-    block: range
+    places: range  # of its rows in the shard
     rows: Tensor  # (m, D)
-    scores: list[Tensor]  # (queries of the direction, m) each
+    scores: list[Tensor]  # (q, m), with their graph, but overwritten by slopes
+    tops: list[Tensor]  # (q,) log factors of the slopes
     answers: list[BlockAnswers]
-    penalty: Tensor | None
 
 
 class _Step:
@@ -121,26 +120,24 @@ class _Step:
         with torch.enable_grad(), trainer.drawing(batch.seed):
             for direction, anchors in zip(self.directions, self.fetched.anchors, strict=True):
                 direction.fold(self.scorer, anchors)
-        self.seen: list[Seen] = [
-            self.loss.nothing(d.relation.numel(), shard.rows.device) for d in self.directions
-        ]
+        self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
+        self.joined: Tensor | None = None  # (3, Q) of all blocks of all ranks
         self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
         self.dense = [torch.zeros_like(p) for p in trainer.parameters]
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
         blocks = self.trainer.blocks(len(self.shard.rows), self.batch.queries)
-        kept = self._score(blocks[0]) if len(blocks) == 1 else None
-        if self.loss.normalizes:
-            for block in blocks:
-                self._look(kept or self._score(block, graph=False))
+        if self.loss.normalizes and len(blocks) > 1:  # scores are computed twice
+            for places in blocks:
+                self._start(places, graph=False)
             self._join()
-        for block in blocks:
-            scored = kept or self._score(block)
-            if not self.loss.normalizes:
-                self._look(scored)
-            yield self.fetched.hold_back(block, self._turn(scored))
-        if not self.loss.normalizes:
+        for places in blocks:
+            block = self._start(places)
+            if len(blocks) == 1:
+                self._join()
+            yield self.fetched.hold_back(places, self._finish(block))
+        if self.joined is None:
             self._join()
         self._backward_of_queries()
         yield self.fetched.gradients()
@@ -159,65 +156,68 @@ class _Step:
 
         Every rank knows the loss of all candidates, and its own part of all else.
         """
-        losses = sum(self.loss.values(seen).sum() for seen in self.seen)
-        return losses * self.weight + self.auxiliary * self.world
+        return self.loss.values(self.joined).sum() * self.weight + self.auxiliary * self.world
 
     @property
     def _relation_weight(self) -> float:
         return self.trainer.objective.relation_weight
 
-    def _score(self, block: range, graph: bool = True) -> _Scored:
-        """Scores of a block of rows; with ``graph`` to be differentiated."""
-        seed = self.batch.seed + 1 + self.shard.first_row + block.start
+    def _start(self, places: range, graph: bool = True) -> _Block:
+        """Scores a block of rows; with ``graph`` to be differentiated."""
+        seed = self.batch.seed + 1 + self.shard.first_row + places.start
         with torch.set_grad_enabled(graph), self.trainer.drawing(seed):
-            rows = self.shard.rows[block.start : block.stop].detach().float()
+            rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
             entities = self.scorer.entity(rows)
             scores = [direction.scores(self.scorer, entities) for direction in self.directions]
-            penalty = self._penalty_on_rows(block, rows) if graph else None
-        answers = [direction.answers(block) for direction in self.directions]
-        return _Scored(block, rows, scores, answers, penalty)
-
-    def _penalty_on_rows(self, block: range, rows: Tensor) -> Tensor | None:
-        """Of anchors and answers, each by its owner."""
-        if not self.penalties.any:
-            return None
-        total = rows.new_zeros(())
-        for direction in self.directions:
-            for row, weight in direction.touched(block):
-                penalty = self.penalties.of(rows.index_select(0, row), self.scorer.is_complex)
-                total = total + (penalty * weight).sum()
-        return total * self.weight
-
-    def _look(self, scored: _Scored) -> None:
-        for seen, scores, answers in zip(self.seen, scored.scores, scored.answers, strict=True):
-            self.loss.add(seen, scores.detach(), answers)
+        answers = [direction.answers(places) for direction in self.directions]
+        # Scores are overwritten: nothing needs them any more, not even their own graph.
+        started = [self.loss.start(x.detach(), a) for x, a in zip(scores, answers, strict=True)]
+        if self.joined is None:
+            self.seen.append(torch.cat([seen for _, seen in started], 1))
+        return _Block(places, rows, scores, [top for top, _ in started], answers)
 
     def _join(self) -> None:
         """Makes of what this rank has seen what all have seen, by one collective."""
-        mine = torch.cat([torch.stack(seen) for seen in self.seen], 1)  # (3, Q)
-        every = mine[None]
-        if self.world > 1:
-            every = mine.new_empty(self.world, *mine.shape)
-            dist.all_gather(list(every.unbind()), mine)
-        sizes = [direction.relation.numel() for direction in self.directions]
-        self.seen = [self.loss.join(part) for part in every.split(sizes, 2)]
+        queries, device = self.batch.queries, self.shard.rows.device
+        mine = self.loss.join(torch.stack(self.seen)) if self.seen else None
+        if self.world == 1:
+            self.joined = mine
+            return
+        if mine is None:  # a rank without rows
+            mine = torch.zeros(3, queries, device=device)
+            mine[0] = -torch.inf if self.loss.normalizes else 0
+        every = mine.new_empty(self.world, 3, queries)
+        dist.all_gather(list(every.unbind()), mine)
+        self.joined = self.loss.join(every)
 
-    def _turn(self, scored: _Scored) -> Tensor:
+    def _finish(self, block: _Block) -> Tensor:
         """(m, D) gradients of a block's rows; those of queries and parameters are added up."""
-        slopes = [scores.detach() for scores in scored.scores]
-        for seen, slope, answers in zip(self.seen, slopes, scored.answers, strict=True):
-            self.loss.to_gradient(slope, seen, answers, self.weight)  # in place of the scores
-        outputs = list(scored.scores)
-        if scored.penalty is not None:
-            self.auxiliary = self.auxiliary + scored.penalty.detach()
-            outputs.append(scored.penalty)
-            slopes.append(torch.ones_like(scored.penalty))
+        slopes = [scores.detach() for scores in block.scores]
+        seen = [None] * len(slopes)
+        if self.joined is not None:
+            seen = self.joined.split([len(x) for x in slopes], 1)
+        for direction in zip(slopes, block.tops, seen, block.answers, strict=True):
+            self.loss.finish(*direction, self.weight)
         folded = [x for direction in self.directions for x in direction.folded]
-        (of_rows,), of_folded = self._differentiate(outputs, slopes, [scored.rows], folded)
+        (of_rows,), of_folded = self._differentiate(block.scores, slopes, [block.rows], folded)
         sums = [x for direction in self.directions for x in direction.gradients]
         _add(sums, of_folded)
+        self._add_penalty(block, of_rows)
         return of_rows
+
+    def _add_penalty(self, block: _Block, of_rows: Tensor) -> None:
+        """Of anchors and answers, each by its owner: adds its gradient to that of the rows."""
+        if not self.penalties.any:
+            return
+        places, weights = zip(*(d.touched(block.places) for d in self.directions), strict=True)
+        place = torch.cat(places)
+        with torch.enable_grad():
+            rows = block.rows.detach().index_select(0, place).requires_grad_()
+            penalty = self.penalties.of(rows, self.scorer.is_complex) * torch.cat(weights)
+            total = penalty.sum() * self.weight
+        of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
+        self.auxiliary = self.auxiliary + total.detach()
 
     def _backward_of_queries(self) -> None:
         """From the folded queries to the fetched rows; also all that only the queries are in."""

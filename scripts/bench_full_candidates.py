@@ -1,0 +1,120 @@
+"""Step time and peak memory of every rank when all entities are candidates.
+
+python scripts/bench_full_candidates.py [--entities N] [--dim D] ...
+torchrun --standalone --nproc_per_node=2 scripts/bench_full_candidates.py ...
+
+Random triples, a reciprocal scorer, both sides of every triple (1vsall).  One line a figure: the
+time of a step, the floating-point operations a second of its three matrix products (the scores,
+and the gradients of queries and of rows: 3 x 2 x 2B x N x D operations), and for every rank the
+resident memory before the model, with the model, and at its peak.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from kge_torchrec.config_parser import load_config
+from kge_torchrec.environment import keep_large_blocks, set_threads
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.assembly import build_batches, build_engine, build_pipeline
+
+RELATIONS, TRIPLES = 200, 100_000
+
+
+def main() -> None:
+    options = _options()
+    settings = {
+        "model.scorer": options.scorer,
+        "model.dim": options.dim,
+        "loss.name": options.loss,
+        "loss.n3": options.n3,
+        "negatives.regime": "1vsall",
+        "train.batch_size": options.batch_size,
+        "train.optimizer": options.optimizer,
+        "entities.engine": options.engine,
+    }
+    keep_large_blocks()
+    with processes("cpu") as ranks:
+        set_threads(options.threads, ranks.local_world_size)
+        memory = [_resident("VmRSS")]
+        config, store = load_config(None, settings), _graph(options.entities)
+        engine = build_engine(config, store, ranks)
+        pipeline = build_pipeline(config, engine, ranks)
+        if options.kept_mib is not None:
+            pipeline.kept_bytes = options.kept_mib << 20
+        batches = build_batches(config, store, ranks)
+        stream = (batch for epoch in count() for batch in batches.epoch(epoch))
+        memory.append(_resident("VmRSS"))
+        milliseconds = statistics.median(_timed(pipeline, stream, options.steps))
+        memory.append(_resident("VmHWM"))
+        every = torch.tensor(memory)
+        found = [torch.empty_like(every) for _ in range(ranks.world_size)]
+        dist.all_gather(found, every)
+    if ranks.is_first:
+        _report(options, milliseconds, torch.stack(found) / 2**20)
+
+
+def _timed(pipeline, stream, steps: int) -> list[float]:
+    for _ in range(3):
+        pipeline.progress(stream)
+    times = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        pipeline.progress(stream)
+        times.append((time.perf_counter() - started) * 1e3)
+    return times
+
+
+def _report(options: argparse.Namespace, milliseconds: float, memory: torch.Tensor) -> None:
+    work = 3 * 2 * 2 * options.batch_size * options.entities * options.dim
+    print(f"step {milliseconds:.1f} ms")
+    print(f"products {work / milliseconds / 1e6:.1f} Gflop/s")
+    print(f"scores_of_all_entities {8 * options.batch_size * options.entities / 2**20:.0f} MiB")
+    for rank, (before, built, peak) in enumerate(memory.tolist()):
+        print(f"rank{rank}_before {before:.0f} MiB")
+        print(f"rank{rank}_with_model {built:.0f} MiB")
+        print(f"rank{rank}_peak {peak:.0f} MiB")
+
+
+def _graph(entities: int) -> SimpleNamespace:
+    """What training asks of a store."""
+    stream = np.random.default_rng(0)
+    columns = [stream.integers(size, size=TRIPLES) for size in (entities, RELATIONS, entities)]
+    train = np.stack(columns, 1).astype(np.int32)
+    return SimpleNamespace(num_entities=entities, num_relations=RELATIONS, train=train)
+
+
+def _resident(field: str) -> int:
+    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s*(\d+) kB", status)[1]) * 1024
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entities", type=int, default=14_541)
+    parser.add_argument("--dim", type=int, default=50)
+    parser.add_argument("--batch-size", type=int, default=500)
+    parser.add_argument("--scorer", default="complex")
+    parser.add_argument("--loss", default="softmax")
+    parser.add_argument("--n3", type=float, default=0.05)
+    parser.add_argument("--optimizer", default="adagrad")
+    parser.add_argument("--engine", default="torchrec")
+    parser.add_argument("--threads", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--kept-mib", type=int, help="largest scores that are kept")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
