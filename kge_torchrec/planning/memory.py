@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kge_torchrec.entities.pieces import PIECE_BYTES
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.dense_layout import DenseLayout
 from kge_torchrec.planning.devices import Cluster
@@ -46,6 +47,8 @@ CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
 # and not all of them serve again: measured as the growth over an epoch against the bytes alive.
 _KEPT_BLOCK = 32 * MIB
 _GROWTH_KEPT, _GROWTH_RETURNED = 2.6, 1.25
+# Copies of the piece of a shard that is being written to a checkpoint, measured.
+_PIECE_COPIES = 2.8
 IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
 
 RankMemory = dict[str, Bytes]
@@ -91,6 +94,8 @@ def rank_memory(
     parts["batches"] = on_device(IN_FLIGHT * _batch_bytes(workload, batch))
     parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
+    table = parts["weights"].device + parts["weights"].main
+    parts["process"] += Bytes(main=round(_PIECE_COPIES * min(PIECE_BYTES, table)))
     return parts
 
 

@@ -18,8 +18,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from kge_torchrec.entities.pieces import in_pieces
 from kge_torchrec.parallel.processes import Processes, on_first_rank
-from kge_torchrec.training.checkpoint_pieces import in_pieces
 from kge_torchrec.training.progress import Progress
 
 FORMAT_VERSION = 1

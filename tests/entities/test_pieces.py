@@ -9,8 +9,8 @@ import torch.distributed.checkpoint as dcp
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
+from kge_torchrec.entities.pieces import in_pieces
 from kge_torchrec.training import checkpoints
-from kge_torchrec.training.checkpoint_pieces import in_pieces
 
 ROW_BYTES = 8 * 4
 
