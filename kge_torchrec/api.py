@@ -35,6 +35,7 @@ FIXED = (
     "model.reciprocal",
     "model.normalization",
     "model.options",
+    "negatives.regime",
     "train.optimizer",
     "train.batch_size",
     "seed",

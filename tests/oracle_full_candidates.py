@@ -1,8 +1,8 @@
-"""Training against all entities as plain dense torch, in one process and float64.
+"""Training of queries with all their answers as plain dense torch, in one process and float64.
 
-The whole table is one tensor with gradients, every query is scored against all of it at once, and
-losses are torch's own over dense labels.  Only the order of the examples and the start are the
-package's, as they define the run.
+The whole table is one tensor with gradients, every query is scored against all its candidates (all
+of the table, or what was sampled) at once, and losses are torch's own over dense labels.  Only the
+order of the examples, the samples and the start are the package's, as they define the run.
 
 Shapes: Q queries, N entities, D numbers a row.
 """
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
+from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.order import EpochOrder
 from kge_torchrec.data.store import TripleStore
 
@@ -40,15 +41,21 @@ def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) ->
             table.lr = config.train.lr * factor
             chosen = order[step * size : (step + 1) * size]
             queries = [query for i in chosen for query in examples[i]]
+            others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
-            loss = batch_loss(config, store.num_relations, entities, dense, queries)
+            loss = batch_loss(config, store.num_relations, entities, dense, queries, others)
             for optimizer in optimizers:
                 optimizer.zero_grad()
                 optimizer.param_groups[0]["lr"] = config.train.lr * factor
             loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
-            table.step(every, entities.grad)  # every row is a candidate
+            if config.negatives.regime == "kvssample":
+                ids = [i for (_, anchor, _), answers in queries for i in (anchor, *answers)]
+                touched = torch.cat([torch.tensor(ids), *others.values()]).unique()
+                table.step(touched, entities.grad[touched])
+            else:
+                table.step(every, entities.grad)  # every row is a candidate
     return {"entities": table.weights} | {k: v.detach() for k, v in dense.items()}
 
 
@@ -73,23 +80,41 @@ def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, l
     return [[(query, found[query])] for query in sorted(found)]
 
 
-def batch_loss(config, num_relations, entities, dense, queries) -> Tensor:
+def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict[str, Tensor]:
+    """By side, the candidates of its queries besides their answers."""
+    if config.negatives.regime != "kvssample":
+        return dict.fromkeys(("head", "tail"), torch.arange(num_entities))
+    sampler = NegativeSampler(num_entities, config.negatives.count, config.seed)
+    codes = {"head": 0, "tail": 1}
+    if config.negatives.sides != "both":
+        codes = {config.negatives.sides: codes[config.negatives.sides]}
+    return {
+        side: torch.from_numpy(sampler.draw(epoch, step, code, 0, 1)[0])
+        for side, code in codes.items()
+    }
+
+
+def batch_loss(config, num_relations, entities, dense, queries, others) -> Tensor:
     """Mean over the queries."""
-    return torch.stack(
-        [query_loss(config, num_relations, entities, dense, *query) for query in queries]
-    ).mean()
+    losses = [
+        query_loss(config, num_relations, entities, dense, query, answers, others[query[0]])
+        for query, answers in queries
+    ]
+    return torch.stack(losses).mean()
 
 
-def query_loss(config, num_relations, entities, dense, query: Query, answers) -> Tensor:
+def query_loss(config, num_relations, entities, dense, query, answers, others) -> Tensor:
     side, anchor, relation = query
+    others = [i for i in others.tolist() if i not in answers]
+    candidates = entities[torch.tensor([*answers, *others])]
     twin = config.model.reciprocal and side == "head"
     relation = relation + num_relations * twin
     backwards = side == "head" and not twin
     factors = dense["relations"][relation]
-    head, tail = (entities, entities[anchor]) if backwards else (entities[anchor], entities)
+    head, tail = (candidates, entities[anchor]) if backwards else (entities[anchor], candidates)
     scores = score(config.model.scorer, head, factors, tail, dense)
     label = torch.zeros_like(scores)
-    label[answers] = 1
+    label[: len(answers)] = 1
     smooth = config.loss.label_smoothing
     if config.loss.name == "softmax":
         label = (1 - smooth) * label / label.sum() + smooth / len(label)

@@ -73,6 +73,7 @@ class Comparison:
         on_cuda = first.device != "cpu" and torch.cuda.is_available()
         self.device = first.device if on_cuda else "cpu"
         self._check_gpus()
+        _check_regimes(configs)
         self.folder = _empty_folder(first)
         self.store = _open_store(first, self.folder)
         self.configs = {
@@ -223,6 +224,16 @@ class Comparison:
             raise ConfigError(
                 f"--world-sizes: {most} ranks need as many GPUs, and this host has "
                 f"{torch.cuda.device_count()}; name fewer or set device cpu"
+            )
+
+
+def _check_regimes(configs: dict[str, Config]) -> None:
+    for config in configs.values():
+        if config.negatives.is_full:
+            raise ConfigError(
+                f"negatives.regime {config.negatives.regime}: compare takes apart how engines look "
+                "entities up, and there is no lookup with all entities as candidates; use sampled "
+                "or kvssample"
             )
 
 

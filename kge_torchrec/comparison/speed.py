@@ -140,7 +140,7 @@ def _endless(batches: BatchBuilder) -> Iterator[Batch]:
 
 def _sizes(batches: BatchBuilder) -> Iterator[int]:
     """Triples of each step of ``_endless``, over all ranks."""
-    total, size = len(batches.triples), batches.batch_size
+    total, size = batches.examples, batches.batch_size
     while True:
         for step in range(batches.steps_per_epoch):
             yield min(size, total - step * size)

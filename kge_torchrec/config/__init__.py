@@ -116,6 +116,11 @@ class Config:
                 f"loss.relation_weight: queries of negatives.regime {regime} are no single triples "
                 "whose relation could be told; use sampled or 1vsall"
             )
+        if regime == "kvssample" and (self.negatives.chunk_size or self.dense.compile):
+            key, why = "negatives.chunk_size", "samples entities for the whole batch; set it to 0"
+            if self.dense.compile:
+                key, why = "dense.compile", "has answers of any number; set it to false"
+            raise ConfigError(f"{key}: negatives.regime kvssample {why}")
         if self.negatives.is_full:
             self._check_full(regime)
         if self.negatives.is_full and self.train.pipeline == "sparse_dist":

@@ -16,8 +16,9 @@ class TrainConfig:
     """The loop and its optimizers.
 
     Args:
-        epochs: Passes over the training triples.
-        batch_size: Triples a step, over all ranks.
+        epochs: Passes over the training triples, or over what negatives.regime makes of them.
+        batch_size: Triples a step, over all ranks; distinct queries with kvsall, allvsall and
+            kvssample.
         optimizer: adam, rowwise_adam, adagrad, rowwise_adagrad or sgd, for entities; relations
             take the form without row-wise state.
         lr: Learning rate.

@@ -10,26 +10,25 @@ Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique enti
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from kge_torchrec.data.ahead import map_ahead
 from kge_torchrec.data.known import KnownTriples
+from kge_torchrec.data.movable import Movable
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.order import EpochOrder
 
 ENTITY = "entity"  # name of the entity table and of its only feature, in every engine
-_SIDE_CODES = {"head": 0, "tail": 1}
+SIDE_CODES = {"head": 0, "tail": 1}
 
 
 @dataclass
-class Batch(Pipelineable):
+class Batch(Movable):
     """One rank's share of a step.
 
     Entities are de-duplicated, so that the lookup fetches each id once, unless asked otherwise.
@@ -43,22 +42,6 @@ class Batch(Pipelineable):
     known_tail: Tensor
     # False: ids holds every entity of ``entities``, in that order, duplicates included
     deduplicated: bool = True
-
-    def _map(self, change) -> Batch:
-        return replace(self, **{name: change(getattr(self, name)) for name in self._tensors()})
-
-    def _tensors(self) -> list[str]:
-        return [field.name for field in fields(self) if field.name != "deduplicated"]
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Batch:
-        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
-
-    def pin_memory(self) -> Batch:
-        return self._map(lambda x: x.pin_memory())
-
-    def record_stream(self, stream: Any) -> None:
-        for name in self._tensors():
-            getattr(self, name).record_stream(stream)
 
 
 @dataclass(frozen=True)
@@ -148,7 +131,7 @@ class BatchBuilder:
         if not self.ahead:
             yield from map(build, parts)
         else:
-            yield from map_ahead(lambda part: _pinned(build(part)), parts)
+            yield from map_ahead(lambda part: pinned(build(part)), parts)
 
     def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> Batch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
@@ -161,17 +144,17 @@ class BatchBuilder:
         rows = self.triples[index].astype(np.int64)
         chunks, triples = share.positions.shape
         negatives = {
-            side: self.sampler.draw(epoch, step, _SIDE_CODES[side], share.first_chunk, chunks)
+            side: self.sampler.draw(epoch, step, SIDE_CODES[side], share.first_chunk, chunks)
             for side in self.sides
         }
         head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
         every = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
         every = torch.from_numpy(every)
         unique, entities = torch.unique(every, return_inverse=True)
-        masks = {side: self._known(side, rows, negatives, chunks) for side in _SIDE_CODES}
+        masks = {side: self._known(side, rows, negatives, chunks) for side in SIDE_CODES}
         weight = share.counted.astype(np.float32) * (self.world_size / size)
         return Batch(
-            ids=_as_feature(unique if self.deduplicate else every),
+            ids=as_feature(unique if self.deduplicate else every),
             entities=entities,
             relation=torch.from_numpy(relation.reshape(chunks, triples)),
             weight=torch.from_numpy(weight),
@@ -190,12 +173,12 @@ class BatchBuilder:
         return torch.from_numpy(mask.reshape(chunks, -1, per_triple.shape[1]))
 
 
-def _as_feature(unique: Tensor) -> KeyedJaggedTensor:
+def as_feature(unique: Tensor) -> KeyedJaggedTensor:
     """The unique ids as a single sample of the entity feature."""
     return KeyedJaggedTensor(
         keys=[ENTITY], values=unique, lengths=torch.tensor([unique.numel()]), stride=1
     )
 
 
-def _pinned(batch: Batch) -> Batch:
+def pinned(batch: Batch) -> Batch:
     return batch.pin_memory() if torch.cuda.is_available() else batch

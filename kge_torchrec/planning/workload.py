@@ -117,8 +117,11 @@ class Workload:
     def objective(self, device: str = "meta") -> Objective:
         """Scorer and loss on a device; on the meta device they take no memory.  Made once."""
         if device not in self._objectives:
+            # Whatever else a query is compared with, what is watched is a batch of triples.
+            negatives = replace(self.config.negatives, regime="sampled")
+            config = replace(self.config, negatives=negatives)
             with torch.device(device):
-                objective = self.build_objective(self.config, self.num_relations)
+                objective = self.build_objective(config, self.num_relations)
             if device == "meta":  # which knows no autocast: float32 is the larger
                 objective.precision = torch.float32
             for parameter in objective.parameters():

@@ -19,12 +19,14 @@ from kge_torchrec.data.queries import (
     QueryBatches,
     TripleQueries,
 )
+from kge_torchrec.data.query_samples import QuerySampleBuilder
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.entities.contract import EntityEngine
 from kge_torchrec.entities.handrolled.engine import HandrolledEngine
 from kge_torchrec.entities.initialize import EntityInit
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.engine import TorchRecEngine
+from kge_torchrec.models.answer_losses import AnswersBinaryCrossEntropy, AnswersSoftmax
 from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullSoftmax
 from kge_torchrec.models.losses import (
     BinaryCrossEntropyLoss,
@@ -33,6 +35,7 @@ from kge_torchrec.models.losses import (
     SoftmaxLoss,
 )
 from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.query_objective import QueryObjective
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.parallel.dense import dense_wrapper
 from kge_torchrec.parallel.processes import Processes, on_first_rank
@@ -96,9 +99,11 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
 
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Scorer and loss, not yet at their start."""
-    return Objective(
+    of_queries = config.negatives.regime == "kvssample"
+    build, loss = (QueryObjective, _answers_loss) if of_queries else (Objective, build_loss)
+    return build(
         build_scorer(config.model, num_relations),
-        build_loss(config.loss),
+        loss(config.loss),
         sides_of(config.negatives.sides),
         Penalties(n3=config.loss.n3, l2=config.loss.l2),
         config.loss.relation_weight,
@@ -161,9 +166,15 @@ def build_pipeline(config: Config, engine: EntityEngine, processes: Processes) -
     return FullCandidates(engine, loss, processes.device)
 
 
+def _answers_loss(config: LossConfig) -> nn.Module:
+    """The loss of a query with all its answers."""
+    losses = {"softmax": AnswersSoftmax, "bce": AnswersBinaryCrossEntropy}
+    return losses[config.name](config.label_smoothing)
+
+
 def build_batches(
     config: Config, store: TripleStore, processes: Processes
-) -> BatchBuilder | QueryBatches:
+) -> BatchBuilder | QueryBatches | QuerySampleBuilder:
     """This rank's batches."""
     negatives = config.negatives
     if negatives.is_full:
@@ -174,19 +185,25 @@ def build_batches(
     if negatives.sampling == "degree":
         weights = degree_weights(store.degrees(), negatives.degree_power)
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, weights)
+    shared = {
+        "sides": sides_of(negatives.sides),
+        "seed": config.seed,
+        "rank": processes.rank,
+        "world_size": processes.world_size,
+        "ahead": processes.device.type == "cuda",
+        "deduplicate": config.entities.deduplicate,
+        "accumulation": config.train.accumulation,
+    }
+    if negatives.regime == "kvssample":
+        known = store.known(("train",))
+        return QuerySampleBuilder(known, config.train.batch_size, sampler, **shared)
     return BatchBuilder(
         store.train,
         config.train.batch_size,
         sampler,
-        sides=sides_of(negatives.sides),
         chunk_size=negatives.chunk_size,
         known=store.known(("train",)) if negatives.filtered else None,
-        seed=config.seed,
-        rank=processes.rank,
-        world_size=processes.world_size,
-        ahead=processes.device.type == "cuda",
-        deduplicate=config.entities.deduplicate,
-        accumulation=config.train.accumulation,
+        **shared,
     )
 
 

@@ -26,7 +26,7 @@ PAIRS = [
     *zip(OPTIMIZER_NAMES, itertools.cycle(SCORERS[1:] + SCORERS[:1]), strict=False),
 ]
 TOLERANCE = 1e-5
-BATCH_SIZES = {"1vsall": 16, "kvsall": 24, "allvsall": 48}
+BATCH_SIZES = {"1vsall": 16, "kvsall": 24, "allvsall": 48, "kvssample": 24}
 
 
 def variant(store: Path, number: int, engine: str) -> Config:
@@ -34,7 +34,7 @@ def variant(store: Path, number: int, engine: str) -> Config:
     optimizer, scorer = PAIRS[number]
     regime, loss = (
         ("1vsall", "softmax"), ("kvsall", "bce"), ("1vsall", "bce"), ("kvsall", "softmax"),
-        ("allvsall", "bce"), ("1vsall", "softmax"), ("kvsall", "softmax"),
+        ("allvsall", "bce"), ("kvssample", "softmax"), ("kvssample", "bce"),
     )[number % 7]  # fmt: skip
     # Gradients of bce are 1/N of softmax's.
     rate = {"sgd": 0.5}.get(optimizer, 0.02) * (20 if loss == "bce" and optimizer == "sgd" else 1)
@@ -74,7 +74,8 @@ def without_checkpoints(loop: Fit) -> None:
 def in_small_blocks(loop: Fit) -> None:
     """Scores of two or three entities at a time, computed twice."""
     without_checkpoints(loop)
-    loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
+    if loop.config.negatives.is_full:
+        loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
 
 
 def rank_trains_all(store: Path, folder: Path, engine: str, prepare_fit) -> list[dict]:

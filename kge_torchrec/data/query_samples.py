@@ -1,0 +1,121 @@
+"""KvsSample: distinct queries with all their answers, against those and a few sampled entities.
+
+Rank r takes the r-th part of a step's queries; the entities sampled for a side are shared by all of
+them, so what is trained does not depend on the world size.
+
+Shapes: Q queries, M answers, K sampled entities a side, U unique entities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+
+from kge_torchrec.data.ahead import map_ahead
+from kge_torchrec.data.batches import SIDE_CODES, as_feature, pinned
+from kge_torchrec.data.known import KnownTriples
+from kge_torchrec.data.movable import Movable
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.queries import DistinctQueries
+
+
+@dataclass
+class QuerySample(Movable):
+    """One rank's share of a step; everything side after side."""
+
+    ids: KeyedJaggedTensor  # the U unique entity ids, ascending, unless ``deduplicated`` is False
+    entities: Tensor  # (Q + M + sides K) positions in ids: anchors, answers, sampled entities
+    relation: Tensor  # (Q,)
+    query: Tensor  # (M,) which query of its side an answer belongs to, ascending within a side
+    known: Tensor  # (Q, K) bool: answers among the entities sampled for the query's side
+    weight: Tensor  # () float32: world size / queries of the global batch
+    queries: tuple[int, ...]  # of each side
+    answers: tuple[int, ...]  # of each side
+    # False: ids holds every entity of ``entities``, in that order, duplicates included
+    deduplicated: bool = True
+
+
+class QuerySampleBuilder:
+    """Builds batch (epoch, step) for one rank.
+
+    batch_size: distinct queries a step over all ranks.  The others as for BatchBuilder.
+    """
+
+    def __init__(
+        self,
+        known: KnownTriples,
+        batch_size: int,
+        sampler: NegativeSampler,
+        *,
+        sides: Sequence[str] = ("head", "tail"),
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        ahead: bool = False,
+        deduplicate: bool = True,
+        accumulation: int = 1,
+    ):
+        self._queries = DistinctQueries(known, sides)
+        if len(self._queries) == 0:
+            raise ValueError("there are no training triples")
+        self.known, self.batch_size, self.sampler = known, batch_size, sampler
+        self.seed, self.rank, self.world_size = seed, rank, world_size
+        self.ahead, self.deduplicate, self.accumulation = ahead, deduplicate, accumulation
+
+    @property
+    def examples(self) -> int:
+        """What an epoch passes through: the distinct queries."""
+        return len(self._queries)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps an epoch, the same on every rank; the last one may be smaller."""
+        return -(-self.examples // self.batch_size)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[QuerySample]:
+        """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
+        order = EpochOrder(self.examples, self.seed, epoch)
+        parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
+
+        def build(part: int) -> QuerySample:
+            return self.batch(order, epoch, *divmod(part, self.accumulation))
+
+        if not self.ahead:
+            yield from map(build, parts)
+        else:
+            yield from map_ahead(lambda part: pinned(build(part)), parts)
+
+    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> QuerySample:
+        """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
+        first = step * self.batch_size
+        size = min(self.batch_size, self.examples - first)
+        number, parts = self.rank * self.accumulation + part, self.world_size * self.accumulation
+        start, stop = (size * i // parts for i in (number, number + 1))
+        asked = self._queries.ask(order(np.arange(first + start, first + stop)))
+        sampled = [
+            self.sampler.draw(epoch, step, SIDE_CODES[of_side.side], 0, 1)[0] for of_side in asked
+        ]
+        known = [
+            self.known.contains(of_side.side, of_side.anchor, of_side.relation, drawn)
+            for of_side, drawn in zip(asked, sampled, strict=True)
+        ]
+        ids = [*(a.anchor for a in asked), *(a.answer for a in asked), *sampled]
+        every = torch.from_numpy(np.concatenate(ids))
+        unique, entities = torch.unique(every, return_inverse=True)
+        return QuerySample(
+            ids=as_feature(unique if self.deduplicate else every),
+            entities=entities,
+            relation=torch.from_numpy(np.concatenate([a.relation for a in asked])),
+            query=torch.from_numpy(np.concatenate([a.query for a in asked])),
+            known=torch.from_numpy(np.concatenate(known)),
+            weight=torch.tensor(self.world_size / size),
+            queries=tuple(len(a.anchor) for a in asked),
+            answers=tuple(len(a.answer) for a in asked),
+            deduplicated=self.deduplicate,
+        )

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.known import SIDES, KnownTriples, build_side
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.query_samples import QuerySampleBuilder
+
+ENTITIES, RELATIONS, COUNT = 9, 3, 4
+IDS = [st.integers(0, size - 1) for size in (ENTITIES, RELATIONS, ENTITIES)]
+
+
+def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBuilder:
+    rows = np.array(sorted(triples), np.int32).reshape(-1, 3)
+    index = {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
+    known = KnownTriples([index], ENTITIES, RELATIONS)
+    sampler = NegativeSampler(ENTITIES, COUNT, seed=1)
+    options = {"batch_size": 5, "seed": 1} | options
+    return QuerySampleBuilder(
+        known, options.pop("batch_size"), sampler, rank=rank, world_size=world_size, **options
+    )
+
+
+def read(batch, sides=SIDES[::-1]):
+    """[(side, anchor, relation, answers, sampled, known, weight)] by plain indexing."""
+    ids = batch.ids.values()
+    every = (ids[batch.entities] if batch.deduplicated else ids).tolist()
+    queries, answers = sum(batch.queries), sum(batch.answers)
+    anchors, of_answers = every[:queries], every[queries : queries + answers]
+    sampled = np.array(every[queries + answers :]).reshape(len(sides), COUNT)
+    found, first_query, first_answer = [], 0, 0
+    for position, side in enumerate(sides):
+        for i in range(batch.queries[position]):
+            q = first_query + i
+            own = range(first_answer, first_answer + batch.answers[position])
+            mine = [of_answers[j] for j in own if batch.query[j] == i]
+            found.append((side, anchors[q], int(batch.relation[q]), sorted(mine),
+                          sampled[position].tolist(), batch.known[q].tolist(),
+                          float(batch.weight)))  # fmt: skip
+        first_query += batch.queries[position]
+        first_answer += batch.answers[position]
+    return found
+
+
+@settings(deadline=None)
+@given(
+    triples=st.sets(st.tuples(*IDS), min_size=1, max_size=30),
+    world_size=st.integers(1, 4),
+    accumulation=st.integers(1, 2),
+    deduplicate=st.booleans(),
+)
+def test_an_epoch_over_all_ranks(triples, world_size, accumulation, deduplicate):
+    options = {"accumulation": accumulation, "deduplicate": deduplicate}
+    alone = builder(triples)
+    steps = [read(batch) for batch in alone.epoch(2)]
+    assert len(steps) == alone.steps_per_epoch
+    expected = {}
+    for head, relation, tail in triples:
+        expected.setdefault(("tail", head, relation), set()).add(tail)
+        expected.setdefault(("head", tail, relation), set()).add(head)
+    asked = [query for step in steps for query in step]
+    assert {query[:3]: set(query[3]) for query in asked} == expected
+    assert len(asked) == len(expected) == alone.examples  # each once
+    assert sum(len(query[3]) for query in asked) == 2 * len(triples)
+    for _, _, _, answers, sampled, known, _ in asked:
+        assert known == [entity in answers for entity in sampled]
+
+    ranks = [builder(triples, rank, world_size, **options) for rank in range(world_size)]
+    streams = [rank.epoch(2) for rank in ranks]
+    for step in steps:
+        shares = [read(next(stream)) for stream in streams for _ in range(accumulation)]
+        found = [query for share in shares for query in share]
+        assert sorted(repr(query[:6]) for query in found) == sorted(
+            repr(query[:6]) for query in step
+        )
+        weights = [query[6] / world_size for query in found]  # float32
+        assert weights == pytest.approx([query[6] for query in step])
+    assert all(next(stream, None) is None for stream in streams)
+
+
+def test_it_moves_as_a_whole():
+    batch = next(builder({(0, 0, 1), (2, 1, 3)}).epoch(0))
+    moved = batch.to("cpu")
+    assert read(moved) == read(batch)
+    assert moved.queries == batch.queries
+
+
+def test_no_triples_are_an_error():
+    with pytest.raises(ValueError, match="no training triples"):
+        builder(set())

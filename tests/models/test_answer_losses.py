@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
+
+from kge_torchrec.models.answer_losses import AnswersBinaryCrossEntropy, AnswersSoftmax
+from kge_torchrec.models.losses import SoftmaxLoss
+
+LOSSES = {"softmax": AnswersSoftmax, "bce": AnswersBinaryCrossEntropy}
+
+
+@st.composite
+def cases(draw):
+    """Loss, smoothing, number of answers of each query, scores of answers and others, counted."""
+    counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
+    others = draw(st.integers(1, 5))
+    seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
+    scale = draw(st.sampled_from([0.1, 3, 60]))
+    positive = torch.randn(sum(counts), generator=seed, dtype=torch.float64) * scale
+    negative = torch.randn(len(counts), others, generator=seed, dtype=torch.float64) * scale
+    counted = torch.rand(negative.shape, generator=seed) < 0.6
+    name, smoothing = draw(st.sampled_from(sorted(LOSSES))), draw(st.sampled_from([0.0, 0.2]))
+    return name, smoothing, counts, positive, negative, counted
+
+
+def of_one_query(name, smoothing, positive, others):
+    """torch's own loss over a query's candidates."""
+    scores = torch.cat([positive, others])
+    label = torch.cat([torch.ones_like(positive), torch.zeros_like(others)])
+    if name == "softmax":
+        label = (1 - smoothing) * label / len(positive) + smoothing / len(scores)
+        return cross_entropy(scores[None], label[None])
+    return binary_cross_entropy_with_logits(scores, (1 - smoothing) * label + smoothing / 2)
+
+
+@settings(deadline=None)
+@given(cases())
+def test_losses_and_gradients_equal_torchs(case):
+    name, smoothing, counts, positive, negative, counted = case
+    positive.requires_grad_()
+    negative.requires_grad_()
+    query = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
+    found = LOSSES[name](smoothing)(positive, query, negative, counted)
+    expected = torch.stack([
+        of_one_query(name, smoothing, part, row[mask])
+        for part, row, mask in zip(positive.split(counts), negative, counted, strict=True)
+    ])  # fmt: skip
+    assert torch.allclose(found, expected, atol=1e-9)
+    weights = torch.arange(1.0, len(counts) + 1)
+    pairs = zip(
+        torch.autograd.grad((found * weights).sum(), [positive, negative]),
+        torch.autograd.grad((expected * weights).sum(), [positive, negative]),
+        strict=True,
+    )
+    for ours, theirs in pairs:
+        assert torch.allclose(ours, theirs, atol=1e-9)
+
+
+def test_one_answer_is_the_softmax_of_triples():
+    positive, negative = torch.randn(3), torch.randn(3, 5)
+    counted = torch.ones(3, 5, dtype=torch.bool)
+    found = AnswersSoftmax(0.1)(positive, torch.arange(3), negative, counted)
+    expected = SoftmaxLoss(0.1)(positive[None], negative[None], counted[None])[0]
+    assert torch.allclose(found, expected, atol=1e-6)

@@ -1,0 +1,180 @@
+"""Steps against all entities: every scorer's gradients, resuming, odd worlds, refused settings."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from scorer_cases import CASES, RELATIONS, identify
+from torch.nn.functional import cross_entropy
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.queries import QueryBatches, TripleQueries
+from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.models.full_losses import FullSoftmax
+from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.scorer_options import DECLARATIONS
+from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.training.full_candidates import FullCandidates
+from kge_torchrec.training.losses_seen import NonFiniteLoss
+
+ENTITIES = 11
+CPU = torch.device("cpu")
+
+
+class Recorder:
+    """An engine that keeps gradients instead of stepping by them."""
+
+    def __init__(self, objective: Objective, rows: torch.Tensor):
+        self.knowledge = SimpleNamespace(objective=objective)
+        self.rows = rows
+        self.optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
+
+    def shard(self) -> EntityShard:
+        return EntityShard(self.rows, 0, len(self.rows))
+
+    def step_rows(self, gradients) -> None:
+        self.grad = torch.full_like(self.rows, torch.nan)
+        for part in gradients:
+            assert self.grad[part.ids].isnan().all()  # each row once
+            self.grad[part.ids] = part.grad
+        assert not self.grad.isnan().any()
+
+
+def objective_of(case, reciprocal: bool, **shared) -> Objective:
+    name, dim, options = case
+    torch.manual_seed(0)
+    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared)
+    for parameter in scorer.parameters():
+        torch.nn.init.normal_(parameter, std=0.7)
+    return Objective(scorer, SoftmaxLoss(), penalties=Penalties(n3=0.02, l2=0.01))
+
+
+def gradients(objective: Objective, kept_bytes: int) -> dict[str, torch.Tensor]:
+    """Of a step with a few triples: the rows' and all parameters'."""
+    torch.manual_seed(1)
+    rows = torch.randn(ENTITIES, objective.scorer.dim)
+    engine = Recorder(objective, rows)
+    loss = FullSoftmax(ENTITIES, 0.1)
+    trainer = FullCandidates(engine, loss, CPU, kept_bytes, block_bytes=150)
+    found = {"loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), 7).epoch(0))}
+    found |= {name: p.grad.clone() for name, p in objective.named_parameters()}
+    return found | {"entities": engine.grad}
+
+
+TRIPLES = np.random.default_rng(0).integers((ENTITIES, RELATIONS, ENTITIES), size=(7, 3))
+SIDES = ("head", "tail")
+
+
+def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
+    """By autograd through ``score_all`` of the whole table."""
+    torch.manual_seed(1)
+    rows = torch.randn(ENTITIES, objective.scorer.dim).requires_grad_()
+    scorer, total = objective.scorer, 0
+    head, relation, tail = torch.from_numpy(TRIPLES).T
+    for side, anchor, answer in (("tail", head, tail), ("head", tail, head)):
+        scores = scorer.score_all(rows[anchor], relation, rows, side)
+        total = total + cross_entropy(scores, answer, reduction="sum", label_smoothing=0.1)
+        for part in (rows[anchor], rows[answer]):
+            total = total + objective.penalties.of(part, scorer.is_complex).sum()
+        factors = scorer.relation_factors(relation, side)
+        total = total + objective.penalties.of(factors, scorer.relation_is_complex).sum()
+    loss = total / (2 * len(TRIPLES))
+    names, parameters = zip(*objective.named_parameters(), strict=True)
+    found = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
+    filled = [torch.zeros_like(x) if g is None else g
+              for g, x in zip(found, [rows, *parameters], strict=True)]  # fmt: skip
+    return {"loss": loss.detach(), **dict(zip(("entities", *names), filled, strict=True))}
+
+
+@pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
+@pytest.mark.parametrize("case", CASES, ids=identify)
+def test_gradients_of_every_scorer(case, kept_bytes):
+    needs = DECLARATIONS[case[0]].needs_reciprocal
+    for reciprocal in {True, needs}:
+        objective = objective_of(case, reciprocal)
+        found, expected = gradients(objective, kept_bytes), expected_gradients(objective)
+        for name, value in expected.items():
+            scale = 1 + value.abs().max()
+            assert (found[name] - value).abs().max() < 2e-5 * scale, name
+
+
+@pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)
+def test_dropout_is_the_same_when_scores_are_computed_again(case):
+    objective = objective_of(case, True, input_dropout=0.3, hidden_dropout=0.3)
+    kept, twice = gradients(objective, 1 << 20), gradients(objective, 0)
+    assert largest_difference(kept, twice) < 1e-5
+    objective.eval()
+    assert largest_difference(kept, gradients(objective, 1 << 20)) > 1e-3
+
+
+def rank_trains(store, folder, changes) -> dict:
+    return fit(config_of(store, folder, **changes)).parameters
+
+
+def test_more_ranks_than_entities_and_dropout_do_not_matter(tmp_path):
+    store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
+    changes = {"negatives__regime": "1vsall", "model__hidden_dropout": 0.2, "train__epochs": 2}
+    one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
+    for ranks in (2, 4):
+        folder = tmp_path / str(ranks)
+        for found in run_world(ranks, rank_trains, store, folder, changes):
+            assert largest_difference(one, found) < 1e-5
+
+
+@pytest.mark.parametrize("regime", ["1vsall", "kvsall", "kvssample"])
+@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+def test_resuming_changes_no_bit(tmp_path, regime, engine):
+    store = tiny_store(tmp_path / "store").path
+    changes = {
+        "negatives__regime": regime,
+        "entities__engine": engine,
+        "train__optimizer": "adam",
+        "model__hidden_dropout": 0.2,
+        "checkpoint__every_steps": 3,
+        "train__batch_size": 48,
+    }
+    whole = api.train(config_of(store, tmp_path / "whole", train__epochs=3, **changes))
+    part = api.train(config_of(store, tmp_path / "part", train__epochs=1, **changes))
+    newest = max((part.path / "checkpoints").iterdir())
+    for file in newest.iterdir():  # as if it had been killed after the one before, mid-epoch
+        file.unlink()
+    newest.rmdir()
+    rest = api.resume(part.path, {"train.epochs": 3})
+    assert rest.results["test"] == whole.results["test"]
+    ends = [max((run.path / "checkpoints").iterdir()).name for run in (whole, rest)]
+    assert ends[0] == ends[1]
+    for run in (whole, part, rest):
+        run.close()
+
+
+def test_a_loss_that_is_no_number_ends_training(tmp_path):
+    store = tiny_store(tmp_path / "store").path
+    config = config_of(store, tmp_path / "run", negatives__regime="1vsall", train__lr=1e30,
+                       train__optimizer="sgd")  # fmt: skip
+    with pytest.raises(NonFiniteLoss, match="epoch 1"):
+        api.train(config)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"loss__name": "margin"}, "loss.name: margin compares"),
+        ({"negatives__filtered": True}, "negatives.filtered: 1vsall takes every entity"),
+        ({"train__pipeline": "sparse_dist"}, "train.pipeline: with negatives.regime 1vsall"),
+        ({"train__precision": "bf16"}, "train.precision: with negatives.regime 1vsall"),
+        ({"negatives__regime": "allvsall"}, "loss.name: softmax has nothing to learn"),
+        ({"negatives__regime": "kvsall", "loss__relation_weight": 1.0}, "loss.relation_weight"),
+        ({"negatives__regime": "kvssample", "negatives__chunk_size": 8}, "negatives.chunk_size"),
+        ({"negatives__regime": "all"}, "negatives.regime must be one of"),
+    ],
+)
+def test_what_full_candidates_cannot_do_is_refused(changes, words):
+    with pytest.raises(ConfigError, match=words):
+        config_of("countries", **{"negatives__regime": "1vsall", **changes})
