@@ -52,7 +52,7 @@ def _run(arguments: list[str]) -> int:
 
         return run(arguments[1:])
     if arguments[:1] == ["plan"]:
-        from kge_torchrec.planning.command import run
+        from kge_torchrec.plan_command import run
 
         return run(arguments[1:])
     parsed = _parser().parse_args(arguments)

@@ -1,6 +1,6 @@
 """The verb ``plan``: its arguments, where the sizes come from, what it prints, its exit code.
 
-Like the command line, of which it is a part, it knows everybody.
+Beside ``cli`` and ``api``, not in ``planning``: it needs training's objective and data sources.
 """
 
 from __future__ import annotations
