@@ -1,15 +1,9 @@
 """Knowledge-graph embeddings on TorchRec, from a laptop CPU to many GPUs on many hosts."""
 
-from kge_torchrec.environment import (
-    check_packages,
-    limit_spinning,
-    silence_dependencies,
-    use_huge_pages,
-)
+from kge_torchrec.environment import check_packages, limit_spinning, silence_dependencies
 
 silence_dependencies()
 limit_spinning()
-use_huge_pages()
 
 __all__ = ["Config", "Run", "load_config", "load_model", "open_run", "train"]
 

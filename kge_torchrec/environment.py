@@ -110,18 +110,6 @@ def limit_spinning() -> bool:
     return True
 
 
-def use_huge_pages() -> bool:
-    """Asks the kernel for 2-MiB pages behind torch's large CPU tensors; True if it could be set.
-
-    Touched rows lie scattered over tables of gigabytes: with small pages finding a row's address
-    takes as long as reading it.  torch reads this once; THP_MEM_ALLOC_ENABLE wins.
-    """
-    if "torch" in sys.modules or "THP_MEM_ALLOC_ENABLE" in os.environ:
-        return False
-    os.environ["THP_MEM_ALLOC_ENABLE"] = "1"
-    return True
-
-
 def set_threads(requested: int, local_world_size: int) -> int:
     """CPU threads of this rank: as requested, or an equal share of the cores; returns the number.
 

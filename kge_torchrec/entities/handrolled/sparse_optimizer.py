@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kge_torchrec.entities.handrolled.options import SparseOptions
 from kge_torchrec.entities.handrolled.rounding import round_stochastically
+from kge_torchrec.entities.huge_pages import zeros_on_huge_pages
 from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.entities.row_update import update_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
@@ -145,11 +146,13 @@ class SparseOptimizer:
         n, dim = self.rows.shape
         dtype = torch.bfloat16 if self.options.state_dtype == "bf16" else torch.float32
         states = {
-            name: torch.zeros(n if rowwise else (n, dim), dtype=dtype, device=self.device)
+            name: zeros_on_huge_pages(
+                *((n,) if rowwise else (n, dim)), dtype=dtype, device=self.device
+            )
             for name, rowwise in _STATES[self.optimizer.name].items()
         }
         if self.optimizer.name.endswith("adam") and self.options.bias_correction == "row":
-            states["row_step"] = torch.zeros(n, dtype=torch.int32, device=self.device)
+            states["row_step"] = zeros_on_huge_pages(n, dtype=torch.int32, device=self.device)
         return states
 
     # Gradients: one a row

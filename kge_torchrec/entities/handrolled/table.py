@@ -27,6 +27,7 @@ from kge_torchrec.entities.handrolled.background import Background
 from kge_torchrec.entities.handrolled.options import SparseOptions
 from kge_torchrec.entities.handrolled.routing import Route, RowRanges, make_route
 from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
+from kge_torchrec.entities.huge_pages import zeros_on_huge_pages
 from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.parallel.processes import Processes
@@ -68,7 +69,7 @@ class HandrolledTable(nn.Module):
         self.ranges = RowRanges(num_entities, processes.world_size)
         start, stop = self.ranges.range_of(processes.rank)
         self.group = processes.group
-        rows = torch.empty(stop - start, dim, device=processes.device)
+        rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
         self.optimizer = SparseOptimizer(optimizer, options, rows, start)
         self.lr = optimizer.lr  # of the next step; one under way in the thread keeps its own

@@ -15,6 +15,7 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 
+from kge_torchrec.entities.huge_pages import zeros_on_huge_pages
 from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
 from kge_torchrec.entities.row_update import update_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
@@ -63,11 +64,11 @@ class CpuFusedTable(nn.Module):
         self.embedding_specs = [(num_rows, dim, EmbeddingLocation.HOST, None)]
         self.weights_physical_offsets = [0]
         self.weights_precision = SparseType.FP32
-        weights = torch.empty(num_rows * dim)
+        weights = zeros_on_huge_pages(num_rows * dim)
         self.register_buffer("weights_host", weights, persistent=False)
         for name, rowwise in _STATES[optimizer.name].items():
-            state = torch.zeros(num_rows) if rowwise else torch.zeros(num_rows, dim)
-            self.register_buffer(name, state, persistent=False)
+            shape = (num_rows,) if rowwise else (num_rows, dim)
+            self.register_buffer(name, zeros_on_huge_pages(*shape), persistent=False)
         self.pending = PendingGradients()
         self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call our backward
 
