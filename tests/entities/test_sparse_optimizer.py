@@ -14,155 +14,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracle_sparse import (
+    ADAMS,
+    PRESETS,
+    SINGLE_OPTIONS,
+    Formulas,
+    assert_equal_formulas,
+    assert_same_bits,
+    batches,
+    compare_with_formulas,
+    new_values,
+    sparse,
+    train,
+)
 from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.entities.handrolled.options import SparseOptions, choose, preset
-from kge_torchrec.entities.handrolled.rounding import random_bits, round_stochastically
+from kge_torchrec.entities.handrolled.rounding import round_stochastically
 from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
 from kge_torchrec.entities.table_optimizer import TableOptimizer
-
-ADAMS = ("adam", "rowwise_adam")
-ADAGRADS = ("adagrad", "rowwise_adagrad")
-PRESETS = [
-    *(("fbgemm", name) for name in NAMES),
-    ("dicee", "adam"),
-    ("dgl", "adam"),
-    ("dgl", "adagrad"),
-]
-SINGLE_OPTIONS = [
-    *((name, {"duplicates": "mean"}) for name in NAMES),
-    *((name, {"bias_correction": count}) for name in ADAMS for count in ("row", "shard")),
-    *((name, {"epsilon": "inside"}) for name in ADAMS + ADAGRADS),
-    *((name, {"epsilon": "uncorrected"}) for name in ADAMS),
-]
-
-
-class Formulas:
-    """The table optimizers one row after another, in float64; shares no code with the package."""
-
-    def __init__(self, values: torch.Tensor, optimizer: TableOptimizer, options: SparseOptions):
-        self.optimizer, self.options = optimizer, options
-        self.weights = values.double().numpy().copy()
-        self.m = np.zeros_like(self.weights)
-        self.v = np.zeros_like(self.weights)  # of row-wise states every column is the same
-        self.row_steps = [0] * len(values)
-        self.steps = 0
-
-    def step(self, ids, grad, occurrences=None):
-        ids, grad = ids.tolist(), grad.double().numpy()
-        occurrences = [1] * len(ids) if occurrences is None else occurrences.tolist()
-        if ids or self.options.bias_correction != "shard":
-            self.steps += 1
-        limit = self.optimizer.max_gradient or math.inf
-        for row in set(ids):
-            places = [place for place, other in enumerate(ids) if other == row]
-            g = sum(np.clip(grad[place], -limit, limit) for place in places)
-            if self.options.duplicates == "mean":
-                g = g / sum(occurrences[place] for place in places)
-            self.row_steps[row] += 1
-            self.weights[row] -= self.optimizer.lr * self.change(row, g)
-
-    def change(self, row, g):
-        name, eps, decay = self.optimizer.name, self.optimizer.eps, self.optimizer.weight_decay
-        if name == "sgd":
-            return g
-        if name == "rowwise_adagrad":
-            g = g + decay * self.weights[row]
-        square = np.full_like(g, np.mean(g**2)) if name.startswith("rowwise") else g**2
-        if name in ADAGRADS:
-            self.v[row] += square
-            inside = self.options.epsilon == "inside"
-            return g / (np.sqrt(self.v[row] + eps) if inside else np.sqrt(self.v[row]) + eps)
-        (beta1, c1), (beta2, c2) = (self.numbers(beta, row) for beta in self.optimizer.betas)
-        self.m[row] = beta1 * self.m[row] + (1 - beta1) * g
-        self.v[row] = beta2 * self.v[row] + (1 - beta2) * square
-        m, v = self.m[row], self.v[row]
-        change = {
-            "outside": lambda: m / c1 / (np.sqrt(v / c2) + eps),
-            "inside": lambda: m / c1 / np.sqrt(v / c2 + eps),
-            "uncorrected": lambda: math.sqrt(c2) / c1 * m / (np.sqrt(v) + eps),
-        }[self.options.epsilon]()
-        return change + decay * self.weights[row]
-
-    def numbers(self, beta, row):
-        """(beta, 1 - beta^t) in the precision of the system that counts steps this way."""
-        single = float(np.float32(beta))
-        if self.options.bias_correction == "table":  # FBGEMM
-            return single, 1 - float(np.float32(single**self.steps))
-        if self.options.bias_correction == "shard":  # dice-embeddings
-            return beta, 1 - beta**self.steps
-        return beta, 1 - float(np.float32(single ** self.row_steps[row]))  # DGL
-
-    def states(self):
-        name = self.optimizer.name
-        squares = self.v[:, 0] if name.startswith("rowwise") else self.v
-        if name == "sgd":
-            return {}
-        if name in ADAGRADS:
-            return {"momentum1": squares}
-        states = {"momentum1": self.m, "exp_avg_sq": squares}
-        by_row = self.options.bias_correction == "row"
-        return states | ({"row_step": self.row_steps} if by_row else {})
-
-
-def new_values(rows=12, dim=5, seed=1):
-    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
-
-
-def batches(rows=12, dim=5, count=15, steps=20, seed=0):
-    """Gradients of random rows, most of them several times, and of how many places each is."""
-    random = torch.Generator().manual_seed(seed)
-    return [
-        (
-            torch.randint(0, rows, (count,), generator=random),
-            torch.randn(count, dim, generator=random),
-            torch.randint(1, 5, (count,), generator=random),
-        )
-        for _ in range(steps)
-    ]
-
-
-def sparse(values, optimizer, options, **changes):
-    """An optimizer of a table of its own that starts with ``values``."""
-    made = SparseOptimizer(optimizer, options, values.clone(), changes.pop("first_row", 0))
-    for name, value in changes.items():
-        setattr(made, name, value)
-    return made
-
-
-def train(sparse_optimizer, steps):
-    for arguments in steps:
-        sparse_optimizer.step(*arguments)
-    return sparse_optimizer
-
-
-def assert_equal_formulas(made, formulas, rtol=1e-6, atol=1e-6):
-    close = {"rtol": rtol, "atol": atol, "check_dtype": False}
-    torch.testing.assert_close(made.rows, torch.from_numpy(formulas.weights), **close)
-    expected = formulas.states()
-    assert list(made.states) == list(expected)
-    for name, state in made.states.items():
-        wanted = torch.tensor(np.array(expected[name]))
-        assert state.shape == wanted.shape
-        torch.testing.assert_close(state, wanted, **close)
-    assert made.steps == formulas.steps
-
-
-def assert_same_bits(left, right):
-    assert torch.equal(left.rows, right.rows)
-    assert list(left.states) == list(right.states)
-    for name in left.states:
-        assert torch.equal(left.states[name], right.states[name]), name
-
-
-def compare_with_formulas(optimizer, options, steps, atol=1e-6, **changes):
-    made = train(sparse(new_values(), optimizer, options, **changes), steps)
-    formulas = Formulas(new_values(), optimizer, options)
-    for arguments in steps:
-        formulas.step(*arguments)
-    assert_equal_formulas(made, formulas, atol=atol)
-
 
 # The formulas
 
@@ -530,91 +401,6 @@ def test_the_first_step_of_a_row_that_comes_late(count, steps, expected):
     assert -made.rows[1] / 0.01 == pytest.approx(expected, rel=0.01)
 
 
-# Stochastic rounding
-
-
-def neighbours(values):
-    """The bfloat16 numbers on both sides, towards zero and away from it."""
-    bits = values.view(torch.int32)
-    return ((bits >> 16 << 16) + bump for bump in (0, 1 << 16))
-
-
-def test_random_bits_are_splitmix64():
-    mask = (1 << 64) - 1
-
-    def split_mix(start, index):
-        z = (start + (index + 1) * 0x9E3779B97F4A7C15) & mask
-        z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-        z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-        return z ^ (z >> 31)
-
-    assert split_mix(0, 0) == 0xE220A8397B1DCDAF  # the published first number from 0
-    rows = [0, 5, 10**10]
-    bits = random_bits(torch.tensor(rows), columns=6, step=7, state=1)
-    for place, row in enumerate(rows):
-        key = split_mix(split_mix(split_mix(0, 7), 1), row)
-        expected = [split_mix(key, d // 4) >> (16 * (d % 4)) & 0xFFFF for d in range(6)]
-        assert bits[place].tolist() == expected
-
-
-def test_random_bits_are_uniform_and_differ_by_step_state_row_and_column():
-    rows = torch.arange(4096)
-    bits = random_bits(rows, 64, step=3, state=0)
-    counts = torch.bincount(bits.flatten() >> 8, minlength=256).double()
-    expected = bits.numel() / 256
-    chi_square = ((counts - expected) ** 2 / expected).sum().item()
-    assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-    others = [
-        random_bits(rows, 64, step=4, state=0),
-        random_bits(rows, 64, step=3, state=1),
-        random_bits(rows + 1, 64, step=3, state=0),
-        bits.roll(1, dims=1),
-    ]
-    for other in others:
-        pair = torch.stack([bits.flatten(), other.flatten()]).double()
-        assert abs(torch.corrcoef(pair)[0, 1].item()) < 5 / math.sqrt(bits.numel())
-
-
-@given(
-    values=st.lists(st.floats(width=32, allow_subnormal=True), min_size=1, max_size=9),
-    step=st.integers(1, 2**31),
-    first_row=st.integers(0, 2**40),
-)
-@settings(max_examples=200, deadline=None)
-def test_rounding_gives_a_neighbour(values, step, first_row):
-    values = torch.tensor([values], dtype=torch.float32)
-    rows = torch.tensor([first_row])
-    rounded = round_stochastically(values, rows, step, 0)
-    assert rounded.dtype == torch.bfloat16
-    finite = values.isfinite()
-    low, high = neighbours(values)
-    result = rounded.float().view(torch.int32)
-    assert ((result == low) | (result == high))[finite].all()
-    torch.testing.assert_close(
-        rounded.float()[~finite], values[~finite], equal_nan=True, rtol=0, atol=0
-    )
-    exact = rounded.float()[finite].view(1, -1)
-    again = round_stochastically(exact, rows, step + 1, 1).float()
-    assert torch.equal(again, exact)
-
-
-@pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -1, -(0x80000000 - 0x7F800001)])
-def test_every_nan_stays_nan(bits):
-    values = torch.full((64, 8), bits, dtype=torch.int32).view(torch.float32)
-    assert values.isnan().all()
-    assert round_stochastically(values, torch.arange(64), 1, 0).isnan().all()
-
-
-@pytest.mark.parametrize("value", [1.001, -1.001, 3e-5, -7.7e8])
-def test_the_mean_of_rounded_numbers_is_the_number(value):
-    values = torch.full((1 << 14, 16), value)
-    rounded = round_stochastically(values, torch.arange(1 << 14), 5, 0).double()
-    low, high = rounded.abs().aminmax()
-    assert low < abs(value) < high
-    error = (rounded.mean() - float(np.float32(value))).abs()
-    assert error < 5 * (high - low) / 2 / math.sqrt(values.numel())
-
-
 # On a GPU
 
 
@@ -644,10 +430,3 @@ def test_a_gpu_equals_a_cpu(options, name, state_device):
     for key, state in ours.states.items():
         assert theirs.states[key].device.type == ("cpu" if state_device == "cpu" else "cuda")
         torch.testing.assert_close(theirs.states[key].cpu(), state, **close)
-
-
-@pytest.mark.gpu
-def test_random_bits_of_a_gpu_are_those_of_a_cpu():
-    rows = torch.arange(1000) * 10**9
-    expected = random_bits(rows, 37, step=9, state=1)
-    assert torch.equal(random_bits(rows.cuda(), 37, step=9, state=1).cpu(), expected)

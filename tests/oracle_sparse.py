@@ -1,0 +1,157 @@
+"""The table optimizers of all options one row after another, in float64, and what tests share.
+
+Shapes: N rows, D numbers a row, M gradients.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from oracle_table import NAMES
+
+from kge_torchrec.entities.handrolled.options import SparseOptions
+from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+
+ADAMS = ("adam", "rowwise_adam")
+ADAGRADS = ("adagrad", "rowwise_adagrad")
+PRESETS = [
+    *(("fbgemm", name) for name in NAMES),
+    ("dicee", "adam"),
+    ("dgl", "adam"),
+    ("dgl", "adagrad"),
+]
+SINGLE_OPTIONS = [
+    *((name, {"duplicates": "mean"}) for name in NAMES),
+    *((name, {"bias_correction": count}) for name in ADAMS for count in ("row", "shard")),
+    *((name, {"epsilon": "inside"}) for name in ADAMS + ADAGRADS),
+    *((name, {"epsilon": "uncorrected"}) for name in ADAMS),
+]
+
+
+class Formulas:
+    """The table optimizers one row after another, in float64; shares no code with the package."""
+
+    def __init__(self, values: torch.Tensor, optimizer: TableOptimizer, options: SparseOptions):
+        self.optimizer, self.options = optimizer, options
+        self.weights = values.double().numpy().copy()
+        self.m = np.zeros_like(self.weights)
+        self.v = np.zeros_like(self.weights)  # of row-wise states every column is the same
+        self.row_steps = [0] * len(values)
+        self.steps = 0
+
+    def step(self, ids, grad, occurrences=None):
+        ids, grad = ids.tolist(), grad.double().numpy()
+        occurrences = [1] * len(ids) if occurrences is None else occurrences.tolist()
+        if ids or self.options.bias_correction != "shard":
+            self.steps += 1
+        limit = self.optimizer.max_gradient or math.inf
+        for row in set(ids):
+            places = [place for place, other in enumerate(ids) if other == row]
+            g = sum(np.clip(grad[place], -limit, limit) for place in places)
+            if self.options.duplicates == "mean":
+                g = g / sum(occurrences[place] for place in places)
+            self.row_steps[row] += 1
+            self.weights[row] -= self.optimizer.lr * self.change(row, g)
+
+    def change(self, row, g):
+        name, eps, decay = self.optimizer.name, self.optimizer.eps, self.optimizer.weight_decay
+        if name == "sgd":
+            return g
+        if name == "rowwise_adagrad":
+            g = g + decay * self.weights[row]
+        square = np.full_like(g, np.mean(g**2)) if name.startswith("rowwise") else g**2
+        if name in ADAGRADS:
+            self.v[row] += square
+            inside = self.options.epsilon == "inside"
+            return g / (np.sqrt(self.v[row] + eps) if inside else np.sqrt(self.v[row]) + eps)
+        (beta1, c1), (beta2, c2) = (self.numbers(beta, row) for beta in self.optimizer.betas)
+        self.m[row] = beta1 * self.m[row] + (1 - beta1) * g
+        self.v[row] = beta2 * self.v[row] + (1 - beta2) * square
+        m, v = self.m[row], self.v[row]
+        change = {
+            "outside": lambda: m / c1 / (np.sqrt(v / c2) + eps),
+            "inside": lambda: m / c1 / np.sqrt(v / c2 + eps),
+            "uncorrected": lambda: math.sqrt(c2) / c1 * m / (np.sqrt(v) + eps),
+        }[self.options.epsilon]()
+        return change + decay * self.weights[row]
+
+    def numbers(self, beta, row):
+        """(beta, 1 - beta^t) in the precision of the system that counts steps this way."""
+        single = float(np.float32(beta))
+        if self.options.bias_correction == "table":  # FBGEMM
+            return single, 1 - float(np.float32(single**self.steps))
+        if self.options.bias_correction == "shard":  # dice-embeddings
+            return beta, 1 - beta**self.steps
+        return beta, 1 - float(np.float32(single ** self.row_steps[row]))  # DGL
+
+    def states(self):
+        name = self.optimizer.name
+        squares = self.v[:, 0] if name.startswith("rowwise") else self.v
+        if name == "sgd":
+            return {}
+        if name in ADAGRADS:
+            return {"momentum1": squares}
+        states = {"momentum1": self.m, "exp_avg_sq": squares}
+        by_row = self.options.bias_correction == "row"
+        return states | ({"row_step": self.row_steps} if by_row else {})
+
+
+def new_values(rows=12, dim=5, seed=1):
+    return torch.randn(rows, dim, generator=torch.Generator().manual_seed(seed))
+
+
+def batches(rows=12, dim=5, count=15, steps=20, seed=0):
+    """Gradients of random rows, most of them several times, and of how many places each is."""
+    random = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(0, rows, (count,), generator=random),
+            torch.randn(count, dim, generator=random),
+            torch.randint(1, 5, (count,), generator=random),
+        )
+        for _ in range(steps)
+    ]
+
+
+def sparse(values, optimizer, options, **changes):
+    """An optimizer of a table of its own that starts with ``values``."""
+    made = SparseOptimizer(optimizer, options, values.clone(), changes.pop("first_row", 0))
+    for name, value in changes.items():
+        setattr(made, name, value)
+    return made
+
+
+def train(sparse_optimizer, steps):
+    for arguments in steps:
+        sparse_optimizer.step(*arguments)
+    return sparse_optimizer
+
+
+def assert_equal_formulas(made, formulas, rtol=1e-6, atol=1e-6):
+    close = {"rtol": rtol, "atol": atol, "check_dtype": False}
+    torch.testing.assert_close(made.rows, torch.from_numpy(formulas.weights), **close)
+    expected = formulas.states()
+    assert list(made.states) == list(expected)
+    for name, state in made.states.items():
+        wanted = torch.tensor(np.array(expected[name]))
+        assert state.shape == wanted.shape
+        torch.testing.assert_close(state, wanted, **close)
+    assert made.steps == formulas.steps
+
+
+def assert_same_bits(left, right):
+    assert torch.equal(left.rows, right.rows)
+    assert list(left.states) == list(right.states)
+    for name in left.states:
+        assert torch.equal(left.states[name], right.states[name]), name
+
+
+def compare_with_formulas(optimizer, options, steps, atol=1e-6, **changes):
+    made = train(sparse(new_values(), optimizer, options, **changes), steps)
+    formulas = Formulas(new_values(), optimizer, options)
+    for arguments in steps:
+        formulas.step(*arguments)
+    assert_equal_formulas(made, formulas, atol=atol)
