@@ -47,8 +47,8 @@ CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)
 # and not all of them serve again: measured as the growth over an epoch against the bytes alive.
 _KEPT_BLOCK = 32 * MIB
 _GROWTH_KEPT, _GROWTH_RETURNED = 2.6, 1.25
-# Copies of the piece of a shard that is being written to a checkpoint, measured.
-_PIECE_COPIES = 2.8
+# Pieces of values and state that a checkpoint copies before it lets the first one go, measured.
+_PIECES_COPIED = 3
 IN_FLIGHT = 3  # batches that TorchRec's pipeline holds at once
 
 RankMemory = dict[str, Bytes]
@@ -94,8 +94,9 @@ def rank_memory(
     parts["batches"] = on_device(IN_FLIGHT * _batch_bytes(workload, batch))
     parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
-    table = parts["weights"].device + parts["weights"].main
-    parts["process"] += Bytes(main=round(_PIECE_COPIES * min(PIECE_BYTES, table)))
+    saved = [parts["weights"], parts["optimizer state"]]
+    table = sum(size.device + size.main for size in saved)
+    parts["process"] += Bytes(main=min(_PIECES_COPIED * PIECE_BYTES, table))
     return parts
 
 
