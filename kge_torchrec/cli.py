@@ -202,7 +202,7 @@ def _report(run) -> None:
     train = results["train"]
     print(
         f"\ntrained {train['epochs']} epochs in {train['seconds']:.1f} s, "
-        f"{train['triples_per_second']:,.0f} triples/s, "
+        f"{train['triples_per_second']:,.0f} {run.config.negatives.examples}/s, "
         f"peak memory {train['peak_memory_bytes'] / 2**20:,.0f} MiB a rank\n"
         f"run folder: {run.path}"
     )

@@ -79,3 +79,8 @@ class NegativesConfig:
     def is_full(self) -> bool:
         """Whether every entity is a candidate."""
         return self.regime in FULL_REGIMES
+
+    @property
+    def examples(self) -> str:
+        """What an epoch passes through and a batch counts: triples or queries."""
+        return "triples" if self.regime in ("sampled", "1vsall") else "queries"

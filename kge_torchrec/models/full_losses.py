@@ -27,6 +27,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
+from kge_torchrec.models.block_device import block_device
+
 # Scores handled at once: on a CPU they stay in the cache from one operation to the next.
 _CHUNK_SCORES = {"cpu": 1 << 18, "cuda": 1 << 28}
 
@@ -165,7 +167,7 @@ class FullBinaryCrossEntropy(_FullLoss):
 
 def _chunks(scores: Tensor) -> Iterator[slice]:
     """Some queries at a time."""
-    at_once = _CHUNK_SCORES["cpu" if scores.device.type == "cpu" else "cuda"]
+    at_once = _CHUNK_SCORES[block_device(scores)]
     step = max(1, at_once // max(1, scores.shape[1]))
     for start in range(0, scores.shape[0], step):
         yield slice(start, start + step)

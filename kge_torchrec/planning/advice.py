@@ -15,9 +15,10 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.describe import amount
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.dry_run import TrainingPlan, plan_training
-from kge_torchrec.planning.objective_cost import Cost
+from kge_torchrec.planning.dry_run import plan_training
 from kge_torchrec.planning.table_memory import FUSED, UVM, UVM_CACHING
+from kge_torchrec.planning.training_plan import TrainingPlan
+from kge_torchrec.planning.watch_operations import Cost
 from kge_torchrec.planning.workload import Workload
 
 MOST_DEVICES = 1024
@@ -97,6 +98,8 @@ def _changes_beside_the_table(plan: TrainingPlan) -> dict[str, _Change]:
     """FSDP, where dense parameters are a matter of memory."""
     wrapper = plan.workload.config.dense.wrapper
     if wrapper in ("fsdp", "hybrid") or plan.cluster.world_size == 1:
+        return {}
+    if plan.workload.config.negatives.is_full:  # which takes no sharded parameters
         return {}
     if _weight(plan, "dense parameters") < _MATTERS:
         return {}

@@ -70,6 +70,12 @@ class Choice:
                 f"replicas: {cluster.world_size} devices cannot be split into {self.replicas} "
                 "equal groups"
             )
+        regime = workload.config.negatives.regime
+        if workload.config.negatives.is_full and (self.sharding != "row_wise" or self.replicas > 1):
+            raise ConfigError(
+                f"sharding: with negatives.regime {regime} every rank scores its own rows of one "
+                "table; only row_wise without replicas does that"
+            )
         if self.sharding == "data_parallel" and self.kernel != FUSED:
             raise ConfigError(
                 "kernel: data_parallel tables lie whole on every device, never in UVM"

@@ -7,8 +7,7 @@ of the run.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 
 import numpy as np
 from torch import nn
@@ -18,128 +17,19 @@ from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import entity_collection
 from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.planning import full_step
 from kge_torchrec.planning.choice import KERNELS, Choice
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.memory import SHARED, RankMemory, rank_memory
-from kge_torchrec.planning.objective_cost import Cost, objective_cost
+from kge_torchrec.planning.memory import batch_bytes, exchange_bytes, rank_memory
+from kge_torchrec.planning.objective_cost import objective_cost
 from kge_torchrec.planning.planner import SHARDINGS, UNLIMITED, plan_table
 from kge_torchrec.planning.shards import MODULE, Shard, shards_of
 from kge_torchrec.planning.step_time import step_time
-from kge_torchrec.planning.table_memory import DENSE, UVM_CACHING, Bytes
-from kge_torchrec.planning.traffic import Traffic, exchanges, groups, traffic
+from kge_torchrec.planning.table_memory import DENSE, UVM_CACHING
+from kge_torchrec.planning.traffic import exchanges, groups, traffic
+from kge_torchrec.planning.training_plan import TrainingPlan
+from kge_torchrec.planning.watch_operations import Cost
 from kge_torchrec.planning.workload import RankBatch, Workload
-
-
-@dataclass(frozen=True)
-class Limit:
-    """One memory and what is wanted of it."""
-
-    place: str  # "device memory of rank 3", "main memory of host 0"
-    need: int
-    capacity: int
-    usable: int  # the capacity without the share that is left free
-
-    @property
-    def over(self) -> int:
-        """Bytes too many; below zero where it fits."""
-        return self.need - self.usable
-
-
-@dataclass(frozen=True)
-class TrainingPlan:
-    """The layout of a run and what follows from it.
-
-    shards: of the table, by rank.  batches: each rank's share of a step, in its micro-batches.
-    memory: parts of each rank.  cost: of scoring a micro-batch.  with_duplicates: traffic if
-    batches were not de-duplicated.
-    """
-
-    workload: Workload
-    cluster: Cluster
-    choice: Choice
-    shards: list[Shard]
-    batches: list[list[RankBatch]]
-    memory: list[RankMemory]
-    cost: Cost
-    traffic: Traffic
-    with_duplicates: Traffic
-    times: dict[str, float]
-
-    def total(self, rank: int) -> Bytes:
-        """What a rank needs in all."""
-        return sum(self.memory[rank].values(), Bytes())
-
-    @cached_property
-    def limits(self) -> list[Limit]:
-        """Every device's memory, if there are GPUs, then every host's."""
-        return [*self._device_limits(), *self._host_limits()]
-
-    def _device_limits(self) -> Iterator[Limit]:
-        capacity = self.cluster.device.memory
-        if not self.cluster.device.is_cuda:
-            return
-        usable = int(capacity * (1 - self.choice.reserve))
-        for rank in range(self.cluster.world_size):
-            yield Limit(f"device memory of rank {rank}", self.total(rank).device, capacity, usable)
-
-    def _host_limits(self) -> Iterator[Limit]:
-        capacity, local = self.cluster.device.host_memory, self.cluster.local_world_size
-        usable = int(capacity * (1 - self.choice.reserve))
-        for host in range(self.cluster.hosts):
-            ranks = range(host * local, (host + 1) * local)
-            need = sum(self.total(rank).main for rank in ranks)
-            again = sum(self.memory[ranks[0]][part].main for part in SHARED) * (local - 1)
-            yield Limit(f"main memory of host {host}", need - again, capacity, usable)
-
-    @property
-    def overruns(self) -> list[Limit]:
-        """The limits that are exceeded, the worst first."""
-        return sorted((x for x in self.limits if x.over > 0), key=lambda x: -x.over)
-
-    @property
-    def fits(self) -> bool:
-        return not self.overruns
-
-    @property
-    def fullest(self) -> int:
-        """The rank that needs most."""
-        is_cuda = self.cluster.device.is_cuda
-        needs = [self.total(rank) for rank in range(self.cluster.world_size)]
-        return max(range(len(needs)), key=lambda r: needs[r].device if is_cuda else needs[r].main)
-
-    @property
-    def notes(self) -> list[str]:
-        """What this plan leaves open."""
-        found, config = self.choice.notes(), self.workload.config
-        regime = config.negatives.regime
-        if regime != "sampled":
-            found.append(
-                f"negatives.regime {regime}: only the table's bytes are those of this run; "
-                "activations, traffic and time are of sampled negatives"
-            )
-        if self.cluster.device.is_cuda and config.train.precision != "fp32":
-            found.append(f"activations are counted in float32, {config.train.precision} needs less")
-        return found
-
-    @property
-    def lookups(self) -> int:
-        """Entities that a step looks up on all ranks, duplicates included."""
-        return sum(batch.lookups for parts in self.batches for batch in parts)
-
-    @property
-    def distinct(self) -> float:
-        """Different ones, each counted once a rank and micro-batch."""
-        return sum(batch.distinct for parts in self.batches for batch in parts)
-
-    @property
-    def step_seconds(self) -> float:
-        """Of the model in ``step_time``."""
-        return sum(self.times.values())
-
-    @property
-    def largest_time(self) -> str:
-        """The part of a step that takes longest."""
-        return max(self.times, key=lambda part: self.times[part])
 
 
 def plan_training(
@@ -147,10 +37,18 @@ def plan_training(
 ) -> TrainingPlan:
     """Lays a run out, whether it fits or not.  Raises ConfigError where it cannot be.
 
-    cost: of scoring a micro-batch, if it is known.
+    cost: of scoring a micro-batch, if it is known; against all entities it is not asked for.
     """
     choice.check(workload, cluster)
     shards = _shards(workload, cluster, choice)
+    if workload.config.negatives.is_full:
+        return _plan_against_all(workload, cluster, choice, shards)
+    return _plan_lookups(workload, cluster, choice, shards, cost)
+
+
+def _plan_lookups(
+    workload: Workload, cluster: Cluster, choice: Choice, shards: list[Shard], cost: Cost | None
+) -> TrainingPlan:
     batches = workload.batches(cluster.world_size)
     deduplicated = np.array([sum(batch.distinct for batch in parts) for parts in batches])
     duplicated = np.array([float(sum(batch.lookups for batch in parts)) for parts in batches])
@@ -160,13 +58,14 @@ def plan_training(
     if cost is None:
         biggest = max(largest, key=lambda batch: batch.chunks * batch.triples)
         cost = objective_cost(workload, biggest, cluster.device.is_cuda)
-    of_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
-    for shard in shards:
-        of_rank[shard.rank].append(shard)
+    of_rank = _by_rank(shards, cluster)
     memory = [
-        rank_memory(workload, cluster, choice, of_rank[rank], largest[rank], moves[rank], cost)
+        rank_memory(
+            workload, cluster, choice, of_rank[rank], cost,
+            exchange_bytes(workload, moves[rank]), batch_bytes(workload, largest[rank]),
+        )
         for rank in range(cluster.world_size)
-    ]
+    ]  # fmt: skip
     table = [parts["weights"] + parts["optimizer state"] for parts in memory]
     table_bytes = np.array([float(size.device + size.main) for size in table])
     sent = traffic(cluster, choice, shards, workload, wanted, table_bytes)
@@ -185,6 +84,32 @@ def plan_training(
     return TrainingPlan(
         workload, cluster, choice, shards, batches, memory, cost, sent, again, times
     )
+
+
+def _plan_against_all(
+    workload: Workload, cluster: Cluster, choice: Choice, shards: list[Shard]
+) -> TrainingPlan:
+    """Every rank scores its own rows: nothing is looked up."""
+    of_rank = _by_rank(shards, cluster)
+    rows = [sum(shard.rows for shard in own) for own in of_rank]
+    costs = {n: full_step.full_cost(workload, n, cluster.device.is_cuda) for n in set(rows)}
+    moved, batch = full_step.fetched_bytes(workload), full_step.batch_bytes(workload)
+    memory = [
+        rank_memory(workload, cluster, choice, own, costs[n], moved, batch)
+        for own, n in zip(of_rank, rows, strict=True)
+    ]
+    sent, cost = full_step.full_traffic(workload, cluster), costs[max(rows)]
+    times = full_step.full_step_time(
+        workload, cluster, choice.form(workload), max(rows), workload.dim, cost, sent
+    )
+    return TrainingPlan(workload, cluster, choice, shards, [], memory, cost, sent, sent, times)
+
+
+def _by_rank(shards: list[Shard], cluster: Cluster) -> list[list[Shard]]:
+    of_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
+    for shard in shards:
+        of_rank[shard.rank].append(shard)
+    return of_rank
 
 
 def alternatives(workload: Workload, cluster: Cluster, choice: Choice) -> list[TrainingPlan]:

@@ -14,9 +14,9 @@ from kge_torchrec.entities.pieces import PIECE_BYTES
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.dense_layout import DenseLayout
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.objective_cost import Cost
 from kge_torchrec.planning.shards import Shard
 from kge_torchrec.planning.table_memory import Bytes, table_memory
+from kge_torchrec.planning.watch_operations import Cost
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 MIB = 1 << 20
@@ -67,13 +67,14 @@ def rank_memory(
     cluster: Cluster,
     choice: Choice,
     shards: Sequence[Shard],
-    batch: RankBatch,
-    exchange: Exchange,
     cost: Cost,
+    moved: float,
+    batch: float,
 ) -> RankMemory:
     """Bytes of one rank by part, at the fullest moment of training.
 
-    shards: those of this rank.  batch, cost: of its largest micro-batch; exchange: of the step.
+    shards: those of this rank.  cost: of its largest micro-batch.  moved, batch: bytes of the rows
+    that go between ranks, and of a batch.
     """
     is_cuda = cluster.device.is_cuda
     form = choice.form(workload)
@@ -89,9 +90,9 @@ def rank_memory(
     dense = DenseLayout.of(workload.config.dense, cluster)
     numbers = workload.dense_parameters
     parts["dense parameters"] = dense.memory(numbers, workload.optimizer, is_cuda)
-    parts["rows and ids"] = on_device(growth * _exchange_bytes(workload, exchange))
+    parts["rows and ids"] = on_device(growth * moved)
     parts["activations"] = on_device(growth * cost.peak_bytes)
-    parts["batches"] = on_device(IN_FLIGHT * _batch_bytes(workload, batch))
+    parts["batches"] = on_device(IN_FLIGHT * batch)
     parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
     saved = [parts["weights"], parts["optimizer state"]]
@@ -105,7 +106,7 @@ def _growth(cost: Cost) -> float:
     return _GROWTH_KEPT if cost.largest_bytes < _KEPT_BLOCK else _GROWTH_RETURNED
 
 
-def _exchange_bytes(workload: Workload, exchange: Exchange) -> float:
+def exchange_bytes(workload: Workload, exchange: Exchange) -> float:
     """Rows looked up for others and received, gradients sent and received, and their ids.
 
     Ids are held as given, grouped by owner, with the way back, and as received.  Gradients of
@@ -122,7 +123,7 @@ def _exchange_bytes(workload: Workload, exchange: Exchange) -> float:
     return 4 * workload.dim * rows + 8 * (3 * wanted + asked)
 
 
-def _batch_bytes(workload: Workload, batch: RankBatch) -> float:
+def batch_bytes(workload: Workload, batch: RankBatch) -> float:
     """Positions, ids, relations and weights of a batch, and the mask of known facts."""
     queries = batch.chunks * batch.triples
     mask = 0

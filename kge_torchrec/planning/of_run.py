@@ -13,9 +13,10 @@ from kge_torchrec.models.objective import Objective
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import PRESETS, Cluster, Device
-from kge_torchrec.planning.dry_run import TrainingPlan, plan_training
+from kge_torchrec.planning.dry_run import plan_training
 from kge_torchrec.planning.planner import device_memory, host_memory
 from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.planning.training_plan import TrainingPlan
 from kge_torchrec.planning.workload import Workload
 
 

@@ -20,9 +20,9 @@ from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.planning.advice import Advice
-from kge_torchrec.planning.dry_run import TrainingPlan
 from kge_torchrec.planning.shards import Shard, sharding_plan
 from kge_torchrec.planning.traffic import KINDS, Traffic
+from kge_torchrec.planning.training_plan import TrainingPlan
 
 FORMAT = "kge-torchrec plan"
 VERSION = 1

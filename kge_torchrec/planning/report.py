@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from kge_torchrec.planning.advice import Advice
 from kge_torchrec.planning.describe import amount, runs
-from kge_torchrec.planning.dry_run import TrainingPlan
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
 from kge_torchrec.planning.traffic import KINDS
+from kge_torchrec.planning.training_plan import TrainingPlan
 
 Rows = list[list[str]]
 
@@ -53,10 +53,12 @@ def comparison(plans: Sequence[TrainingPlan]) -> str:
 
 def _head(plan: TrainingPlan) -> str:
     workload, model = plan.workload, plan.workload.config.model
+    what = workload.config.negatives.examples
+    of_queries = "" if what == "triples" else f" {what}"
     return (
         f"{workload.num_entities:,} entities x {workload.dim} ({plan.choice.dtype}, "
         f"{workload.optimizer}), {model.scorer} with {workload.num_relations:,} relations, "
-        f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}\n"
+        f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{of_queries}\n"
         f"{plan.cluster}: {plan.choice}\n"
         f"{'It fits.' if plan.fits else 'It does NOT fit.'}"
     )
@@ -129,6 +131,9 @@ def _traffic(plan: TrainingPlan) -> Rows:
 
 def _duplicates(plan: TrainingPlan) -> Iterator[str]:
     asked, distinct = plan.lookups, plan.distinct
+    if not asked:
+        yield "every rank scores its own rows for all queries of a step: nothing is looked up"
+        return
     yield (
         f"a step looks {asked:,} entities up, {distinct:,.0f} different ones on their ranks: "
         f"de-duplication saves {1 - distinct / asked:.0%} of them"
@@ -144,11 +149,11 @@ def _duplicates(plan: TrainingPlan) -> Iterator[str]:
 
 
 def _times(plan: TrainingPlan) -> Iterator[str]:
-    total = plan.step_seconds
+    total, what = plan.step_seconds, plan.workload.config.negatives.examples
     epoch = total * plan.workload.steps_per_epoch
     yield (
         f"a step would take {seconds(total)}, an epoch {seconds(epoch)} "
-        f"({plan.workload.batch_size / total:,.0f} triples/s): a model, not a measurement"
+        f"({plan.workload.batch_size / total:,.0f} {what}/s): a model, not a measurement"
     )
     for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
         if time >= 0.005 * total:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.planning.devices import Cluster, Device
 from kge_torchrec.planning.memory import Exchange
-from kge_torchrec.planning.objective_cost import Cost
 from kge_torchrec.planning.table_memory import (
     DENSE,
     FUSED,
@@ -19,6 +18,7 @@ from kge_torchrec.planning.table_memory import (
     TableForm,
 )
 from kge_torchrec.planning.traffic import Traffic
+from kge_torchrec.planning.watch_operations import Cost
 from kge_torchrec.planning.workload import Workload
 
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
@@ -42,44 +42,72 @@ def step_time(
     exchange: of the rank that is asked for most rows; columns: of its shards.
     cache_hits: share of the asked rows that a cache holds.
     """
-    device = cluster.device
-    sharers = 1 if device.is_cuda else cluster.local_world_size  # a CPU's ranks share its speed
-    speed = EFFICIENCY / sharers
-    local, values, state = (x * speed for x in _row_speeds(device, form, cache_hits))
-    micro_batches = workload.config.train.accumulation
-    each, row = STATE_NUMBERS[form.optimizer]
-    row_bytes, state_bytes = columns * form.value_bytes, form.state_bytes * (each * columns + row)
-    out_bytes = 4 * columns  # rows out and gradients in are float32
+    device, micro_batches = cluster.device, workload.config.train.accumulation
+    speed = _speed(cluster)
+    local, values, _ = (x * speed for x in _row_speeds(device, form, cache_hits))
+    read, sent = columns * form.value_bytes / values, 4 * columns / local  # sent as float32
     times = {
-        "lookup": exchange.asked * (row_bytes / values + out_bytes / local),
-        "scoring": micro_batches
-        * (
-            cost.flops / (_flops(device, workload.config.train) * speed)
-            + cost.moved_bytes / (device.memory_bandwidth * speed)
+        "lookup": exchange.asked * (read + sent),
+        "scoring": micro_batches * work_seconds(workload, cluster, cost),
+        "table optimizer": table_optimizer_seconds(
+            cluster, form, exchange.asked, columns, cache_hits
         ),
-        # Gradients are read; values and state read and written.
-        "table optimizer": exchange.asked
-        * (out_bytes / local + 2 * row_bytes / values + 2 * state_bytes / state),
-        "starting operations": micro_batches * (cost.operations * device.launch + PYTHON),
     }
     if form.kernel == DENSE:  # the whole table and its gradient, every step
-        numbers = workload.num_entities * workload.dim
+        numbers, (each, _) = workload.num_entities * workload.dim, STATE_NUMBERS[form.optimizer]
         moved = numbers * (3 * form.value_bytes + 8 * each)
         times["table optimizer"] = moved / (device.memory_bandwidth * speed)
-    for name, kinds in (
-        ("exchange of ids", ("ids",)),
-        ("exchange of rows", ("rows",)),
-        ("exchange of gradients", ("gradients",)),
-        ("dense gradients", ("dense",)),
-        ("averaging replicas", ("replicas",)),
-    ):
-        seconds = sum(_slowest(cluster, traffic, kind) for kind in kinds)
-        if seconds:
-            times[name] = seconds
+    times |= starting_seconds(cluster, cost, micro_batches, COLLECTIVES)
+    return times | sending_seconds(cluster, traffic)
+
+
+def work_seconds(workload: Workload, cluster: Cluster, cost: Cost) -> float:
+    """Of arithmetic, and of the bytes that all other operations read and write."""
+    device, speed = cluster.device, _speed(cluster)
+    return cost.flops / (_flops(device, workload.config.train) * speed) + cost.moved_bytes / (
+        device.memory_bandwidth * speed
+    )
+
+
+def table_optimizer_seconds(
+    cluster: Cluster, form: TableForm, rows: float, columns: float, cache_hits: float = 0.0
+) -> float:
+    """Of stepping rows: gradients, in float32, are read; values and state read and written."""
+    speeds = _row_speeds(cluster.device, form, cache_hits)
+    local, values, state = (x * _speed(cluster) for x in speeds)
+    each, row = STATE_NUMBERS[form.optimizer]
+    value_bytes, state_bytes = columns * form.value_bytes, form.state_bytes * (each * columns + row)
+    return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)
+
+
+def starting_seconds(
+    cluster: Cluster, cost: Cost, micro_batches: int, collectives: int
+) -> dict[str, float]:
+    """What operations and collectives take whatever their size."""
+    operations = cost.operations * cluster.device.launch + PYTHON
+    times = {"starting operations": micro_batches * operations}
     if cluster.world_size > 1:
-        where = "between" if cluster.hosts > 1 else "within"
-        times["starting collectives"] = micro_batches * COLLECTIVES * LATENCY[where]
+        latency = LATENCY["between" if cluster.hosts > 1 else "within"]
+        times["starting collectives"] = micro_batches * collectives * latency
     return times
+
+
+def sending_seconds(cluster: Cluster, traffic: Traffic) -> dict[str, float]:
+    """Of each kind of bytes, those that are sent."""
+    names = {
+        "exchange of ids": "ids",
+        "exchange of rows": "rows",
+        "exchange of gradients": "gradients",
+        "dense gradients": "dense",
+        "averaging replicas": "replicas",
+    }
+    seconds = {name: _slowest(cluster, traffic, kind) for name, kind in names.items()}
+    return {name: value for name, value in seconds.items() if value}
+
+
+def _speed(cluster: Cluster) -> float:
+    """Share of the data sheet's speeds that a rank has; a CPU's ranks share them."""
+    return EFFICIENCY / (1 if cluster.device.is_cuda else cluster.local_world_size)
 
 
 def _flops(device: Device, train: TrainConfig) -> float:

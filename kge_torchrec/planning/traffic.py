@@ -70,9 +70,8 @@ def traffic(
 
     table_bytes: (W,) values and optimizer state of each rank, which 2-D replicas average.
     """
-    zero = np.zeros(cluster.world_size)
-    within = {kind: zero.copy() for kind in KINDS}
-    between = {kind: zero.copy() for kind in KINDS}
+    found = no_traffic(cluster)
+    within, between = found.within, found.between
     if choice.sharding == "data_parallel":
         table = 4 * workload.num_entities * workload.dim
         ring = Ring(cluster, np.arange(cluster.world_size))
@@ -86,6 +85,12 @@ def traffic(
     dense.send(numbers, cluster, micro_batches, within["dense"], between["dense"])
     if choice.replicas > 1:
         _add_replicas(cluster, choice, table_bytes, within, between)
+    return found
+
+
+def no_traffic(cluster: Cluster) -> Traffic:
+    """Nothing sent yet; to be added to."""
+    within, between = ({kind: np.zeros(cluster.world_size) for kind in KINDS} for _ in range(2))
     return Traffic(within, between)
 
 

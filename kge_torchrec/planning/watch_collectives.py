@@ -40,6 +40,10 @@ class WatchCollectives(TorchDispatchMode):
         elif operation is torch.ops.c10d.allreduce_:
             size = sum(tensor.numel() * tensor.element_size() for tensor in args[0])
             self._ring(2, size, args[1])
+        elif operation is torch.ops.c10d.allgather_:
+            gathered = args[0][0]
+            size = sum(tensor.numel() * tensor.element_size() for tensor in gathered)
+            self._ring(1, size, args[2])
         elif operation is torch.ops.c10d._allgather_base_:
             self._ring(1, args[0].numel() * args[0].element_size(), args[2])
         elif operation is torch.ops.c10d._reduce_scatter_base_:

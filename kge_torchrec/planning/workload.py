@@ -53,7 +53,7 @@ class Workload:
     build_objective: Callable[[Config, int], Objective]
     popularity: Popularity
     costs: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
-    _objectives: dict = field(default_factory=dict, init=False, repr=False, compare=False)
+    _objectives: list = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):
@@ -75,14 +75,26 @@ class Workload:
         return SIDES if sides == "both" else (sides,)
 
     @property
+    def examples(self) -> int:
+        """What an epoch passes through: triples, or queries, of which there may be fewer.
+
+        Several triples may ask the same query, which occurs once; only the data would tell.
+        """
+        regime = self.config.negatives.regime
+        if regime == "allvsall":
+            return len(self.sides) * self.num_entities * self.num_relations
+        of_triples = self.config.negatives.examples == "triples"
+        return self.num_triples * (1 if of_triples else len(self.sides))
+
+    @property
     def batch_size(self) -> int:
-        """Triples of a step over all ranks, never more than there are."""
-        return min(self.config.train.batch_size, self.num_triples)
+        """Examples of a step over all ranks, never more than there are."""
+        return min(self.config.train.batch_size, self.examples)
 
     @property
     def steps_per_epoch(self) -> float:
         """The last, smaller step counts as its part of a whole one."""
-        return self.num_triples / self.batch_size
+        return self.examples / self.batch_size
 
     @property
     def negative_power(self) -> float | None:
@@ -114,25 +126,23 @@ class Workload:
         distinct = self.popularity.distinct(positives, drawn, self.negative_power)
         return RankBatch(chunks, triples, positives, drawn, distinct)
 
-    def objective(self, device: str = "meta") -> Objective:
-        """Scorer and loss on a device; on the meta device they take no memory.  Made once."""
-        if device not in self._objectives:
+    @property
+    def objective(self) -> Objective:
+        """Scorer and loss on the meta device, where they take no memory.  Made once."""
+        if not self._objectives:
             # Whatever else a query is compared with, what is watched is a batch of triples.
             negatives = replace(self.config.negatives, regime="sampled")
             config = replace(self.config, negatives=negatives)
-            with torch.device(device):
+            with torch.device("meta"):
                 objective = self.build_objective(config, self.num_relations)
-            if device == "meta":  # which knows no autocast: float32 is the larger
-                objective.precision = torch.float32
-            for parameter in objective.parameters():
-                parameter.data.zero_()
-            self._objectives[device] = objective
-        return self._objectives[device]
+            objective.precision = torch.float32  # meta knows no autocast; this is the larger
+            self._objectives.append(objective)
+        return self._objectives[0]
 
     @property
     def dense_parameters(self) -> int:
         """Numbers outside the entity table: relations and other parameters of the scorer."""
-        return sum(parameter.numel() for parameter in self.objective().parameters())
+        return sum(parameter.numel() for parameter in self.objective.parameters())
 
     def with_dim(self, dim: int) -> Workload:
         """The same with other sizes of rows.  Raises ConfigError if the scorer has none such."""

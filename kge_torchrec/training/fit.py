@@ -137,7 +137,9 @@ class Fit:
             },
         )
         if not sys.stderr.isatty():  # where a file or a pipe shows no bar
-            self._say(f"loss {loss:.4f}, {triples_per_second:,.0f} triples/s")
+            self._say(
+                f"loss {loss:.4f}, {triples_per_second:,.0f} {self.config.negatives.examples}/s"
+            )
 
     def _due(self, last: bool) -> bool:
         every = self.config.evaluation.every
@@ -193,7 +195,7 @@ class Fit:
         return tqdm(
             total=self.config.train.epochs * size,
             initial=progress.epoch * size + progress.step * self.config.train.batch_size,
-            unit=" triples",
+            unit=f" {self.config.negatives.examples}",
             unit_scale=True,
             disable=self.session.hide_bars,
         )

@@ -32,13 +32,10 @@ from kge_torchrec.entities.contract import EntityEngine, EntityShard
 from kge_torchrec.entities.row_gradients import RowGradients
 from kge_torchrec.models.full_losses import BlockAnswers, FullLoss
 from kge_torchrec.models.relation_prediction import relation_prediction
+from kge_torchrec.models.score_blocks import KEPT_BYTES, block_bytes_of, score_blocks
 from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training.directions import Direction, directed
 from kge_torchrec.training.fetched_rows import FetchedRows
-
-KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
-CPU_BLOCK_BYTES = 32 << 20
-CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 
 
 class FullCandidates:
@@ -57,8 +54,8 @@ class FullCandidates:
         block_bytes: int | None = None,
     ):
         self.engine, self.loss, self.device = engine, loss, device
-        default = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
-        self.kept_bytes, self.block_bytes = kept_bytes, block_bytes or default
+        self.kept_bytes = kept_bytes
+        self.block_bytes = block_bytes or block_bytes_of(device.type)
         self.objective = engine.knowledge.objective
         self.scorer: QueryScorer = self.objective.scorer
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
@@ -75,13 +72,6 @@ class FullCandidates:
             parameter.grad = grad
         self.engine.optimizer.step()
         return step.loss_value()
-
-    def blocks(self, rows: int, queries: int) -> list[range]:
-        """The n rows of a rank in blocks whose scores for Q queries are of bounded size."""
-        row_bytes = 4 * max(1, queries)
-        whole = rows * row_bytes <= self.kept_bytes
-        height = rows if whole else max(1, self.block_bytes // row_bytes)
-        return [range(i, min(i + height, rows)) for i in range(0, rows, max(1, height))]
 
     @contextmanager
     def drawing(self, seed: int) -> Iterator[None]:
@@ -127,7 +117,9 @@ class _Step:
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
-        blocks = self.trainer.blocks(len(self.shard.rows), self.batch.queries)
+        trainer = self.trainer
+        sizes = len(self.shard.rows), self.batch.queries
+        blocks = score_blocks(*sizes, trainer.kept_bytes, trainer.block_bytes)
         if self.loss.normalizes and len(blocks) > 1:  # scores are computed twice
             for places in blocks:
                 self._start(places, graph=False)

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from kge_torchrec.models.block_device import block_device
+
 # Numbers of a block's intermediates: what stays in a CPU's L2 cache, enough work for a GPU.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
@@ -29,7 +31,7 @@ def pairwise(
     """
     chunks, count = queries[0].shape[:2]
     rows = [x[:, None] for x in rows]
-    numbers = BLOCK_NUMBERS["cpu" if queries[0].device.type == "cpu" else "cuda"]
+    numbers = BLOCK_NUMBERS[block_device(queries[0])]
     step = max(1, numbers // max(1, chunks * rows[0].shape[2] * width))
     parts = []
     for start in range(0, max(1, count), step):

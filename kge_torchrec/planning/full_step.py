@@ -1,0 +1,163 @@
+"""A step against all entities, in sizes: what ``training.full_candidates`` holds and sends.
+
+Letters besides those of ``workload``: Q queries of a step, the same on every rank; n rows of a
+rank; F rows that every rank fetches, the queries' anchors.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.models.block_device import planning_for
+from kge_torchrec.models.full_losses import (
+    BlockAnswers,
+    FullBinaryCrossEntropy,
+    FullLoss,
+    FullSoftmax,
+)
+from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.score_blocks import KEPT_BYTES, block_bytes_of, score_blocks
+from kge_torchrec.models.scorers import Side
+from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.ring import Ring
+from kge_torchrec.planning.step_time import (
+    sending_seconds,
+    starting_seconds,
+    table_optimizer_seconds,
+    work_seconds,
+)
+from kge_torchrec.planning.table_memory import TableForm
+from kge_torchrec.planning.traffic import Traffic, no_traffic
+from kge_torchrec.planning.watch_operations import Cost, WatchOperations
+from kge_torchrec.planning.workload import Workload
+
+# More queries than this are a straight line: some scorers take them one by one.
+_QUERIES = 512
+_COLLECTIVES = 4  # anchors, what the losses saw, gradients of anchors, dense gradients
+
+
+def queries_of(workload: Workload) -> int:
+    """Q: a triple asks for both of its sides, unless an epoch passes through queries."""
+    of_triples = workload.config.negatives.examples == "triples"
+    return workload.batch_size * (len(workload.sides) if of_triples else 1)
+
+
+def fetched_of(workload: Workload) -> int:
+    """F: anchors, and answers if relations are predicted."""
+    return queries_of(workload) * (2 if workload.config.loss.relation_weight else 1)
+
+
+def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
+    """Of n rows against the queries of a step, forward and backward.
+
+    Bytes alive are those of one block of rows, all else is of all blocks.  Softmax scores several
+    blocks twice, which adds a third to the three products of each.
+    """
+    queries = queries_of(workload)
+    if not rows:
+        return Cost(0, 0, 0, 0, 0)
+    device = "cuda" if is_cuda else "cpu"
+    blocks = score_blocks(rows, queries, KEPT_BYTES, block_bytes_of(device))
+    height = len(blocks[0])
+    block = _of_block(workload, queries, height, is_cuda)
+    twice = len(blocks) > 1 and workload.config.loss.name == "softmax"
+    times = rows / height * (4 / 3 if twice else 1)
+    work = (block.flops, block.moved_bytes, block.operations)
+    return Cost(block.peak_bytes, block.largest_bytes, *(times * x for x in work))
+
+
+def fetched_bytes(workload: Workload) -> int:
+    """Fetched rows, their gradients, sums of those that live here, and their places."""
+    return fetched_of(workload) * (4 * 3 * workload.dim + 8 * 3)
+
+
+def batch_bytes(workload: Workload) -> int:
+    """Anchors, relations and answers of all queries, at least one each."""
+    return 8 * 4 * queries_of(workload)
+
+
+def full_traffic(workload: Workload, cluster: Cluster) -> Traffic:
+    """Of a step: anchors' rows and gradients, summed over ranks; three numbers a query."""
+    traffic, ranks = no_traffic(cluster), cluster.world_size
+    ring = Ring(cluster, np.arange(ranks))
+    for kind, size in (
+        ("rows", 4 * fetched_of(workload) * workload.dim),
+        ("gradients", 4 * fetched_of(workload) * workload.dim),
+        ("dense", 4 * workload.dense_parameters),
+    ):
+        ring.all_reduce(size, traffic.within[kind], traffic.between[kind])
+    seen = 4 * 3 * queries_of(workload) * (ranks - 1)
+    ring.send(seen, traffic.within["rows"], traffic.between["rows"])
+    return traffic
+
+
+def full_step_time(
+    workload: Workload,
+    cluster: Cluster,
+    form: TableForm,
+    rows: int,
+    columns: float,
+    cost: Cost,
+    traffic: Traffic,
+) -> dict[str, float]:
+    """Seconds of each part of a step, of a rank with n rows; a model as in ``step_time``."""
+    return {
+        "scoring": work_seconds(workload, cluster, cost),
+        "table optimizer": table_optimizer_seconds(cluster, form, rows, columns),
+        **starting_seconds(cluster, cost, 1, _COLLECTIVES),
+        **sending_seconds(cluster, traffic),
+    }
+
+
+def _of_block(workload: Workload, queries: int, height: int, is_cuda: bool) -> Cost:
+    """Of m rows against Q queries."""
+
+    def at(queries: int) -> Cost:
+        key = ("full", queries, height, is_cuda)
+        if key not in workload.costs:
+            with planning_for("cuda" if is_cuda else "cpu"):
+                workload.costs[key] = _watch(workload.objective, _loss(workload), queries, height)
+        return workload.costs[key]
+
+    if queries <= _QUERIES:
+        return at(queries)
+    half = _QUERIES // 2
+    return at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
+
+
+def _loss(workload: Workload) -> FullLoss:
+    loss = FullSoftmax if workload.config.loss.name == "softmax" else FullBinaryCrossEntropy
+    return loss(workload.num_entities, workload.config.loss.label_smoothing)
+
+
+def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> Cost:
+    scorer, parameters = objective.scorer, [p for p in objective.parameters() if p.requires_grad]
+    sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
+    counts = [queries * (i + 1) // len(sides) - queries * i // len(sides)
+              for i in range(len(sides))]  # fmt: skip
+    with torch.device("meta"):
+        anchors = [torch.zeros(1, count, scorer.dim, requires_grad=True) for count in counts]
+        relations = [torch.zeros(1, count, dtype=torch.int64) for count in counts]
+        rows = torch.zeros(height, scorer.dim, requires_grad=True)
+        places = torch.zeros(height, dtype=torch.int64)
+    with WatchOperations() as watch:
+        folded = [scorer.fold(*x) for x in zip(anchors, relations, sides, strict=True)]
+        entities = scorer.entity(rows)[None]
+        scores = [scorer.similarity_matrix(query, entities)[0] for query in folded]
+        slopes = [_slopes(loss, x.detach()) for x in scores]
+        inputs = [rows, *anchors, *parameters]
+        found = torch.autograd.grad(scores, inputs, slopes, allow_unused=True)
+        of_rows = found[0].index_select(0, places)  # without those of fetched rows
+        del of_rows
+    return watch.cost
+
+
+def _slopes(loss: FullLoss, scores: Tensor) -> Tensor:
+    """The loss's gradients in place of scores (Q, m), as if no answer were among them."""
+    nowhere = scores.new_zeros(0, dtype=torch.int64)
+    answers = BlockAnswers(nowhere, nowhere, scores.new_zeros(0))
+    top, seen = loss.start(scores, answers)
+    loss.finish(scores, top, seen, answers, 1.0)
+    return scores

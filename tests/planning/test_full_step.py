@@ -1,0 +1,164 @@
+"""Plans of training against all entities: against arithmetic, and against real worlds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from planned_runs import build_objective, planned, workload
+from training_runs import config_of, random_triples
+from worlds import run_world
+
+from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.models.score_blocks import score_blocks
+from kge_torchrec.planning import full_step as module
+from kge_torchrec.planning.advice import advise
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.devices import parse_devices
+from kge_torchrec.planning.dry_run import alternatives, plan_training
+from kge_torchrec.planning.full_step import full_cost, queries_of
+from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.planning.report import report
+from kge_torchrec.planning.watch_collectives import WatchCollectives
+from kge_torchrec.planning.workload import Workload
+
+STEPS = 5
+
+
+def against_all(entities: int = 1000, regime: str = "1vsall", **keys) -> Workload:
+    keys = {"loss__name": "bce", "train__batch_size": 64, "model__dim": 16, **keys}
+    return workload(entities, negatives__regime=regime, **keys)
+
+
+def test_queries_of_a_step():
+    assert queries_of(against_all()) == 128
+    assert queries_of(against_all(negatives__sides="tail")) == 64
+    assert queries_of(against_all(regime="kvsall")) == 64
+    assert queries_of(against_all(train__batch_size=10**6)) == 2 * 5000  # all triples
+
+
+@pytest.mark.parametrize("loss", ["bce", "softmax"])
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_three_products_a_step(loss, is_cuda):
+    """Scores, and the gradients of queries and of rows."""
+    work = against_all(model__scorer="distmult", loss__name=loss)
+    assert full_cost(work, 400, is_cuda).flops == 3 * 2 * 128 * 400 * 16
+
+
+@pytest.mark.parametrize("scorer", ["complex", "rotate", "transe_l2"])
+@pytest.mark.parametrize("is_cuda", [False, True])
+def test_many_queries_are_extended_from_fewer(monkeypatch, scorer, is_cuda):
+    keys = {"model__scorer": scorer, "train__batch_size": 400, "model__dim": 32}
+    monkeypatch.setattr(module, "_QUERIES", 800)
+    whole = full_cost(against_all(**keys), 15_000, is_cuda)
+    monkeypatch.setattr(module, "_QUERIES", 256)
+    extended = full_cost(against_all(**keys), 15_000, is_cuda)
+    for name in ("peak_bytes", "flops", "moved_bytes"):
+        assert getattr(extended, name) == pytest.approx(getattr(whole, name), rel=0.1), name
+
+
+def test_large_tables_are_scored_in_blocks_and_by_softmax_twice():
+    rows, keys = 10_000_000, {"model__scorer": "distmult", "entities": 10_000_000}
+    once = full_cost(against_all(**keys), rows, True)
+    twice = full_cost(against_all(**keys, loss__name="softmax"), rows, True)
+    assert once.flops == pytest.approx(3 * 2 * 128 * rows * 16, rel=0.01)
+    assert twice.flops == pytest.approx(once.flops * 4 / 3, rel=0.01)
+    # 256 MiB of scores and of what comes of as many rows, not 5 GiB
+    assert 2**28 < once.peak_bytes < 2**30
+
+
+@pytest.mark.parametrize("scorer", SCORER_NAMES)
+def test_every_scorer_can_be_watched(scorer):
+    for reciprocal in (True, False):
+        try:
+            keys = {"model__scorer": scorer, "model__dim": 64, "model__reciprocal": reciprocal}
+            found = full_cost(against_all(**keys), 96, True)
+        except ConfigError:  # this scorer wants the other
+            continue
+        assert found.peak_bytes > 128 * 96 * 4
+        return
+    pytest.fail(f"{scorer} was never watched")
+
+
+def test_epochs_of_queries():
+    assert against_all().steps_per_epoch == 5000 / 64
+    assert against_all(regime="kvsall").steps_per_epoch == 2 * 5000 / 64
+    assert against_all(regime="allvsall").steps_per_epoch == 2 * 1000 * 7 / 64
+    plan = planned(against_all(regime="kvsall"), "2xH100")
+    assert any("at most 10,000 queries" in note for note in plan.notes)
+
+
+def test_other_layouts_are_refused_and_not_offered():
+    for choice in ({"sharding": "column_wise"}, {"replicas": 2}):
+        with pytest.raises(ConfigError, match="only row_wise"):
+            planned(against_all(), "4xH100", **choice)
+    plans = alternatives(against_all(), parse_devices("4xH100"), Choice())
+    assert {plan.choice.sharding for plan in plans} == {"row_wise"}
+
+
+def test_what_does_not_fit_gets_advice():
+    work = against_all(86_000_000, model__dim=400, train__optimizer="adam")
+    plan = planned(work, "1xH200")
+    assert not plan.fits
+    more = next(item for item in advise(plan) if "smallest number" in item.result)
+    count = int(more.change.split()[0])
+    assert planned(work, f"{count}xH200").fits
+    assert not planned(work, f"{count - 1}xH200").fits
+    text = report(plan)
+    assert "nothing is looked up" in text
+    assert "de-duplication" not in text
+
+
+def test_more_ranks_than_entities():
+    plan = planned(against_all(3), "4xCPU")
+    assert plan.memory[3]["weights"].main == 0
+    assert plan.memory[3]["activations"].main == 0
+
+
+def test_blocks_cover_all_rows():
+    for rows, queries, kept, block in ((0, 5, 10, 10), (7, 2, 0, 16), (9, 3, 108, 1), (5, 9, 0, 1)):
+        blocks = score_blocks(rows, queries, kept, block)
+        assert [row for part in blocks for row in part] == list(range(rows))
+        if 4 * rows * queries > kept:
+            assert all(len(part) == 1 or 4 * len(part) * queries <= block for part in blocks)
+        else:
+            assert len(blocks) == (1 if rows else 0)
+
+
+def sent(config) -> float:
+    """On a rank: bytes that it sends in a step."""
+    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.training.assembly import build_batches, build_engine, build_pipeline
+
+    with processes("cpu") as ranks:
+        store = TripleStore.open(config.data.path)
+        pipeline = build_pipeline(config, build_engine(config, store, ranks), ranks)
+        stream = build_batches(config, store, ranks).epoch(0)
+        with WatchCollectives() as watch:
+            for _ in range(STEPS):
+                pipeline.progress(stream)
+    return sum(watch.sent.values()) / STEPS
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("keys", [{"negatives__regime": "kvsall"}, {"loss__relation_weight": 0.1}])
+def test_what_collectives_carry(tmp_path, world_size, keys):
+    triples = random_triples(700, 5, 2000)
+    prepare_triples({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")
+    keys = {"negatives__regime": "1vsall", "loss__name": "softmax", **keys}
+    config = config_of(tmp_path / "s", train__batch_size=64, **keys)
+    store = TripleStore.open(tmp_path / "s")
+    work = Workload(
+        config, store.num_entities, store.num_relations, len(store.train), build_objective,
+        Popularity.of_degrees(store.degrees()),
+    )  # fmt: skip
+    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Choice())
+    measured = sum(run_world(world_size, sent, config))
+    assert sum(plan.traffic.total()) == pytest.approx(measured, rel=0.05)
+
+
+def test_watching_draws_no_random_numbers():
+    before = torch.get_rng_state()
+    full_cost(against_all(model__input_dropout=0.5), 50, False)
+    assert torch.equal(torch.get_rng_state(), before)
