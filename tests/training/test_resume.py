@@ -132,9 +132,9 @@ def test_from_four_ranks_to_one(store, tmp_path, optimizer):
 @pytest.mark.parametrize("when", ["epoch", "step"])
 def test_a_real_process_killed_at_any_time(tmp_path, when):
     """`kge-torchrec train` on the embedded graph, then `train --resume`."""
-    keys = {"train__epochs": 60, "train__batch_size": 256, "model__dim": 16,
-            "train__optimizer": "adam", "evaluation__every": 20}  # fmt: skip
-    keys["checkpoint__every_steps"] = 2 if when == "step" else 0
+    keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
+            "train__optimizer": "adam", "evaluation__every": 10}  # fmt: skip
+    keys["checkpoint__every_steps"] = 4 if when == "step" else 0
     expected = api.train(config_of("countries", tmp_path / "whole", **keys))
     config = config_of("countries", tmp_path / "run", **keys)
     config.save(tmp_path / "config.yaml")
