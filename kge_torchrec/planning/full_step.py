@@ -145,8 +145,10 @@ def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> C
     with WatchOperations() as watch:
         folded = [scorer.fold(*x) for x in zip(anchors, relations, sides, strict=True)]
         entities = scorer.entity(rows)[None]
-        scores = [scorer.similarity_matrix(query, entities)[0] for query in folded]
-        slopes = [_slopes(loss, x.detach()) for x in scores]
+        scores = [scorer.similarity_matrix(query, entities) for query in folded]
+        slopes = [x.detach() for x in scores]
+        for x in slopes:
+            _to_slopes(loss, x[0])
         inputs = [rows, *anchors, *parameters]
         found = torch.autograd.grad(scores, inputs, slopes, allow_unused=True)
         of_rows = found[0].index_select(0, places)  # without those of fetched rows
@@ -154,10 +156,9 @@ def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> C
     return watch.cost
 
 
-def _slopes(loss: FullLoss, scores: Tensor) -> Tensor:
-    """The loss's gradients in place of scores (Q, m), as if no answer were among them."""
+def _to_slopes(loss: FullLoss, scores: Tensor) -> None:
+    """Overwrites scores (Q, m) by the loss's gradients, as if no answer were among them."""
     nowhere = scores.new_zeros(0, dtype=torch.int64)
     answers = BlockAnswers(nowhere, nowhere, scores.new_zeros(0))
     top, seen = loss.start(scores, answers)
     loss.finish(scores, top, seen, answers, 1.0)
-    return scores

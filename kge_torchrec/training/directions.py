@@ -75,9 +75,12 @@ class Direction:
             self._leaves[i] = cut
 
     def scores(self, scorer: QueryScorer, entities: Tensor) -> Tensor:
-        """(q, m) against rows as the scorer takes them, (m, D)."""
+        """(1, q, m) against rows as the scorer takes them, (m, D).
+
+        As it comes: a view of it would be differentiated through a copy once it is overwritten.
+        """
         query = tree_unflatten(self._leaves, self._form)
-        return scorer.similarity_matrix(query, entities[None])[0]
+        return scorer.similarity_matrix(query, entities[None])
 
     def answers(self, block: range) -> BlockAnswers:
         """The answers among the rows of a block."""

@@ -90,7 +90,7 @@ class _Block(NamedTuple):
 
     places: range  # of its rows in the shard
     rows: Tensor  # (m, D)
-    scores: list[Tensor]  # (q, m), with their graph, but overwritten by slopes
+    scores: list[Tensor]  # (1, q, m), with their graph, but overwritten by slopes
     tops: list[Tensor]  # (q,) log factors of the slopes
     answers: list[BlockAnswers]
 
@@ -164,7 +164,8 @@ class _Step:
             scores = [direction.scores(self.scorer, entities) for direction in self.directions]
         answers = [direction.answers(places) for direction in self.directions]
         # Scores are overwritten: nothing needs them any more, not even their own graph.
-        started = [self.loss.start(x.detach(), a) for x, a in zip(scores, answers, strict=True)]
+        values = [x.detach()[0] for x in scores]
+        started = [self.loss.start(x, a) for x, a in zip(values, answers, strict=True)]
         if self.joined is None:
             self.seen.append(torch.cat([seen for _, seen in started], 1))
         return _Block(places, rows, scores, [top for top, _ in started], answers)
@@ -188,8 +189,9 @@ class _Step:
         slopes = [scores.detach() for scores in block.scores]
         seen = [None] * len(slopes)
         if self.joined is not None:
-            seen = self.joined.split([len(x) for x in slopes], 1)
-        for direction in zip(slopes, block.tops, seen, block.answers, strict=True):
+            seen = self.joined.split([x.shape[1] for x in slopes], 1)
+        values = [x[0] for x in slopes]
+        for direction in zip(values, block.tops, seen, block.answers, strict=True):
             self.loss.finish(*direction, self.weight)
         folded = [x for direction in self.directions for x in direction.folded]
         (of_rows,), of_folded = self._differentiate(block.scores, slopes, [block.rows], folded)
