@@ -121,7 +121,7 @@ def test_nothing_to_score(case):
 
 @pytest.mark.parametrize("numbers_at_once", [1, 100, 1 << 18])
 def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once):
-    monkeypatch.setattr(blocked, "BLOCK_NUMBERS", numbers_at_once)
+    monkeypatch.setattr(blocked, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
     query, rows = (normal(2, n, 6).requires_grad_() for n in (5, 3))
     distance = blocked.complex_distance(query, rows)
     a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, rows))

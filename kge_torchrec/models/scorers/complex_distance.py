@@ -8,10 +8,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kge_torchrec.models.block_device import block_device
+from kge_torchrec.models.scorers.pairwise import BLOCK_NUMBERS
+
 EPSILON = 1e-12  # under the root, as in RotatE.similarity
-BLOCK_NUMBERS = 1 << 18  # of the difference tensor handled at once: stays in a CPU's L2 cache
 
 
+@torch.compiler.disable  # compiled, its loop takes two minutes to compile and three times as long
 def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
     """(C, b, D), (C, K, D) -> (C, b, K): sum over k of |query_k - row_k|."""
     return _ComplexDistance.apply(query, rows)
@@ -20,7 +23,7 @@ def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
 def _blocks(query: Tensor, rows: Tensor):
     """Slices of the b queries small enough that the pairwise differences stay in cache."""
     chunks, count, dim = query.shape
-    step = max(1, BLOCK_NUMBERS // max(1, chunks * rows.shape[1] * dim))
+    step = max(1, BLOCK_NUMBERS[block_device(query)] // max(1, chunks * rows.shape[1] * dim))
     for start in range(0, count, step):
         yield slice(start, min(start + step, count))
 
