@@ -33,7 +33,8 @@ from kge_torchrec.planning.traffic import Traffic, no_traffic
 from kge_torchrec.planning.watch_operations import Cost, WatchOperations
 from kge_torchrec.planning.workload import Workload
 
-# More queries than this are a straight line: some scorers take them one by one.
+# More queries than this are a straight line on a CPU, where some scorers take them one by one; a
+# GPU's blocks are large, so that there are few of them to watch.
 _QUERIES = 512
 _COLLECTIVES = 4  # anchors, what the losses saw, gradients of anchors, dense gradients
 
@@ -121,7 +122,7 @@ def _of_block(workload: Workload, queries: int, height: int, is_cuda: bool) -> C
                 workload.costs[key] = _watch(workload.objective, _loss(workload), queries, height)
         return workload.costs[key]
 
-    if queries <= _QUERIES:
+    if is_cuda or queries <= _QUERIES:
         return at(queries)
     half = _QUERIES // 2
     return at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
