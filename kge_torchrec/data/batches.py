@@ -9,7 +9,7 @@ Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique enti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from kge_torchrec.data.ahead import map_ahead
+from kge_torchrec.data.epochs import EpochBatches
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.movable import Movable
 from kge_torchrec.data.negatives import NegativeSampler
@@ -72,7 +72,7 @@ def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
     return Share(np.clip(grid, start, stop - 1), counted, first)
 
 
-class BatchBuilder:
+class BatchBuilder(EpochBatches[Batch]):
     """Builds batch (epoch, step) for one rank.
 
     triples: (T, 3) integer array (memory-mapped is fine), columns head, relation, tail.
@@ -102,36 +102,16 @@ class BatchBuilder:
         deduplicate: bool = True,
         accumulation: int = 1,
     ):
-        if len(triples) == 0:
-            raise ValueError("there are no training triples")
-        self.triples, self.batch_size, self.sampler = triples, batch_size, sampler
-        self.sides, self.known, self.seed = tuple(sides), known, seed
+        self.triples, self.sampler = triples, sampler
+        super().__init__(batch_size, seed, ahead, accumulation)
+        self.sides, self.known = tuple(sides), known
         self.chunk_size = chunk_size or batch_size
-        self.rank, self.world_size, self.ahead = rank, world_size, ahead
-        self.deduplicate, self.accumulation = deduplicate, accumulation
+        self.rank, self.world_size, self.deduplicate = rank, world_size, deduplicate
 
     @property
     def examples(self) -> int:
         """What an epoch passes through: the T triples."""
         return len(self.triples)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps an epoch, the same on every rank; the last one may be smaller."""
-        return -(-self.examples // self.batch_size)
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[Batch]:
-        """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
-        order = EpochOrder(len(self.triples), self.seed, epoch)
-        parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
-
-        def build(part: int) -> Batch:
-            return self.batch(order, epoch, *divmod(part, self.accumulation))
-
-        if not self.ahead:
-            yield from map(build, parts)
-        else:
-            yield from map_ahead(lambda part: pinned(build(part)), parts)
 
     def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> Batch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
@@ -178,7 +158,3 @@ def as_feature(unique: Tensor) -> KeyedJaggedTensor:
     return KeyedJaggedTensor(
         keys=[ENTITY], values=unique, lengths=torch.tensor([unique.numel()]), stride=1
     )
-
-
-def pinned(batch: Batch) -> Batch:
-    return batch.pin_memory() if torch.cuda.is_available() else batch

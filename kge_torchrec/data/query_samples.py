@@ -8,7 +8,7 @@ Shapes: Q queries, M answers, K sampled entities a side, U unique entities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from kge_torchrec.data.ahead import map_ahead
-from kge_torchrec.data.batches import SIDE_CODES, as_feature, pinned
+from kge_torchrec.data.batches import SIDE_CODES, as_feature
+from kge_torchrec.data.epochs import EpochBatches
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.movable import Movable
 from kge_torchrec.data.negatives import NegativeSampler
@@ -41,7 +41,7 @@ class QuerySample(Movable):
     deduplicated: bool = True
 
 
-class QuerySampleBuilder:
+class QuerySampleBuilder(EpochBatches[QuerySample]):
     """Builds batch (epoch, step) for one rank.
 
     batch_size: distinct queries a step over all ranks.  The others as for BatchBuilder.
@@ -62,34 +62,14 @@ class QuerySampleBuilder:
         accumulation: int = 1,
     ):
         self._queries = DistinctQueries(known, sides)
-        if len(self._queries) == 0:
-            raise ValueError("there are no training triples")
-        self.known, self.batch_size, self.sampler = known, batch_size, sampler
-        self.seed, self.rank, self.world_size = seed, rank, world_size
-        self.ahead, self.deduplicate, self.accumulation = ahead, deduplicate, accumulation
+        super().__init__(batch_size, seed, ahead, accumulation)
+        self.known, self.sampler = known, sampler
+        self.rank, self.world_size, self.deduplicate = rank, world_size, deduplicate
 
     @property
     def examples(self) -> int:
         """What an epoch passes through: the distinct queries."""
         return len(self._queries)
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps an epoch, the same on every rank; the last one may be smaller."""
-        return -(-self.examples // self.batch_size)
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[QuerySample]:
-        """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
-        order = EpochOrder(self.examples, self.seed, epoch)
-        parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
-
-        def build(part: int) -> QuerySample:
-            return self.batch(order, epoch, *divmod(part, self.accumulation))
-
-        if not self.ahead:
-            yield from map(build, parts)
-        else:
-            yield from map_ahead(lambda part: pinned(build(part)), parts)
 
     def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> QuerySample:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -53,7 +54,6 @@ class Workload:
     build_objective: Callable[[Config, int], Objective]
     popularity: Popularity
     costs: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
-    _objectives: list = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):
@@ -126,18 +126,15 @@ class Workload:
         distinct = self.popularity.distinct(positives, drawn, self.negative_power)
         return RankBatch(chunks, triples, positives, drawn, distinct)
 
-    @property
+    @cached_property
     def objective(self) -> Objective:
-        """Scorer and loss on the meta device, where they take no memory.  Made once."""
-        if not self._objectives:
-            # Whatever else a query is compared with, what is watched is a batch of triples.
-            negatives = replace(self.config.negatives, regime="sampled")
-            config = replace(self.config, negatives=negatives)
-            with torch.device("meta"):
-                objective = self.build_objective(config, self.num_relations)
-            objective.precision = torch.float32  # meta knows no autocast; this is the larger
-            self._objectives.append(objective)
-        return self._objectives[0]
+        """Scorer and loss on the meta device, where they take no memory."""
+        # Whatever else a query is compared with, what is watched is a batch of triples.
+        config = replace(self.config, negatives=replace(self.config.negatives, regime="sampled"))
+        with torch.device("meta"):
+            objective = self.build_objective(config, self.num_relations)
+        objective.precision = torch.float32  # meta knows no autocast; this is the larger
+        return objective
 
     @property
     def dense_parameters(self) -> int:
