@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"kge-torchrec: {error}", file=sys.stderr)
         elif not getattr(error, "on_every_rank", isinstance(error, ConfigError)):
             print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
-        return 1
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         print("kge-torchrec: interrupted; continue with train --resume RUN", file=sys.stderr)
         return 130
@@ -66,12 +66,15 @@ def _expected_errors() -> tuple[type[Exception], ...]:
     expected: list[type[Exception]] = [ConfigError, PackageSetError, DataError, OSError]
     if "torch" in sys.modules:
         from kge_torchrec.export.errors import ExportError
+        from kge_torchrec.parallel.processes import OtherRankFailed, RankLost
         from kge_torchrec.planning.planner import PlanDoesNotFit
         from kge_torchrec.training.checkpoints import CheckpointError
-        from kge_torchrec.training.losses_seen import NonFiniteLoss
+        from kge_torchrec.training.losses_seen import NonFiniteLoss, NonFiniteParameters
         from kge_torchrec.training.steps import NotPipelined
+        from kge_torchrec.training.stop_signal import TrainingStopped
 
         expected += [PlanDoesNotFit, CheckpointError, ExportError, NonFiniteLoss, NotPipelined]
+        expected += [NonFiniteParameters, OtherRankFailed, RankLost, TrainingStopped]
     return tuple(expected)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
-from kge_torchrec.config import Config, LossConfig, TrainConfig
+from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.data.batches import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler, degree_weights
 from kge_torchrec.data.queries import (
@@ -44,6 +46,8 @@ from kge_torchrec.training import steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.steps import Pipeline
 from kge_torchrec.training.update import check_kernel
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
@@ -134,6 +138,17 @@ def planned_sharding(
         return plan.sharding_plan()
 
     return on_first_rank(processes, read)
+
+
+def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -> Config:
+    """The config, without its run.plan if that is not for these ranks or gone.  Collective."""
+    try:
+        planned_sharding(config, store, processes)
+    except (ConfigError, OSError) as error:
+        if processes.is_first:
+            log.warning("%s; going on without run.plan", error)
+        return replace(config, run=replace(config.run, plan=None))
+    return config
 
 
 def dense_optimizer(
