@@ -52,6 +52,8 @@ class NegativesConfig:
         sampling: uniform, or degree (in proportion to degree ** degree_power).
         degree_power: Exponent of degree sampling.
         filtered: Never use a known training fact as a negative.
+        max_answers: Of kvssample: answers of a query that a step takes; of a query with more,
+            every epoch draws others at random.  0 takes them all, whatever memory that needs.
     """
 
     regime: str = "sampled"
@@ -61,6 +63,7 @@ class NegativesConfig:
     sampling: str = "uniform"
     degree_power: float = 0.75
     filtered: bool = False
+    max_answers: int = 1024
 
     def __post_init__(self) -> None:
         one_of("negatives.regime", self.regime, REGIMES)
@@ -69,6 +72,7 @@ class NegativesConfig:
         one_of("negatives.sides", self.sides, ("both", "tail", "head"))
         one_of("negatives.sampling", self.sampling, ("uniform", "degree"))
         not_negative("negatives.degree_power", self.degree_power)
+        at_least("negatives.max_answers", self.max_answers, 0)
         if self.filtered and self.regime in FULL_REGIMES:
             raise ConfigError(
                 f"negatives.filtered: {self.regime} takes every entity as a candidate; set it to "

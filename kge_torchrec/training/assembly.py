@@ -196,7 +196,9 @@ def build_batches(
     }
     if negatives.regime == "kvssample":
         known = store.known(("train",))
-        return QuerySampleBuilder(known, config.train.batch_size, sampler, **shared)
+        return QuerySampleBuilder(
+            known, config.train.batch_size, sampler, max_answers=negatives.max_answers, **shared
+        )
     return BatchBuilder(
         store.train,
         config.train.batch_size,

@@ -37,9 +37,9 @@ def test_degrees(store):
 
 def test_known(store):
     known = store.known(["train", "valid"])
-    query, entity = known.answers("tail", [0, 0, 2], [0, 1, 0])
+    query, entity = known.answers("tail", [0, 0, 2], [0, 1, 0]).all()
     assert query.tolist() == [0, 1] and entity.tolist() == [1, 2]
-    assert store.known(["train"]).answers("tail", [0], [1])[1].tolist() == []
+    assert store.known(["train"]).answers("tail", [0], [1]).all()[1].tolist() == []
     assert known.contains("head", [2], [1], [0, 1, 2]).tolist() == [[True, False, True]]
 
 
