@@ -12,15 +12,17 @@ from __future__ import annotations
 import numba
 import numpy as np
 
+STEP = 512  # rows between two counts
+
 
 class QueryList:
     """The pairs (anchor, relation) that have an answer, ordered by anchor, then by relation.
 
     indptr (N + 1,), relations (T,): of a `known.SideIndex`.
-    step: rows between two counts.
+    step: rows between two counts; others than STEP are for tests.
     """
 
-    def __init__(self, indptr: np.ndarray, relations: np.ndarray, step: int = 512):
+    def __init__(self, indptr: np.ndarray, relations: np.ndarray, step: int = STEP):
         self._index, self._step = (indptr, relations), step
         self._before = np.zeros(-(-len(relations) // step), np.int64)
         self._queries = _count_starts(*self._index, step, self._before)
