@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from kge_torchrec.data.answers import Answers, Ranges, read_only
-from kge_torchrec.data.ordering import sorted_rows
+from kge_torchrec.data.ordering import id_counts, sorted_rows
 
 if TYPE_CHECKING:
     from kge_torchrec.data.query_list import QueryList
@@ -34,7 +34,7 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     sizes = (num_entities, num_relations, num_entities)
     anchors, relations, answers = sorted_rows((anchors, relations, answers), sizes)
     indptr = np.zeros(num_entities + 1, np.int64)
-    np.cumsum(np.bincount(anchors, minlength=num_entities), out=indptr[1:])
+    np.cumsum(id_counts(anchors, num_entities), out=indptr[1:])
     return SideIndex(indptr, relations, answers)
 
 
