@@ -99,9 +99,12 @@ class TrainingPlan:
         found, config = self.choice.notes(), self.workload.config
         regime = config.negatives.regime
         if regime == "kvssample":
+            most = config.negatives.max_answers
+            limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
             found.append(
                 "negatives.regime kvssample: activations, traffic and time are of queries with "
-                "one answer each"
+                f"one answer each; a query may bring {limit}, {4 * workload.dim:,} bytes of a row "
+                "each"
             )
         if regime in ("kvsall", "kvssample"):
             found.append(
