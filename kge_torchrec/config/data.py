@@ -18,14 +18,18 @@ class DataConfig:
         ratio: Shares of train, valid and test when there is only one file.
         has_header: Whether the files start with a header; null finds out.
         allow_unseen_relations: Accept relations that occur in valid or test only.
+        literals: Of N-Triples: drop leaves out triples whose object is a literal, and counts them;
+            keep makes an entity of every literal.
     """
 
     path: str = "countries"
     ratio: tuple[float, float, float] = (0.9, 0.05, 0.05)
     has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
     allow_unseen_relations: bool = False
+    literals: str = "drop"
 
     def __post_init__(self) -> None:
+        one_of("data.literals", self.literals, ("drop", "keep"))
         for share in self.ratio:
             not_negative("data.ratio", share)
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)

@@ -73,6 +73,11 @@ def notes(report: Mapping) -> list[str]:
     for split, count in (report.get("duplicates") or {}).items():
         if count:
             out.append(f"{split}: {count:,} duplicate triples were dropped")
+    for split, count in (report.get("literals") or {}).items():
+        out.append(
+            f"{split}: {count:,} triples with a literal as object were dropped; data.literals keep "
+            "takes them"
+        )
     for splits, count in (report.get("shared") or {}).items():
         if count:
             out.append(f"{splits}: {count:,} triples occur in both")

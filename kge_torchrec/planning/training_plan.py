@@ -102,9 +102,8 @@ class TrainingPlan:
             most = config.negatives.max_answers
             limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
             found.append(
-                "negatives.regime kvssample: activations, traffic and time are of queries with "
-                f"one answer each; a query may bring {limit}, {4 * workload.dim:,} bytes of a row "
-                "each"
+                "negatives.regime kvssample: activations, traffic and time are of queries with one "
+                f"answer each; a query may bring {limit}, of {4 * self.workload.dim:,} bytes a row"
             )
         if regime in ("kvsall", "kvssample"):
             found.append(

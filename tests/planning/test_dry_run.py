@@ -141,6 +141,14 @@ def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, he
     assert more == pytest.approx(sum(own[part].nbytes for part in held), abs=16 * len(held))
 
 
+def test_a_plan_says_how_many_answers_a_query_may_bring():
+    keys = {"negatives__regime": "kvssample", "model__dim": 64}
+    for most, said in ((5000, "up to 5,000 (negatives.max_answers), of 256 bytes a row"),
+                       (0, "any number, of 256 bytes a row")):  # fmt: skip
+        plan = planned(workload(negatives__max_answers=most, **keys), "1xCPU")
+        assert any(said in note for note in plan.notes)
+
+
 def test_uvm_is_limited_by_main_memory():
     work = freebase(model__dim=400)
     cached = planned(work, "4xH100", kernel="fused_uvm_caching", cache_ratio=0.1)
