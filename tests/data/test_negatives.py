@@ -134,8 +134,10 @@ def test_many_weighted_entities():
     draw = DegreeDraw(of_graph, 1.0)
     ids = NegativeSampler(entities, 1000, 0, draw).draw(0, 0, 0, 0, 3)
     held, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
     assert held < 3 << 20 and peak < 4 << 20  # of every 64th entity: 2 MiB
+    assert [part.tolist() for part in of_graph.histogram()] == [[0, 1, 2], [entities - 4, 2, 2]]
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20  # all degrees: 128 MiB
+    tracemalloc.stop()
     kept = np.flatnonzero(degrees)
     assert set(np.unique(ids)) == set(kept)
     assert is_plausible(np.searchsorted(kept, ids), degrees[kept])
