@@ -120,12 +120,13 @@ class Run:
                 k,
                 exclude=exclude,
             )
-        found = [(s, i) for s, i in zip(scores[0].tolist(), ids[0].tolist(), strict=True) if i >= 0]
-        labels = store.entities.labels([i for _, i in found])
-        splits = _splits_of_answers(store, side, anchors, relations)
+        found = ids[0] >= 0
+        ids, scores = ids[0, found].numpy(force=True), scores[0, found].tolist()
+        labels = store.entities.labels(ids)
+        splits = _splits_of_answers(store, side, anchors, relations, ids)
         return [
-            Prediction(rank, label, score, splits.get(i))
-            for rank, ((score, i), label) in enumerate(zip(found, labels, strict=True), 1)
+            Prediction(rank, *answer)
+            for rank, answer in enumerate(zip(labels, scores, splits, strict=True), 1)
         ]
 
     def export(
@@ -355,12 +356,13 @@ def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
     }
 
 
-def _splits_of_answers(store, side: str, anchors, relations) -> dict[int, str]:
-    found: dict[int, str] = {}
+def _splits_of_answers(store, side: str, anchors, relations, ids) -> list[str | None]:
+    """The split that holds each of the ids (K,) as an answer, the first of several."""
+    splits: list[str | None] = [None] * len(ids)
     for split in ("test", "valid", "train"):
-        _, entities = store.known((split,)).answers(side, anchors, relations)
-        found.update(dict.fromkeys(entities.tolist(), split))
-    return found
+        (known,) = store.known((split,)).contains(side, anchors, relations, ids)
+        splits = [split if here else before for here, before in zip(known, splits, strict=True)]
+    return splits
 
 
 def _as_config(config: Config | dict[str, Any] | str | Path | None) -> Config:

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data.known import KnownTriples, SideIndex
+from kge_torchrec.data.ordering import id_counts
 from kge_torchrec.data.sources import SPLITS
 
 EXAMPLES = 5
@@ -32,7 +33,7 @@ def unseen_entities(entities: pa.Array, triples: Mapping[str, np.ndarray]) -> di
 
 def unseen_relations(relations: pa.Array, triples: Mapping[str, np.ndarray]) -> dict:
     """Per split: relations without a training triple, with the number of their triples there."""
-    count = {split: np.bincount(triples[split][:, 1], minlength=len(relations)) for split in SPLITS}
+    count = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
     found = {}
     for split in ("valid", "test"):
         ids = np.flatnonzero((count["train"] == 0) & (count[split] > 0))
@@ -72,6 +73,11 @@ def notes(report: Mapping) -> list[str]:
     for split, count in (report.get("duplicates") or {}).items():
         if count:
             out.append(f"{split}: {count:,} duplicate triples were dropped")
+    for split, count in (report.get("literals") or {}).items():
+        out.append(
+            f"{split}: {count:,} triples with a literal as object were dropped; data.literals keep "
+            "takes them"
+        )
     for splits, count in (report.get("shared") or {}).items():
         if count:
             out.append(f"{splits}: {count:,} triples occur in both")

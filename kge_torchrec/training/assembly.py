@@ -13,7 +13,8 @@ from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.data.batches import BatchBuilder
-from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.data.degrees import DegreeDraw
+from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import (
     DistinctQueries,
     EveryQuery,
@@ -196,10 +197,10 @@ def build_batches(
         on_cuda = processes.device.type == "cuda"
         examples = _examples(negatives.regime, store, sides_of(negatives.sides))
         return QueryBatches(examples, config.train.batch_size, config.seed, ahead=on_cuda)
-    weights = None
+    by_degree = None
     if negatives.sampling == "degree":
-        weights = degree_weights(store.degrees(), negatives.degree_power)
-    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, weights)
+        by_degree = DegreeDraw(store.degrees(), negatives.degree_power)
+    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, by_degree)
     shared = {
         "sides": sides_of(negatives.sides),
         "seed": config.seed,
@@ -211,7 +212,9 @@ def build_batches(
     }
     if negatives.regime == "kvssample":
         known = store.known(("train",))
-        return QuerySampleBuilder(known, config.train.batch_size, sampler, **shared)
+        return QuerySampleBuilder(
+            known, config.train.batch_size, sampler, max_answers=negatives.max_answers, **shared
+        )
     return BatchBuilder(
         store.train,
         config.train.batch_size,

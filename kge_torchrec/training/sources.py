@@ -47,6 +47,7 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
         seed=seed,
         has_header=config.has_header,
         allow_unseen_relations=config.allow_unseen_relations,
+        literals=config.literals,
         progress=progress,
     )
 
