@@ -234,6 +234,7 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
     """
     folder = RunFolder(path)
     config = folder.load_config(overrides)
+    folder.check_loss(overrides)
     _check_overrides(folder.load_config(), config)
     with processes(config.device) as ranks:
         session = Session(config, folder, ranks)

@@ -41,7 +41,6 @@ class Direction:
 
     Attributes:
         relation: (q,) ids.
-        own: queries whose anchor is a row of this rank; over all ranks they are all queries.
         folded: the parts of the folded queries that have gradients, cut off from their graph.
         graph: the same with their graph, back to anchors and relations.
         gradients: sums of the gradients of ``folded``.
@@ -57,9 +56,8 @@ class Direction:
         self._answer = asked.answer[here] - start
         self._query = asked.query[here]
         self._share = (1 / counts[self._query]).astype(np.float32)
-        own = np.flatnonzero((asked.anchor >= start) & (asked.anchor < stop))
+        own = (asked.anchor >= start) & (asked.anchor < stop)
         self._anchor = np.sort(asked.anchor[own] - start)
-        self.own = torch.from_numpy(own).to(device)
 
     def fold(self, scorer: QueryScorer, anchors: Tensor) -> None:
         """Folds the queries of anchor rows (q, D)."""

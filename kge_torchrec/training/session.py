@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -22,6 +23,8 @@ from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.sources import open_store
+
+log = logging.getLogger(__name__)
 
 # While selecting models on valid, test triples are not in the filter.
 FILTERS = {
@@ -45,11 +48,21 @@ class Session:
     """Collective: every rank makes one with the same arguments.
 
     trains: False leaves the table without optimizer state, for ranking and prediction.
+    Raises ConfigError for settings that cannot be trained or run here.
     """
 
     def __init__(
         self, config: Config, folder: RunFolder, processes: Processes, trains: bool = True
     ):
+        if trains:
+            config.check_trainable()
+        elif config.untrained_side is not None and processes.is_first:
+            log.warning(
+                "negatives.sides %s with model.reciprocal true: nothing that %s queries are asked "
+                "of was trained in this run, their ranks and answers mean nothing",
+                config.negatives.sides,
+                config.untrained_side,
+            )
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
         allow_tf32(config.train.tf32)
