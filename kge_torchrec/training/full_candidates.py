@@ -27,7 +27,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -40,6 +39,7 @@ from kge_torchrec.models.relation_prediction import relation_prediction
 from kge_torchrec.models.score_blocks import KEPT_BYTES, block_bytes_of, score_blocks
 from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training.directions import Direction, directed
+from kge_torchrec.training.dropout import seed_generators
 from kge_torchrec.training.fetched_rows import FetchedRows
 
 CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
@@ -89,9 +89,8 @@ class FullCandidates:
             yield
             return
         devices = [self.device] if self.device.type == "cuda" else []
-        words = np.random.SeedSequence((seed, *place)).generate_state(1, np.uint64)
         with torch.random.fork_rng(devices):
-            torch.manual_seed(int(words[0]))
+            seed_generators(seed, *place)
             yield
 
     def blocks(self, shard: EntityShard, queries: int) -> list[range]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import oracle_full_candidates
@@ -13,14 +14,14 @@ import pytest
 from training_runs import config_of, fit, parameters, tiny_store
 from worlds import run_world
 
-from kge_torchrec.config import Config
+from kge_torchrec.config import Config, RunConfig
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
-# Penalties and the prediction of relations are parts of the loss that a rank knows its own share of.
+# Of penalties and of telling relations a rank knows its own share only.
 CASES = {
     "sampled": {"loss__n3": 0.02},
     "sampled in parts": {"train__accumulation": 2, "loss__name": "bce", "loss__n3": 0.02},
@@ -37,23 +38,19 @@ def the_store() -> Path:
     return tiny_store(folder / "store", entities=13, train=70, held_out=2).path
 
 
-def config(name: str, folder: Path) -> Config:
+@functools.cache
+def config(name: str) -> Config:
     sizes = {"train__batch_size": 24, "train__epochs": 1, "train__log_every": 1}
-    return config_of(the_store(), folder / name, **sizes, **CASES[name])
+    return config_of(the_store(), **sizes, **CASES[name])
 
 
 def without_checkpoints(loop: Fit) -> None:
     loop._save = lambda: None
 
 
-def rank_trains_all(folder: Path) -> None:
-    for name in CASES:
-        fit(config(name, folder), without_checkpoints)
-
-
-def start_of(name: str, folder: Path) -> dict:
-    with processes("cpu") as ranks:
-        return parameters(Session(config(name, folder), RunFolder(folder / name), ranks))
+def rank_trains_all(configs: list[Config]) -> None:
+    for config in configs:
+        fit(config, without_checkpoints)
 
 
 @functools.cache
@@ -61,9 +58,11 @@ def logged(world_size: int) -> dict[str, tuple[list[float], float]]:
     """By case: the loss of every step, and of the epoch."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        run_world(world_size, rank_trains_all, Path(folder))
-        for name in CASES:
-            lines = (Path(folder) / name / "metrics.jsonl").read_text().splitlines()
+        runs = {name: RunConfig(f"{folder}/{name}", False, False) for name in CASES}
+        configs = [replace(config(name), run=run) for name, run in runs.items()]
+        run_world(world_size, rank_trains_all, configs)
+        for name, run in runs.items():
+            lines = (Path(run.dir) / "metrics.jsonl").read_text().splitlines()
             values = [(line["kind"], line["loss"]) for line in map(json.loads, lines)]
             (epoch,) = [loss for kind, loss in values if kind == "epoch"]
             found[name] = [loss for kind, loss in values if kind == "step"], epoch
@@ -73,11 +72,11 @@ def logged(world_size: int) -> dict[str, tuple[list[float], float]]:
 @functools.cache
 def expected(name: str) -> list[float]:
     """The dense oracle's loss of every step."""
-    with tempfile.TemporaryDirectory() as folder:
-        start = start_of(name, Path(folder))
-        oracle = oracle_training if name.startswith("sampled") else oracle_full_candidates
-        losses: list[float] = []
-        oracle.train_dense(config(name, Path(folder)), TripleStore.open(the_store()), start, losses)
+    with processes("cpu") as ranks:
+        start = parameters(Session(config(name), RunFolder("nowhere"), ranks))
+    oracle = oracle_training if name.startswith("sampled") else oracle_full_candidates
+    losses: list[float] = []
+    oracle.train_dense(config(name), TripleStore.open(the_store()), start, losses)
     return losses
 
 
