@@ -231,6 +231,7 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
     """
     folder = RunFolder(path)
     before, config = folder.load_config(), folder.load_config(overrides)
+    folder.check_loss(overrides)
     _check_overrides(before, config)
     with processes(config.device) as ranks, ExitStack() as held:
         _lock(folder, ranks, held)
@@ -264,6 +265,7 @@ def _goes_on(folder: RunFolder, config: Config) -> bool:
             f"{before[key]!r} there and {now[key]!r} here; name another run.dir, or change the run "
             f"by `train --resume {folder.path} --{key} ...`"
         )
+    folder.check_loss(())
     return True
 
 

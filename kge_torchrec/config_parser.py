@@ -62,6 +62,11 @@ def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Confi
     return load_config(None, [*_as_arguments(_flatten(values)), *_as_arguments(overrides)])
 
 
+def is_set(key: str, overrides: Overrides) -> bool:
+    """Whether overrides name a key."""
+    return any(re.match(rf"--{re.escape(key)}(=|$)", word) for word in _as_arguments(overrides))
+
+
 def _as_arguments(overrides: Overrides) -> list[str]:
     if not isinstance(overrides, dict):
         return list(overrides)

@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
         name, rest = arguments[0], arguments[1:]
     options, overrides = _parser().parse_known_args(rest)
     config = load_config(name, overrides)
+    config.check_trainable()
     return _plan(config, options)
 
 

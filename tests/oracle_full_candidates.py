@@ -25,8 +25,16 @@ from kge_torchrec.data.store import TripleStore
 Query = tuple[str, int, int]  # side asked for, anchor, relation
 
 
-def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations", ...}."""
+def train_dense(
+    config: Config,
+    store: TripleStore,
+    start: dict[str, Tensor],
+    losses: list[float] | None = None,
+) -> dict[str, Tensor]:
+    """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations", ...}.
+
+    losses: takes the loss of every step.
+    """
     table = DenseTable(start["entities"], table_optimizer(config))
     dense = {k: v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"}
     optimizers = [relation_optimizer(config, parameter) for parameter in dense.values()]
@@ -48,6 +56,8 @@ def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) ->
             others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
             loss = batch_loss(config, store.num_relations, entities, dense, queries, others)
+            if losses is not None:
+                losses.append(loss.item())
             for optimizer in optimizers:
                 optimizer.zero_grad()
                 optimizer.param_groups[0]["lr"] = config.train.lr * factor
@@ -137,7 +147,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         loss = cross_entropy(scores[None], label[None])
     else:
         label = (1 - smooth) * label + smooth / 2
-        loss = binary_cross_entropy_with_logits(scores, label)
+        loss = binary_cross_entropy_with_logits(scores, label, reduction=config.loss.reduction)
     penalties = penalty(config, entities[anchor]) + penalty(config, factors, is_relation=True)
     if answers:
         penalties = penalties + penalty(config, entities[answers]).mean()

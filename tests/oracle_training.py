@@ -26,8 +26,16 @@ from kge_torchrec.entities.table_optimizer import TableOptimizer
 SIDE_CODES = {"head": 0, "tail": 1}
 
 
-def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}."""
+def train_dense(
+    config: Config,
+    store: TripleStore,
+    start: dict[str, Tensor],
+    losses: list[float] | None = None,
+) -> dict[str, Tensor]:
+    """The parameters after ``config``'s epochs, from ``start`` {"entities", "relations"}.
+
+    losses: takes the loss of every step.
+    """
     train = config.train
     table = DenseTable(start["entities"], table_optimizer(config))
     relations = start["relations"].double().clone().requires_grad_()
@@ -44,6 +52,8 @@ def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) ->
             entities = table.weights.clone().requires_grad_()
             loss = batch_loss(config, store.num_relations, entities, relations, rows, negatives,
                               known)  # fmt: skip
+            if losses is not None:
+                losses.append(loss.item())
             optimizer.zero_grad()
             loss.backward()
             clip(config, [entities, relations])
@@ -185,7 +195,8 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, counted: Tens
         low = smooth / 2
         of_positive = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
         of_negative = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
-        return (of_positive[:, 0] + (of_negative * counted).sum(1) / count) / 2
+        total = of_positive[:, 0] + (of_negative * counted).sum(1)
+        return total if loss.reduction == "sum" else total / (1 + counted.sum(1))
     if loss.name == "margin":
         return ((loss.margin - positive + negative).clamp(min=0) * counted).sum(1) / count
     logits = (loss.temperature * negative.detach()).masked_fill(~counted, -math.inf)

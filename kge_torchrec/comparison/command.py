@@ -38,6 +38,7 @@ def run(arguments: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(rest)
     check_names(options.engines, overrides)
     config = load_config(name, [*overrides, *NEUTRAL])
+    config.check_trainable()
     configs = contenders(config, options.engines)
 
     from kge_torchrec.comparison.compare import Comparison, Extent

@@ -147,6 +147,31 @@ class Config:
                     "negatives.regime sampled"
                 )
 
+    @property
+    def untrained_side(self) -> str | None:
+        """The side whose queries are asked of relations that training never reaches, if any.
+
+        With reciprocal relations tail queries are asked of relations, head queries of their twins;
+        without, both of the same ones.
+        """
+        if not self.model.reciprocal:
+            return None
+        return {"tail": "head", "head": "tail", "both": None}[self.negatives.sides]
+
+    def check_trainable(self) -> None:
+        """Raises ConfigError if a part of what ranking and prediction ask would stay untrained.
+
+        Apart from the other checks, so that runs trained like this before can still be opened.
+        """
+        side = self.untrained_side
+        if side is not None:
+            asked = "the relations' twins" if side == "head" else "the relations themselves"
+            raise ConfigError(
+                f"negatives.sides {self.negatives.sides}: with model.reciprocal true, {side} "
+                f"queries are asked of {asked}, which would never be trained but are ranked; "
+                "set negatives.sides both, or model.reciprocal false"
+            )
+
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as YAML and JSON take them."""
         out = asdict(self)

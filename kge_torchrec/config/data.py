@@ -52,7 +52,8 @@ class NegativesConfig:
         count: Negatives a chunk and side.
         chunk_size: Triples that share their negatives: 1 gives each triple its own, 0 shares
             them over the whole batch (one matrix product scores them).
-        sides: both, tail or head: which ends are corrupted.
+        sides: both, tail or head: which ends are corrupted; one alone needs model.reciprocal
+            false.
         sampling: uniform, or degree (in proportion to degree ** degree_power).
         degree_power: Exponent of degree sampling.
         filtered: Never use a known training fact as a negative.

@@ -82,6 +82,7 @@ class LossConfig:
             self_adversarial.
         margin: Of margin and self_adversarial.
         temperature: Of self_adversarial.
+        reduction: Of bce: sum, or mean, over all candidates of a query, answers included.
         label_smoothing: Of softmax and bce, in [0, 1).
         n3: Weight of the nuclear 3-norm penalty.
         l2: Weight of the squared-norm penalty.
@@ -91,6 +92,7 @@ class LossConfig:
     name: str = "softmax"
     margin: float = 9.0
     temperature: float = 1.0
+    reduction: str = "sum"
     label_smoothing: float = 0.0
     n3: float = 0.0
     l2: float = 0.0
@@ -100,6 +102,9 @@ class LossConfig:
         one_of("loss.name", self.name, ("softmax", "bce", "margin", "self_adversarial"))
         for key in ("margin", "temperature", "n3", "l2", "relation_weight"):
             not_negative(f"loss.{key}", getattr(self, key))
+        one_of("loss.reduction", self.reduction, ("sum", "mean"))
+        if self.reduction != "sum" and self.name != "bce":
+            raise ConfigError(f"loss.reduction has no meaning for loss.name {self.name!r}")
         smooth = self.label_smoothing
         check(0 <= smooth < 1, "loss.label_smoothing", "in [0, 1)", smooth)
         if smooth and self.name not in ("softmax", "bce"):

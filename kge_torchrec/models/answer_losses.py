@@ -2,7 +2,7 @@
 
 Every loss maps ``positive`` (M,), the scores of all answers of all queries, ``query`` (M,), which
 query each belongs to, ``negative`` (Q, K) and ``counted`` (Q, K), false where a candidate is an
-answer itself, to one loss a query, (Q,).  With one answer the softmax is that of ``losses``.
+answer itself, to one loss a query, (Q,).  With one answer they are the losses of ``losses``.
 
 Shapes: Q queries, M answers, K other candidates.
 """
@@ -48,18 +48,21 @@ class AnswersSoftmax(nn.Module):
 
 
 class AnswersBinaryCrossEntropy(nn.Module):
-    """Mean over all candidates of the logistic loss, as over all entities.
+    """Logistic loss of every candidate, answers being 1 and others 0; all weigh the same.
 
-    Label smoothing e sets the targets to 1 - e/2 and e/2.
+    reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.  Label
+    smoothing e sets the targets to 1 - e/2 and e/2.
     """
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.reduction = label_smoothing, reduction
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, counted: Tensor) -> Tensor:
         low, queries = self.label_smoothing / 2, len(negative)
         of_positive = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
         of_negative = ((softplus(negative) - low * negative) * counted).sum(1)
-        candidates = _sums(torch.ones_like(positive), query, queries) + counted.sum(1)
-        return (_sums(of_positive, query, queries) + of_negative) / candidates
+        total = _sums(of_positive, query, queries) + of_negative
+        if self.reduction == "sum":
+            return total
+        return total / (_sums(torch.ones_like(positive), query, queries) + counted.sum(1))

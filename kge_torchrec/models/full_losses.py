@@ -9,10 +9,11 @@ Both losses of a query are  normalizer - sum_answers target s - rest sum_all s ,
 scores, and differ in the normalizer:
 
     softmax  log sum exp s               cross-entropy against its answers alike (LibKGE's KvsAll)
-    bce      1/N sum log(1 + exp s)      mean over the N entities, answers being 1 and others 0
+    bce      sum log(1 + exp s)          sum over the N entities, answers being 1 and others 0
 
 Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2 of
-each 0 and 1 for bce (targets 1 - e/2 and e/2), as in the losses over sampled negatives.
+each 0 and 1 for bce (targets 1 - e/2 and e/2).  Both are the losses over sampled candidates, of
+``losses`` and ``answer_losses``, if all entities are candidates; so is bce divided by N, its mean.
 
 Shapes: Q queries, m entities of a block, N entities, M answers of the queries within a block, B
 blocks.
@@ -141,28 +142,33 @@ class FullSoftmax(_FullLoss):
 
 
 class FullBinaryCrossEntropy(_FullLoss):
-    """Mean over all entities of the logistic loss; a query may have no answer.
+    """Logistic loss of every entity, all weighing the same; a query may have no answer.
 
-    Slopes are the sigmoids of the scores.
+    reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.  Slopes are the
+    sigmoids of the scores.
     """
 
     normalizes = False
+
+    def __init__(self, num_entities: int, label_smoothing: float = 0.0, reduction: str = "sum"):
+        super().__init__(num_entities, label_smoothing)
+        self._weight = 1.0 if reduction == "sum" else 1 / num_entities  # of each entity
 
     def join(self, seen: Tensor) -> Tensor:
         return seen.sum(0)
 
     def _target(self, answers: BlockAnswers) -> Tensor:
-        return torch.full_like(answers.share, (1 - self.smoothing) / self.num_entities)
+        return torch.full_like(answers.share, (1 - self.smoothing) * self._weight)
 
     def _rest(self) -> float:
-        return self.smoothing / (2 * self.num_entities)
+        return self.smoothing / 2 * self._weight
 
     def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
-        normalizer.copy_(softplus(scores).sum(1).div_(self.num_entities))
+        normalizer.copy_(softplus(scores).sum(1).mul_(self._weight))
         scores.sigmoid_()
 
     def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
-        return torch.full_like(top, 1 / self.num_entities)
+        return torch.full_like(top, self._weight)
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

@@ -47,21 +47,27 @@ class SoftmaxLoss(nn.Module):
 
 
 class BinaryCrossEntropyLoss(nn.Module):
-    """Logistic loss: the positive and the mean over the candidates count one half each.
+    """Logistic loss of every choice, the positive being 1 and candidates 0; all weigh the same.
 
-    Label smoothing e sets the targets to 1 - e/2 and e/2.
+    reduction: "sum" (LibKGE's bce) or "mean" over the choices.  Label smoothing e sets the targets
+    to 1 - e/2 and e/2.
     """
 
-    def __init__(self, label_smoothing: float = 0.0):
+    def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):
         super().__init__()
-        self.label_smoothing = label_smoothing
+        self.label_smoothing, self.reduction = label_smoothing, reduction
 
     def forward(self, positive: Tensor, negative: Tensor, counted: Tensor | None) -> Tensor:
         low = self.label_smoothing / 2
         of_positive, of_negative = softplus(-positive), softplus(negative)
         if low:  # softplus(-x) = softplus(x) - x
             of_positive, of_negative = of_positive + low * positive, of_negative - low * negative
-        return (of_positive + _mean_over_counted(of_negative, counted)) / 2
+        if counted is not None:
+            of_negative = of_negative * counted
+        total = of_positive + of_negative.sum(-1)
+        if self.reduction == "sum":
+            return total
+        return total / (1 + (negative.shape[-1] if counted is None else counted.sum(-1)))
 
 
 class MarginLoss(nn.Module):

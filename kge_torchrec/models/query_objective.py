@@ -32,7 +32,8 @@ class SampledQueries(Protocol):
 class QueryObjective(Objective):
     """Mean over the batch's queries of a loss of ``answer_losses``, plus penalties.
 
-    Answers are penalised by their mean, as if each query were one triple.
+    The scorer is a QueryScorer.  Answers are penalised by their mean, as if each query were one
+    triple.
     """
 
     def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:
@@ -73,11 +74,8 @@ class QueryObjective(Objective):
         if relation.numel() == 0:
             return self._nothing(sampled)
         with self._autocast(anchor.device):
-            negative = self.scorer.score_all(anchor, relation, sampled, side)
-            of_answers = anchor.index_select(0, query), relation.index_select(0, query)
-            positive = self.scorer.score_triples(*of_answers, answer, side)
-        scores = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (positive, negative))
-        positive, negative = scores
+            scores = self.scorer.score_answers(anchor, relation, answer, query, sampled, side)
+        positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
         total = self.loss(positive, query, negative, ~known).sum()
         if self.penalties.any:
             factors = self.scorer.relation_factors(relation, side)

@@ -112,13 +112,13 @@ class _Counter:
         # Every rank computes the true scores itself, by the same product as the blocks; so ties
         # are exact without a second pass or another collective.
         true = score_block(self.scorer, anchor, relation, target, side).diagonal().contiguous()
-        filtered = self._known_answers(queries, side)
-        own = _Targets(queries[:, 2], true, self.shard)
+        filtered, own = self._known_answers(queries, side), _Targets(queries[:, 2], true)
         blocks = local_scores(self.scorer, self.shard, anchor, relation, side, self.block_bytes)
         for first, scores in blocks:
+            own.make_room(scores)
             erase(scores, first, filtered)
             own.restore(scores, first)
-            count_block(scores, true, less, equal)
+            count_block(scores, own.true, less, equal)
 
     def _known_answers(self, queries: Tensor, side: Side) -> Answers:
         if self.known is None:
@@ -128,13 +128,27 @@ class _Counter:
 
 
 class _Targets:
-    """The true answers' own columns, which the filter erases and which must tie with themselves."""
+    """The true answers' own columns, which the filter erases and which must tie with themselves.
 
-    def __init__(self, ids: Tensor, true: Tensor, shard: EntityShard):
-        self._ids, self._true = ids.to(true.device), true
+    The filter erases by -inf, which must lie below every true score.  Where a true score is -inf
+    itself, nothing does; there 0 and 1 stand for "as bad" and "better", so that -inf is below.
+
+    Attributes:
+        true: (B,) the true scores to count with.
+    """
+
+    def __init__(self, ids: Tensor, true: Tensor):
+        self._ids = ids.to(true.device)
+        self._worst = (true == -torch.inf).nonzero()[:, 0]
+        self.true = true.index_fill(0, self._worst, 0.0)
+
+    def make_room(self, scores: Tensor) -> None:
+        """Puts the scores (B, n) of the queries whose true score is -inf above -inf, in place."""
+        if len(self._worst):
+            scores[self._worst] = (scores[self._worst] != -torch.inf).float()  # a NaN is better
 
     def restore(self, scores: Tensor, first: int) -> None:
         """Writes the true scores into the block scores (B, n) of the entities from first on."""
         column = self._ids - first
         query = ((column >= 0) & (column < scores.shape[1])).nonzero()[:, 0]
-        scores[query, column[query]] = self._true[query]
+        scores[query, column[query]] = self.true[query]

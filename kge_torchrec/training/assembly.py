@@ -30,7 +30,7 @@ from kge_torchrec.entities.initialize import EntityInit
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.engine import TorchRecEngine
 from kge_torchrec.models.answer_losses import AnswersBinaryCrossEntropy, AnswersSoftmax
-from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullSoftmax
+from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, FullSoftmax
 from kge_torchrec.models.losses import (
     BinaryCrossEntropyLoss,
     MarginLoss,
@@ -63,7 +63,7 @@ def build_loss(config: LossConfig) -> nn.Module:
     """The loss of a query."""
     return {
         "softmax": lambda: SoftmaxLoss(config.label_smoothing),
-        "bce": lambda: BinaryCrossEntropyLoss(config.label_smoothing),
+        "bce": lambda: BinaryCrossEntropyLoss(config.label_smoothing, config.reduction),
         "margin": lambda: MarginLoss(config.margin),
         "self_adversarial": lambda: SelfAdversarialLoss(config.margin, config.temperature),
     }[config.name]()
@@ -105,7 +105,7 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Scorer and loss, not yet at their start."""
     of_queries = config.negatives.regime == "kvssample"
-    build, loss = (QueryObjective, _answers_loss) if of_queries else (Objective, build_loss)
+    build, loss = (QueryObjective, build_answers_loss) if of_queries else (Objective, build_loss)
     return build(
         build_scorer(config.model, num_relations),
         loss(config.loss),
@@ -176,16 +176,22 @@ def build_pipeline(config: Config, engine: EntityEngine, processes: Processes) -
     """What trains the batches that ``build_batches`` gives."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, engine, processes.device)
-    losses = {"softmax": FullSoftmax, "bce": FullBinaryCrossEntropy}
-    num_entities = engine.shard().num_entities
-    loss = losses[config.loss.name](num_entities, config.loss.label_smoothing)
+    loss = build_full_loss(config.loss, engine.shard().num_entities)
     return FullCandidates(engine, loss, processes.device)
 
 
-def _answers_loss(config: LossConfig) -> nn.Module:
+def build_answers_loss(config: LossConfig) -> nn.Module:
     """The loss of a query with all its answers."""
-    losses = {"softmax": AnswersSoftmax, "bce": AnswersBinaryCrossEntropy}
-    return losses[config.name](config.label_smoothing)
+    if config.name == "softmax":
+        return AnswersSoftmax(config.label_smoothing)
+    return AnswersBinaryCrossEntropy(config.label_smoothing, config.reduction)
+
+
+def build_full_loss(config: LossConfig, num_entities: int) -> FullLoss:
+    """The loss of a query over all entities."""
+    if config.name == "softmax":
+        return FullSoftmax(num_entities, config.label_smoothing)
+    return FullBinaryCrossEntropy(num_entities, config.label_smoothing, config.reduction)
 
 
 def build_batches(

@@ -39,7 +39,6 @@ class Direction:
 
     Attributes:
         relation: (q,) ids.
-        own: queries whose anchor is a row of this rank; over all ranks they are all queries.
         folded: the parts of the folded queries that have gradients, cut off from their graph.
         graph: the same with their graph, back to anchors and relations.
         gradients: sums of the gradients of ``folded``.
@@ -51,9 +50,8 @@ class Direction:
         self.relation = torch.from_numpy(asked.relation).to(device)
         self._answers, self._first_row = asked.answers, start
         self._share = (1 / np.maximum(asked.answers.counts, 1)).astype(np.float32)
-        own = np.flatnonzero((asked.anchor >= start) & (asked.anchor < stop))
+        own = (asked.anchor >= start) & (asked.anchor < stop)
         self._anchor = np.sort(asked.anchor[own] - start)
-        self.own = torch.from_numpy(own).to(device)
 
     def fold(self, scorer: QueryScorer, anchors: Tensor) -> None:
         """Folds the queries of anchor rows (q, D)."""

@@ -13,5 +13,16 @@ def seed_dropout(seed: int, step: int, rank: int) -> None:
 
     So a resumed run drops what the uninterrupted one does; another number of ranks does not.
     """
-    words = np.random.SeedSequence((seed, _STREAM, step, rank)).generate_state(1, np.uint64)
-    torch.manual_seed(int(words[0]))
+    seed_generators(seed, _STREAM, step, rank)
+
+
+def seed_generators(*words: int) -> None:
+    """Makes what torch draws next a function of the words.
+
+    ``torch.manual_seed`` would do, but where CUDA is not in use it formats the call stack each
+    time, in case CUDA will be: a millisecond.
+    """
+    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

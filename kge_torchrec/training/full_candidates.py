@@ -13,12 +13,16 @@ their gradient is known; fetched ones, which get some from every block, step las
 
 All entities are candidates, so every row has a gradient in every step, and all rows step.
 
+Dropout draws for a step, and within it for the folded queries (which every rank folds alike), for a
+cell of entities or for a cell of queries: never for what a rank happens to hold.
+
 Shapes: Q queries, F fetched rows (one a query, repeats included), n rows on this rank, m rows of a
 block, D numbers a row.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -35,7 +39,11 @@ from kge_torchrec.models.relation_prediction import relation_prediction
 from kge_torchrec.models.score_blocks import KEPT_BYTES, block_bytes_of, score_blocks
 from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training.directions import Direction, directed
+from kge_torchrec.training.dropout import seed_generators
 from kge_torchrec.training.fetched_rows import FetchedRows
+
+CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
+_FOLDED, _PAIRS, _RELATIONS = range(3)  # what is drawn for
 
 
 class FullCandidates:
@@ -61,6 +69,7 @@ class FullCandidates:
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
+        self.drops_pairs = self.scorer.drops_pairs
 
     def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
         """Trains one batch; returns its loss, detached."""
@@ -74,15 +83,23 @@ class FullCandidates:
         return step.loss_value()
 
     @contextmanager
-    def drawing(self, seed: int) -> Iterator[None]:
-        """Dropout as a function of the seed: equal on all ranks, and when computed again."""
+    def drawing(self, seed: int, *place: int) -> Iterator[None]:
+        """Dropout as a function of seed and place: on any rank, and when computed again."""
         if not self._draws:
             yield
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(seed % 2**63)
+            seed_generators(seed, *place)
             yield
+
+    def blocks(self, shard: EntityShard, queries: int) -> list[range]:
+        """The rows of a shard in blocks for Q queries; cells where their pairs are drawn for."""
+        if not self.drops_pairs:
+            return score_blocks(len(shard.rows), queries, self.kept_bytes, self.block_bytes)
+        start, stop = shard.row_range
+        edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
+        return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]
 
 
 class _Block(NamedTuple):
@@ -103,11 +120,12 @@ class _Step:
         self.loss, self.scorer = trainer.loss, trainer.scorer
         self.penalties = trainer.objective.penalties
         self.weight = 1 / batch.queries  # the loss is the mean over the queries
-        self.world = dist.get_world_size() if dist.is_initialized() else 1
+        spread = dist.is_initialized()
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
         asked = directed(batch.asked, self.scorer)
         self.directions = [Direction(part, shard) for part in asked]
         self.fetched = FetchedRows(asked, shard, bool(self._relation_weight))
-        with torch.enable_grad(), trainer.drawing(batch.seed):
+        with torch.enable_grad(), trainer.drawing(batch.seed, _FOLDED):
             for direction, anchors in zip(self.directions, self.fetched.anchors, strict=True):
                 direction.fold(self.scorer, anchors)
         self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
@@ -117,9 +135,7 @@ class _Step:
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
-        trainer = self.trainer
-        sizes = len(self.shard.rows), self.batch.queries
-        blocks = score_blocks(*sizes, trainer.kept_bytes, trainer.block_bytes)
+        blocks = self.trainer.blocks(self.shard, self.batch.queries)
         if self.loss.normalizes and len(blocks) > 1:  # scores are computed twice
             for places in blocks:
                 self._start(places, graph=False)
@@ -156,12 +172,10 @@ class _Step:
 
     def _start(self, places: range, graph: bool = True) -> _Block:
         """Scores a block of rows; with ``graph`` to be differentiated."""
-        seed = self.batch.seed + 1 + self.shard.first_row + places.start
-        with torch.set_grad_enabled(graph), self.trainer.drawing(seed):
+        with torch.set_grad_enabled(graph):
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
-            entities = self.scorer.entity(rows)
-            scores = [direction.scores(self.scorer, entities) for direction in self.directions]
+            scores = self._scores(places, self.scorer.entity(rows))
         answers = [direction.answers(places) for direction in self.directions]
         # Scores are overwritten: nothing needs them any more, not even their own graph.
         values = [x.detach()[0] for x in scores]
@@ -169,6 +183,19 @@ class _Step:
         if self.joined is None:
             self.seen.append(torch.cat([seen for _, seen in started], 1))
         return _Block(places, rows, scores, [top for top, _ in started], answers)
+
+    def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
+        """(1, q, m) of each direction against a block's rows as the scorer takes them, (m, D)."""
+        if not self.trainer.drops_pairs:
+            return [direction.scores(self.scorer, entities) for direction in self.directions]
+        # The cell as a whole is drawn for, also the rows of it that other ranks hold.
+        cell, before = divmod(self.shard.first_row + places.start, CELL)
+        after = CELL - before - len(places)
+        entities = nn.functional.pad(entities, (0, 0, before, after))
+        own = slice(before, before + len(places))
+        with self.trainer.drawing(self.batch.seed, _PAIRS, cell):
+            scores = [direction.scores(self.scorer, entities) for direction in self.directions]
+        return [x[..., own].clone() for x in scores]  # a view could not be overwritten
 
     def _join(self) -> None:
         """Makes of what this rank has seen what all have seen, by one collective."""
@@ -217,7 +244,7 @@ class _Step:
         """From the folded queries to the fetched rows; also all that only the queries are in."""
         outputs = [x for direction in self.directions for x in direction.graph]
         slopes = [x for direction in self.directions for x in direction.gradients]
-        with torch.enable_grad(), self.trainer.drawing(self.batch.seed + 1):
+        with torch.enable_grad():
             rest = self._of_own_queries()
         if rest is not None:
             self.auxiliary = self.auxiliary + rest.detach()
@@ -227,23 +254,30 @@ class _Step:
         self.fetched.add(grad)
 
     def _of_own_queries(self) -> Tensor | None:
-        """Penalty on relations and prediction of relations, of the queries with an anchor here."""
+        """Penalty on relations and prediction of relations, of this rank's share of the queries."""
         if not (self.penalties.any or self._relation_weight):
             return None
         total = self.fetched.rows.new_zeros(())
-        pairs = zip(self.directions, self.fetched.anchors, self.fetched.answers, strict=True)
-        for direction, anchors, answers in pairs:
-            own, side = direction.own, direction.side
-            relation = direction.relation[own]
-            if self.penalties.any:
-                factors = self.scorer.relation_factors(relation, side)
-                total = total + self.penalties.of(factors, self.scorer.relation_is_complex).sum()
-            if self._relation_weight and own.numel():
-                told = relation_prediction(
-                    self.scorer, anchors[own][None], relation[None], answers[own][None], side
-                )
-                total = total + self._relation_weight * told.sum()
+        for number, direction in enumerate(self.directions):
+            for start in range(self.rank * CELL, len(direction.relation), self.world * CELL):
+                total = total + self._of_relations(number, slice(start, start + CELL))
         return total * self.weight
+
+    def _of_relations(self, number: int, cell: slice) -> Tensor:
+        """The same of a cell of queries of one direction."""
+        relation, side = self.directions[number].relation[cell], self.directions[number].side
+        total = self.fetched.rows.new_zeros(())
+        if self.penalties.any:
+            factors = self.scorer.relation_factors(relation, side)
+            total = total + self.penalties.of(factors, self.scorer.relation_is_complex).sum()
+        if self._relation_weight:
+            anchor, answer = (x[number][cell] for x in (self.fetched.anchors, self.fetched.answers))
+            with self.trainer.drawing(self.batch.seed, _RELATIONS, number, cell.start):
+                told = relation_prediction(
+                    self.scorer, anchor[None], relation[None], answer[None], side
+                )
+            total = total + self._relation_weight * told.sum()
+        return total
 
     def _differentiate(
         self, outputs: list[Tensor], slopes: list[Tensor], first: list[Tensor], then: list[Tensor]

@@ -28,7 +28,7 @@ from typing import IO, Any
 import yaml
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import Overrides, config_from_dict
+from kge_torchrec.config_parser import Overrides, config_from_dict, is_set
 
 try:
     import fcntl
@@ -96,10 +96,33 @@ class RunFolder:
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
+        return config_from_dict(self._values(), overrides)
+
+    def check_loss(self, overrides: Overrides) -> None:
+        """Raises ConfigError if going on would change the loss without anybody having said so.
+
+        A run of bce from before ``loss.reduction`` had the mean over candidates, or of sampled
+        negatives the positive and the mean of the negatives one half each.
+        """
+        values = self._values()
+        loss = values.get("loss", {})
+        if loss.get("name") != "bce" or "reduction" in loss:
+            return
+        if is_set("loss.reduction", overrides) or is_set("loss.name", overrides):
+            return
+        same = "--loss.reduction mean"
+        if values.get("negatives", {}).get("regime", "sampled") == "sampled":
+            same = "--loss.name self_adversarial --loss.margin 0 --loss.temperature 0"
+        raise ConfigError(
+            f"loss.reduction: {self.path} was started when loss.name bce was another loss; say "
+            f"{same} to go on with the same one, or --loss.reduction sum for today's"
+        )
+
+    def _values(self) -> dict[str, Any]:
         file = self.path / "config.yaml"
         if not file.is_file():
             raise ConfigError(f"{self.path} is no run folder: it has no config.yaml")
-        return config_from_dict(yaml.safe_load(file.read_text(encoding="utf-8")), overrides)
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes results.json, whole or not at all."""

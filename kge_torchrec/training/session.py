@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +24,7 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.sources import open_store
 
 BEST, NEWEST = "best", "newest"  # of a run's checkpoints
+log = logging.getLogger(__name__)
 
 # While selecting models on valid, test triples are not in the filter.
 FILTERS = {
@@ -58,6 +60,7 @@ class Session:
 
     trains: False leaves the table without optimizer state, for ranking and prediction.
     plan_may_differ: do without run.plan, with a warning, where it is of other ranks or gone.
+    Raises ConfigError for settings that cannot be trained or run here.
     """
 
     def __init__(
@@ -68,6 +71,15 @@ class Session:
         trains: bool = True,
         plan_may_differ: bool = False,
     ):
+        if trains:
+            config.check_trainable()
+        elif config.untrained_side is not None and processes.is_first:
+            log.warning(
+                "negatives.sides %s with model.reciprocal true: nothing that %s queries are asked "
+                "of was trained in this run, their ranks and answers mean nothing",
+                config.negatives.sides,
+                config.untrained_side,
+            )
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
         allow_tf32(config.train.tf32)

@@ -58,6 +58,37 @@ def test_input_dropout_is_of_the_query_not_of_the_candidates(case):
     torch.testing.assert_close(negative, positive[..., None].expand(1, 2, 3))
 
 
+@every_scorer
+def test_a_query_is_folded_once_for_all_its_answers(case, monkeypatch):
+    """One draw for a query, however many answers it has: equal rows score alike."""
+    case, shares = dropping(case)
+    if case[0] == "shallom":
+        shares["hidden_dropout"] = 0.0
+    scorer, dim = make(case, **shares).train(), case[1]
+    folded, query_of = [], scorer.query
+    monkeypatch.setattr(scorer, "query", lambda *rows: folded.append(rows) or query_of(*rows))
+    row, query = normal(1, dim), torch.tensor([0, 0, 1, 1, 1])
+    positive, negative = scorer.score_answers(
+        normal(2, dim), torch.tensor([0, 1]), row.expand(5, dim), query, row.expand(3, dim), "tail"
+    )
+    torch.testing.assert_close(positive, negative[query, 0])
+    assert [anchor.shape for anchor, _, _ in folded] == [(1, 2, dim)]
+
+
+@every_scorer
+@pytest.mark.parametrize("drops", [True, False])
+def test_scorers_say_whether_they_draw_for_pairs(case, drops):
+    """Training against all entities relies on it: pairs are drawn for in cells of entities."""
+    case, shares = dropping(case) if drops else (case, {})
+    scorer, dim = make(case, **shares).train(), case[1]
+    rows = scorer.entity(normal(1, 3, dim))
+    query = scorer.fold(normal(1, 2, dim), torch.tensor([[0, 1]]), "tail")
+    before = torch.get_rng_state()
+    scorer.similarity_matrix(query, rows)
+    assert scorer.drops_pairs == (not torch.equal(torch.get_rng_state(), before))
+    assert scorer.drops_pairs == (drops and case[0] == "shallom")
+
+
 @pytest.mark.parametrize("share", [0.2, 0.7])
 def test_expected_score_is_the_score_without_dropout(share):
     torch.manual_seed(0)

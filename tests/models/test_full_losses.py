@@ -10,7 +10,11 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.models.full_losses import BlockAnswers, FullBinaryCrossEntropy, FullSoftmax
 
-LOSSES = {"softmax": FullSoftmax, "bce": FullBinaryCrossEntropy}
+LOSSES = {
+    "softmax": FullSoftmax,
+    "sum": FullBinaryCrossEntropy,
+    "mean": lambda *options: FullBinaryCrossEntropy(*options, "mean"),
+}
 
 
 @st.composite
@@ -36,7 +40,8 @@ def dense(name, smoothing, scores, labels):
         losses = cross_entropy(scores, target + smoothing / labels.shape[1], reduction="none")
     else:
         target = (1 - smoothing) * labels + smoothing / 2
-        losses = binary_cross_entropy_with_logits(scores, target, reduction="none").mean(1)
+        losses = binary_cross_entropy_with_logits(scores, target, reduction="none")
+        losses = losses.sum(1) if name == "sum" else losses.mean(1)
     (gradient,) = torch.autograd.grad(losses.sum(), scores)
     return losses.detach(), gradient
 
@@ -78,7 +83,7 @@ def test_a_rank_without_rows_changes_nothing():
 
 
 def test_bce_needs_no_other_block():
-    loss = FullBinaryCrossEntropy(4)
+    loss = FullBinaryCrossEntropy(4, reduction="mean")
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))

@@ -29,12 +29,11 @@ def softmax(positive, negative, smooth):
     return -(target * log_shares).sum()
 
 
-def bce(positive, negative, smooth):
+def bce(positive, negative, smooth, reduce=np.sum):
     def cross(target, score):
         return -target * log_sigmoid(score) - (1 - target) * log_sigmoid(-score)
 
-    of_negative = cross(smooth / 2, negative).mean() if len(negative) else 0.0
-    return (cross(1 - smooth / 2, positive) + of_negative) / 2
+    return reduce(np.append(cross(1 - smooth / 2, positive), cross(smooth / 2, negative)))
 
 
 def margin(positive, negative, gap):
@@ -53,6 +52,7 @@ CASES = {
     "softmax smoothed": (SoftmaxLoss(0.3), lambda p, n: softmax(p, n, 0.3)),
     "bce": (BinaryCrossEntropyLoss(), lambda p, n: bce(p, n, 0)),
     "bce smoothed": (BinaryCrossEntropyLoss(0.3), lambda p, n: bce(p, n, 0.3)),
+    "bce mean": (BinaryCrossEntropyLoss(0.3, "mean"), lambda p, n: bce(p, n, 0.3, np.mean)),
     "margin": (MarginLoss(1.5), lambda p, n: margin(p, n, 1.5)),
     "self-adversarial": (
         SelfAdversarialLoss(1.5, 0.7),

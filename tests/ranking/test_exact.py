@@ -19,6 +19,7 @@ from ranking_cases import (
 from worlds import run_world
 
 from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking import exact
 from kge_torchrec.ranking.blocks import score_block
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.ranking.metrics import metrics
@@ -113,11 +114,19 @@ def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
     assert as_lists(ranks) == oracle(scorer, table, queries, KNOWN.tolist())
 
 
+def test_rows_of_some_batches_are_fetched_at_a_time(monkeypatch):
+    """Queries beyond the first fetched group are ranked as well."""
+    table, scorer = duplicated_table(), make_scorer("complex", R, D)
+    monkeypatch.setattr(exact, "FETCH_BYTES", 2 * 4 * D * 7 * 3)  # three batches of seven
+    ranks = rank_triples(scorer, whole(table), QUERIES, make_known(KNOWN, N, R), batch_size=7)
+    assert as_lists(ranks) == oracle(scorer, table, QUERIES, KNOWN.tolist())
+
+
 @settings(max_examples=80, deadline=None)
 @given(st.data())
 def test_filter_and_ties_agree_with_the_oracle(data):
     entities = data.draw(st.integers(1, 8))
-    values = st.sampled_from([0.0, 1.0, 2.0, float("nan"), float("inf")])
+    values = st.sampled_from([0.0, 1.0, float("nan"), float("inf"), float("-inf"), -3.4028235e38])
     table = torch.tensor(data.draw(st.lists(values, min_size=entities, max_size=entities)))[:, None]
     ids = st.integers(0, entities - 1)
     triple = st.tuples(ids, st.integers(0, 1), ids)
@@ -156,6 +165,15 @@ def test_nan_scores_rank_last():
     assert ranks.pessimistic["tail"].tolist() == [4, 2]
     everywhere = rank_triples(ColumnScorer(), whole(torch.full((9, 1), torch.nan)), triples, None)
     assert metrics(everywhere)["both"]["optimistic"]["mr"] == 9
+
+
+def test_a_true_score_of_minus_infinity_beats_what_is_filtered():
+    """0, 1 and 2 are known answers; 3 and 5 tie with the true 4, a NaN (6) is better."""
+    values = [0.0, 1.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf, torch.nan]
+    triples, known = torch.tensor([[0, 0, 4]]), [(0, 0, i) for i in (0, 1, 2, 4)]
+    table = whole(torch.tensor(values)[:, None])
+    ranks = rank_triples(ColumnScorer(), table, triples, make_known(known, 7, 1), sides=("tail",))
+    assert as_lists(ranks) == {"tail": ([2], [4])}
 
 
 def test_no_score_matrix_exceeds_the_block():

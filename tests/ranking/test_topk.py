@@ -66,10 +66,14 @@ def test_order_of_special_values(data):
     values = data.draw(st.lists(st.sampled_from(special), min_size=1, max_size=12))
     table = torch.tensor(values)[:, None]
     zero = torch.zeros(1, dtype=torch.int64)
-    scores, ids = top_k(ColumnScorer(), whole(table), zero, zero, "tail", len(values))
-    assert ids.tolist() == oracle_top_k(ColumnScorer(), table, zero, zero, "tail", len(values))
-    found = table[ids[0], 0]
-    assert torch.equal(scores[0], torch.where(found.isnan(), -torch.inf, found))
+    out = data.draw(st.sets(st.integers(0, len(values) - 1)))  # an excluded one is never the worst
+    exclude = answers_of([0] * len(out), sorted(out), 1)
+    scores, ids = top_k(ColumnScorer(), whole(table), zero, zero, "tail", len(values), exclude)
+    pairs = {(0, entity) for entity in out}
+    (best,) = oracle_top_k(ColumnScorer(), table, zero, zero, "tail", len(values), pairs)
+    assert ids[0].tolist() == best + [-1] * len(out)
+    found = table[ids[0, : len(best)], 0]
+    assert torch.equal(scores[0, : len(best)], torch.where(found.isnan(), -torch.inf, found))
 
 
 def test_bad_arguments():

@@ -36,20 +36,24 @@ def variant(store: Path, number: int, engine: str) -> Config:
         ("1vsall", "softmax"), ("kvsall", "bce"), ("1vsall", "bce"), ("kvsall", "softmax"),
         ("allvsall", "bce"), ("kvssample", "softmax"), ("kvssample", "bce"),
     )[number % 7]  # fmt: skip
-    # Gradients of bce are 1/N of softmax's.
-    rate = {"sgd": 0.5}.get(optimizer, 0.02) * (20 if loss == "bce" and optimizer == "sgd" else 1)
+    reduction = "mean" if loss == "bce" and number % 2 else "sum"
+    rate = {"sgd": 0.5}.get(optimizer, 0.02)
+    if optimizer == "sgd" and reduction == "mean":  # gradients are 1/N of the sum's
+        rate *= 20
+    reciprocal = number % 3 != 0
     return config_of(
         store,
         model__scorer=scorer,
-        model__reciprocal=number % 3 != 0,
+        model__reciprocal=reciprocal,
         loss__name=loss,
+        loss__reduction=reduction,
         loss__label_smoothing=0.1 if number % 4 == 1 else 0.0,
         loss__n3=(0.0, 0.01)[number // 2 % 2],
         loss__l2=(0.0, 0.0, 0.02)[number % 3],
         loss__relation_weight=0.5 if regime == "1vsall" and number % 2 == 0 else 0.0,
         negatives__regime=regime,
         negatives__max_answers=2,
-        negatives__sides=("both", "both", "tail", "both", "head")[number * 3 % 5],
+        negatives__sides="both" if reciprocal else ("both", "head", "tail")[number // 3 % 3],
         entities__engine=engine,
         train__batch_size=BATCH_SIZES[regime],
         train__epochs=1,

@@ -16,6 +16,7 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
+from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.models.full_losses import FullSoftmax
@@ -23,9 +24,15 @@ from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.objective import Objective, Penalties
 from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training import full_candidates
 from kge_torchrec.training.directions import Direction
+from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.losses_seen import NonFiniteLoss
+from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
 
 ENTITIES = 11
 CPU = torch.device("cpu")
@@ -121,7 +128,7 @@ def rank_trains(store, folder, changes) -> dict:
     return fit(config_of(store, folder, **changes)).parameters
 
 
-def test_more_ranks_than_entities_and_dropout_do_not_matter(tmp_path):
+def test_more_ranks_than_entities_do_not_matter(tmp_path):
     store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
     changes = {"negatives__regime": "1vsall", "model__hidden_dropout": 0.2, "train__epochs": 2}
     one = run_world(1, rank_trains, store, tmp_path / "1", changes)[0]
@@ -129,6 +136,63 @@ def test_more_ranks_than_entities_and_dropout_do_not_matter(tmp_path):
         folder = tmp_path / str(ranks)
         for found in run_world(ranks, rank_trains, store, folder, changes):
             assert largest_difference(one, found) < 1e-5
+
+
+@pytest.mark.parametrize("regime", ["kvsall", "allvsall"])
+def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
+    """Gradients of bce must not vanish beside Adam's epsilon because entities are many."""
+    triples = [(f"e{i}", "r", f"e{7919 * i % 20_000}") for i in range(20_000)]
+    store = prepare_triples({"train": triples}, tmp_path / "store").path
+    keys = {"loss__name": "bce", "model__init_scale": 1e-3, "train__optimizer": "adam"}
+    config = config_of(store, tmp_path, negatives__regime=regime, train__eps=1e-8, **keys)
+    with processes("cpu") as ranks:
+        session = Session(config, RunFolder(tmp_path), ranks)
+        loop, rows = Fit(session, Progress(), None), session.engine.shard().rows
+        start, batches = rows.clone(), loop.batches.epoch(0)
+        for _ in range(3):
+            loop._step(batches)
+        moved = (rows - start).abs() / (3 * config.train.lr)  # Adam's steps are of the rate
+    assert moved.median() > 0.3
+
+
+DROPPING = {
+    "pairs, bce, both directions": {
+        "model__scorer": "shallom",
+        "model__hidden_dropout": 0.4,
+        "model__reciprocal": False,
+        "negatives__regime": "kvsall",
+        "loss__name": "bce",
+    },
+    "pairs, softmax, and told relations": {
+        "model__scorer": "shallom",
+        "model__hidden_dropout": 0.4,
+        "loss__relation_weight": 3.0,
+    },
+    "queries and told relations": {"model__input_dropout": 0.4, "loss__relation_weight": 3.0},
+}
+
+
+def rank_trains_in_small_cells(configs) -> list[dict]:
+    full_candidates.CELL = 8  # ranks begin and end in the middle of one
+    return [fit(config, without_saving).parameters for config in configs]
+
+
+def without_saving(loop) -> None:
+    loop._save = lambda: None
+
+
+def test_what_is_dropped_does_not_depend_on_the_ranks(tmp_path):
+    store = tiny_store(tmp_path / "store", train=70).path
+    shared = {"train__optimizer": "sgd", "train__lr": 0.5, "train__epochs": 1}
+    configs = [
+        config_of(store, tmp_path / name, **{"negatives__regime": "1vsall", **shared, **case})
+        for name, case in DROPPING.items()
+    ]
+    (one,) = run_world(1, rank_trains_in_small_cells, configs)
+    for ranks in (2, 4):
+        for found in run_world(ranks, rank_trains_in_small_cells, configs):
+            for name, alone, together in zip(DROPPING, one, found, strict=True):
+                assert largest_difference(alone, together) < 1e-5, (name, ranks)
 
 
 @pytest.mark.parametrize("regime", ["1vsall", "kvsall", "kvssample"])

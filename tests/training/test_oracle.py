@@ -30,17 +30,21 @@ def variant(store: Path, number: int) -> Config:
     """The number-th optimizer and scorer; the other options rotate so that all of them occur."""
     optimizer, scorer = PAIRS[number]
     loss = ("softmax", "bce", "margin", "self_adversarial")[number % 4]
+    reciprocal = number % 2 == 0
+    sides = ("both", "both", "tail", "both", "head")[number * 3 % 5]
     return config_of(
         store,
         model__scorer=scorer,
-        model__reciprocal=number % 2 == 0,
+        model__reciprocal=reciprocal,
         loss__name=loss,
         loss__margin=2.0,
+        loss__temperature=0.6,
+        loss__reduction="mean" if loss == "bce" and number % 8 == 1 else "sum",
         loss__label_smoothing=0.1 if loss in ("softmax", "bce") and number % 3 == 0 else 0.0,
         loss__n3=(0.0, 0.01)[number // 2 % 2],
         loss__l2=(0.0, 0.0, 0.02)[number % 3],
         negatives__chunk_size=(0, 8, 1)[number % 3],
-        negatives__sides=("both", "both", "tail", "both", "head")[number * 3 % 5],
+        negatives__sides="both" if reciprocal else sides,
         negatives__filtered=number % 7 < 3,
         negatives__sampling=("uniform", "degree")[number // 3 % 2],
         train__optimizer=optimizer,

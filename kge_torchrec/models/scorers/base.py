@@ -16,6 +16,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.models.scorer_options import DECLARATIONS, check_scorer
 from kge_torchrec.models.scorers.normalization import normalization_of
@@ -37,8 +38,8 @@ class Scorer(nn.Module):
     normalization: none, unit (entity rows of Euclidean length 1, the constraint of TransE, as part
     of the formula) or layer (a LayerNorm of entity rows, one of relation rows).
     input_dropout: of a query's entity and relation row, hidden_dropout: of the folded query, in
-    training mode only.  The draws come from torch's generator on each rank, so that with dropout
-    another number of ranks is another run.
+    training mode only.  The draws come from torch's generator: what they are a function of is said
+    in ``training``.
 
     Raises ValueError, which names the key of the config, when dim, reciprocal and the options do
     not fit.
@@ -172,8 +173,13 @@ class QueryScorer(Scorer):
 
     Subclasses give ``query`` and the two similarities; the contract's calls follow, so that they
     cannot disagree.  A query is a tensor, or a tuple of tensors, with the leading shape of the
-    anchors; only the similarities read it.
+    anchors; only the similarities read it, and ``picked`` where a part has another shape.
     """
+
+    @property
+    def drops_pairs(self) -> bool:
+        """Whether ``similarity_matrix`` draws in training, for each pair of a query and a row."""
+        return False
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """Entity rows (..., D), relation rows (..., W), broadcast to each other -> query."""
@@ -191,6 +197,28 @@ class QueryScorer(Scorer):
         """The query of anchor rows (..., D) and relation ids (...)."""
         relation, side = self.direct(relation, side)
         return self.query(self.input_dropout(self.entity(anchor)), self.relation(relation), side)
+
+    def picked(self, query: Any, index: Tensor) -> Any:
+        """Some of the queries (1, b), at the places (M,) int64: (1, M)."""
+        return tree_map_only(Tensor, lambda part: part.index_select(1, index), query)
+
+    def score_answers(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        answer: Tensor,
+        query: Tensor,
+        candidates: Tensor,
+        side: Side,
+    ) -> tuple[Tensor, Tensor]:
+        """Scores of queries with any number of answers, each query being folded once.
+
+        anchor: (b, D); relation: (b,); answer: (M, D); query: (M,) which query each answer belongs
+        to; candidates: (K, D).  Returns (M,) of the answers and (b, K).
+        """
+        folded = self.fold(anchor[None], relation[None], side)
+        positive = self.similarity(self.picked(folded, query), self.entity(answer)[None])
+        return positive[0], self.similarity_matrix(folded, self.entity(candidates)[None])[0]
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"

@@ -64,6 +64,15 @@ class Shallom(QueryScorer):
         weight, bias = relation.split([relation.shape[-1] - 1, 1], -1)
         return Half(anchor @ ours.t() + self.hidden.bias, weight, bias, theirs)
 
+    @property
+    def drops_pairs(self) -> bool:
+        """With dropout of the hidden layer, of which each pair has one of its own."""
+        return self.hidden_dropout.p > 0
+
+    def picked(self, query: Half, index: Tensor) -> Half:
+        """All queries share the layer."""
+        return Half(*super().picked(tuple(query[:-1]), index), query.layer)
+
     def similarity(self, query: Half, rows: Tensor) -> Tensor:
         score = self._score(query.hidden, query.weight, rows @ query.layer.t())
         return score + query.bias[..., 0]

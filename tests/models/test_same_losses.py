@@ -1,0 +1,65 @@
+"""A loss of one name is one loss, whatever the training type computes it by."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kge_torchrec.config import LossConfig
+from kge_torchrec.models.full_losses import BlockAnswers
+from kge_torchrec.training.assembly import build_answers_loss, build_full_loss, build_loss
+
+QUERIES, ENTITIES = 4, 9
+CONFIGS = [
+    LossConfig("softmax"),
+    LossConfig("softmax", label_smoothing=0.2),
+    LossConfig("bce"),
+    LossConfig("bce", label_smoothing=0.2),
+    LossConfig("bce", reduction="mean"),
+    LossConfig("bce", reduction="mean", label_smoothing=0.2),
+]
+every_loss = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name} {c.reduction}")
+
+
+def random_scores() -> torch.Tensor:
+    return 3 * torch.randn(QUERIES, ENTITIES, generator=torch.Generator().manual_seed(0))
+
+
+def of_full(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Losses (Q,) and their gradients (Q, N); answers (Q, N) bool."""
+    loss, scores = build_full_loss(config, ENTITIES), random_scores()
+    query, column = answers.nonzero(as_tuple=True)
+    block = BlockAnswers(query, column, 1 / answers.sum(1)[query].float())
+    top, seen = loss.start(scores, block)
+    loss.finish(scores, top, seen, block, 1.0)
+    return loss.values(seen), scores
+
+
+def of_answers(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with all other entities sampled, as kvssample does, its answers among them."""
+    scores = random_scores().requires_grad_()
+    query = answers.nonzero()[:, 0]
+    losses = build_answers_loss(config)(scores[answers], query, scores, ~answers)
+    return losses.detach(), torch.autograd.grad(losses.sum(), scores)[0]
+
+
+def of_sampled(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same with one answer a query and all entities sampled, the answer among them."""
+    scores = random_scores().requires_grad_()
+    losses = build_loss(config)(scores[answers][None], scores[None], ~answers[None])[0]
+    return losses.detach(), torch.autograd.grad(losses.sum(), scores)[0]
+
+
+@every_loss
+def test_single_answers_cost_the_same_in_every_training_type(config):
+    answers = torch.eye(QUERIES, ENTITIES, dtype=torch.bool)
+    expected = of_full(config, answers)
+    for found in (of_answers(config, answers), of_sampled(config, answers)):
+        torch.testing.assert_close(found, expected)
+
+
+@every_loss
+def test_several_answers_cost_the_same_in_every_training_type(config):
+    answers = torch.rand(QUERIES, ENTITIES, generator=torch.Generator().manual_seed(1)) < 0.4
+    answers[:, 0] = True
+    torch.testing.assert_close(of_answers(config, answers), of_full(config, answers))

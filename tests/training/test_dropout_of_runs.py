@@ -1,0 +1,52 @@
+"""What a run drops: something else at every step, and on every rank where ranks have a share."""
+
+from __future__ import annotations
+
+import pytest
+from training_runs import config_of, fit, tiny_store
+from worlds import run_world
+
+from kge_torchrec.training.fit import Fit
+
+REGIMES = ("sampled", "kvssample", "1vsall")
+STEPS = 4
+
+
+def rank_drops(configs) -> dict[str, list[bytes]]:
+    """By regime, every mask of the folded queries that this rank draws, in order."""
+    found: dict[str, list[bytes]] = {}
+
+    def watch(loop: Fit) -> None:
+        loop._save = lambda: None
+        masks = found.setdefault(loop.config.negatives.regime, [])
+        layer = loop.session.scorer.hidden_dropout
+        layer.register_forward_hook(
+            lambda _, inputs, out: masks.append((out[0, :5] == 0).numpy().tobytes())
+        )
+
+    for config in configs:
+        fit(config, watch)
+    return found
+
+
+@pytest.fixture(scope="module")
+def masks(tmp_path_factory) -> list[dict[str, list[bytes]]]:
+    """Of two ranks."""
+    folder = tmp_path_factory.mktemp("dropout")
+    store = tiny_store(folder / "store", train=32 * STEPS).path
+    changes = {"model__hidden_dropout": 0.5, "train__epochs": 1}
+    configs = [config_of(store, folder / r, negatives__regime=r, **changes) for r in REGIMES]
+    return run_world(2, rank_drops, configs)
+
+
+@pytest.mark.parametrize("regime", ["sampled", "kvssample"])
+def test_every_step_rank_and_side_drops_something_else(masks, regime):
+    drawn = [mask for rank in masks for mask in rank[regime]]
+    assert len(drawn) >= 2 * 2 * STEPS  # ranks, sides
+    assert len(set(drawn)) == len(drawn)
+
+
+def test_against_all_entities_ranks_drop_alike_and_steps_do_not(masks):
+    one, other = (rank["1vsall"] for rank in masks)
+    assert one == other
+    assert len(set(one)) == len(one) == STEPS

@@ -1,0 +1,82 @@
+"""Settings that are refused or mean something else now: runs trained with them still open."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import yaml
+from training_runs import config_of, tiny_store
+
+from kge_torchrec import api, plan_command
+from kge_torchrec.comparison import command as compare_command
+from kge_torchrec.config import ConfigError
+
+
+def rewrite(run: api.Run, change) -> None:
+    """Changes config.yaml's values, as if another version had written them."""
+    file = run.path / "config.yaml"
+    values = yaml.safe_load(file.read_text())
+    change(values)
+    file.write_text(yaml.safe_dump(values))
+    run.close()
+
+
+@pytest.mark.parametrize("sides, asked", [("tail", "head"), ("head", "tail")])
+def test_one_side_is_not_trained_with_reciprocal_relations(tmp_path, sides, asked):
+    keys = {"negatives__sides": sides, "train__epochs": 1}
+    with pytest.raises(ConfigError, match=f"negatives.sides {sides}: .* {asked} queries are asked"):
+        api.train(config_of("countries", tmp_path / "run", **keys))
+    assert not (tmp_path / "run").exists()
+    store = tiny_store(tmp_path / "store").path
+    alone = config_of(store, tmp_path / "run", model__reciprocal=False, **keys)
+    with api.train(alone) as run:  # the same relations answer both sides
+        assert run.results["test"].keys() == {"head", "tail", "both"}
+
+
+@pytest.mark.parametrize("verb", [plan_command, compare_command])
+def test_verbs_that_train_nothing_refuse_it_as_well(verb):
+    arguments = ["demo", "--negatives.sides", "tail"]
+    if verb is plan_command:
+        arguments += ["--devices", "8xH100-80GB"]
+    with pytest.raises(ConfigError, match=r"negatives.sides tail: with model.reciprocal"):
+        verb.run(arguments)
+
+
+def test_a_run_that_trained_one_side_opens_with_a_word_on_it(tmp_path, caplog):
+    store = tiny_store(tmp_path / "store").path
+    run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
+    rewrite(run, lambda values: values["negatives"].update(sides="tail"))
+    with caplog.at_level(logging.WARNING, "kge_torchrec"), api.open_run(run.path) as old:
+        assert old.evaluate() == run.results["test"]
+        assert len(old.predict(head="e0", relation="r0", k=3)) == 3
+        old.export(tmp_path / "export")
+    ours = [record for record in caplog.records if record.name.startswith("kge_torchrec")]
+    said = [record.getMessage() for record in ours]
+    assert len(said) == 1 and "nothing that head queries are asked of was trained" in said[0]
+    with pytest.raises(ConfigError, match=r"set negatives.sides both"):
+        api.resume(run.path, {"train.epochs": 2})
+    with api.resume(run.path, {"train.epochs": 2, "negatives.sides": "both"}) as mended:
+        assert mended.results["train"]["epochs"] == 2
+
+
+@pytest.mark.parametrize(
+    "regime, same",
+    [
+        ("sampled", {"loss.name": "self_adversarial", "loss.margin": 0, "loss.temperature": 0}),
+        ("kvsall", {"loss.reduction": "mean"}),
+    ],
+)
+def test_a_run_of_the_former_bce_goes_on_once_its_loss_is_said(tmp_path, regime, same):
+    store = tiny_store(tmp_path / "store").path
+    keys = {"loss__name": "bce", "negatives__regime": regime, "train__epochs": 1}
+    run = api.train(config_of(store, tmp_path / "run", **keys))
+    rewrite(run, lambda values: values["loss"].pop("reduction"))
+    with api.open_run(run.path) as old:
+        assert old.evaluate() == run.results["test"]
+    said = " ".join(f"--{key} {value}" for key, value in same.items())
+    with pytest.raises(ConfigError, match=f"say {said} to go on with the same one"):
+        api.resume(run.path, {"train.epochs": 2})
+    for overrides in (same, {}):  # said once, it is known
+        with api.resume(run.path, {"train.epochs": 2, **overrides}) as mended:
+            assert mended.results["train"]["epochs"] == 2

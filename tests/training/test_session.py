@@ -1,0 +1,49 @@
+"""What a session ranks against: the filters of test and of validation."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle_ranking import oracle_ranks
+from training_runs import config_of, tiny_store
+
+from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+ALL = ("train", "valid", "test")
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory):
+    """Untrained, over a dense graph: most queries have answers in every split."""
+    folder = tmp_path_factory.mktemp("session")
+    store = tiny_store(folder / "store", entities=9, relations=1, train=30, held_out=12)
+    with processes("cpu") as ranks:
+        yield Session(config_of(store.path, folder / "run"), RunFolder(folder / "run"), ranks)
+
+
+def expected(session: Session, split: str, filtered: tuple[str, ...]) -> dict:
+    """Metrics by the definition, the triples of the filtered splits being no candidates."""
+    known = [tuple(row) for name in filtered for row in session.store.split(name).tolist()]
+    triples = torch.from_numpy(session.store.split(split).astype(np.int64))
+    table = session.engine.shard().rows.detach()
+    found = {side: oracle_ranks(session.scorer, table, triples, known, side) for side in SIDES}
+    return metrics(Ranks(*({s: np.array(found[s][i]) for s in SIDES} for i in (0, 1))))
+
+
+def test_train_valid_and_test_are_left_out_when_test_is_ranked(session):
+    assert session.rank("test") == expected(session, "test", ALL)
+    assert session.rank("train") == expected(session, "train", ALL)
+    for fewer in (("valid", "test"), ("train", "test"), ("train", "valid")):
+        assert session.rank("test") != expected(session, "test", fewer)
+
+
+def test_validation_knows_nothing_of_test(session):
+    right = expected(session, "valid", ("train", "valid"))
+    assert session.validate() == session.rank("valid") == right
+    assert right != expected(session, "valid", ALL)
+    assert right != expected(session, "valid", ("train",))
