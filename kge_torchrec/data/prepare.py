@@ -171,5 +171,6 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
     more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
     return DataError(
         f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
-        "learnt for them. Correct the files, or keep them with allow_unseen_relations"
+        "learnt for them. Correct the files, or keep them with",
+        allow_unseen_relations=True,
     )

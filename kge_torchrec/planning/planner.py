@@ -33,8 +33,10 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import ENTITY
 from kge_torchrec.entities.torchrec.fused_params import from_fused_params
+from kge_torchrec.errors import KGEError
 from kge_torchrec.planning.describe import GIB, amount, describe_plan
 from kge_torchrec.planning.table_memory import Bytes, TableForm, table_memory
 
@@ -52,7 +54,7 @@ SHARDINGS = tuple(
 )
 
 
-class PlanDoesNotFit(RuntimeError):
+class PlanDoesNotFit(KGEError, RuntimeError):
     """The table and its optimizer state need more memory than a rank has."""
 
 
@@ -125,14 +127,14 @@ def plan_table(
         ids_per_batch: distinct entity ids that a rank looks up in a step.
 
     Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit, and
-    ValueError for a D that FBGEMM's CUDA kernels cannot have.
+    ConfigError for a D that FBGEMM's CUDA kernels cannot have.
     """
     name, collection = _find_collection(model)
     table = collection.embeddings[ENTITY].weight
     if device_type == "cuda" and table.shape[1] % 4:
-        raise ValueError(
-            f"on CUDA the numbers per entity must be a multiple of 4, not {table.shape[1]} "
-            "(FBGEMM reads four at a time)"
+        raise ConfigError(
+            f"model.dim: on CUDA it must be a multiple of 4, not {table.shape[1]} (FBGEMM reads "
+            "four numbers at a time)"
         )
     host = (host_memory() if host_bytes is None else host_bytes) // local_world_size
     device = device_memory() if device_bytes is None else device_bytes

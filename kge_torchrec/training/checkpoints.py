@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from kge_torchrec.entities.pieces import in_pieces
+from kge_torchrec.errors import KGEError
 from kge_torchrec.parallel.processes import Processes, on_first_rank
 from kge_torchrec.training.progress import Progress
 
@@ -28,7 +29,7 @@ _FAILURES = (Exception, CheckpointException)  # torch's is a BaseException
 log = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(KGEError, RuntimeError):
     """A checkpoint could not be written or read; the message says which and why."""
 
     on_every_rank = True

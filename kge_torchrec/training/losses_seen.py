@@ -6,8 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kge_torchrec.errors import KGEError
 
-class NonFiniteLoss(RuntimeError):
+
+class NonFiniteLoss(KGEError, RuntimeError):
     """Training met a loss that is no finite number; the message says when and on which rank."""
 
     on_every_rank = True

@@ -20,10 +20,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import Overrides, config_from_dict
+from kge_torchrec.config_parser import Overrides, load_config
 
 
 class RunFolder:
@@ -75,7 +73,7 @@ class RunFolder:
         file = self.path / "config.yaml"
         if not file.is_file():
             raise ConfigError(f"{self.path} is no run folder: it has no config.yaml")
-        return config_from_dict(yaml.safe_load(file.read_text(encoding="utf-8")), overrides)
+        return load_config(file, overrides)
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes results.json, whole or not at all."""
