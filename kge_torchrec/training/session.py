@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
-from kge_torchrec.config import Config, DenseConfig, EntitiesConfig, TrainConfig
+from kge_torchrec.config import Config
 from kge_torchrec.data.errors import StoreError
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.entities.contract import EntityEngine
+from kge_torchrec.entities.trained import TrainedModel
 from kge_torchrec.environment import allow_tf32, keep_large_blocks, set_threads
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.ranking.metrics import metrics
-from kge_torchrec.training.assembly import build_engine
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
@@ -31,20 +31,20 @@ FILTERS = {
 }
 
 
-def stateless(config: Config) -> Config:
-    """The same model with an optimizer that keeps no state, for ranking and prediction.
+def _engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
+    from kge_torchrec.training.assembly import build_engine  # loads TorchRec
 
-    Everything is ranked in float32, on any number of ranks.
-    """
-    train = TrainConfig(optimizer="sgd", tf32=config.train.tf32)
-    entities = EntitiesConfig(engine=config.entities.engine)
-    return replace(config, train=train, entities=entities, dense=DenseConfig())
+    return build_engine(config, store, processes)
+
+
+def _trained_model(config: Config, store: TripleStore, processes: Processes) -> TrainedModel:
+    return TrainedModel(config.model, store.num_entities, store.num_relations, processes)
 
 
 class Session:
     """Collective: every rank makes one with the same arguments.
 
-    trains: False leaves the table without optimizer state, for ranking and prediction.
+    trains: False has rows and scorer only, for ranking, prediction and export.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        self.engine = build_engine(config if trains else stateless(config), self.store, processes)
+        self.engine = (_engine if trains else _trained_model)(config, self.store, processes)
         self.checkpoints = Checkpoints(folder.checkpoints, processes, config.checkpoint.keep)
 
     @property
     def scorer(self) -> Scorer:
         """The scorer inside the sharded model; this rank may hold parts of its parameters only."""
-        return self.engine.knowledge.objective.scorer
+        return self.engine.scorer
 
     @contextmanager
     def whole_scorer(self) -> Iterator[Scorer]:
