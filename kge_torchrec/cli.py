@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _run(arguments)
     except (KGEError, OSError) as error:
         _tell(error)
-        return 1
+        return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
         hint = "; continue with train --resume RUN" if arguments[:1] == ["train"] else ""
         print(f"kge-torchrec: interrupted{hint}", file=sys.stderr)
@@ -86,12 +86,15 @@ def _as_flag(name: str, value: Any) -> str:
 
 
 def _run(arguments: list[str]) -> int:
-    own = {"train": _train, "plan": _plan, "compare": _compare}  # they take the config's keys too
-    if arguments[:1] and arguments[0] in own:
-        return own[arguments[0]](arguments[1:])
     if not arguments:
         _parser().print_help(sys.stderr)
         return 2
+    verb, rest = arguments[0], arguments[1:]
+    own = {"train": _train, "plan": _plan, "compare": _compare}  # they take the config's keys too
+    if verb in own:
+        if rest and not _asks_for_help(rest):
+            check_packages()
+        return own[verb](rest)
     parsed = _parser().parse_args(arguments)
     check_packages()
     return parsed.run(parsed)
@@ -229,7 +232,6 @@ def _train(arguments: list[str]) -> int:
     if _asks_for_help(arguments):
         print(_train_help())
         return 0
-    check_packages()
     arguments = [re.sub(r"^--plan(?=$|=)", "--run.plan", word) for word in arguments]
     if arguments[0] == "--resume":
         return _resume(arguments[1:])

@@ -16,9 +16,11 @@ class KGEError(Exception):
     settings: what would help, by the names of the Python interface; they end the message as
         ``name=value`` unless whoever was called by the person ``spell``s them otherwise.
     on_every_rank: all ranks raise it alike, so that one of them may speak for all.
+    exit_code: of a program that ends with it.
     """
 
     on_every_rank = False
+    exit_code = 1
 
     def __init__(self, message: str = "", **settings: Any):
         super().__init__(message)

@@ -280,7 +280,9 @@ class Effects:
             except (KGEError, OSError) as error:
                 return {"error": type(error).__name__, "shows": False}
         files = sorted(file.name for file in path.iterdir())
-        return {"name": path.name, "files": files, "shows": "epoch 1" in shown.getvalue()}
+        # a run that is told no folder has one that is named by the time
+        name = path.name if self.folder in path.parents else "of its own"
+        return {"name": name, "files": files, "shows": "epoch 1" in shown.getvalue()}
 
     @cached_property
     def device(self) -> str:

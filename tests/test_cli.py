@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from training_runs import QUIET
 
 import kge_torchrec
+from kge_torchrec import environment
 from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
@@ -157,6 +159,20 @@ def test_version(capsys):
     for package in ("torch", "torchrec"):
         assert f"{package} {metadata.version(package)}" in text
     assert re.search(r"fbgemm-gpu\S* \d", text)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeypatch, verb):
+    monkeypatch.setattr(environment, "_version", {"torch": "2.13.0"}.get)
+    for words in ([verb, "--help"], ["--help"], ["--version"]):
+        with contextlib.suppress(SystemExit):
+            main(words)
+        out, err = capsys.readouterr()
+        assert out and not err
+    assert "fbgemm-gpu missing" in out
+    arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
+                 "export": ["x", "-o", "y"]}.get(verb, ["x"])  # fmt: skip
+    refused(capsys, [verb, *arguments], "torchrec and fbgemm-gpu-cpu (CPU)", "not installed")
 
 
 def modules_after(code: str) -> set[str]:

@@ -54,6 +54,11 @@ def options(scorer: str, dim: int, **pairs: tuple[Any, Any]) -> list[Case]:
 
 ADAM = {"train__optimizer": "adam"}
 TORCHREC = {"entities__engine": "torchrec"}
+# Table and scorer feel each other from the second step on.  So what each has of its own is seen
+# after one step, or, where it takes several, while the other stands still.
+ONE_STEP = {"train__batch_size": 128}
+SCORER_STANDS = {"train__relation_lr": 1e-30}
+TABLE_STANDS = {"train__lr": 1e-30, "train__relation_lr": 0.05}
 KVSALL = {"negatives__regime": "kvsall"}
 KVSSAMPLE = {"negatives__regime": "kvssample"}
 VALIDATED = {"evaluation__every": 1, "train__epochs": 4}
@@ -85,7 +90,7 @@ CASES = [
     *options("house", 8, block=(2, 4), reflections=(1, 2), projections=(0, 1)),
     *options("lfmult", 8, degree=(1, 3)),
     # loss
-    case("loss.name", "softmax", "bce", "table", "scorer"),
+    case("loss.name", "softmax", "bce", "table"),
     case("loss.name", "margin", "self_adversarial", "table"),
     case("loss.name", "softmax", "bce", "table", **KVSALL),
     case("loss.name", "softmax", "bce", "table", **KVSSAMPLE),
@@ -94,7 +99,8 @@ CASES = [
     case("loss.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),
     *(case("loss.label_smoothing", 0.0, 0.3, "table", loss__name=name, negatives__regime=regime)
       for name in ("softmax", "bce") for regime in ("sampled", "kvsall", "kvssample")),
-    *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime)
+    *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
+           **ONE_STEP)
       for penalty in ("n3", "l2") for regime in ("sampled", "kvsall", "kvssample")),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),
@@ -135,26 +141,29 @@ CASES = [
     case("train.batch_size", 32, 16, "batches", "table"),
     case("train.batch_size", 32, 16, "batches", "table", **KVSALL),
     case("train.batch_size", 32, 16, "batches", "table", **KVSSAMPLE),
-    *(case("train.optimizer", "adagrad", name, "table", "scorer", **engine)
+    *(case("train.optimizer", "adagrad", name, "table", "scorer", **ONE_STEP, **engine)
       for name in ("adam", "rowwise_adam", "sgd") for engine in ({}, TORCHREC)),
-    case("train.optimizer", "adagrad", "rowwise_adagrad", "table"),
-    *(case("train.lr", 0.05, 0.1, "rates", "table", "scorer", **engine)
+    *(case("train.optimizer", "adagrad", "rowwise_adagrad", "table", **ONE_STEP, **engine)
       for engine in ({}, TORCHREC)),
-    case("train.lr", 0.05, 0.1, "table", train__relation_lr=0.05),
-    *(case("train.relation_lr", 0.05, 0.1, "scorer", train__optimizer=name)
+    *(case("train.lr", 0.05, 0.1, "rates", "table", "scorer", **ONE_STEP, **engine)
+      for engine in ({}, TORCHREC)),
+    *(case("train.relation_lr", 0.05, 0.1, "scorer", train__optimizer=name, **ONE_STEP)
       for name in ("adam", "adagrad", "sgd")),
-    *(case(f"train.{beta}", 0.5, 0.9, "table", "scorer", **ADAM, **engine)
+    *(case(f"train.{beta}", 0.5, 0.9, "scorer", **ADAM, **TABLE_STANDS)
+      for beta in ("beta1", "beta2")),
+    *(case(f"train.{beta}", 0.5, 0.9, "table", **ADAM, **SCORER_STANDS, **engine)
       for beta in ("beta1", "beta2") for engine in ({}, TORCHREC)),
-    *(case("train.eps", 1e-4, 1e-2, "table", "scorer", train__optimizer=name, **engine)
+    *(case("train.eps", 1e-4, 1e-2, "table", "scorer", train__optimizer=name, **ONE_STEP, **engine)
       for name in ("adam", "adagrad") for engine in ({}, TORCHREC)),
-    *(case("train.weight_decay", 0.0, 0.1, "table", "scorer", **ADAM, **engine)
-      for engine in ({}, TORCHREC)),
-    case("train.weight_decay", 0.0, 0.1, "table", "scorer", train__optimizer="rowwise_adagrad"),
+    *(case("train.weight_decay", 0.0, 0.1, "table", "scorer", train__optimizer=name, **ONE_STEP,
+           **engine)
+      for name in ("adam", "rowwise_adagrad") for engine in ({}, TORCHREC)),
     *(case("train.schedule", "constant", name, "rates", "table", "scorer", train__epochs=2)
       for name in ("linear", "cosine", "exponential")),
     case("train.schedule", "constant", "plateau", "rates", train__plateau_patience=0,
          **NO_PROGRESS),
-    case("train.warmup_steps", 0, 3, "rates", "table", "scorer"),
+    *(case("train.warmup_steps", 0, 3, "rates", "table", "scorer", **ONE_STEP, **engine)
+      for engine in ({}, TORCHREC)),
     case("train.decay", 0.5, 0.9, "rates", "table", "scorer", train__schedule="exponential",
          train__epochs=2),
     case("train.decay", 0.5, 0.9, "rates", train__schedule="plateau", train__plateau_patience=0,
@@ -164,8 +173,8 @@ CASES = [
     case("train.precision", "fp32", "fp16", "table", "scorer"),
     case("train.tf32", False, True, "tf32"),
     case("train.accumulation", 1, 2, "batches"),
-    case("train.clip_norm", None, 1e-3, "table", "scorer"),
-    case("train.clip_value", None, 1e-4, "table", "scorer"),
+    case("train.clip_norm", None, 1e-3, "table", "scorer", **ONE_STEP),
+    case("train.clip_value", None, 1e-4, "table", "scorer", **ONE_STEP),
     case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
     case("train.log_every", 1, 2, "kinds"),
     # evaluation
