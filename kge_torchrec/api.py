@@ -11,18 +11,24 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config_parser import Overrides, config_from_dict, load_config
 from kge_torchrec.data.report import notes
 from kge_torchrec.export.folder import ExportFolder
 from kge_torchrec.export.plain_model import Prediction
 from kge_torchrec.export.plain_model import load_model as load_model
-from kge_torchrec.parallel.processes import Processes, on_first_rank, processes
+from kge_torchrec.parallel.processes import (
+    Processes,
+    on_all_ranks,
+    on_first_rank,
+    processes,
+)
 from kge_torchrec.ranking.topk import top_k
-from kge_torchrec.training.checkpoints import CheckpointError
+from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.progress import Progress
-from kge_torchrec.training.run_folder import MetricsLog, RunFolder
-from kge_torchrec.training.session import FILTERS, Session
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import BEST, FILTERS, Session, selection_of
 from kge_torchrec.training.sources import remove_prepared
 
 if TYPE_CHECKING:
@@ -40,9 +46,8 @@ FIXED = (
     "train.batch_size",
     "seed",
 )
-
-
-BEST, NEWEST = "best", "newest"
+# How a run is shown and run, which may change when the same command is started again.
+OF_THIS_START = ("run.resume", "run.progress", "run.tensorboard", "device", "threads")
 
 
 class Run:
@@ -115,12 +120,13 @@ class Run:
                 k,
                 exclude=exclude,
             )
-        found = [(s, i) for s, i in zip(scores[0].tolist(), ids[0].tolist(), strict=True) if i >= 0]
-        labels = store.entities.labels([i for _, i in found])
-        splits = _splits_of_answers(store, side, anchors, relations)
+        found = ids[0] >= 0
+        ids, scores = ids[0, found].numpy(force=True), scores[0, found].tolist()
+        labels = store.entities.labels(ids)
+        splits = _splits_of_answers(store, side, anchors, relations, ids)
         return [
-            Prediction(rank, label, score, splits.get(i))
-            for rank, ((score, i), label) in enumerate(zip(found, labels, strict=True), 1)
+            Prediction(rank, *answer)
+            for rank, answer in enumerate(zip(labels, scores, splits, strict=True), 1)
         ]
 
     def export(
@@ -167,8 +173,7 @@ class Run:
             self._session = Session(self.config, self.folder, self._processes, trains=False)
         if self._loaded != checkpoint:
             self._loaded = None  # unless all parameters arrive
-            name = _name_of(checkpoint, self._session)
-            self._progress = self._session.restore_parameters(name)
+            self._progress = self._session.restore_parameters(checkpoint)
             self._loaded = checkpoint
         return self._session
 
@@ -182,19 +187,6 @@ class Run:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _name_of(checkpoint: str, session: Session) -> str | None:
-    """A checkpoint's name; None stands for the best one."""
-    if checkpoint == BEST:
-        return None
-    if checkpoint == NEWEST:
-        return session.checkpoints.newest()
-    names = session.checkpoints.names()
-    if checkpoint not in names:
-        there = f"it has {', '.join(names)}" if names else "it has none yet: train it first"
-        raise CheckpointError(f"{session.folder.path} has no checkpoint {checkpoint!r}; {there}")
-    return checkpoint
 
 
 def open_run(path: str | Path) -> Run:
@@ -211,12 +203,17 @@ def train(
     config: a Config, nested or dotted values, a YAML file or the name of one in ``configs/``.
     callbacks: called as callback(kind, values) after every interval ("step"), epoch ("epoch") and
         validation ("valid"), on every rank, with the values that metrics.jsonl gets.
-    Under torchrun all ranks call it.  Raises ConfigError, DataError, NonFiniteLoss or
-    CheckpointError.
+    Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
+    ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
+    after SIGTERM or SIGUSR1; RankLost where another rank died.
     """
     config = _as_config(config)
-    with processes(config.device) as ranks:
+    with processes(config.device) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
+        _lock(folder, ranks, held)
+        if on_first_rank(ranks, lambda: _goes_on(folder, config)):
+            _continue(folder, config, ranks, callbacks)
+            return Run(folder.path)
         on_first_rank(ranks, lambda: folder.create(config))
         try:
             session = Session(config, folder, ranks)
@@ -235,15 +232,60 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
     ConfigError for a key that the checkpoint depends on, besides what ``train`` raises.
     """
     folder = RunFolder(path)
-    config = folder.load_config(overrides)
-    _check_overrides(folder.load_config(), config)
-    with processes(config.device) as ranks:
-        session = Session(config, folder, ranks)
-        progress = session.restore()
-        if overrides:
-            on_first_rank(ranks, lambda: config.save(folder.path / "config.yaml"))
-        _fit(session, progress, callbacks, resumed_at=progress.global_step)
+    before, config = folder.load_config(), folder.load_config(overrides)
+    _check_overrides(before, config)
+    with processes(config.device) as ranks, ExitStack() as held:
+        _lock(folder, ranks, held)
+        before, config = ranks.broadcast((before, config))  # a host may see an older file
+        _continue(folder, config, ranks, callbacks, before)
     return Run(folder.path)
+
+
+def _lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
+    """Keeps other runs out of the folder until ``held`` closes.  Collective."""
+
+    def lock() -> None:
+        held.enter_context(folder.locked())
+
+    on_first_rank(ranks, lock)
+
+
+def _goes_on(folder: RunFolder, config: Config) -> bool:
+    """Whether to go on with a run in the folder.  Raises ConfigError where run.resume says so."""
+    wanted = config.run.resume
+    if wanted == "require" and not folder.holds_run:
+        raise ConfigError(f"run.resume require: {folder.path} holds no run to go on with")
+    if wanted == "never" or not folder.holds_run:
+        return False
+    before, now = (_flat(c) for c in (folder.load_config(), config))
+    differing = [key for key in now if key not in OF_THIS_START and before[key] != now[key]]
+    if differing:
+        key = differing[0]
+        raise ConfigError(
+            f"run.resume {wanted}: {folder.path} holds a run of another config: {key} is "
+            f"{before[key]!r} there and {now[key]!r} here; name another run.dir, or change the run "
+            f"by `train --resume {folder.path} --{key} ...`"
+        )
+    return True
+
+
+def _continue(
+    folder: RunFolder,
+    config: Config,
+    ranks: Processes,
+    callbacks: Sequence[Callback],
+    before: Config | None = None,
+) -> None:
+    """Trains on from the newest checkpoint.  before: the config so far, if it may be another."""
+    before = before or config
+    new_plan = config.run.plan != before.run.plan
+    session = Session(config, folder, ranks, plan_may_differ=not new_plan)
+    progress = session.restore()
+    if progress.best_metric is not None and not progress.selection:  # by an older version
+        progress.selection = selection_of(before, session.store)
+    if config != before:
+        on_first_rank(ranks, lambda: folder.save_config(config))
+    _fit(session, progress, callbacks, resumed_at=progress.global_step)
 
 
 def _check_overrides(before: Config, after: Config) -> None:
@@ -257,8 +299,14 @@ def _check_overrides(before: Config, after: Config) -> None:
 
 def _fixed_values(config: Config) -> dict[str, Any]:
     values = {key: attrgetter(key)(config) for key in FIXED}
+    if config.negatives.examples == "queries":  # which an epoch passes through
+        values["negatives.sides"] = config.negatives.sides
     options = config.entities.sparse_options(config.train.optimizer)
     return values | {"entities.bias_correction": options.bias_correction}  # states of its own
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return {key: attrgetter(key)(config) for key in all_keys()}
 
 
 def _fit(
@@ -271,26 +319,34 @@ def _fit(
     from kge_torchrec.training.run_plan import write_run_plan  # without
 
     ranks, folder = session.processes, session.folder
-    metrics = None
-    if ranks.is_first:
-        write_run_plan(session)
-        metrics = MetricsLog(folder, session.config.run.tensorboard, resumed_at)
+    write_run_plan(session)
+    metrics = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
         progress = Fit(session, progress, metrics, callbacks).run()
         results = _final_results(session, progress)
-        if metrics is not None:
+
+        def write() -> None:
             metrics.write("test", progress.global_step, results)
             folder.write_results(results)
+
+        on_first_rank(ranks, write)
     finally:
         if metrics is not None:
             metrics.close()
 
 
+def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
+    if not session.processes.is_first:
+        return None
+    return MetricsLog(session.folder, session.config.run.tensorboard, resumed_at)
+
+
 def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
     from kge_torchrec.training.fit import peak_memory_bytes
 
-    if progress.best_checkpoint in session.checkpoints.names():
-        session.restore_parameters(progress.best_checkpoint)
+    ranked = progress  # the parameters at hand
+    if progress.best_checkpoint not in (None, name_of(progress)):
+        ranked = session.restore_parameters()
     train = {
         "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
         "seconds": progress.seconds,
@@ -298,17 +354,22 @@ def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
         "epochs": progress.epoch,
         "world_size": session.processes.world_size,
     }
-    test = session.rank("test") if len(session.store.test) else None
-    valid = {"metric": session.config.evaluation.metric, "best": progress.best_metric}
-    return {"test": test, "valid": valid, "train": train, "notes": notes(session.store.report)}
+    return {
+        "test": session.rank("test") if len(session.store.test) else None,
+        "valid": {"metric": session.config.evaluation.metric, "best": progress.best_metric},
+        "train": train,
+        "checkpoint": {"name": name_of(ranked), "epoch": ranked.epoch},  # that was ranked
+        "notes": notes(session.store.report),
+    }
 
 
-def _splits_of_answers(store, side: str, anchors, relations) -> dict[int, str]:
-    found: dict[int, str] = {}
+def _splits_of_answers(store, side: str, anchors, relations, ids) -> list[str | None]:
+    """The split that holds each of the ids (K,) as an answer, the first of several."""
+    splits: list[str | None] = [None] * len(ids)
     for split in ("test", "valid", "train"):
-        _, entities = store.known((split,)).answers(side, anchors, relations)
-        found.update(dict.fromkeys(entities.tolist(), split))
-    return found
+        (known,) = store.known((split,)).contains(side, anchors, relations, ids)
+        splits = [split if here else before for here, before in zip(known, splits, strict=True)]
+    return splits
 
 
 def _as_config(config: Config | dict[str, Any] | str | Path | None) -> Config:
@@ -322,6 +383,7 @@ def _as_config(config: Config | dict[str, Any] | str | Path | None) -> Config:
 def _undo(folder: RunFolder) -> None:
     """Removes what a run that never started has written."""
     remove_prepared(folder.store)
-    (folder.path / "config.yaml").unlink(missing_ok=True)
+    for name in ("config.yaml", ".lock"):
+        (folder.path / name).unlink(missing_ok=True)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()

@@ -169,6 +169,13 @@ def _add_prepare(verbs) -> None:
         action="store_true",
         help="accept relations that occur in valid or test only",
     )
+    prepare.add_argument(
+        "--literals",
+        choices=("drop", "keep"),
+        default="drop",
+        help="of N-Triples: leave out triples whose object is a literal, or make entities of "
+        "literals (default: drop)",
+    )
     prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
     prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
@@ -314,13 +321,14 @@ def _prepare(parsed: argparse.Namespace) -> int:
         seed=parsed.seed,
         has_header={"auto": None, "yes": True, "no": False}[parsed.header],
         allow_unseen_relations=parsed.allow_unseen_relations,
+        literals=parsed.literals,
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,
     )
     from kge_torchrec.data.report import notes
 
     print(store)
-    for note in notes(store.report):
+    for note in notes(store.report, "--literals keep"):
         print(f"note: {note}")
     return 0
 

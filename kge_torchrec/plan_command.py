@@ -95,22 +95,23 @@ def _workload(config: Config, options: argparse.Namespace):
     counts = [options.entities, options.relations, options.triples]
     popularity = None
     if None in counts:
-        found, degrees = _counts_of_data(config, options)
-        counts = [own if own is not None else of_data
-                  for own, of_data in zip(counts, found, strict=True)]  # fmt: skip
+        found, of_data = _sizes_of_data(config, options)
+        counts = [own if own is not None else other
+                  for own, other in zip(counts, found, strict=True)]  # fmt: skip
         if options.skew is None and options.entities is None:
-            popularity = Popularity.of_degrees(degrees)
+            popularity = of_data
     if popularity is None and counts[0] > 0:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
         popularity = Popularity.zipf(counts[0], skew)
     return Workload(config, *counts, build_objective, popularity)
 
 
-def _counts_of_data(config: Config, options: argparse.Namespace):
-    """((entities, relations, triples), degrees) of the config's data, read as training does."""
+def _sizes_of_data(config: Config, options: argparse.Namespace):
+    """((entities, relations, triples), popularity) of the config's data, read as training does."""
     import torch
 
     from kge_torchrec.parallel.processes import Processes
+    from kge_torchrec.planning.popularity import Popularity
     from kge_torchrec.training.sources import EMBEDDED, open_store
 
     path = config.data.path
@@ -123,7 +124,7 @@ def _counts_of_data(config: Config, options: argparse.Namespace):
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(config.data, config.seed, Path(folder) / "store", alone, False)
         counts = store.num_entities, store.num_relations, len(store.train)
-        return counts, store.degrees()
+        return counts, Popularity.of_degrees(store.degrees())
 
 
 def count(text: str) -> int:

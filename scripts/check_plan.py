@@ -121,8 +121,9 @@ def work(task: dict) -> None:
     from kge_torchrec.config_parser import load_config
     from kge_torchrec.parallel.processes import processes
     from kge_torchrec.training.fit import Fit, peak_memory_bytes
+    from kge_torchrec.training.metrics_log import MetricsLog
     from kge_torchrec.training.progress import Progress
-    from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+    from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
 
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:

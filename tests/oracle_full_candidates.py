@@ -19,7 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.order import ROUNDS, EpochOrder, draw_distinct
 from kge_torchrec.data.store import TripleStore
 
 Query = tuple[str, int, int]  # side asked for, anchor, relation
@@ -40,7 +40,11 @@ def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) ->
             factor = rate_factor(config, epoch * step_count + step, step_count)
             table.lr = config.train.lr * factor
             chosen = order[step * size : (step + 1) * size]
-            queries = [query for i in chosen for query in examples[i]]
+            queries = [
+                (query, answers, drawn_answers(config, store, epoch, query, answers))
+                for i in chosen
+                for query, answers in examples[i]
+            ]
             others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
             loss = batch_loss(config, store.num_relations, entities, dense, queries, others)
@@ -51,7 +55,7 @@ def train_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) ->
             for optimizer in optimizers:
                 optimizer.step()
             if config.negatives.regime == "kvssample":
-                ids = [i for (_, anchor, _), answers in queries for i in (anchor, *answers)]
+                ids = [i for (_, anchor, _), _, drawn in queries for i in (anchor, *drawn)]
                 touched = torch.cat([torch.tensor(ids), *others.values()]).unique()
                 table.step(touched, entities.grad[touched])
             else:
@@ -94,18 +98,30 @@ def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict
     }
 
 
+def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -> list[int]:
+    """The answers that a step takes of a query."""
+    limit, (side, anchor, relation) = config.negatives.max_answers, query
+    if config.negatives.regime != "kvssample" or limit == 0 or len(answers) <= limit:
+        return answers
+    seed = np.random.SeedSequence(config.seed, spawn_key=(epoch, 3, ("head", "tail").index(side)))
+    places = draw_distinct(
+        np.array([len(answers)]), limit, np.array([anchor * store.num_relations + relation]),
+        seed.generate_state(ROUNDS, np.uint64),
+    )  # fmt: skip
+    return [sorted(answers)[place] for place in places]
+
+
 def batch_loss(config, num_relations, entities, dense, queries, others) -> Tensor:
     """Mean over the queries."""
-    losses = [
-        query_loss(config, num_relations, entities, dense, query, answers, others[query[0]])
-        for query, answers in queries
-    ]
+    losses = []
+    for query, answers, drawn in queries:
+        wrong = [i for i in others[query[0]].tolist() if i not in answers]
+        losses.append(query_loss(config, num_relations, entities, dense, query, drawn, wrong))
     return torch.stack(losses).mean()
 
 
 def query_loss(config, num_relations, entities, dense, query, answers, others) -> Tensor:
     side, anchor, relation = query
-    others = [i for i in others.tolist() if i not in answers]
     candidates = entities[torch.tensor([*answers, *others])]
     twin = config.model.reciprocal and side == "head"
     relation = relation + num_relations * twin

@@ -10,6 +10,7 @@ Shapes: B triples a step, K negatives, N entities, D numbers a row.
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import numpy as np
 import torch
@@ -97,17 +98,23 @@ def global_batch(
     size, options = config.train.batch_size, config.negatives
     positions = np.arange(step * size, min((step + 1) * size, len(store.train)))
     rows = store.train[EpochOrder(len(store.train), config.seed, epoch)(positions)]
-    weights = None
+    by_degree = None
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
-        weights = np.where(degrees > 0, np.power(degrees.clip(1), options.degree_power), 0)
-    sampler = NegativeSampler(store.num_entities, options.count, config.seed, weights)
+        sums = np.cumsum(np.where(degrees > 0, degrees.clip(1) ** options.degree_power, 0))
+        by_degree = partial(_drawn, sums)
+    sampler = NegativeSampler(store.num_entities, options.count, config.seed, by_degree)
     chunk = np.arange(len(positions)) // (options.chunk_size or size)
     negatives = {}
     for side in ("head", "tail") if options.sides == "both" else (options.sides,):
         drawn = sampler.draw(epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1)
         negatives[side] = torch.from_numpy(drawn[chunk])
     return torch.from_numpy(rows.astype(np.int64)), negatives
+
+
+def _drawn(sums: np.ndarray, unit: np.ndarray) -> np.ndarray:
+    """The entities of numbers in [0, 1), by the cumulative weights of all of them."""
+    return np.searchsorted(sums, unit * sums[-1], side="right")
 
 
 def batch_loss(

@@ -4,6 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from kge_torchrec.data.answers import Answers, Ranges
 from kge_torchrec.data.known import KnownTriples, build_side
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
@@ -49,6 +50,15 @@ def make_known(triples, num_entities, num_relations):
     triples = np.asarray(triples, np.int64).reshape(-1, 3)
     index = {side: build_side(side, triples, num_entities, num_relations) for side in SIDES}
     return KnownTriples([index], num_entities, num_relations)
+
+
+def answers_of(query, entity, queries):
+    """Answers given as pairs of a query and an entity."""
+    index = np.lexsort((entity, query))
+    query, entity = np.asarray(query)[index], np.asarray(entity)[index]
+    numbers = np.arange(queries)
+    starts, stops = (np.searchsorted(query, numbers, side) for side in ("left", "right"))
+    return Answers(queries, [Ranges(entity, numbers, starts, stops)])
 
 
 def random_triples(count, num_entities, num_relations, seed):

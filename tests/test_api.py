@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
+from ranking_cases import make_known
 from training_runs import QUIET, config_of, random_triples, tiny_store
 
 from kge_torchrec import api
@@ -126,3 +131,23 @@ def test_without_test_triples(tmp_path):
         assert run.results["test"] is None
         with pytest.raises(ConfigError, match="has no test triples"):
             run.evaluate()
+
+
+def test_splits_are_looked_up_for_the_found_answers_only():
+    """Of a query with a million known ones; train comes before valid and test."""
+    entities = 1_000_000
+    every = np.arange(entities)
+    splits = {
+        "train": make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1),
+        "valid": make_known([(0, 0, 2), (0, 0, 3)], entities, 1),
+        "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
+    }
+    store = SimpleNamespace(known=lambda names: splits[names[0]])
+    query, found = (np.array([0]), np.array([0])), np.array([9, 2, 3, 5, 4, 0])
+    api._splits_of_answers(store, "tail", *query, found)  # compiles
+    tracemalloc.start()
+    told = api._splits_of_answers(store, "tail", *query, found)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert told == [None, "train", "valid", "test", "train", "train"]
+    assert peak < 1 << 20

@@ -104,3 +104,14 @@ def test_a_run_of_python_is_told_the_key(data, tmp_path):
         api.train(config)
     key, value = advice(str(caught.value)).removeprefix("--").split()
     assert api.train({**config, key: {"true": True}[value]}).results["test"] is not None
+
+
+def test_only_literals(tmp_path, capsys):
+    """A graph of names and dates: what is left out by default is all there is."""
+    (tmp_path / "train.nt").write_text('<a> <name> "Ann" .\n<b> <name> "Bob" .\n')
+    with pytest.raises(KGEError, match="2 have a literal as object") as caught:
+        prepare(tmp_path / "train.nt", tmp_path / "store")
+    prepare(tmp_path / "train.nt", tmp_path / "store", **keywords(advice(str(caught.value))))
+    prepared = ["prepare", str(tmp_path / "train.nt"), "-o", str(tmp_path / "other")]
+    assert main(prepared) == 1
+    assert main([*prepared, *advice(capsys.readouterr().err).split()]) == 0

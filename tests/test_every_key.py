@@ -71,6 +71,8 @@ CASES = [
          data__path="{graphs}/single.tsv"),
     case("data.has_header", False, True, "triples", data__path="{graphs}/single.tsv"),
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
+    case("data.literals", "drop", "keep", "triples", data__path="{graphs}/literals.nt",
+         data__ratio=(1, 0, 0)),
     # model
     case("model.scorer", "complex", "distmult", "table", "scorer"),
     case("model.dim", 8, 12, "start_of_table", "start_of_scorer"),
@@ -117,6 +119,7 @@ CASES = [
     case("negatives.sampling", "uniform", "degree", "batches", "table", **KVSSAMPLE),
     case("negatives.degree_power", 0.5, 3.0, "batches", "table", negatives__sampling="degree"),
     case("negatives.filtered", False, True, "batches", "table"),
+    case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities
     case("entities.engine", "torchrec", "handrolled", "engine"),
     case("entities.deduplicate", True, False, "batches"),
@@ -189,6 +192,7 @@ CASES = [
     case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every_steps=2),
     # run
     case("run.dir", "{here}/one", "{here}/other", "run"),
+    case("run.resume", "never", "require", "run"),
     case("run.progress", False, True, "run"),
     case("run.tensorboard", False, True, "run"),
     case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),

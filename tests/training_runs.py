@@ -16,8 +16,9 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.progress import Progress
-from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
 QUIET = {

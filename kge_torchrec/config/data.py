@@ -18,14 +18,18 @@ class DataConfig:
         ratio: Shares of train, valid and test when there is only one file.
         has_header: Whether the files start with a header; null finds out.
         allow_unseen_relations: Accept relations that occur in valid or test only.
+        literals: Of N-Triples: drop leaves out triples whose object is a literal, and counts them;
+            keep makes an entity of every literal.
     """
 
     path: str = "countries"
     ratio: tuple[float, float, float] = (0.9, 0.05, 0.05)
     has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
     allow_unseen_relations: bool = False
+    literals: str = "drop"
 
     def __post_init__(self) -> None:
+        one_of("data.literals", self.literals, ("drop", "keep"))
         for share in self.ratio:
             not_negative("data.ratio", share)
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
@@ -52,6 +56,8 @@ class NegativesConfig:
         sampling: uniform, or degree (in proportion to degree ** degree_power).
         degree_power: Exponent of degree sampling.
         filtered: Never use a known training fact as a negative.
+        max_answers: Of kvssample: answers of a query that a step takes; of a query with more,
+            every epoch draws others at random.  0 takes them all, whatever memory that needs.
     """
 
     regime: str = "sampled"
@@ -61,6 +67,7 @@ class NegativesConfig:
     sampling: str = "uniform"
     degree_power: float = 0.75
     filtered: bool = False
+    max_answers: int = 1024
 
     def __post_init__(self) -> None:
         one_of("negatives.regime", self.regime, REGIMES)
@@ -69,6 +76,7 @@ class NegativesConfig:
         one_of("negatives.sides", self.sides, ("both", "tail", "head"))
         one_of("negatives.sampling", self.sampling, ("uniform", "degree"))
         not_negative("negatives.degree_power", self.degree_power)
+        at_least("negatives.max_answers", self.max_answers, 0)
         if self.filtered and self.regime in FULL_REGIMES:
             raise ConfigError(
                 f"negatives.filtered: {self.regime} takes every entity as a candidate; set it to "

@@ -151,6 +151,8 @@ class RunConfig:
 
     Args:
         dir: Folder for config, metrics, checkpoints and results; null makes runs/NAME-TIME.
+        resume: Where run.dir holds a run already: never goes on with it, auto goes on if it was
+            started with the same config, require wants one to go on with.
         progress: Progress bars on rank 0.
         tensorboard: Write TensorBoard events.
         plan: A plan that `kge-torchrec plan --output` wrote, to lay the table out by; null plans at
@@ -158,6 +160,12 @@ class RunConfig:
     """
 
     dir: Optional[str] = None  # noqa: UP045
+    resume: str = "never"
     progress: bool = True
     tensorboard: bool = True
     plan: Optional[str] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        one_of("run.resume", self.resume, ("never", "auto", "require"))
+        if self.resume != "never" and self.dir is None:
+            raise ConfigError(f"run.resume {self.resume} needs run.dir, the folder to look in")

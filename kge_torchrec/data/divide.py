@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.ordering import CHUNK
 from kge_torchrec.data.sources import SPLITS
 
 
@@ -29,18 +30,15 @@ def divide(
     """
     total = len(triples)
     order = np.random.default_rng(seed).permutation(total)
-    # Backwards: of repeated ids numpy keeps the last one written, here the earliest in order.
-    backwards = triples.take(order[::-1], axis=0)
-    places = np.arange(total)[::-1]
     bound = np.zeros(total, bool)
     for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
         first = np.full(size, total)
-        for column in columns:
-            earliest = np.full(size, total)
-            earliest[backwards[:, column]] = places
-            np.minimum(first, earliest, out=first)
+        for start in range(0, total, CHUNK):
+            rows = triples.take(order[start : start + CHUNK], axis=0)
+            places = np.arange(start, start + len(rows))
+            for column in columns:
+                np.minimum.at(first, rows[:, column], places)
         bound[first[first < total]] = True
-    del backwards
     free = order[~bound]
     num_valid, num_test = (round(total * share) for share in ratio[1:])
     if num_valid + num_test > len(free):
@@ -49,6 +47,7 @@ def divide(
     split_of = np.zeros(total, np.int8)
     split_of[free[:num_valid]] = 1
     split_of[free[num_valid : num_valid + num_test]] = 2
+    del order, bound, free  # before the triples are held twice
     return {
         split: triples.take(np.flatnonzero(split_of == index), axis=0)
         for index, split in enumerate(SPLITS)

@@ -32,3 +32,26 @@ def roles(fields: Sequence[str]) -> list[str] | None:
     """
     found = [role(field) for field in fields]
     return found if len(found) == 3 and set(found) == set(COLUMNS) else None
+
+
+def places(names: Sequence[str]) -> list[int] | None:
+    """Positions of head, relation and tail among any number of column names, or None.
+
+    They are those called exactly so, or else the only ones that mean them.
+    """
+    if all(names.count(wanted) == 1 for wanted in COLUMNS):
+        return [names.index(wanted) for wanted in COLUMNS]
+    meant = [role(name) for name in names]
+    if all(meant.count(wanted) == 1 for wanted in COLUMNS):
+        return [meant.index(wanted) for wanted in COLUMNS]
+    return None
+
+
+def unclear(names: Sequence[str]) -> str:
+    """Why ``places`` found none, as a clause."""
+    meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
+    for wanted, found in meant.items():
+        if len(found) > 1:
+            return f"{' and '.join(map(repr, found))} both stand for the {wanted}"
+    missing = [wanted for wanted, found in meant.items() if not found]
+    return f"no column stands for the {' or the '.join(missing)}"

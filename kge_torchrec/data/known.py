@@ -1,11 +1,17 @@
 """The filter index: which answers of a query (anchor, relation, ?) are known to be true."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from kge_torchrec.data.ordering import sorted_rows
+from kge_torchrec.data.answers import Answers, Ranges, read_only
+from kge_torchrec.data.ordering import id_counts, sorted_rows
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.query_list import QueryList
 
 SIDES = ("tail", "head")
 
@@ -28,7 +34,7 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     sizes = (num_entities, num_relations, num_entities)
     anchors, relations, answers = sorted_rows((anchors, relations, answers), sizes)
     indptr = np.zeros(num_entities + 1, np.int64)
-    np.cumsum(np.bincount(anchors, minlength=num_entities), out=indptr[1:])
+    np.cumsum(id_counts(anchors, num_entities), out=indptr[1:])
     return SideIndex(indptr, relations, answers)
 
 
@@ -46,35 +52,28 @@ class KnownTriples:
         num_relations: int,
     ):
         self._indices = [
-            {side: SideIndex(*map(_read_only, index[side])) for side in SIDES} for index in indices
+            {side: SideIndex(*map(read_only, index[side])) for side in SIDES} for index in indices
         ]
         self.num_entities = num_entities
         self.num_relations = num_relations
 
-    def answers(
-        self, side: str, anchors: np.ndarray, relations: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """All known answers of B queries, concatenated.
+    def answers(self, side: str, anchors: np.ndarray, relations: np.ndarray) -> Answers:
+        """Where the known answers of B queries lie; one known from several splits is repeated.
 
         Args:
             side: "tail" or "head", the side asked for.
             anchors, relations: (B,) ids.
 
-        Returns:
-            query (M,) int64, ascending, and entity (M,) int64: entity[i] answers query[i]. An
-            answer known from several splits is repeated.
-
         Raises:
             IndexError: an id outside the store.
         """
         anchors, relations = self._checked(side, anchors, relations)
-        found = [_gather(index[side], anchors, relations) for index in self._indices]
-        if len(found) == 1:
-            return found[0]
-        query = np.concatenate([queries for queries, _ in found] or [np.empty(0, np.int64)])
-        entity = np.concatenate([entities for _, entities in found] or [np.empty(0, np.int64)])
-        order = np.argsort(query, kind="stable")
-        return query[order], entity[order]
+        query = np.arange(len(anchors))
+        ranges = [
+            Ranges(index[side].entities, query, *_ranges(index[side], anchors, relations))
+            for index in self._indices
+        ]
+        return Answers(len(anchors), ranges)
 
     def contains(
         self, side: str, anchors: np.ndarray, relations: np.ndarray, candidates: np.ndarray
@@ -101,18 +100,13 @@ class KnownTriples:
             search.mark_members(index[side].entities, starts, stops, candidates, found)
         return found
 
-    def queries(self, side: str) -> tuple[np.ndarray, np.ndarray]:
-        """Every distinct query that has an answer: anchors (Q,), relations (Q,), in that order.
+    def queries(self, side: str) -> QueryList:
+        """The distinct queries for a side.  Raises ValueError unless they are of one split."""
+        # Imported on use, as ``search`` is.
+        from kge_torchrec.data.query_list import QueryList
 
-        Takes memory for the Q queries, and for a moment for the T triples.
-        """
-        found = [_distinct_queries(index[side]) for index in self._indices]
-        if len(found) == 1:
-            return found[0]
-        columns = [np.concatenate(parts) for parts in zip(*found, strict=True)]
-        anchors, relations = sorted_rows(columns, (self.num_entities, self.num_relations))
-        first = _starts_of_runs(anchors, relations)
-        return anchors[first], relations[first]
+        (index,) = self._indices
+        return QueryList(index[side].indptr, index[side].relations)
 
     def _checked(self, side, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
         if side not in SIDES:
@@ -131,38 +125,8 @@ class KnownTriples:
         return anchors, relations
 
 
-def _read_only(array: np.ndarray) -> np.ndarray:
-    """A view like that of a mapped file, so that one compiled look-up serves both."""
-    view = np.asarray(array).view()
-    view.flags.writeable = False
-    return view
-
-
 def _ranges(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
     # Imported on use: compiling takes a second that preparing and opening a store need not wait.
     from kge_torchrec.data import search
 
     return search.find_ranges(index.indptr, index.relations, anchors, relations)
-
-
-def _distinct_queries(index: SideIndex) -> tuple[np.ndarray, np.ndarray]:
-    anchors = np.arange(len(index.indptr) - 1, dtype=index.entities.dtype)
-    anchors = np.repeat(anchors, np.diff(index.indptr))
-    first = _starts_of_runs(anchors, index.relations)
-    return anchors[first], np.asarray(index.relations[first])
-
-
-def _starts_of_runs(*columns: np.ndarray) -> np.ndarray:
-    """Ascending positions of the rows that differ from the row before."""
-    differs = np.ones(len(columns[0]), bool)
-    differs[1:] = np.logical_or.reduce([column[1:] != column[:-1] for column in columns])
-    return np.flatnonzero(differs)
-
-
-def _gather(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
-    starts, stops = _ranges(index, anchors, relations)
-    counts = stops - starts
-    query = np.repeat(np.arange(len(counts)), counts)
-    # Position within the query's range, plus where that range starts.
-    position = np.arange(len(query)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
-    return query, index.entities[position].astype(np.int64)

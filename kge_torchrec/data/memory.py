@@ -20,6 +20,7 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
     """
     try:
         table = _table(split, rows).cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
+        table.validate(full=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{split}: labels must be strings: {error}") from error
     for role in COLUMNS:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from kge_torchrec.data.degrees import DegreeDraw
+
 _PER_COUNTER = 4  # 64-bit words that Philox gives for one counter value
 _STREAM = 1  # sets the draws apart from the epoch order, which takes the key (epoch,)
 
@@ -16,12 +18,14 @@ _STREAM = 1  # sets the draws apart from the epoch order, which takes the key (e
 class NegativeSampler:
     """Draws ``count`` entities for every chunk and side, with replacement.
 
-    weights: None for uniform draws, or (N,) non-negative numbers to draw in proportion to.
+    by_degree: draws in proportion to degree; None draws uniformly.
     """
 
-    def __init__(self, num_entities: int, count: int, seed: int, weights: np.ndarray | None = None):
+    def __init__(
+        self, num_entities: int, count: int, seed: int, by_degree: DegreeDraw | None = None
+    ):
         self.num_entities, self.count, self.seed = num_entities, count, seed
-        self._cumulative = None if weights is None else _cumulative(weights, num_entities)
+        self._by_degree = by_degree
 
     def draw(self, epoch: int, step: int, side: int, first_chunk: int, chunks: int) -> np.ndarray:
         """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on."""
@@ -34,25 +38,6 @@ class NegativeSampler:
         return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, : self.count])
 
     def _to_ids(self, unit: np.ndarray) -> np.ndarray:
-        if self._cumulative is None:
+        if self._by_degree is None:
             return (unit * self.num_entities).astype(np.int64)
-        ids = np.searchsorted(self._cumulative, unit * self._cumulative[-1], side="right")
-        # Rounding may reach the total itself: fall back on the last entity of positive weight.
-        return np.minimum(ids, self._last).astype(np.int64)
-
-    @property
-    def _last(self) -> int:
-        return int(np.searchsorted(self._cumulative, self._cumulative[-1], side="left"))
-
-
-def _cumulative(weights: np.ndarray, num_entities: int) -> np.ndarray:
-    if weights.shape != (num_entities,):
-        raise ValueError(f"need one weight an entity, ({num_entities},), got {weights.shape}")
-    if not np.isfinite(weights).all() or (weights < 0).any() or not weights.sum() > 0:
-        raise ValueError("negative-sampling weights must be finite, >= 0 and not all zero")
-    return np.cumsum(weights, dtype=np.float64)
-
-
-def degree_weights(degrees: np.ndarray, power: float) -> np.ndarray:
-    """(N,) weights proportional to degree ** power; entities without a triple get none."""
-    return np.where(degrees > 0, np.maximum(degrees, 1).astype(np.float64) ** power, 0.0)
+        return self._by_degree(unit)

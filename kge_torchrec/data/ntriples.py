@@ -1,6 +1,6 @@
 """N-Triples files to record batches, parsed by one vectorised regular expression."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -16,11 +16,11 @@ from kge_torchrec.data.streams import OnBytes, lines, open_bytes, unreadable
 _IRI = r"<(?P<{}>[^<>\s]+)>"
 _BLANK_NODE = r"_:[^\s<>]*[^\s<>.]"
 _LITERAL = r'"(?:[^"\\]|\\.)*"(?:@[A-Za-z0-9-]+|\^\^<[^<>\s]+>)?'
-# Of the two groups for a subject or object exactly one matches; the other stays empty.
+# Of the groups for a subject or object exactly one matches; the others stay empty.
 TRIPLE = (
     rf"^[ \t]*(?:{_IRI.format('head')}|(?P<head_node>{_BLANK_NODE}))"
     rf"[ \t]*{_IRI.format('relation')}"
-    rf"[ \t]*(?:{_IRI.format('tail')}|(?P<tail_value>{_BLANK_NODE}|{_LITERAL}))"
+    rf"[ \t]*(?:{_IRI.format('tail')}|(?P<tail_node>{_BLANK_NODE})|(?P<literal>{_LITERAL}))"
     r"[ \t]*\.[ \t]*(?:#.*)?$"
 )
 NO_TRIPLE = r"^[ \t]*(?:#.*)?$"
@@ -29,11 +29,18 @@ NO_TRIPLE = r"^[ \t]*(?:#.*)?$"
 _NO_DELIMITER = "\x01"
 
 
-def read_ntriples(path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
+def read_ntriples(
+    path: Path,
+    on_bytes: OnBytes | None = None,
+    on_literals: Callable[[int], object] | None = None,
+) -> Iterator[pa.RecordBatch]:
     """Batches of the string columns head, relation, tail.
 
-    IRIs lose their angle brackets; literals (with language or type) and blank nodes stay as
+    IRIs lose their angle brackets; blank nodes, and literals with language or type, stay as
     written; escapes are not decoded. Comments and blank lines are skipped.
+
+    on_literals: hears of the number of triples whose object is a literal, which are left out;
+        None keeps them.
 
     Raises:
         DataError: naming file and line: a malformed line, invalid UTF-8; or no triples at all.
@@ -41,8 +48,12 @@ def read_ntriples(path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.Re
     count = 0
     try:
         with open_bytes(path, on_bytes) as stream:
-            for triples in map_ahead(_parse, _texts(path, stream)):
+            for triples, is_literal in map_ahead(_parse, _texts(path, stream)):
                 count += triples.num_rows
+                literals = pc.sum(is_literal).as_py()
+                if on_literals and literals:
+                    on_literals(literals)
+                    triples = triples.filter(pc.invert(is_literal))
                 yield triples
     except pa.ArrowInvalid as error:
         raise _fault(path) or DataError(f"{path}: {error}") from error
@@ -76,7 +87,8 @@ def _open_lines(path: Path, stream) -> arrow_csv.CSVStreamingReader:
     )
 
 
-def _parse(block: tuple[Path, pa.Array, int]) -> pa.RecordBatch:
+def _parse(block: tuple[Path, pa.Array, int]) -> tuple[pa.RecordBatch, pa.Array]:
+    """The triples of some lines, and which of them have a literal."""
     path, text, first_line = block
     parts = pc.extract_regex(text, TRIPLE)
     if parts.null_count:
@@ -86,11 +98,12 @@ def _parse(block: tuple[Path, pa.Array, int]) -> pa.RecordBatch:
         if position >= 0:
             raise _malformed(path, first_line + position, text[position].as_py())
         parts = parts.filter(pc.invert(unparsed))
-    head, node, relation, tail, value = parts.flatten()
+    head, head_node, relation, tail, tail_node, literal = parts.flatten()
     nothing = pa.scalar("", pa.large_string())
-    head = pc.binary_join_element_wise(head, node, nothing)
-    tail = pc.binary_join_element_wise(tail, value, nothing)
-    return pa.record_batch([head, relation, tail], list(COLUMNS))
+    head = pc.binary_join_element_wise(head, head_node, nothing)
+    tail = pc.binary_join_element_wise(tail, tail_node, literal, nothing)
+    is_literal = pc.greater(pc.binary_length(literal), 0)
+    return pa.record_batch([head, relation, tail], list(COLUMNS)), is_literal
 
 
 def _malformed(path: Path, line: int, text: str) -> DataError:

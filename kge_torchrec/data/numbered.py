@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.errors import DataError
@@ -64,11 +65,17 @@ def _labels(path: Path, layout: Layout) -> pa.Array:
     columns = {"label": pa.large_string(), "id": pa.int64()}
     if not layout.label_first:
         columns = dict(reversed(columns.items()))
-    table = pa.Table.from_batches(_table(path, layout, columns))
+    batches = _table(path, layout, columns)
+    table = pa.Table.from_batches(batches, pa.schema(list(columns.items())))
+    if pc.any(pc.equal(table["label"], "")).as_py():
+        raise _fault(path, layout, tuple(columns), {})
     ids = table["id"].to_numpy()
     order = np.argsort(ids)
     if not np.array_equal(ids[order], np.arange(len(ids))):
-        raise DataError(f"{path}: the ids are not 0 to {len(ids) - 1}, each once")
+        missing = np.setdiff1d(np.arange(len(ids)), ids)[0]
+        raise DataError(
+            f"{path}: the ids are not 0 to {len(ids) - 1}, each once: there is no {missing}"
+        )
     return table["label"].combine_chunks().take(pa.array(order))
 
 
@@ -90,6 +97,8 @@ def _table(path: Path, layout: Layout, types: dict, on_bytes=None) -> Iterator[p
         raise fault or DataError(f"{path}: {error}") from error
     except OSError as error:
         raise unreadable(path, error) from error
+    if not found:
+        raise DataError(f"{path}: empty file: no {'labels' if 'label' in types else 'triples'}")
     if count not in (None, found):
         raise DataError(f"{path}:1: announces {count} rows, but {found} follow")
 
@@ -97,9 +106,9 @@ def _table(path: Path, layout: Layout, types: dict, on_bytes=None) -> Iterator[p
 def _start(path: Path, layout: Layout) -> tuple[int, str, int | None]:
     """Lines to skip, the delimiter, and the announced number of rows."""
     first = [line.decode("utf-8", "replace") for _, line in islice(lines(path), 2)]
-    if len(first) <= layout.counted:
+    if len(first) <= layout.counted or not any(first):
         raise DataError(f"{path}: empty file: no triples")
-    if layout.counted and not first[0].strip().isdigit():
+    if layout.counted and not _is_number(first[0]):
         raise DataError(f"{path}:1: expected the number of rows, found {first[0]!r}")
     delimiter = "\t" if "\t" in first[layout.counted] else " "
     return int(layout.counted), delimiter, int(first[0]) if layout.counted else None
@@ -115,6 +124,8 @@ def _fault(
             text = line.decode("utf-8")
         except UnicodeDecodeError:
             return DataError(f"{path}:{number}: invalid UTF-8; convert the file to UTF-8")
+        if "\r" in text:
+            return DataError(f"{path}:{number}: carriage return inside the line: {text!r}")
         fields = text.split(delimiter)
         if text and len(fields) != len(columns):
             return DataError(
@@ -122,8 +133,19 @@ def _fault(
                 f"found {len(fields)}: {text!r}"
             )
         for column, field in zip(columns, fields, strict=False):
-            if text and column != "label" and not field.isdecimal():
+            if not text:
+                continue
+            if column == "label":
+                if not field:
+                    return DataError(f"{path}:{number}: the label is empty")
+            elif not _is_number(field):
                 return DataError(f"{path}:{number}: the {column} is no number: {field!r}")
-            if text and int(field if column in sizes else 0) >= sizes.get(column, 1):
+            elif int(field) >= sizes.get(column, 1 << 63):
                 return DataError(f"{path}:{number}: the {column} {field} has no label")
     return None
+
+
+def _is_number(text: str) -> bool:
+    """Whether these are digits that fit 64 bits; Python counts those of all scripts as digits."""
+    text = text.strip(" ")
+    return text.isascii() and text.isdigit() and len(text) < 19

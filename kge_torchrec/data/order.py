@@ -33,6 +33,38 @@ class EpochOrder:
         return out.view(np.int64)
 
 
+def draw_distinct(
+    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
+) -> np.ndarray:
+    """``count`` different positions in [0, sizes[i]) for every i; all of them where no more are.
+
+    sizes, numbers: (Q,) int64; those drawn for i are a function of its size and number and of the
+    keys (ROUNDS,) uint64: the first of the permutation that these make.  Returns the positions for
+    all i, one after another, int64.
+    """
+    out = np.empty(np.minimum(sizes, count).sum(), np.int64)
+    _draw_distinct(sizes, count, numbers.view(np.uint64), keys, out)
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _draw_distinct(sizes, count, numbers, keys, out):
+    own = np.empty_like(keys)
+    start = 0
+    for i in range(len(sizes)):
+        drawn = out[start : start + min(sizes[i], count)]
+        for position in range(len(drawn)):
+            drawn[position] = position
+        if sizes[i] > count:
+            for turn in range(len(keys)):
+                own[turn] = _mix(keys[turn] ^ _mix(numbers[i] + np.uint64(turn)))
+            half = np.uint64(1)
+            while np.uint64(1) << (half + half) < np.uint64(sizes[i]):
+                half += np.uint64(1)
+            _permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
+        start += len(drawn)
+
+
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
 @numba.njit(cache=True, nogil=True)
 def _permute(values, keys, half, size):

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+CHUNK = 1 << 20  # rows worked on together where whole columns would be copied
+
 
 def _bits(sizes: Sequence[int]) -> list[int]:
     return [max(1, (size - 1).bit_length()) for size in sizes]
@@ -29,7 +31,10 @@ def unpack(key: np.ndarray, sizes: Sequence[int], dtype: np.dtype) -> list[np.nd
     """The columns that `pack` made ``key`` of; overwrites ``key``."""
     columns = []
     for width in reversed(_bits(sizes)):
-        columns.append((key & np.uint64((1 << width) - 1)).astype(dtype))
+        column = np.empty(len(key), dtype)
+        mask = np.uint64((1 << width) - 1)
+        np.bitwise_and(key, mask, out=column, dtype=np.uint64, casting="unsafe")
+        columns.append(column)
         key >>= np.uint64(width)
     return columns[::-1]
 
@@ -42,6 +47,21 @@ def sorted_rows(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.
         return [column[order] for column in columns]
     key.sort()
     return unpack(key, sizes, columns[0].dtype)
+
+
+def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
+    """(size,) int64: how often each id in [0, size) is among ``ids`` (T,), which may be mapped.
+
+    bincount makes an int64 copy of other integers, hence a chunk at a time; and for sorted ids a
+    chunk has few different ones, so that many of them cost no more than one.
+    """
+    counts = np.zeros(size, np.int64)
+    for start in range(0, len(ids), CHUNK):
+        chunk = ids[start : start + CHUNK]
+        low = int(chunk.min())
+        found = np.bincount(chunk - low)
+        counts[low : low + len(found)] += found
+    return counts
 
 
 def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:

@@ -1,6 +1,8 @@
 """From files of string triples to a `TripleStore`."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from kge_torchrec.data.sources import SPLITS, WHOLE, Sources, find_sources
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
 
 Batches = Iterable[tuple[str, pa.RecordBatch]]
+LITERALS = ("drop", "keep")
 
 
 def prepare(
@@ -29,6 +32,7 @@ def prepare(
     seed: int = 0,
     has_header: bool | None = None,
     allow_unseen_relations: bool = False,
+    literals: str = "drop",
     overwrite: bool = False,
     progress: bool = True,
 ) -> TripleStore:
@@ -42,26 +46,31 @@ def prepare(
             name no split; every entity and relation is kept in train.
         has_header: whether text files start with a header; None recognises one by its words.
         allow_unseen_relations: accept relations that have no training triple.
+        literals: "drop" leaves out triples of N-Triples whose object is a literal (a name, a date,
+            a number) and counts them; "keep" makes an entity of every literal.
         progress: show a progress bar, if standard error is a terminal.
 
     A triple repeated within a split is kept once. Entities without a training triple and triples
     shared by splits stay; the store's ``report`` counts them all: ``triples`` and ``duplicates``
     by split ("whole" for what was read undivided), ``unseen_entities`` and ``unseen_relations`` by
-    split, ``shared`` by pair of splits ("train-test"), and where they came from: ``sources``,
-    ``split`` (ratio and seed, or None).
+    split, ``literals`` dropped by split, ``shared`` by pair of splits ("train-test"), and where
+    they came from: ``sources``, ``split`` (ratio and seed, or None).
 
     Raises:
         DataError: bad input, named by file and line.
         StoreError: ``output`` must not be written to.
     """
     check_ratio(ratio)
+    if literals not in LITERALS:
+        raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     check_writable(Path(output), overwrite)
     files = find_sources(sources)
     notes = {"sources": {split: [str(path) for path in paths] for split, paths in files.items()}}
     if WHOLE in files:
         notes["split"] = {"ratio": list(ratio), "seed": seed}
+    dropped = notes["literals"] = Counter()  # filled in while reading
     return _prepare(
-        _read(files, has_header, progress),
+        _read(files, has_header, dropped if literals == "drop" else None, progress),
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
     )  # fmt: skip
 
@@ -97,7 +106,7 @@ def _prepare(
     batches: Batches, output: Path, ratio, seed, allow_unseen_relations, overwrite, progress, notes
 ) -> TripleStore:
     with new_store(output, overwrite) as directory:
-        entities, relations, triples = _encode(batches)
+        entities, relations, triples = _encode(batches, notes)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=_hidden(progress)) as bar:
             triples, duplicates = _without_repeats(triples, sizes)
@@ -117,6 +126,7 @@ def _prepare(
             "duplicates": duplicates,
             "unseen_entities": reports.unseen_entities(entities, triples),
             "unseen_relations": unseen,
+            "literals": {},
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
             "split": None,
             **notes,
@@ -125,27 +135,44 @@ def _prepare(
     return TripleStore.open(output)
 
 
-def _read(files: Mapping[str, list[Path]], has_header: bool | None, progress: bool) -> Batches:
+def _read(
+    files: Mapping[str, list[Path]],
+    has_header: bool | None,
+    dropped: Counter[str] | None,
+    progress: bool,
+) -> Batches:
+    """Batches with their split; counts the literals left out in ``dropped``, None keeps them."""
     total = sum(path.stat().st_size for paths in files.values() for path in paths)
     with tqdm(
         total=total, desc="read", unit="B", unit_scale=True, disable=_hidden(progress)
     ) as bar:
         for split in (*SPLITS, WHOLE):
+            on_literals = None if dropped is None else partial(_count, dropped, split)
             for path in files.get(split, ()):
-                for batch in read_triples(path, has_header, bar.update):
+                for batch in read_triples(path, has_header, bar.update, on_literals):
                     yield split, batch
+
+
+def _count(counter: Counter[str], key: str, number: int) -> None:
+    counter[key] += number
 
 
 def _hidden(progress: bool) -> bool | None:
     return None if progress else True  # None: tqdm looks whether there is a terminal
 
 
-def _encode(batches: Batches) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
+def _encode(batches: Batches, notes: Mapping) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
     entities, relations, triples = encode(batches)
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
     if not len(triples.get(WHOLE, triples.get("train"))):
+        literals = sum(notes.get("literals", {}).values())
+        if literals:
+            raise DataError(
+                f"no training triples: {literals:,} have a literal as object; take them with",
+                literals="keep",
+            )
         raise DataError("no training triples")
     return entities, relations, triples
 

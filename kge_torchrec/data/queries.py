@@ -1,9 +1,9 @@
 """Queries against all entities: what a step asks, and the answers it should get.
 
 Every rank builds the whole global batch, as it scores its own entities for all queries of the step;
-only ids are in it.
+only ids are in it, and of the answers only where they lie.
 
-Shapes: N entities, R relations, T triples, E examples an epoch, Q queries of a step, M answers.
+Shapes: N entities, R relations, T triples, E examples an epoch, Q queries of a step.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 import numpy as np
 
 from kge_torchrec.data.ahead import map_ahead
+from kge_torchrec.data.answers import Answers
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.order import EpochOrder
 
@@ -28,8 +29,7 @@ class Asked:
     side: str
     anchor: np.ndarray  # (Q,) int64
     relation: np.ndarray  # (Q,) int64
-    query: np.ndarray  # (M,) int64, ascending: which query each answer belongs to
-    answer: np.ndarray  # (M,) int64, distinct for a query; a query may have none
+    answers: Answers  # of the Q queries, distinct for a query; it may have none
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,9 @@ class TripleQueries:
     def ask(self, index: np.ndarray) -> list[Asked]:
         """One query a triple and side, with one answer."""
         head, relation, tail = np.ascontiguousarray(self.triples[index].T, dtype=np.int64)
-        query = np.arange(len(index))
         ends = {"tail": (head, tail), "head": (tail, head)}
         return [
-            Asked(side, ends[side][0], relation, query, ends[side][1])
+            Asked(side, ends[side][0], relation, Answers.single(ends[side][1]))
             for side in reversed(self.sides)
         ]
 
@@ -80,7 +79,7 @@ class TripleQueries:
 class DistinctQueries:
     """KvsAll (Dettmers et al. 2018): every distinct (anchor, relation, side) with all its answers.
 
-    Holds the ids of the queries in memory; the answers are read from the index.
+    Queries and answers are read from the index of the only split of ``known``.
     """
 
     def __init__(self, known: KnownTriples, sides: Sequence[str]):
@@ -88,15 +87,15 @@ class DistinctQueries:
         self._queries = {side: known.queries(side) for side in sides}
 
     def __len__(self) -> int:
-        return sum(len(anchors) for anchors, _ in self._queries.values())
+        return sum(map(len, self._queries.values()))
 
     def ask(self, index: np.ndarray) -> list[Asked]:
         """Example i is the i-th query: those of the first side come first."""
         asked, first = [], 0
-        for side, (anchors, relations) in self._queries.items():
-            own = index[(index >= first) & (index < first + len(anchors))] - first
-            first += len(anchors)
-            asked.append(_answered(self.known, side, anchors[own], relations[own]))
+        for side, queries in self._queries.items():
+            own = index[(index >= first) & (index < first + len(queries))] - first
+            first += len(queries)
+            asked.append(_answered(self.known, side, *queries.find(own)))
         return asked
 
 
@@ -121,8 +120,7 @@ class EveryQuery:
 
 
 def _answered(known: KnownTriples, side: str, anchor: np.ndarray, relation: np.ndarray) -> Asked:
-    anchor, relation = anchor.astype(np.int64), relation.astype(np.int64)
-    return Asked(side, anchor, relation, *known.answers(side, anchor, relation))
+    return Asked(side, anchor, relation, known.answers(side, anchor, relation))
 
 
 class QueryBatches:

@@ -1,9 +1,10 @@
 """KvsSample: distinct queries with all their answers, against those and a few sampled entities.
 
 Rank r takes the r-th part of a step's queries; the entities sampled for a side are shared by all of
-them, so what is trained does not depend on the world size.
+them, and which answers are drawn of a query that has too many is a function of (seed, epoch,
+query), so what is trained does not depend on the world size.
 
-Shapes: Q queries, M answers, K sampled entities a side, U unique entities.
+Shapes: Q queries, M answers after drawing, K sampled entities a side, U unique entities.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from kge_torchrec.data.epochs import EpochBatches
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.movable import Movable
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.order import EpochOrder
-from kge_torchrec.data.queries import DistinctQueries
+from kge_torchrec.data.order import ROUNDS, EpochOrder, draw_distinct
+from kge_torchrec.data.queries import Asked, DistinctQueries
+
+_STREAM = 3  # sets draws of answers apart from the order, the negatives and ``queries``
 
 
 @dataclass
@@ -44,7 +47,10 @@ class QuerySample(Movable):
 class QuerySampleBuilder(EpochBatches[QuerySample]):
     """Builds batch (epoch, step) for one rank.
 
-    batch_size: distinct queries a step over all ranks.  The others as for BatchBuilder.
+    batch_size: distinct queries a step over all ranks.
+    max_answers: of a query with more, each epoch draws this many, of which alone its loss hears;
+        the others are no candidates of it, so they are known where they are sampled.  0: no limit.
+    The others as for BatchBuilder.
     """
 
     def __init__(
@@ -60,10 +66,11 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         ahead: bool = False,
         deduplicate: bool = True,
         accumulation: int = 1,
+        max_answers: int = 0,
     ):
         self._queries = DistinctQueries(known, sides)
         super().__init__(batch_size, seed, ahead, accumulation)
-        self.known, self.sampler = known, sampler
+        self.known, self.sampler, self.max_answers = known, sampler, max_answers
         self.rank, self.world_size, self.deduplicate = rank, world_size, deduplicate
 
     @property
@@ -85,17 +92,32 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
             self.known.contains(of_side.side, of_side.anchor, of_side.relation, drawn)
             for of_side, drawn in zip(asked, sampled, strict=True)
         ]
-        ids = [*(a.anchor for a in asked), *(a.answer for a in asked), *sampled]
+        query, answer = zip(*(self._answers(of_side, epoch) for of_side in asked), strict=True)
+        ids = [*(a.anchor for a in asked), *answer, *sampled]
         every = torch.from_numpy(np.concatenate(ids))
         unique, entities = torch.unique(every, return_inverse=True)
         return QuerySample(
             ids=as_feature(unique if self.deduplicate else every),
             entities=entities,
             relation=torch.from_numpy(np.concatenate([a.relation for a in asked])),
-            query=torch.from_numpy(np.concatenate([a.query for a in asked])),
+            query=torch.from_numpy(np.concatenate(query)),
             known=torch.from_numpy(np.concatenate(known)),
             weight=torch.tensor(self.world_size / size),
             queries=tuple(len(a.anchor) for a in asked),
-            answers=tuple(len(a.answer) for a in asked),
+            answers=tuple(map(len, answer)),
             deduplicated=self.deduplicate,
         )
+
+    def _answers(self, asked: Asked, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Query (M,), ascending, and entity (M,) of one side's answers, no more than allowed."""
+        counts = asked.answers.counts
+        if not self.max_answers or counts.max(initial=0) <= self.max_answers:
+            return asked.answers.all()
+        spawn_key = (epoch, _STREAM, SIDE_CODES[asked.side])
+        keys = np.random.SeedSequence(self.seed, spawn_key=spawn_key)
+        numbers = asked.anchor * self.known.num_relations + asked.relation
+        position = draw_distinct(
+            counts, self.max_answers, numbers, keys.generate_state(ROUNDS, np.uint64)
+        )
+        query = np.repeat(np.arange(len(counts)), np.minimum(counts, self.max_answers))
+        return query, asked.answers.at(query, position)

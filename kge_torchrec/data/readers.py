@@ -1,6 +1,6 @@
 """From a file of triples, whatever its format, to batches of three string columns."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,7 +22,10 @@ def is_readable(path: Path) -> bool:
 
 
 def read_triples(
-    path: Path, has_header: bool | None = None, on_bytes: OnBytes | None = None
+    path: Path,
+    has_header: bool | None = None,
+    on_bytes: OnBytes | None = None,
+    on_literals: Callable[[int], object] | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Record batches of the large_string columns head, relation, tail; never the whole file.
 
@@ -30,7 +33,8 @@ def read_triples(
     (N-Triples), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``; numbered triples with
     their labels beside them as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
     ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
-    the n bytes just read.
+    the n bytes just read, ``on_literals(n)`` of n triples of N-Triples that were left out because
+    their object is a literal; None keeps them.
 
     Raises:
         DataError: a missing file, an unknown format, or bad input, named by file and line.
@@ -45,7 +49,7 @@ def read_triples(
     if suffix in DELIMITERS:
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes)
     if suffix == ".nt":
-        return read_ntriples(path, on_bytes)
+        return read_ntriples(path, on_bytes, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
         return read_parquet(path, on_bytes)
     raise DataError(

@@ -6,6 +6,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data.known import KnownTriples, SideIndex
+from kge_torchrec.data.ordering import id_counts
 from kge_torchrec.data.sources import SPLITS
 
 EXAMPLES = 5
@@ -32,7 +33,7 @@ def unseen_entities(entities: pa.Array, triples: Mapping[str, np.ndarray]) -> di
 
 def unseen_relations(relations: pa.Array, triples: Mapping[str, np.ndarray]) -> dict:
     """Per split: relations without a training triple, with the number of their triples there."""
-    count = {split: np.bincount(triples[split][:, 1], minlength=len(relations)) for split in SPLITS}
+    count = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
     found = {}
     for split in ("valid", "test"):
         ids = np.flatnonzero((count["train"] == 0) & (count[split] > 0))
@@ -61,8 +62,11 @@ def leaks(
     return found
 
 
-def notes(report: Mapping) -> list[str]:
-    """What a person should know about the data before reading results, a sentence each."""
+def notes(report: Mapping, keep_literals: str = "data.literals keep") -> list[str]:
+    """What a person should know about the data before reading results, a sentence each.
+
+    keep_literals: what that person types to keep them.
+    """
     out = []
     for split, found in (report.get("unseen_entities") or {}).items():
         out.append(
@@ -72,6 +76,11 @@ def notes(report: Mapping) -> list[str]:
     for split, count in (report.get("duplicates") or {}).items():
         if count:
             out.append(f"{split}: {count:,} duplicate triples were dropped")
+    for split, count in (report.get("literals") or {}).items():
+        out.append(
+            f"{split}: {count:,} triples with a literal as object were dropped; {keep_literals} "
+            "takes them"
+        )
     for splits, count in (report.get("shared") or {}).items():
         if count:
             out.append(f"{splits}: {count:,} triples occur in both")

@@ -29,6 +29,17 @@ def find_ranges(indptr, row_relations, anchors, relations):
 
 
 @numba.njit(cache=True, nogil=True)
+def narrow(ids, starts, stops, first, last):
+    """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
+    lows = np.empty(len(starts), np.int64)
+    highs = np.empty(len(starts), np.int64)
+    for query in range(len(starts)):
+        lows[query] = lower_bound(ids, first, starts[query], stops[query])
+        highs[query] = lower_bound(ids, last, lows[query], stops[query])
+    return lows, highs
+
+
+@numba.njit(cache=True, nogil=True)
 def mark_members(entities, starts, stops, candidates, found):
     """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     for query in range(len(starts)):

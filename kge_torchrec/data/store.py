@@ -1,5 +1,7 @@
 """The triple store: a directory of memory-mapped ids, vocabularies and filter index."""
 
+from __future__ import annotations
+
 import hashlib
 import json
 import os
@@ -8,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
@@ -16,6 +19,9 @@ from kge_torchrec.data.errors import StoreError
 from kge_torchrec.data.known import SIDES, KnownTriples, SideIndex
 from kge_torchrec.data.sources import SPLITS
 from kge_torchrec.data.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.degrees import Degrees
 
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 1
@@ -46,7 +52,7 @@ class TripleStore:
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
 
     @classmethod
-    def open(cls, path: str | Path) -> "TripleStore":
+    def open(cls, path: str | Path) -> TripleStore:
         """Opens the store at ``path``.
 
         Raises:
@@ -79,11 +85,12 @@ class TripleStore:
             indices.append({side: self._side(split, side) for side in SIDES})
         return KnownTriples(indices, self.num_entities, self.num_relations)
 
-    def degrees(self) -> np.ndarray:
-        """How often each entity is head or tail of a training triple, (N,) int64."""
-        return sum(
-            np.bincount(self.train[:, column], minlength=self.num_entities) for column in (0, 2)
-        )
+    def degrees(self) -> Degrees:
+        """How often each entity is head or tail of a training triple; ``np.asarray`` gives (N,)."""
+        # Imported on use: compiling takes a second that opening a store need not wait.
+        from kge_torchrec.data.degrees import Degrees
+
+        return Degrees(*(self._side("train", side).indptr for side in SIDES))
 
     def _side(self, split: str, side: str) -> SideIndex:
         return SideIndex(*(_map(self.path / _index_name(split, side, part))

@@ -1,17 +1,28 @@
-"""The processes of a run: who am I, how many are we, which device is mine."""
+"""The processes of a run: who am I, how many are we, which device is mine.
+
+Ranks agree before they go on: what only rank 0 does (``on_first_rank``) and what each does for
+itself but may fail (``on_all_ranks``) ends on every rank alike.  Otherwise the others would wait in
+the next collective for a rank that never comes.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import pickle
+import re
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.errors import KGEError
+
+T = TypeVar("T")
 
 TIMEOUT = timedelta(minutes=30)  # preparing a large store keeps the other ranks waiting
 
@@ -37,17 +48,43 @@ class Processes:
         if self.world_size > 1:
             dist.barrier()
 
-    def broadcast(self, value):
-        """Rank 0's picklable value, on every rank."""
+    def broadcast(self, value: T) -> T:
+        """Rank 0's picklable value, on every rank.  Collective."""
         if self.world_size == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box)
         return box[0]
 
+    def gather(self, value: T) -> list[T]:
+        """Every rank's picklable value, in order of rank, on every rank.  Collective."""
+        if self.world_size == 1:
+            return [value]
+        values = [value] * self.world_size
+        dist.all_gather_object(values, value)
+        return values
 
-def on_first_rank(processes: Processes, work):
-    """Runs ``work()`` on rank 0 and returns its result on every rank; its error too.
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest over the ranks of each number, on every rank.  Collective, on the host."""
+        if self.world_size == 1:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
+
+
+class RankLost(KGEError, RuntimeError):
+    """Another rank died or cannot be reached any more, which this rank met in a collective."""
+
+
+class OtherRankFailed(KGEError, RuntimeError):
+    """Work failed on another rank; the message has its error."""
+
+    on_every_rank = True
+
+
+def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
+    """Runs ``work()`` on rank 0 and returns its result on every rank; its error too.  Collective.
 
     So a failure on rank 0 ends all ranks in words instead of leaving them in a collective.
     """
@@ -58,10 +95,45 @@ def on_first_rank(processes: Processes, work):
         except Exception as caught:
             error = caught
             error.on_every_rank = True  # so that one of them may speak for all
-    result, error = processes.broadcast((result, error))
+    if processes.world_size > 1:
+        result, told = processes.broadcast((result, _sendable(error)))
+        error = error or told
     if error is not None:
         raise error
     return result
+
+
+def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
+    """Runs ``work()`` on every rank; returns this rank's result once all have one.  Collective.
+
+    Where it fails its own error is raised, on the other ranks OtherRankFailed.
+    """
+    result = error = None
+    try:
+        result = work()
+    except Exception as caught:
+        error = caught
+    told = processes.gather(None if error is None else f"{error}" or type(error).__name__)
+    failed = [rank for rank, text in enumerate(told) if text is not None]
+    if error is not None:
+        error.on_every_rank = True
+        raise error
+    if failed:
+        raise OtherRankFailed(f"rank {failed[0]}: {told[failed[0]]}")
+    return result
+
+
+def _sendable(error: Exception | None) -> Exception | None:
+    """The error, or one of the same words if it is of a kind that cannot travel."""
+    if error is None:
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+        return error
+    except Exception:
+        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
+        stand_in.on_every_rank = True
+        return stand_in
 
 
 @contextmanager
@@ -71,7 +143,7 @@ def processes(device: str = "auto") -> Iterator[Processes]:
     device: "auto", "cpu" or "cuda".  A group that somebody else made is used and left alone; one
     made here ends with the last of its users, whoever came first: several runs may be open at
     once, and one that nobody closed ends whenever it is collected.
-    Raises ConfigError when CUDA is asked for and absent.
+    Raises ConfigError when CUDA is asked for and absent, RankLost when a rank goes missing inside.
     """
     where = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
     _shared.enter(where)
@@ -79,8 +151,31 @@ def processes(device: str = "auto") -> Iterator[Processes]:
         world = dist.get_world_size()
         local = int(os.environ.get("LOCAL_WORLD_SIZE", world))
         yield Processes(dist.get_rank(), world, local, where)
+    except RuntimeError as error:
+        if is_lost_connection(error):
+            raise RankLost(
+                "another rank died or cannot be reached: the first message of the other ranks says "
+                "why (none: it was killed, often for memory). `train --resume` goes on from the "
+                "last checkpoint, on any number of ranks."
+            ) from error
+        raise
     finally:
         _shared.leave()
+
+
+# How gloo, NCCL and the rendezvous store say that somebody is gone.
+_LOST = re.compile(
+    r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited"
+    r"|ncclremoteerror|timed out waiting|wait timeout|failed to (recv|send)|no route to host",
+    re.IGNORECASE,
+)
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Whether a collective failed since another rank is gone."""
+    if isinstance(error, dist.DistNetworkError):
+        return True
+    return type(error) in (RuntimeError, dist.DistBackendError) and bool(_LOST.search(str(error)))
 
 
 class _SharedGroup:
@@ -126,7 +221,20 @@ def _start(device: torch.device) -> None:
     # gloo besides NCCL: checkpoints and small objects travel between CPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, timeout=TIMEOUT)
-        return
-    store = dist.HashStore()  # in memory: needs no free port, no host name, no file
-    dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=TIMEOUT)
+        store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(_attempt(), store)
+    else:
+        store, rank, world = dist.HashStore(), 0, 1  # in memory: no free port, host name or file
+    store.set_timeout(TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+
+
+def _attempt() -> str:
+    """What keeps the ranks that torchrun restarts from meeting those it killed.
+
+    torchrun keeps its store over restarts (pytorch issue 135712), so a rank that is first there
+    finds the addresses of the attempt before and tries to reach a process that is gone.  The number
+    of restarts tells attempts apart on one host; hosts count theirs each for itself.
+    """
+    on_one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
+    return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if on_one_host else 0}"

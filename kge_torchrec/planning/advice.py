@@ -192,7 +192,7 @@ def _dimension(setting: _Setting, cost: Cost) -> Advice:
     """The largest D that the scorer and the kernels take."""
     smaller = []
     for dim in range(setting.workload.dim - 1, 0, -1):
-        if dim % 4 and setting.cluster.device.is_cuda:
+        if dim % setting.workload.numbers_at_once(setting.cluster.device.is_cuda):
             continue
         try:
             smaller.append(setting._replace(workload=setting.workload.with_dim(dim)))

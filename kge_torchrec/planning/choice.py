@@ -83,10 +83,10 @@ class Choice:
             )
         if not cluster.device.is_cuda:
             self._check_cpu()
-        elif workload.dim % 4:
+        elif workload.dim % workload.numbers_at_once(is_cuda=True):
             raise ConfigError(
-                f"model.dim: on CUDA it must be a multiple of 4, not {workload.dim} "
-                "(FBGEMM reads four numbers at a time)"
+                f"model.dim: on CUDA it must be a multiple of 4, not {workload.dim} (FBGEMM reads "
+                "four numbers at a time; entities.engine handrolled takes any)"
             )
 
     def _check_cpu(self) -> None:

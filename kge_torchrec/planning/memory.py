@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kge_torchrec.data.degrees import STEP as DEGREE_STEP
+from kge_torchrec.data.query_list import STEP as QUERY_STEP
 from kge_torchrec.entities.pieces import PIECE_BYTES
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.dense_layout import DenseLayout
@@ -93,8 +95,9 @@ def rank_memory(
     parts["rows and ids"] = on_device(growth * moved)
     parts["activations"] = on_device(growth * cost.peak_bytes)
     parts["batches"] = on_device(IN_FLIGHT * batch)
-    parts["triples"] = Bytes(main=workload.num_triples * 3 * _id_bytes(workload))
+    parts["triples"] = Bytes(main=store_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
+    parts["process"] += Bytes(main=data_bytes(workload))
     saved = [parts["weights"], parts["optimizer state"]]
     table = sum(size.device + size.main for size in saved)
     parts["process"] += Bytes(main=min(_PIECES_COPIED * PIECE_BYTES, table))
@@ -130,6 +133,39 @@ def batch_bytes(workload: Workload, batch: RankBatch) -> float:
     if workload.config.negatives.filtered:
         mask = queries * workload.config.negatives.count * len(workload.sides)
     return 8 * (batch.lookups + batch.distinct + queries) + 4 * queries + mask
+
+
+def store_bytes(workload: Workload) -> int:
+    """Pages of the store that training reads again and again: triples, filter index, degrees.
+
+    An index of a side has two ids a triple, and a number of 8 bytes an entity; those of both sides
+    are the degrees.
+    """
+    negatives, ids = workload.config.negatives, workload.num_triples * _id_bytes(workload)
+    triples = index = 0
+    if negatives.regime in ("sampled", "1vsall"):
+        triples = 3 * ids
+    if negatives.filtered or negatives.examples == "queries":
+        index = len(workload.sides)
+    pointers = 2 if _draws_by_degree(workload) else index
+    return triples + 2 * ids * index + 8 * workload.num_entities * pointers
+
+
+def data_bytes(workload: Workload) -> int:
+    """What each rank holds of the data besides its batches: how to find queries and draw entities.
+
+    A number of 8 bytes for every 512 triples of a side, and for every 64 entities.
+    """
+    size = 0
+    if workload.config.negatives.regime in ("kvsall", "kvssample"):
+        size += 8 * len(workload.sides) * workload.num_triples // QUERY_STEP
+    if _draws_by_degree(workload):
+        size += 8 * workload.num_entities // DEGREE_STEP
+    return size
+
+
+def _draws_by_degree(workload: Workload) -> bool:
+    return workload.negative_power is not None and not workload.config.negatives.is_full
 
 
 def _id_bytes(workload: Workload) -> int:

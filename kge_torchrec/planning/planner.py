@@ -33,7 +33,6 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
-from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import ENTITY
 from kge_torchrec.entities.torchrec.fused_params import from_fused_params
 from kge_torchrec.errors import KGEError
@@ -86,8 +85,14 @@ def plan_row_wise(
     """``plan_table`` by rows over all ranks, as training has it.
 
     process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
-    collective call).
+    collective call).  Raises ValueError for a D that FBGEMM's CUDA kernels cannot have.
     """
+    width = _find_collection(model)[1].embeddings[ENTITY].weight.shape[1]
+    if device_type == "cuda" and width % 4:
+        raise ValueError(
+            f"on CUDA the numbers per entity must be a multiple of 4, not {width} "
+            "(FBGEMM reads four at a time)"
+        )
     arguments = (model, sharder, world_size, local_world_size, device_type)
     if process_group is None:
         return plan_table(*arguments, **options)
@@ -126,16 +131,10 @@ def plan_table(
         reserve: share of the memory to keep for everything else (scorer, activations).
         ids_per_batch: distinct entity ids that a rank looks up in a step.
 
-    Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit, and
-    ConfigError for a D that FBGEMM's CUDA kernels cannot have.
+    Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit.
     """
     name, collection = _find_collection(model)
     table = collection.embeddings[ENTITY].weight
-    if device_type == "cuda" and table.shape[1] % 4:
-        raise ConfigError(
-            f"model.dim: on CUDA it must be a multiple of 4, not {table.shape[1]} (FBGEMM reads "
-            "four numbers at a time)"
-        )
     host = (host_memory() if host_bytes is None else host_bytes) // local_world_size
     device = device_memory() if device_bytes is None else device_bytes
     room = Bytes(int(device * (1 - reserve)), int(host * (1 - reserve)))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kge_torchrec.data.degrees import Degrees
+
 _EXACT = 4096  # the most popular entities are each a group of their own
 _GROUPS = 4096  # groups that the others share
 
@@ -49,9 +51,9 @@ class Popularity:
         return cls(weight / weight.sum() / members, members)
 
     @classmethod
-    def of_degrees(cls, degrees: np.ndarray) -> Popularity:
-        """Of a graph whose entities occur ``degrees`` (N,) times as head or tail."""
-        degree, members = np.unique(degrees, return_counts=True)
+    def of_degrees(cls, degrees: Degrees) -> Popularity:
+        """Of a graph, by how often its N entities occur as head or tail."""
+        degree, members = degrees.histogram()
         total = int((degree * members).sum())
         return cls(degree / total, members.astype(np.float64), triples=total // 2)
 

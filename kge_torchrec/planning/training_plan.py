@@ -99,9 +99,11 @@ class TrainingPlan:
         found, config = self.choice.notes(), self.workload.config
         regime = config.negatives.regime
         if regime == "kvssample":
+            most = config.negatives.max_answers
+            limit = f"up to {most:,} (negatives.max_answers)" if most else "any number"
             found.append(
-                "negatives.regime kvssample: activations, traffic and time are of queries with "
-                "one answer each"
+                "negatives.regime kvssample: activations, traffic and time are of queries with one "
+                f"answer each; a query may bring {limit}, of {4 * self.workload.dim:,} bytes a row"
             )
         if regime in ("kvsall", "kvssample"):
             found.append(

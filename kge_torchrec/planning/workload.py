@@ -65,6 +65,10 @@ class Workload:
     def dim(self) -> int:
         return self.config.model.dim
 
+    def numbers_at_once(self, is_cuda: bool) -> int:
+        """What must divide D: FBGEMM's kernels read four numbers of a row at a time."""
+        return 4 if is_cuda and self.config.entities.engine == "torchrec" else 1
+
     @property
     def optimizer(self) -> str:
         return self.config.train.optimizer

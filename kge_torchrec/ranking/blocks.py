@@ -5,7 +5,7 @@ score bit for bit in whichever block, shard or column they stand.  Matrix produc
 long as no side of them is very small (libraries switch kernels, hence the order of summation,
 below a dozen rows), so both sides are padded to ``SMALLEST`` rows.
 
-Shapes: B queries, n rows of one block, D numbers per entity, M excluded pairs.
+Shapes: B queries, n rows of one block, D numbers per entity.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.data.answers import Answers
 from kge_torchrec.models.scorers.base import Scorer, Side
 
 if TYPE_CHECKING:  # it imports TorchRec, which an exported model does without
@@ -85,26 +85,18 @@ def block_height(queries: int, device: torch.device, block_bytes: int | None = N
     return max(SMALLEST, block_bytes // (4 * max(queries, SMALLEST)))
 
 
-class Exclusions:
-    """Pairs (query, entity) that must not count, each found by the block that holds the entity."""
+def erase(scores: Tensor, first: int, answers: Answers, value: float = -torch.inf) -> None:
+    """Writes value over the scores of answers in a block of the entities from ``first`` on.
 
-    def __init__(self, query: np.ndarray, entity: np.ndarray, shard: EntityShard):
-        """query, entity: (M,) int64, query counted within the batch; duplicates do no harm."""
-        start, stop = shard.row_range
-        here = (entity >= start) & (entity < stop)
-        query, entity = query[here], entity[here]
-        order = np.argsort(entity)
-        self._query, self._entity = query[order], entity[order]
-        self._device = shard.rows.device
-
-    def erase(self, scores: Tensor, first: int, value: float = -torch.inf) -> None:
-        """Writes value over the excluded pairs in scores (B, n) of the entities from first on."""
-        lo, hi = np.searchsorted(self._entity, (first, first + scores.shape[1]))
-        if lo == hi:
-            return
-        query = torch.from_numpy(self._query[lo:hi]).to(self._device)
-        column = torch.from_numpy(self._entity[lo:hi] - first).to(self._device)
-        scores[query, column] = value
+    scores: (B, n), contiguous, of the B queries that ``answers`` is of.  Takes the memory of one
+    piece of them, however many there are.
+    """
+    width, flat = scores.shape[1], scores.view(-1)
+    for query, entity in answers.pieces(first, first + width):
+        place = torch.from_numpy(query * width + (entity - first))
+        if scores.is_cuda:  # pinned, so that nobody waits for the device
+            place = place.pin_memory().to(scores.device, non_blocking=True)
+        flat.index_fill_(0, place, value)
 
 
 def _padded(x: Tensor) -> Tensor:

@@ -16,10 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kge_torchrec.data.answers import Answers
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.entities.shard import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.ranking.blocks import Exclusions, local_scores, score_block, scoring
+from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
 from kge_torchrec.ranking.counting import count_block
 from kge_torchrec.ranking.metrics import Ranks
 
@@ -111,19 +112,19 @@ class _Counter:
         # Every rank computes the true scores itself, by the same product as the blocks; so ties
         # are exact without a second pass or another collective.
         true = score_block(self.scorer, anchor, relation, target, side).diagonal().contiguous()
-        filtered, own = self._exclusions(queries, side), _Targets(queries[:, 2], true, self.shard)
+        filtered = self._known_answers(queries, side)
+        own = _Targets(queries[:, 2], true, self.shard)
         blocks = local_scores(self.scorer, self.shard, anchor, relation, side, self.block_bytes)
         for first, scores in blocks:
-            filtered.erase(scores, first)
+            erase(scores, first, filtered)
             own.restore(scores, first)
             count_block(scores, true, less, equal)
 
-    def _exclusions(self, queries: Tensor, side: Side) -> Exclusions:
+    def _known_answers(self, queries: Tensor, side: Side) -> Answers:
         if self.known is None:
-            nothing = np.empty(0, np.int64)
-            return Exclusions(nothing, nothing, self.shard)
+            return Answers(len(queries), [])
         anchors, relations, _ = queries.numpy().T
-        return Exclusions(*self.known.answers(side, anchors, relations), self.shard)
+        return self.known.answers(side, anchors, relations)
 
 
 class _Targets:

@@ -3,19 +3,19 @@
 A score and an entity id are packed into one int64 key that orders by score first and then by
 smaller id.  Keys are unique, so the result depends neither on the blocks nor on the ranks.
 
-Shapes: B queries, n rows of a block, k answers, M excluded pairs.
+Shapes: B queries, n rows of a block, k answers.
 """
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from kge_torchrec.data.answers import Answers
 from kge_torchrec.entities.shard import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
-from kge_torchrec.ranking.blocks import Exclusions, local_scores, scoring
+from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 
 ID_LIMIT = 2**32 - 1  # ids take the lower half of a key
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
@@ -28,13 +28,13 @@ def top_k(
     relation_ids: Tensor,
     side: Side,
     k: int,
-    exclude: tuple[np.ndarray, np.ndarray] | None = None,
+    exclude: Answers | None = None,
     block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The best k entities of each query, the same on every rank (collective).
 
-    anchor_ids, relation_ids: (B,) int64; side: the one asked for; exclude: (query index, entity),
-    both (M,) int64, answers to leave out, such as the known ones.
+    anchor_ids, relation_ids: (B,) int64; side: the one asked for; exclude: answers of the B queries
+    to leave out, such as the known ones.
 
     Returns scores (B, k) float32, best first, and ids (B, k) int64; equal scores come by smaller
     id, NaN as -inf.  Where fewer than k entities are left the rest is -inf and id -1.  Raises
@@ -43,14 +43,13 @@ def top_k(
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
     device = shard.rows.device
-    nothing = np.empty(0, np.int64)
-    excluded = Exclusions(*(exclude or (nothing, nothing)), shard)
     best = torch.full((len(anchor_ids), k), NOTHING, device=device)
     with scoring(scorer):
         anchor, relation = shard.fetch(anchor_ids.to(device)), relation_ids.to(device)
         for first, scores in local_scores(scorer, shard, anchor, relation, side, block_bytes):
             keys = _keys(scores, first)
-            excluded.erase(keys, first, NOTHING)
+            if exclude is not None:
+                erase(keys, first, exclude, NOTHING)
             best = _best(torch.cat([best, _best(keys, k)], 1), k)
     return _unpack(_best(_gather(best), k))
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
-from kge_torchrec.config import Config, LossConfig, TrainConfig
+from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.data.batches import BatchBuilder, as_feature
-from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.data.degrees import DegreeDraw
+from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import (
     DistinctQueries,
     EveryQuery,
@@ -45,6 +48,8 @@ from kge_torchrec.training import steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.steps import Pipeline
 from kge_torchrec.training.update import check_kernel
+
+log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
@@ -139,6 +144,17 @@ def planned_sharding(
     return on_first_rank(processes, read)
 
 
+def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -> Config:
+    """The config, without its run.plan if that is not for these ranks or gone.  Collective."""
+    try:
+        planned_sharding(config, store, processes)
+    except (ConfigError, OSError) as error:
+        if processes.is_first:
+            log.warning("%s; going on without run.plan", error)
+        return replace(config, run=replace(config.run, plan=None))
+    return config
+
+
 def dense_optimizer(
     train: TrainConfig,
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -184,10 +200,10 @@ def build_batches(
         on_cuda = processes.device.type == "cuda"
         examples = _examples(negatives.regime, store, sides_of(negatives.sides))
         return QueryBatches(examples, config.train.batch_size, config.seed, ahead=on_cuda)
-    weights = None
+    by_degree = None
     if negatives.sampling == "degree":
-        weights = degree_weights(store.degrees(), negatives.degree_power)
-    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, weights)
+        by_degree = DegreeDraw(store.degrees(), negatives.degree_power)
+    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, by_degree)
     shared = {
         "sides": sides_of(negatives.sides),
         "seed": config.seed,
@@ -199,7 +215,9 @@ def build_batches(
     }
     if negatives.regime == "kvssample":
         known = store.known(("train",))
-        return QuerySampleBuilder(known, config.train.batch_size, sampler, **shared)
+        return QuerySampleBuilder(
+            known, config.train.batch_size, sampler, max_answers=negatives.max_answers, **shared
+        )
     return BatchBuilder(
         store.train,
         config.train.batch_size,

@@ -1,8 +1,11 @@
 """Distributed checkpoints of a run: written whole or not at all, the last k kept, and the best.
 
-A checkpoint is a folder that torch.distributed.checkpoint wrote, plus ``progress.json`` and
-``manifest.json``, which lists the size of every file.  It is written under a hidden name and
-renamed when complete, so that a crash or a full disk leaves the earlier ones alone.
+A checkpoint is a folder of the tensors (``checkpoint_storage``), their ``index.json``, the run's
+``progress.json`` and a ``manifest.json`` with the size of every file and the checksums of the small
+ones; those of the tensors are in the index.  It is written under a hidden name and renamed when
+complete, so that a crash or a full disk leaves the earlier ones alone.
+
+Rank 0 looks into the folder for all: on a network disk each host may see another listing.
 """
 
 from __future__ import annotations
@@ -11,6 +14,10 @@ import json
 import logging
 import os
 import shutil
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +25,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from kge_torchrec.data.errors import StoreError
 from kge_torchrec.entities.pieces import in_pieces
 from kge_torchrec.errors import KGEError
-from kge_torchrec.parallel.processes import Processes, on_first_rank
+from kge_torchrec.parallel.processes import Processes, is_lost_connection, on_first_rank
+from kge_torchrec.training.checkpoint_storage import (
+    Damaged,
+    Index,
+    RawReader,
+    RawWriter,
+    TensorsOnly,
+    TorchReader,
+)
 from kge_torchrec.training.progress import Progress
 
-FORMAT_VERSION = 1
-_MANIFEST, _PROGRESS = "manifest.json", "progress.json"
+FORMAT_VERSION = 2  # 1 was torch's own format
+_MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
 _FAILURES = (Exception, CheckpointException)  # torch's is a BaseException
 log = logging.getLogger(__name__)
 
@@ -41,87 +57,127 @@ def name_of(progress: Progress) -> str:
 
 
 class Checkpoints:
-    """The ``checkpoints`` folder of a run."""
+    """The ``checkpoints`` folder of a run.  Every method is collective.
 
-    def __init__(self, folder: Path, processes: Processes, keep: int = 2):
-        self.folder, self.processes, self.keep = folder, processes, keep
+    keep: how many are kept besides the best one.
+    data: fingerprint of the store at hand, which loading compares with the one trained on.
+    """
+
+    def __init__(self, folder: Path, processes: Processes, keep: int = 2, data: str = ""):
+        self.folder, self.processes, self.keep, self.data = folder, processes, keep, data
 
     def names(self) -> list[str]:
         """Complete checkpoints, oldest first."""
-        found = (p.parent for p in self.folder.glob(f"step-*/{_MANIFEST}"))
-        return sorted(p.name for p in found)
+        return on_first_rank(self.processes, self._names)
 
     def save(self, engine_state: dict[str, Any], progress: Progress) -> str:
-        """Writes a checkpoint and drops the ones no longer kept; returns its name.  Collective.
+        """Writes a checkpoint and drops the ones no longer kept; returns its name.
 
-        Raises CheckpointError, on every rank, when it cannot be written; the earlier ones stay.
+        Raises CheckpointError when it cannot be written; the earlier ones stay.
         """
-        name = name_of(progress)
+        name, ranks = name_of(progress), self.processes
         target, partial = self.folder / name, self.folder / f".partial-{name}"
         state = {
             "engine": in_pieces(engine_state),
             "random": {self._random_key: torch.get_rng_state()},
         }
+        writer = RawWriter(partial)
         try:
-            on_first_rank(self.processes, lambda: _make_empty(partial))
-            dcp.save(state, checkpoint_id=str(partial))
-            on_first_rank(self.processes, lambda: _finish(partial, target, progress))
+            on_first_rank(ranks, lambda: _make_empty(partial))
+            with _alone_in_silence():
+                dcp.save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
+            on_first_rank(ranks, lambda: _finish(partial, target, writer.index, progress))
         except _FAILURES as error:
-            if self.processes.is_first:
-                shutil.rmtree(partial, ignore_errors=True)
-            kept = ", ".join(self.names()) or "none"
-            raise CheckpointError(
-                f"checkpoint {name} could not be written to {self.folder}: {_cause(error)} "
-                f"({_free(self.folder)} free on that disk); earlier checkpoints are intact: "
-                f"{kept}. Make room, then train --resume."
-            ) from error
-        on_first_rank(self.processes, lambda: self._prune(name, progress.best_checkpoint))
+            _pass_on_lost_ranks(error)
+            raise CheckpointError(self._not_written(name, partial, error)) from error
+        on_first_rank(ranks, lambda: self._prune(name, progress.best_checkpoint))
         return name
 
-    def newest(self) -> str | None:
-        """The newest checkpoint that is whole, with a warning for each newer one that is not.
+    def load(self, engine_state: dict[str, Any], name: str) -> Progress:
+        """Fills ``engine_state`` in place; returns the progress stored with it.
 
-        Collective.  None when there is no checkpoint at all; CheckpointError when all are damaged.
+        Raises CheckpointError if that cannot be read, with some tensors filled in and some not, and
+        StoreError if it was trained on other triples.
         """
-        problems = []
-        for name in self.names()[::-1]:
-            problem = self._damage(name)
-            if problem is None:
-                return name
-            problems.append(f"{name}: {problem}")
-            if self.processes.is_first:
-                log.warning("checkpoint %s: %s; trying an earlier one", name, problem)
-        if problems:
-            raise CheckpointError(f"no readable checkpoint in {self.folder}: {'; '.join(problems)}")
-        return None
-
-    def progress(self, name: str) -> Progress:
-        """The progress stored with a checkpoint.  Raises CheckpointError if it is damaged."""
-        problem = self._damage(name)
-        if problem is not None:
-            raise CheckpointError(f"checkpoint {name} in {self.folder}: {problem}")
-        values = (self.folder / name / _PROGRESS).read_text(encoding="utf-8")
-        return Progress.from_dict(json.loads(values))
-
-    def load(self, engine_state: dict[str, Any], name: str) -> None:
-        """Fills ``engine_state`` in place.  Collective; raises CheckpointError if it cannot."""
-        path = self.folder / name
         state = {"engine": in_pieces(engine_state)}
         try:
-            stored = dcp.FileSystemReader(str(path)).read_metadata().state_dict_metadata
+            index, progress = on_first_rank(self.processes, lambda: _open(self.folder / name))
+            self._check_data(progress)
+            reader = self._reader(name, index)
+            stored = reader.read_metadata().state_dict_metadata
             has_random = f"random.{self._random_key}" in stored
             if has_random:  # absent when the run had fewer ranks
                 state["random"] = {self._random_key: torch.get_rng_state()}
-            dcp.load(state, checkpoint_id=str(path))
+            with _alone_in_silence():
+                alone = self.processes.world_size == 1
+                dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+        except StoreError:
+            raise
         except _FAILURES as error:
+            _pass_on_lost_ranks(error)
             raise CheckpointError(
-                f"checkpoint {name} in {self.folder} could not be read: {_cause(error)}"
+                f"checkpoint {name} in {self.folder} cannot be read: {_cause(error)}"
             ) from error
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
+        return progress
 
-    def _damage(self, name: str) -> str | None:
-        return on_first_rank(self.processes, lambda: _damage(self.folder / name))
+    def load_first(self, engine_state: dict[str, Any], names: list[str]) -> tuple[str, Progress]:
+        """``load`` of the first of several that can be read; returns its name and progress.
+
+        A warning names each one that cannot; CheckpointError, naming all, if none can.
+        """
+        problems = []
+        for name in names:
+            try:
+                return name, self.load(engine_state, name)
+            except CheckpointError as error:
+                problems.append(str(error))
+                if self.processes.is_first and name != names[-1]:
+                    log.warning("%s; trying another one", error)
+        none = f"no readable checkpoint in {self.folder}: " if len(problems) > 1 else ""
+        raise CheckpointError(none + "; ".join(problems))
+
+    def progress(self, name: str) -> Progress | None:
+        """The progress stored with a checkpoint, None if it is damaged."""
+        try:
+            return on_first_rank(self.processes, lambda: _open(self.folder / name))[1]
+        except (OSError, Damaged):
+            return None
+
+    def best(self) -> str | None:
+        """The best checkpoint by name, as the newest whole one has it; it may be gone or damaged.
+
+        None without one.
+        """
+        every = (self.progress(name) for name in reversed(self.names()))
+        return next((progress.best_checkpoint for progress in every if progress), None)
+
+    def _check_data(self, progress: Progress) -> None:
+        if self.data and progress.data and progress.data != self.data:
+            raise StoreError(
+                f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
+                "so its ids mean something else; give it the old ones back"
+            )
+
+    def _names(self) -> list[str]:
+        return sorted(path.parent.name for path in self.folder.glob(f"step-*/{_MANIFEST}"))
+
+    def _reader(self, name: str, index: Index | None) -> RawReader | TorchReader:
+        path = self.folder / name
+        return TorchReader(path) if index is None else RawReader(path, index)
+
+    def _not_written(self, name: str, partial: Path, error: BaseException) -> str:
+        def clean_up() -> str:
+            shutil.rmtree(partial, ignore_errors=True)
+            return ", ".join(self._names()) or "none"
+
+        kept = on_first_rank(self.processes, clean_up)
+        return (
+            f"checkpoint {name} could not be written to {self.folder}: {_cause(error)} "
+            f"({_free(self.folder)} free on that disk); earlier checkpoints are intact: "
+            f"{kept}. Make room, then train --resume."
+        )
 
     @property
     def _random_key(self) -> str:
@@ -129,11 +185,14 @@ class Checkpoints:
 
     def _prune(self, newest: str, best: str | None) -> None:
         """Newer ones than the one just written were damaged, or this run would have read them."""
-        names = self.names()
+        names = self._names()
         until_now = [name for name in names if name <= newest]
         for name in names:
             if name not in until_now[-self.keep :] and name != best:
-                shutil.rmtree(self.folder / name)
+                try:
+                    shutil.rmtree(self.folder / name)
+                except OSError as error:  # what training needs has been written
+                    log.warning("an old checkpoint could not be removed: %s", error)
 
 
 def _make_empty(folder: Path) -> None:
@@ -142,14 +201,23 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _finish(partial: Path, target: Path, progress: Progress) -> None:
+def _finish(partial: Path, target: Path, index: Index, progress: Progress) -> None:
     """Completes a checkpoint on disk, then gives it its name."""
-    (partial / _PROGRESS).write_text(json.dumps(progress.to_dict(), indent=1), encoding="utf-8")
-    sizes = {p.name: p.stat().st_size for p in sorted(partial.iterdir())}
-    manifest = {"format": FORMAT_VERSION, "torch": torch.__version__, "files": sizes}
+    texts = {
+        _INDEX: json.dumps({"tensors": index}),
+        _PROGRESS: json.dumps(progress.to_dict(), indent=1),
+    }
+    for name, text in texts.items():
+        (partial / name).write_text(text, encoding="utf-8")
+    manifest = {
+        "format": FORMAT_VERSION,
+        "torch": torch.__version__,
+        "files": {p.name: p.stat().st_size for p in sorted(partial.iterdir())},
+        "crc32": {name: zlib.crc32(text.encode()) for name, text in texts.items()},
+    }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for file in partial.iterdir():
-        _sync(file)
+    for name in (*texts, _MANIFEST):  # the tensors have been
+        _sync(partial / name)
     if target.exists():  # the same step again, after a resume
         shutil.rmtree(target)
     partial.rename(target)
@@ -171,21 +239,53 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def _open(path: Path) -> tuple[Index | None, Progress]:
+    """The index (None in the first format) and the progress of a checkpoint.
+
+    Raises Damaged or OSError unless all but the numbers themselves is as it was written.
+    """
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return f"{_MANIFEST} cannot be read ({_first_line(error)})"
-    if manifest.get("format") != FORMAT_VERSION:
-        return f"format {manifest.get('format')}, this version reads {FORMAT_VERSION}"
-    for name, size in manifest["files"].items():
-        file = path / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if file.stat().st_size != size:
-            return f"{name} has {file.stat().st_size:,} bytes instead of {size:,}"
-    return None
+        version, files = manifest["format"], dict(manifest["files"])
+        checksums = dict(manifest.get("crc32", {}))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{_MANIFEST} makes no sense ({error!r})") from error
+    if version not in (1, FORMAT_VERSION):
+        raise Damaged(f"it has format {version}, this version reads up to {FORMAT_VERSION}")
+    for name, size in files.items():
+        found = (path / name).stat().st_size if (path / name).is_file() else None
+        if found != size:
+            has = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+            raise Damaged(f"{name} {has}")
+    progress = Progress.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
+    if version == 1:
+        return None, progress
+    return _read_json(path / _INDEX, checksums.get(_INDEX, -1))["tensors"], progress
+
+
+def _read_json(file: Path, checksum: int | None) -> Any:
+    """checksum: None if there is none to compare with."""
+    content = file.read_bytes()
+    if checksum is not None and zlib.crc32(content) != checksum:
+        raise Damaged(f"{file.name} is damaged: its checksum is another")
+    try:
+        return json.loads(content)
+    except ValueError as error:
+        raise Damaged(f"{file.name} makes no sense ({error})") from error
+
+
+@contextmanager
+def _alone_in_silence() -> Iterator[None]:
+    """torch warns that a checkpoint of one process is of one process."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def _pass_on_lost_ranks(error: BaseException) -> None:
+    """Raises what a collective met when a rank went missing: no checkpoint is to blame."""
+    if is_lost_connection(error):
+        raise error
 
 
 def _cause(error: BaseException) -> str:

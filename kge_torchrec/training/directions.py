@@ -1,6 +1,6 @@
 """The queries of one step that a scorer answers in one direction, seen from one rank.
 
-Shapes: q queries, M answers on this rank, m rows of a block, D numbers a row.
+Shapes: q queries, m rows of a block, D numbers a row.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from kge_torchrec.data.answers import Answers
 from kge_torchrec.data.queries import Asked
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.models.full_losses import BlockAnswers
@@ -23,15 +24,12 @@ def directed(asked: Sequence[Asked], scorer: Scorer) -> list[Asked]:
     if not scorer.reciprocal:
         return list(asked)
     twins = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
-    starts = np.cumsum([0, *(len(part.anchor) for part in asked[:-1])])
-    queries = [part.query + start for part, start in zip(asked, starts, strict=True)]
     return [
         Asked(
             "tail",
             np.concatenate([part.anchor for part in asked]),
             np.concatenate(twins),
-            np.concatenate(queries),
-            np.concatenate([part.answer for part in asked]),
+            Answers.joined([part.answers for part in asked]),
         )
     ]
 
@@ -51,12 +49,8 @@ class Direction:
         device, (start, stop) = shard.rows.device, shard.row_range
         self.side, self.device = asked.side, device
         self.relation = torch.from_numpy(asked.relation).to(device)
-        counts = np.bincount(asked.query, minlength=len(asked.anchor))
-        here = np.flatnonzero((asked.answer >= start) & (asked.answer < stop))
-        here = here[np.argsort(asked.answer[here], kind="stable")]
-        self._answer = asked.answer[here] - start
-        self._query = asked.query[here]
-        self._share = (1 / counts[self._query]).astype(np.float32)
+        self._answers, self._first_row = asked.answers, start
+        self._share = (1 / np.maximum(asked.answers.counts, 1)).astype(np.float32)
         own = np.flatnonzero((asked.anchor >= start) & (asked.anchor < stop))
         self._anchor = np.sort(asked.anchor[own] - start)
         self.own = torch.from_numpy(own).to(device)
@@ -84,9 +78,9 @@ class Direction:
 
     def answers(self, block: range) -> BlockAnswers:
         """The answers among the rows of a block."""
-        found = slice(*np.searchsorted(self._answer, (block.start, block.stop)))
-        column = self._answer[found] - block.start
-        arrays = self._query[found], column, self._share[found]
+        first = self._first_row + block.start
+        query, entity = self._answers.between(first, self._first_row + block.stop)
+        arrays = query, entity - first, self._share[query]
         return BlockAnswers(*(torch.from_numpy(x).to(self.device) for x in arrays))
 
     def touched(self, block: range) -> tuple[Tensor, Tensor]:

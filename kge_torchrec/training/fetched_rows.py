@@ -32,7 +32,7 @@ class FetchedRows:
     def __init__(self, asked: Sequence[Asked], shard: EntityShard, with_answers: bool):
         self.device, (start, stop) = shard.rows.device, shard.row_range
         ids = [part.anchor for part in asked]
-        ids += [part.answer for part in asked] if with_answers else []
+        ids += [part.answers.all()[1] for part in asked] if with_answers else []
         every = np.concatenate(ids)
         position = np.flatnonzero((every >= start) & (every < stop))
         # Rows of this shard whose gradient is not complete before all blocks are done.

@@ -17,14 +17,16 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 from kge_torchrec.data.batches import Batch
+from kge_torchrec.parallel.processes import on_all_ranks
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.dropout import seed_dropout
-from kge_torchrec.training.losses_seen import LossesSeen
+from kge_torchrec.training.losses_seen import LossesSeen, check_finite
+from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.progress import Progress
-from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.schedule import Schedule
-from kge_torchrec.training.session import Session
+from kge_torchrec.training.session import Session, selection_of
+from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
 
 # Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
 Callback = Callable[[str, dict[str, Any]], object]
@@ -46,24 +48,39 @@ class Fit:
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
         self.pipeline = build_pipeline(self.config, session.engine, session.processes)
         self.losses = LossesSeen()
+        self.stop = StopSignal(session.processes)
         self.callbacks = list(callbacks)
 
     def run(self) -> Progress:
         """Trains until the last epoch or early stopping; returns the final progress.
 
-        Raises NonFiniteLoss or CheckpointError; checkpoints written before stay.
+        Raises NonFiniteLoss, NonFiniteParameters or CheckpointError; checkpoints written before
+        stay.  SIGTERM or SIGUSR1 to any rank ends it by TrainingStopped, after a checkpoint.
         """
         epochs, progress = self.config.train.epochs, self.progress
-        with self._bar() as bar:
+        self._forget_other_selections()
+        with self._bar() as bar, self.stop:
             while progress.epoch < epochs and not self._stop_early():
                 self._epoch(bar)
                 last = progress.epoch == epochs
                 improved = self._validate() if self._due(last) else False
                 every = self.config.checkpoint.every_epochs
                 ending = last or self._stop_early()
-                if improved or ending or (every and progress.epoch % every == 0):
+                stopping = self.stop.now()
+                if improved or ending or stopping or (every and progress.epoch % every == 0):
                     self._save()
+                if stopping:
+                    raise self._stopped()
         return progress
+
+    def _forget_other_selections(self) -> None:
+        """A best value of another metric, or of other triples, is no value to compare with."""
+        before = self.progress.selection
+        if self.progress.select_by(selection_of(self.config, self.session.store)):
+            self._say(
+                f"models were selected by {before} so far and are by {self.progress.selection} "
+                "from here on: the next validation is the best"
+            )
 
     def _epoch(self, bar: tqdm) -> None:
         progress = self.progress
@@ -73,7 +90,8 @@ class Fit:
         start_seconds, start_triples = progress.seconds, progress.triples
         while progress.step < self.batches.steps_per_epoch:
             bar.update(self._step(batches))
-            saving = self._saves_here()
+            stopping = self.stop.after_step()
+            saving = stopping or self._saves_here()
             if not (saving or self._reads_here()):
                 continue
             losses = self.losses.read(progress.epoch, progress.step)
@@ -82,6 +100,8 @@ class Fit:
             self._log_interval(sum(losses) / len(losses), bar)
             if saving:
                 self._save()
+            if stopping:
+                raise self._stopped()
             started = self._seconds()
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
@@ -176,13 +196,26 @@ class Fit:
 
     def _save(self) -> None:
         self.progress.loss_scale = self.session.loss_scale
-        self.session.checkpoints.save(self.session.engine.state(), self.progress)
+        state = self.session.engine.state()
+        check_finite(state, self.session.processes)
+        self.session.checkpoints.save(state, self.progress)
+
+    def _stopped(self) -> TrainingStopped:
+        name, folder = name_of(self.progress), self.session.folder.path
+        return TrainingStopped(
+            f"stopped by a signal; checkpoint {name} is written. `train --resume {folder}` goes on."
+        )
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        if self.metrics is not None:
-            self.metrics.write(kind, self.progress.global_step, values)
-        for callback in self.callbacks:
-            callback(kind, values)
+        """To the logs, on rank 0, and the callbacks, which may differ by rank.  Collective."""
+
+        def write() -> None:
+            if self.metrics is not None:
+                self.metrics.write(kind, self.progress.global_step, values)
+            for callback in self.callbacks:
+                callback(kind, values)
+
+        on_all_ranks(self.session.processes, write)
 
     def _say(self, text: str) -> None:
         """A line on stderr, above the bar."""

@@ -1,16 +1,31 @@
-"""The losses of the last steps, kept on the device until somebody asks: no wait inside a step."""
+"""Noticing that training has gone astray: losses and parameters that are no finite numbers.
+
+Losses are kept on the device until somebody asks, so that no step waits.  Parameters are looked at
+before they are saved: the last step's update is in no loss yet.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from kge_torchrec.errors import KGEError
+from kge_torchrec.parallel.processes import Processes
 
 
 class NonFiniteLoss(KGEError, RuntimeError):
     """Training met a loss that is no finite number; the message says when and on which rank."""
+
+    on_every_rank = True
+
+
+class NonFiniteParameters(KGEError, RuntimeError):
+    """A parameter or its optimizer state holds NaN or infinity; the message says which."""
 
     on_every_rank = True
 
@@ -54,3 +69,39 @@ class LossesSeen:
                 "train.lr or model.init_scale usually helps."
             )
         return losses.mean(0).tolist()
+
+
+@torch.no_grad()
+def check_finite(state: dict[str, Any], processes: Processes) -> None:
+    """Raises NonFiniteParameters, on every rank, if a tensor of a nested state has NaN or infinity.
+
+    Collective.  One pass over this rank's parts, in no memory of their size.
+    """
+    bad = [name for name, part in _local_parts(state) if not _is_finite(part)]
+    found = [names[0] if names else None for names in processes.gather(bad)]
+    for rank, name in enumerate(found):
+        if name is not None:
+            raise NonFiniteParameters(
+                f"{name} holds NaN or infinity (rank {rank}); training stops, the last good "
+                "checkpoint is kept. A smaller train.lr or model.init_scale, or train.clip_norm, "
+                "usually helps."
+            )
+
+
+def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors by dotted name."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _local_parts(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, DTensor):
+        local = state.to_local()
+        for part in local.local_shards() if hasattr(local, "local_shards") else [local]:
+            yield name, part
+    elif isinstance(state, Tensor):
+        yield name, state
+
+
+def _is_finite(values: Tensor) -> bool:
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 
@@ -17,6 +17,7 @@ class Progress:
     seconds: float = 0.0  # of training, validation and checkpoints not counted
     triples: int = 0  # positives trained
     best_metric: float | None = None
+    selection: str = ""  # what best_metric is a value of; "" in checkpoints of old
     best_checkpoint: str | None = None
     bad_validations: int = 0  # since the best one
     plateaus: int = 0
@@ -30,8 +31,20 @@ class Progress:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Progress:
-        """The inverse of ``to_dict``."""
-        return cls(**values)
+        """The inverse of ``to_dict``; values that a later version has added are left out."""
+        known = {field.name for field in fields(cls)}
+        return cls(**{name: value for name, value in values.items() if name in known})
+
+    def select_by(self, selection: str) -> bool:
+        """Says what validations are compared by; True if the best so far was by something else.
+
+        Then its value is forgotten, and the next validation is the best.
+        """
+        changed = self.selection not in ("", selection)
+        if changed:
+            self.best_metric, self.bad_validations, self.plateau_wait = None, 0, 0
+        self.selection = selection
+        return changed
 
     def is_better(self, metric: str, value: float) -> bool:
         """Whether ``value`` beats the best so far; a mean rank is better when lower."""

@@ -1,4 +1,4 @@
-"""A run's folder: resolved config, metrics, TensorBoard, checkpoints, results.
+"""A run's folder: which files it holds, and that only one run lives in it at a time.
 
 It holds:
     config.yaml      every setting of the run
@@ -9,19 +9,31 @@ It holds:
     tensorboard/     the same, for TensorBoard
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
+    .lock            which process trains in it, while one does
 """
 
 from __future__ import annotations
 
+import errno
 import json
-import math
+import logging
 import os
+import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config_parser import Overrides, load_config
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None
+
+log = logging.getLogger(__name__)
 
 
 class RunFolder:
@@ -52,12 +64,18 @@ class RunFolder:
     def results(self) -> Path:
         return self.path / "results.json"
 
+    @property
+    def holds_run(self) -> bool:
+        """Whether a run was started here, however far it came."""
+        return (self.path / "config.yaml").is_file()
+
     def create(self, config: Config) -> None:
         """Makes the folder and writes the config.  Raises ConfigError if a run is in it."""
-        if (self.path / "config.yaml").exists():
+        if self.holds_run:
             raise ConfigError(
-                f"run.dir: {self.path} holds a run already; continue it with "
-                f"`train --resume {self.path}` or name another folder"
+                f"run.dir: {self.path} holds a run already; go on with it by "
+                f"`train --resume {self.path}` (or --run.resume auto, where the same command is "
+                "started again), or name another folder"
             )
         if self.store.exists():
             # Neither trained on in place of data.path, nor removed if this run cannot start.
@@ -66,7 +84,13 @@ class RunFolder:
                 "name another folder for the run"
             )
         self.path.mkdir(parents=True, exist_ok=True)
-        config.save(self.path / "config.yaml")
+        self.save_config(config)
+
+    def save_config(self, config: Config) -> None:
+        """Writes config.yaml, whole or not at all."""
+        partial = self.path / "config.yaml.partial"
+        config.save(partial)
+        os.replace(partial, self.path / "config.yaml")
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
@@ -81,66 +105,45 @@ class RunFolder:
         partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         os.replace(partial, self.results)
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keeps others from training in this folder, which is made if need be.
 
-class MetricsLog:
-    """metrics.jsonl and TensorBoard."""
-
-    def __init__(self, folder: RunFolder, tensorboard: bool, resumed_at: int | None = None):
-        if resumed_at is not None:
-            _drop_after(folder.metrics, resumed_at)
-        self._file = folder.metrics.open("a", encoding="utf-8")
-        self._board = _board(folder, resumed_at) if tensorboard else None
-
-    def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Appends one line {"kind": ..., "step": ..., ...} and flushes it."""
-        line = {"kind": kind, "step": step, **values}
-        self._file.write(json.dumps(_finite(line)) + "\n")
-        self._file.flush()
-        if self._board is not None:
-            for name, value in _scalars(values):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
-
-    def close(self) -> None:
-        """Closes both."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+        The system lets the lock go when this process ends, however it ends.  Raises ConfigError,
+        naming host and process, while another one has it.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        with (self.path / ".lock").open("a+", encoding="utf-8") as file:
+            _lock(file, self.path)
+            file.truncate(0)
+            holder = {"host": socket.gethostname(), "process": os.getpid(), "since": _now()}
+            file.write(json.dumps(holder))
+            file.flush()
+            try:
+                yield
+            finally:
+                file.truncate(0)
 
 
-def _board(folder: RunFolder, resumed_at: int | None):
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at)
-
-
-def _drop_after(file: Path, step: int) -> None:
-    """Drops what a resumed run writes again, and a line that a kill cut short."""
-    if not file.is_file():
+def _lock(file: IO[str], folder: Path) -> None:
+    if fcntl is None:
         return
-    kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+            log.warning("%s cannot be locked (%s); start no second run in it", folder, error)
+            return
+        file.seek(0)
         try:
-            values = json.loads(line)
-            again = values["step"] > step or values["kind"] == "test"
+            holder = "process {process} on {host}, since {since}".format(**json.load(file))
         except (ValueError, KeyError):
-            continue
-        if not again:
-            kept.append(line)
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(partial, file)
+            holder = "another process"
+        raise ConfigError(
+            f"run.dir: {folder} is being trained by {holder}; wait for its end, or name another "
+            "folder"
+        ) from None
 
 
-def _scalars(values: dict[str, Any], prefix: str = ""):
-    for key, value in values.items():
-        if isinstance(value, dict):
-            yield from _scalars(value, f"{prefix}{key}/")
-        elif isinstance(value, (int, float)) and not isinstance(value, bool):
-            yield prefix + key, value
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _now() -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S")

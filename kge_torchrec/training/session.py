@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.errors import StoreError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.entities.contract import EntityEngine
 from kge_torchrec.entities.trained import TrainedModel
@@ -23,6 +22,8 @@ from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.sources import open_store
 
+BEST, NEWEST = "best", "newest"  # of a run's checkpoints
+
 # While selecting models on valid, test triples are not in the filter.
 FILTERS = {
     "train": ("train", "valid", "test"),
@@ -31,9 +32,13 @@ FILTERS = {
 }
 
 
-def _engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
-    from kge_torchrec.training.assembly import build_engine  # loads TorchRec
+def _engine(
+    config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
+) -> EntityEngine:
+    from kge_torchrec.training.assembly import build_engine, with_usable_plan  # loads TorchRec
 
+    if plan_may_differ:
+        config = with_usable_plan(config, store, processes)
     return build_engine(config, store, processes)
 
 
@@ -41,14 +46,27 @@ def _trained_model(config: Config, store: TripleStore, processes: Processes) -> 
     return TrainedModel(config.model, store.num_entities, store.num_relations, processes)
 
 
+def selection_of(config: Config, store: TripleStore) -> str:
+    """What validations are compared by: the metric, and the sample if it is one."""
+    limit, metric = config.evaluation.max_triples, config.evaluation.metric
+    is_sample = 0 < limit < len(store.valid)
+    return f"{metric} of {limit} triples" if is_sample else metric
+
+
 class Session:
     """Collective: every rank makes one with the same arguments.
 
     trains: False has rows and scorer only, for ranking, prediction and export.
+    plan_may_differ: do without run.plan, with a warning, where it is of other ranks or gone.
     """
 
     def __init__(
-        self, config: Config, folder: RunFolder, processes: Processes, trains: bool = True
+        self,
+        config: Config,
+        folder: RunFolder,
+        processes: Processes,
+        trains: bool = True,
+        plan_may_differ: bool = False,
     ):
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
@@ -59,8 +77,13 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        self.engine = (_engine if trains else _trained_model)(config, self.store, processes)
-        self.checkpoints = Checkpoints(folder.checkpoints, processes, config.checkpoint.keep)
+        if trains:
+            self.engine = _engine(config, self.store, processes, plan_may_differ)
+        else:
+            self.engine = _trained_model(config, self.store, processes)
+        self.checkpoints = Checkpoints(
+            folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
+        )
 
     @property
     def scorer(self) -> Scorer:
@@ -81,30 +104,44 @@ class Session:
 
     def restore(self) -> Progress:
         """Everything from the newest readable checkpoint, to train on; a new start without one."""
-        name = self.checkpoints.newest()
-        if name is None:
+        names = self.checkpoints.names()
+        if not names:
             return Progress(data=self.store.fingerprint)
-        progress = self._progress(name)
         state = self.engine.state()
-        self.checkpoints.load(state, name)
+        _, progress = self.checkpoints.load_first(state, names[::-1])
         self.engine.load_state(state)
         if self.loss_scale:
             self.engine.knowledge.scale.load_state(progress.loss_scale)
         return progress
 
-    def restore_parameters(self, name: str | None = None) -> Progress:
-        """Only the parameters, of the named checkpoint, or of the best one, or of the newest.
+    def restore_parameters(self, which: str = BEST) -> Progress:
+        """Only the parameters, of the best checkpoint, of the newest, or of the one of a name.
 
-        Raises CheckpointError when the run has no readable checkpoint.
+        The best is the newest if none is known to be best.  Where best or newest cannot be read the
+        newest that can be takes its place, with a warning.  Raises CheckpointError when the run has
+        no readable checkpoint, or not the one of that name.
         """
-        name = name or self._best()
-        if name is None:
-            raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
-        progress = self._progress(name)
         state = {"model": self.engine.parameter_state()}
-        self.checkpoints.load(state, name)
+        _, progress = self.checkpoints.load_first(state, self._candidates(which))
         self.engine.load_parameter_state(state["model"])
         return progress
+
+    def _candidates(self, which: str) -> list[str]:
+        """Checkpoints to try, in order."""
+        names = self.checkpoints.names()
+        if not names:
+            raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
+        newest_first = names[::-1]
+        if which == NEWEST:
+            return newest_first
+        if which == BEST:
+            best = self.checkpoints.best()
+            return [*([best] if best else []), *(name for name in newest_first if name != best)]
+        if which not in names:
+            raise CheckpointError(
+                f"{self.folder.path} has no checkpoint {which!r}; it has {', '.join(names)}"
+            )
+        return [which]
 
     def rank(self, split: str) -> dict:
         """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""
@@ -141,21 +178,3 @@ class Session:
                 progress=bar.update,
             )
         return metrics(ranks)
-
-    def _best(self) -> str | None:
-        """The best checkpoint, the newest if none is known to be best, None without any."""
-        newest = self.checkpoints.newest()
-        if newest is None:
-            return None
-        best = self.checkpoints.progress(newest).best_checkpoint
-        return best if best in self.checkpoints.names() else newest
-
-    def _progress(self, name: str) -> Progress:
-        """Of a checkpoint.  Raises StoreError unless it was trained on the triples at hand."""
-        progress = self.checkpoints.progress(name)
-        if progress.data and progress.data != self.store.fingerprint:
-            raise StoreError(
-                f"{self.store.path}: the triples are not the ones that {self.folder.path} was "
-                "trained on, so its ids mean something else; give it the old ones back"
-            )
-        return progress

@@ -9,7 +9,7 @@ from kge_torchrec.config import DataConfig
 from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.parallel.processes import Processes, on_first_rank
+from kge_torchrec.parallel.processes import Processes, on_all_ranks, on_first_rank
 
 EMBEDDED = "countries"
 
@@ -19,16 +19,20 @@ def open_store(
 ) -> TripleStore:
     """The store that data.path names; raw files are prepared into ``prepared`` first, once.
 
-    Collective; rank 0 prepares, the others wait, then all map the same files.
-    Raises DataError on bad input.
+    Collective; rank 0 finds or prepares it, the others wait, then all map the same files.
+    Raises DataError on bad input, OtherRankFailed where another rank cannot read the store.
     """
-    path = Path(config.path)
-    if (path / META).is_file():
-        prepared = path
-    elif not (prepared / META).is_file():
-        on_first_rank(processes, lambda: _prepare(config, seed, prepared, progress))
-    on_first_rank(processes, lambda: _check(prepared))
-    return TripleStore.open(prepared)
+
+    def find_or_prepare() -> Path:
+        # Rank 0 looks for all: one that looks later would find what rank 0 has just prepared.
+        if (Path(config.path) / META).is_file():
+            return Path(config.path)
+        if not (prepared / META).is_file():
+            _prepare(config, seed, prepared, progress)
+        return prepared
+
+    path = on_first_rank(processes, find_or_prepare)
+    return on_all_ranks(processes, lambda: TripleStore.open(path))
 
 
 def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> None:
@@ -45,16 +49,12 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             seed=seed,
             has_header=config.has_header,
             allow_unseen_relations=config.allow_unseen_relations,
+            literals=config.literals,
             progress=progress,
         )
     except DataError as error:
         error.spell(lambda name, value: f"--data.{name} {str(value).lower()}")  # as train's keys
         raise
-
-
-def _check(store: Path) -> None:
-    """Raises StoreError, on one rank for all, if the store cannot be read."""
-    TripleStore.open(store)
 
 
 def remove_prepared(prepared: Path) -> None:

@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import ordering
+from kge_torchrec.data.answers import Answers
 from kge_torchrec.data.known import SIDES, KnownTriples, build_side
 
 SPLITS = 2
@@ -51,16 +52,43 @@ def test_equal_to_brute_force(world, side):
     known = known_of(splits, num_entities, num_relations)
     anchors, relations = (ids.ravel() for ids in np.mgrid[:num_entities, :num_relations])
     expected = [true_answers(splits, side, a, r) for a, r in zip(anchors, relations, strict=True)]
-    query, entity = known.answers(side, anchors, relations)
+    answers = known.answers(side, anchors, relations)
+    query, entity = answers.all()
     assert query.dtype == entity.dtype == np.int64
     assert (np.diff(query) >= 0).all()
     assert [sorted(entity[query == i].tolist()) for i in range(len(anchors))] == expected
+    assert answers.counts.tolist() == [len(own) for own in expected]
 
     shared = np.arange(-1, num_entities + 1)
     marks = np.array([[e in answers for e in shared] for answers in expected])
     assert (known.contains(side, anchors, relations, shared) == marks).all()
     own = np.broadcast_to(shared, marks.shape)[:, ::-1]
     assert (known.contains(side, anchors, relations, own) == marks[:, ::-1]).all()
+
+
+@settings(deadline=None)
+@given(world=worlds(), side=st.sampled_from(SIDES), data=st.data())
+def test_answers_of_a_block_come_in_pieces(world, side, data):
+    num_entities, num_relations, splits = world
+    known = known_of(splits, num_entities, num_relations)
+    anchors, relations = (ids.ravel() for ids in np.mgrid[:num_entities, :num_relations])
+    first, stop = sorted(data.draw(st.tuples(*[st.integers(0, num_entities)] * 2)))
+    found = known.answers(side, anchors, relations)
+    twice = Answers.joined([found, found])
+    expected = sorted(
+        (place + len(anchors) * time, answer)
+        for time in range(2)
+        for place, query in enumerate(zip(anchors, relations, strict=True))
+        for answer in true_answers(splits, side, *query)
+        if first <= answer < stop
+    )
+    assert sorted(zip(*map(list, twice.between(first, stop)), strict=True)) == expected
+    size = data.draw(st.integers(1, 9))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kge_torchrec.data.answers.PIECE", size)
+        pieces = list(twice.pieces(first, stop))
+    assert all(0 < len(query) == len(entity) <= size for query, entity in pieces)
+    assert sorted(p for piece in pieces for p in zip(*map(list, piece), strict=True)) == expected
 
 
 @settings(deadline=None)
@@ -103,17 +131,17 @@ def test_ids_too_large_for_a_32_bit_product():
     num_entities, num_relations = 3_000_000, 2000
     rows = np.array([[2_999_999, 1999, 2_999_998], [2_147_483, 1, 5]], np.int32)
     known = known_of([rows], num_entities, num_relations)
-    assert known.answers("tail", [2_999_999], [1999])[1].tolist() == [2_999_998]
-    assert known.answers("head", [5], [1])[1].tolist() == [2_147_483]
+    assert known.answers("tail", [2_999_999], [1999]).all()[1].tolist() == [2_999_998]
+    assert known.answers("head", [5], [1]).all()[1].tolist() == [2_147_483]
 
 
 def test_no_splits_and_no_queries():
     rows = np.array([[0, 0, 1]], np.int32)
-    assert [len(part) for part in known_of([], 2, 1).answers("tail", [0], [0])] == [0, 0]
+    assert [len(part) for part in known_of([], 2, 1).answers("tail", [0], [0]).all()] == [0, 0]
     assert not known_of([], 2, 1).contains("tail", [0], [0], [1]).any()
     nothing = np.empty(0, np.int64)
     known = known_of([rows], 2, 1)
-    assert [len(part) for part in known.answers("tail", nothing, nothing)] == [0, 0]
+    assert [len(part) for part in known.answers("tail", nothing, nothing).all()] == [0, 0]
     assert known.contains("tail", nothing, nothing, [0, 1]).shape == (0, 2)
 
 

@@ -1,11 +1,20 @@
 """Negatives are in range, as frequent as asked, and found by position."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.data.degrees import STEP, DegreeDraw, Degrees
+from kge_torchrec.data.negatives import NegativeSampler
+
+
+def degrees_of(heads, tails=None) -> Degrees:
+    """Of entities that are so often head and so often tail."""
+    both = heads, np.zeros_like(heads) if tails is None else tails
+    return Degrees(*(np.concatenate([[0], np.cumsum(counts, dtype=np.int64)]) for counts in both))
 
 
 def is_plausible(ids, shares):
@@ -20,8 +29,8 @@ def is_plausible(ids, shares):
 @settings(max_examples=60, deadline=None)
 @given(st.integers(1, 100), st.integers(1, 33), st.integers(0, 2**40), st.booleans(), st.data())
 def test_any_range_of_chunks_is_a_slice_of_the_whole(entities, count, seed, weighted, data):
-    weights = np.arange(entities) + 1.0 if weighted else None
-    sampler = NegativeSampler(entities, count, seed, weights)
+    by_degree = DegreeDraw(degrees_of(np.arange(entities) + 1), 1.0) if weighted else None
+    sampler = NegativeSampler(entities, count, seed, by_degree)
     chunks = 20
     first = data.draw(st.integers(0, chunks))
     some = data.draw(st.integers(0, chunks - first))
@@ -48,23 +57,43 @@ def test_steps_and_chunks_add_no_pattern():
 @pytest.mark.parametrize("power", [0.0, 0.75, 1.0])
 def test_degree_draws_follow_the_weights(power):
     degrees = np.array([0, 0, 5, 1, 0, 100, 7, 0, 30, 0])
-    weights = degree_weights(degrees, power)
-    np.testing.assert_allclose(weights[degrees > 0], degrees[degrees > 0] ** power)
-    assert not weights[degrees == 0].any()
-    ids = NegativeSampler(10, 500, 2, weights).draw(0, 0, 0, 0, 100)
+    weights = np.where(degrees > 0, degrees.clip(1).astype(float) ** power, 0)
+    draw = DegreeDraw(degrees_of(degrees), power)
+    ids = NegativeSampler(10, 500, 2, draw).draw(0, 0, 0, 0, 100)
     assert is_plausible(ids, weights)
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.sampled_from([0.0, 1e-300, 1.0, 3.0, 1e15]), min_size=1, max_size=12))
-def test_entities_without_weight_are_never_drawn(weights):
-    weights = np.array(weights)
-    if not weights.any():
+@given(data=st.data(), power=st.sampled_from([0.0, 0.5, 0.75, 1.0, 3.0]))
+def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
+    """As if every entity's weight and their sums were in memory, over several blocks of them."""
+    entities = data.draw(st.integers(1, 3 * STEP + 2))
+    stream = np.random.default_rng(data.draw(st.integers(0, 99)))
+    heads, tails = stream.zipf(1.7, (2, entities)) * (stream.random((2, entities)) < 0.3)
+    degrees = heads + tails
+    if not degrees.any():
         return
-    sampler = NegativeSampler(len(weights), 64, 0, weights)
-    assert (weights[sampler.draw(0, 0, 0, 0, 4)] > 0).all()
-    ends = sampler._to_ids(np.array([0.0, np.nextafter(1.0, 0.0)]))  # the extreme unit draws
-    assert (weights[ends] > 0).all()
+    sums = np.cumsum(np.where(degrees > 0, degrees.clip(1).astype(float) ** power, 0))
+    unit = np.concatenate([stream.random(200), [0.0, np.nextafter(1.0, 0.0)]])
+    drawn = DegreeDraw(degrees_of(heads, tails), power)(unit)
+    np.testing.assert_array_equal(drawn, np.searchsorted(sums, unit * sums[-1], side="right"))
+    assert degrees[drawn].all()  # nobody without a triple
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 5) | st.just(10**12), max_size=40), st.integers(1, 7))
+def test_degrees_are_counted_in_chunks(counts, chunk):
+    counts = np.array(counts, np.int64)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kge_torchrec.data.degrees._CHUNK", chunk)
+        found = degrees_of(counts, counts).histogram()
+    for part, expected in zip(found, np.unique(2 * counts, return_counts=True), strict=True):
+        np.testing.assert_array_equal(part, expected)
+
+
+def test_no_entity_with_a_triple_is_refused():
+    with pytest.raises(ValueError, match="no entity is in a triple"):
+        DegreeDraw(degrees_of(np.zeros(4, np.int64)), 1.0)
 
 
 def test_each_side_step_epoch_chunk_and_seed_draws_differently():
@@ -94,26 +123,21 @@ def test_many_entities(entities):
 
 
 def test_many_weighted_entities():
+    """Neither 2^24 entities nor a few among them take memory by entity."""
     entities = 2**24 + 5
-    weights = np.zeros(entities, np.float32)
-    weights[:2] = 1
-    weights[-3:] = 2, 0, 2
-    ids = NegativeSampler(entities, 1000, 0, weights).draw(0, 0, 0, 0, 3)
-    kept = np.flatnonzero(weights)
+    degrees = np.zeros(entities, np.int64)
+    degrees[:2] = 1
+    degrees[-3:] = 2, 0, 2
+    of_graph = degrees_of(degrees)
+    DegreeDraw(degrees_of(degrees[:2]), 1.0)(np.zeros(1))  # compiles
+    tracemalloc.start()
+    draw = DegreeDraw(of_graph, 1.0)
+    ids = NegativeSampler(entities, 1000, 0, draw).draw(0, 0, 0, 0, 3)
+    held, peak = tracemalloc.get_traced_memory()
+    assert held < 3 << 20 and peak < 4 << 20  # of every 64th entity: 2 MiB
+    assert [part.tolist() for part in of_graph.histogram()] == [[0, 1, 2], [entities - 4, 2, 2]]
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20  # all degrees: 128 MiB
+    tracemalloc.stop()
+    kept = np.flatnonzero(degrees)
     assert set(np.unique(ids)) == set(kept)
-    assert is_plausible(np.searchsorted(kept, ids), weights[kept])
-
-
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
-        (np.ones(3), r"one weight an entity, \(4,\), got \(3,\)"),
-        (np.zeros(4), "not all zero"),
-        (np.array([1, -1, 1, 1]), ">= 0"),
-        (np.array([1, np.nan, 1, 1]), "finite"),
-        (np.array([1, np.inf, 1, 1]), "finite"),
-    ],
-)
-def test_weights_that_make_no_sense_are_refused(weights, message):
-    with pytest.raises(ValueError, match=message):
-        NegativeSampler(4, 2, 0, weights)
+    assert is_plausible(np.searchsorted(kept, ids), degrees[kept])

@@ -1,4 +1,5 @@
 import gzip
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -8,12 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data import encode
+from kge_torchrec.cli import main
+from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.data import divide as divide_module
+from kge_torchrec.data import encode, ordering
 from kge_torchrec.data.divide import divide
 from kge_torchrec.data.errors import DataError, StoreError
+from kge_torchrec.data.known import build_side
 from kge_torchrec.data.prepare import prepare, prepare_triples
-from kge_torchrec.data.sources import find_sources
+from kge_torchrec.data.report import notes as report_notes
+from kge_torchrec.data.report import unseen_relations
+from kge_torchrec.data.sources import SPLITS, find_sources
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.sources import open_store
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 
@@ -90,8 +99,56 @@ def test_ntriples_with_blocks_of_comments(tmp_path, monkeypatch):
     monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 40)
     path = tmp_path / "x.nt"
     path.write_text("# comment\n" * 20 + "<a> <r> <b> .\n" + "\n" * 100 + '<b> <r> "c" .\n')
-    store = prepare(path, tmp_path / "store", ratio=(1, 0, 0))
+    store = prepare(path, tmp_path / "store", ratio=(1, 0, 0), literals="keep")
     assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", '"c"')]
+
+
+NTRIPLES = """<a> <r> <b> .
+<a> <name> "Ann" .
+_:x <r> _:y .
+_:x <age> "7"^^<int> .
+<b> <name> ""@en .
+"""
+
+
+def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
+    """Blank nodes are entities; who occurs with literals only is none."""
+    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 20)
+    data = tmp_path / "data"
+    data.mkdir()
+    (data / "train.nt").write_text(NTRIPLES + '<c> <name> "C" .\n')
+    (data / "test.nt").write_text('<b> <r> <a> .\n<a> <name> "Bob" .\n')
+    store = prepare(data, tmp_path / "store")
+    assert labelled(store, "train") == [("a", "r", "b"), ("_:x", "r", "_:y")]
+    assert labelled(store, "test") == [("b", "r", "a")]
+    assert (store.num_entities, store.num_relations) == (4, 1)
+    assert TripleStore.open(store.path).report["literals"] == {"train": 4, "test": 1}
+    assert report_notes(store.report)[-2:] == [
+        "train: 4 triples with a literal as object were dropped; data.literals keep takes them",
+        "test: 1 triples with a literal as object were dropped; data.literals keep takes them",
+    ]
+    assert main(["prepare", str(data), "-o", str(tmp_path / "kept"), "--literals", "keep"]) == 0
+    kept = TripleStore.open(tmp_path / "kept")
+    assert ("a", "name", '"Ann"') in labelled(kept, "train")
+    assert ("b", "name", '""@en') in labelled(kept, "train") and len(kept.train) == 6
+    assert kept.report["literals"] == {}
+    config = config_from_dict({"data.path": str(data), "data.literals": "keep"})
+    with processes("cpu") as ranks:
+        trained = open_store(config.data, 0, tmp_path / "trained", ranks, False)
+    assert trained.fingerprint == kept.fingerprint
+
+
+def test_nothing_but_literals(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    for part, line in enumerate(("<a> <r> <b> .", '<a> <name> "Ann" .')):
+        (data / f"train-{part}.nt").write_text(line + "\n")
+    assert labelled(prepare(data, tmp_path / "store"), "train") == [("a", "r", "b")]
+    (data / "train-0.nt").unlink()
+    with pytest.raises(DataError, match=r"no training triples: 1 have a literal .* literals=.keep"):
+        prepare(data, tmp_path / "none")
+    with pytest.raises(DataError, match="literals must be one of drop, keep, not 'all'"):
+        prepare(data, tmp_path / "none", literals="all")
 
 
 @pytest.mark.parametrize(
@@ -284,6 +341,35 @@ def test_in_memory(tmp_path, rows):
 def test_bad_triples_in_memory(tmp_path, splits, message):
     with pytest.raises(DataError, match=message):
         prepare_triples(splits, tmp_path / "store")
+
+
+def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):
+    """Bytes a triple at the fullest moment: int64 copies of a column would be 8 more."""
+    total, entities, relations = 400_000, 5000, 50
+    for module in (ordering, divide_module):
+        monkeypatch.setattr(module, "CHUNK", 1 << 12)
+    sizes = (entities, relations, entities)
+    triples = np.random.default_rng(0).integers(0, sizes, (total, 3), np.int32)
+    labels = pa.array([str(i) for i in range(relations)])
+    for most, work in (
+        (22, lambda: divide(triples, (0.9, 0.05, 0.05), 0, entities, relations)),
+        (21, lambda: build_side("tail", triples, entities, relations)),
+        (1, lambda: unseen_relations(labels, dict.fromkeys(SPLITS, triples))),
+    ):
+        tracemalloc.start()
+        work()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < most * total
+
+
+@given(st.lists(st.integers(0, 30), max_size=60), st.booleans(), st.integers(1, 9))
+def test_ids_are_counted_in_chunks(ids, ascending, chunk):
+    ids = np.array(sorted(ids) if ascending else ids, np.int32)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ordering, "CHUNK", chunk)
+        found = ordering.id_counts(ids, 31)
+    assert found.tolist() == np.bincount(ids, minlength=31).tolist()
 
 
 # The benchmarks

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 from kge_torchrec.data.known import SIDES, KnownTriples, build_side
 from kge_torchrec.data.order import EpochOrder
 from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
+from kge_torchrec.data.query_list import QueryList
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 
@@ -38,9 +39,10 @@ def epoch_of(batches: QueryBatches, epoch=0):
     found = []
     for batch in batches.epoch(epoch):
         for asked in batch.asked:
-            assert (np.diff(asked.query) >= 0).all()
+            query, answer = asked.answers.all()
+            assert (np.diff(query) >= 0).all()
             for i, pair in enumerate(zip(asked.anchor, asked.relation, strict=True)):
-                answers = sorted(asked.answer[asked.query == i].tolist())
+                answers = sorted(answer[query == i].tolist())
                 found.append((asked.side, *map(int, pair), answers))
     return found
 
@@ -85,17 +87,19 @@ def test_an_epoch_asks_every_query_once_with_every_training_answer(
 
 
 @settings(deadline=None)
-@given(first=graphs(), data=st.data())
-def test_queries_of_several_splits_are_distinct(first, data):
-    entities, relations, triples = first
-    cut = data.draw(st.integers(0, len(triples)))
-    again = np.concatenate([triples[cut:], triples[:1]])  # one fact in both
-    known = known_of(entities, relations, triples[: max(cut, 1)], again)
+@given(graph=graphs(), data=st.data())
+def test_distinct_queries_are_found_by_number(graph, data):
+    entities, relations, triples = graph
     for side in SIDES:
-        anchors, relation = known.queries(side)
+        index = build_side(side, triples, entities, relations)
+        step = data.draw(st.sampled_from([1, 2, 3, 512]))
+        queries = QueryList(index.indptr, index.relations, step)
         column = 0 if side == "tail" else 2
-        expected = {(row[column], row[1]) for row in triples.tolist()}
-        assert list(zip(anchors.tolist(), relation.tolist(), strict=True)) == sorted(expected)
+        expected = sorted({(row[column], row[1]) for row in triples.tolist()})
+        assert len(queries) == len(expected)
+        numbers = np.array(data.draw(st.lists(st.integers(0, len(expected) - 1))), np.int64)
+        found = queries.find(numbers)
+        assert list(zip(*map(list, found), strict=True)) == [expected[i] for i in numbers]
 
 
 def test_order_and_seeds_follow_seed_and_epoch():
@@ -121,7 +125,10 @@ def test_an_epoch_is_left_and_entered_at_any_step():
         assert np.array_equal(whole[3].asked[0].anchor, late[1].asked[0].anchor)
         assert whole[3].queries == 4
         single = batches.batch(EpochOrder(20, 3, 1), 1, 2)
-        assert np.array_equal(single.asked[1].answer, late[0].asked[1].answer)
+        for own, same in zip(
+            single.asked[1].answers.all(), late[0].asked[1].answers.all(), strict=True
+        ):
+            assert np.array_equal(own, same)
 
 
 def test_no_triples_are_an_error():

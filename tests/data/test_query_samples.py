@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+from itertools import combinations
+from math import comb
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -79,6 +82,41 @@ def test_an_epoch_over_all_ranks(triples, world_size, accumulation, deduplicate)
         weights = [query[6] / world_size for query in found]  # float32
         assert weights == pytest.approx([query[6] for query in step])
     assert all(next(stream, None) is None for stream in streams)
+
+
+@settings(deadline=None)
+@given(
+    triples=st.sets(st.tuples(*IDS), min_size=1, max_size=60),
+    world_size=st.integers(1, 4),
+    limit=st.integers(1, 4),
+)
+def test_a_query_with_many_answers_draws_some(triples, world_size, limit):
+    """Different ones of its own; the sampled entities that are known are told all the same."""
+    every = {query[:3]: query for batch in builder(triples).epoch(1) for query in read(batch)}
+    alone = [read(batch) for batch in builder(triples, max_answers=limit).epoch(1)]
+    for query in (query for step in alone for query in step):
+        whole = every[query[:3]]
+        assert len(query[3]) == min(limit, len(whole[3])) == len(set(query[3]))
+        assert set(query[3]) <= set(whole[3])
+        assert (query[4:]) == whole[4:]
+    streams = [
+        builder(triples, rank, world_size, max_answers=limit).epoch(1) for rank in range(world_size)
+    ]
+    for step in alone:
+        shares = [query for stream in streams for query in read(next(stream))]
+        assert sorted(repr(q[:6]) for q in shares) == sorted(repr(q[:6]) for q in step)
+
+
+def test_answers_are_drawn_alike_and_anew_every_epoch():
+    hub = {(0, 0, tail) for tail in range(ENTITIES)}
+    batches = builder(hub, max_answers=3, sides=("tail",))
+    drawn = [read(next(batches.epoch(epoch)), ("tail",))[0][3] for epoch in range(400)]
+    assert drawn == [read(next(batches.epoch(epoch)), ("tail",))[0][3] for epoch in range(400)]
+    pairs = [pair for answers in drawn for pair in combinations(answers, 2)]
+    counts = np.unique(pairs, axis=0, return_counts=True)[1]
+    expected = 400 * 3 / comb(ENTITIES, 2)  # each pair of answers alike
+    assert len(counts) == comb(ENTITIES, 2)
+    assert ((counts - expected) ** 2 / expected).sum() < 80  # 35 on average, 8 is a deviation
 
 
 def test_it_moves_as_a_whole():

@@ -141,6 +141,28 @@ def test_empty_file(tmp_path, name, content):
     assert fault_of(write(tmp_path / name, content)).startswith(f"{tmp_path / name}: empty file")
 
 
+@pytest.mark.parametrize(
+    "name, header, said",
+    [
+        ("x.csv", "head,relation,tail,weight",
+         ["4 columns", "Remove 'weight' (for example with cut -d, -f1,2,3", "Parquet"]),
+        ("x.tsv", "#Subject\tgraph\tOBJECT\tpredicate",
+         ["4 columns", "Remove 'graph' (for example with cut -f1,3,4)"]),
+        ("x.csv", "id,source,target,type,date", ["5 columns", "Remove 'id', 'date'", "-f2,3,4"]),
+        ("x.csv", "head,type,relation,tail", ["Remove 'type'"]),
+        ("x.csv", "h,r,t,type", ["'r' and 'type' both stand for the relation"]),
+        ("x.tsv", "from\tto", ["a header of 2 columns", "no column stands for the relation"]),
+    ],
+)  # fmt: skip
+def test_a_header_of_other_columns_is_recognised_and_named(tmp_path, name, header, said):
+    path = write(tmp_path / name, f"\n{header}\n{header.upper()}\n".encode())
+    for has_header in (None, True):
+        fault = fault_of(path, has_header=has_header)
+        assert fault.startswith(f"{path}:2: this is a header of ")
+        assert all(part in fault for part in said)
+    assert ":2: expected 3 " in fault_of(path, has_header=False)
+
+
 def test_header_only(tmp_path):
     assert "no triples" in fault_of(write(tmp_path / "x.tsv", b"h\tr\tt\n"))
 
@@ -244,9 +266,9 @@ def test_parquet_types(tmp_path):
         ({"h": ["a", None], "r": ["r", "r"], "t": ["b", "c"]}, "row 2: column 'h' is empty"),
         ({"h": ["a", "b"], "r": ["r", "r"], "t": ["b", ""]}, "row 2: column 't' is empty"),
         ({"h": ["a"], "r": ["r"]}, "cannot tell head, relation and tail"),
-        ({"h": ["a"], "r": ["r"], "t": ["b"], "type": ["x"]}, "cannot tell"),
+        ({"h": ["a"], "r": ["r"], "t": ["b"], "type": ["x"]}, "'r' and 'type' both stand for"),
         ({"h": [["a"]], "r": ["r"], "t": ["b"]}, "is not text"),
-        ({"h": [b"\xff"], "r": ["r"], "t": ["b"]}, "is not text"),
+        ({"h": [b"a", b"\xff"], "r": ["r"] * 2, "t": ["b"] * 2}, "row 2: column 'h' is not UTF-8"),
         ({"h": pa.array([], pa.string()), "r": pa.array([], pa.string()),
           "t": pa.array([], pa.string())}, "empty file"),
     ],
@@ -255,6 +277,14 @@ def test_bad_parquet(tmp_path, columns, message):
     path = parquet(tmp_path / "x.parquet", columns)
     fault = fault_of(path)
     assert fault.startswith(str(path)) and message in fault
+
+
+def test_parquet_columns_of_one_name(tmp_path):
+    for names in (["head", "relation", "tail", "tail"], ["x", "x", "y"]):
+        columns = [pa.array(["a"])] * len(names)
+        path = tmp_path / "x.parquet"
+        pq.write_table(pa.table(columns, names), path)
+        assert "cannot tell" in fault_of(path)
 
 
 def test_not_parquet(tmp_path):

@@ -31,15 +31,15 @@ def test_reopened(store):
 
 
 def test_degrees(store):
-    assert store.degrees().tolist() == [1, 2, 3]
-    assert store.degrees().dtype == np.int64
+    assert np.asarray(store.degrees()).tolist() == [1, 2, 3]
+    assert store.degrees().between(1, 3).tolist() == [2, 3]
 
 
 def test_known(store):
     known = store.known(["train", "valid"])
-    query, entity = known.answers("tail", [0, 0, 2], [0, 1, 0])
+    query, entity = known.answers("tail", [0, 0, 2], [0, 1, 0]).all()
     assert query.tolist() == [0, 1] and entity.tolist() == [1, 2]
-    assert store.known(["train"]).answers("tail", [0], [1])[1].tolist() == []
+    assert store.known(["train"]).answers("tail", [0], [1]).all()[1].tolist() == []
     assert known.contains("head", [2], [1], [0, 1, 2]).tolist() == [[True, False, True]]
 
 

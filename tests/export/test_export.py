@@ -129,12 +129,8 @@ def test_unknown_checkpoints_and_formats(run, tmp_path):
 def test_a_run_without_checkpoints(run, tmp_path):
     (tmp_path / "config.yaml").write_bytes((run.path / "config.yaml").read_bytes())
     with api.open_run(tmp_path) as empty:
-        for checkpoint, words in {
-            None: "no checkpoint yet",
-            "newest": "no checkpoint yet",
-            "step-1": "no checkpoint 'step-1'; it has none yet",
-        }.items():
-            with pytest.raises(CheckpointError, match=words):
+        for checkpoint in (None, "newest", "step-1"):
+            with pytest.raises(CheckpointError, match="no checkpoint yet"):
                 empty.export(tmp_path / "out", checkpoint=checkpoint)
         with pytest.raises(CheckpointError):  # nor does it answer with the untrained start
             empty.evaluate()

@@ -6,8 +6,10 @@ import time
 
 import pytest
 from planned_runs import clustered, freebase, planned, workload
+from training_runs import tiny_store
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.data.degrees import DegreeDraw
 from kge_torchrec.entities.table_optimizer import TABLE_OPTIMIZERS
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.describe import GIB
@@ -15,6 +17,11 @@ from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.dry_run import alternatives, plan_training
 from kge_torchrec.planning.memory import PARTS
 from kge_torchrec.planning.table_memory import Bytes
+
+
+@pytest.fixture(scope="module")
+def data_store(tmp_path_factory):
+    return tiny_store(tmp_path_factory.mktemp("data") / "store", entities=1000, train=5000)
 
 
 def test_freebase_at_100_fits_one_h200():
@@ -98,6 +105,48 @@ def test_main_memory_of_a_host_is_shared_and_mapped_triples_count_once():
     assert triples == 10**7 * 12
     assert host.need == plan.total(0).main + plan.total(1).main - triples
     assert other.place == "main memory of host 1"
+
+
+@pytest.mark.parametrize(
+    "keys, read, held",
+    [
+        ({}, ("train",), ()),
+        ({"regime": "1vsall", "sampling": "degree"}, ("train",), ()),  # draws nothing
+        ({"sampling": "degree"}, ("train", "tail-indptr", "head-indptr"), ("degrees",)),
+        ({"filtered": True, "sides": "tail"}, ("train", "tail"), ()),
+        ({"filtered": True, "sides": "tail", "sampling": "degree"},
+         ("train", "tail", "head-indptr"), ("degrees",)),
+        ({"regime": "kvsall"}, ("tail", "head"), ("tail", "head")),
+        ({"regime": "kvssample", "sampling": "degree", "sides": "head"},
+         ("head", "tail-indptr"), ("head", "degrees")),
+        ({"regime": "allvsall", "sides": "tail"}, ("tail",), ()),
+    ],
+)  # fmt: skip
+def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, held):
+    """Mapped files once a host, and what finds queries and draws entities on every rank."""
+    keys = {f"negatives__{name}": value for name, value in keys.items()}
+    if keys.get("negatives__regime") == "allvsall":
+        keys["loss__name"] = "bce"
+    store, known = data_store, data_store.known(("train",))
+    work = workload(store.num_entities, 3, len(store.train), **keys)
+    plan, without = planned(work, "1xCPU"), planned(workload(store.num_entities, 3), "1xCPU")
+    pages, own = {"train": store.train.nbytes}, {"degrees": DegreeDraw(store.degrees(), 0.75)._sums}
+    for side in ("tail", "head"):
+        index = store._side("train", side)
+        pages |= {side: sum(part.nbytes for part in index), f"{side}-indptr": index.indptr.nbytes}
+        own[side] = known.queries(side)._before
+    last = 8 * sum(part != "train" for part in read)  # of N + 1 numbers
+    assert plan.memory[0]["triples"].main == sum(pages[part] for part in read) - last
+    more = plan.memory[0]["process"].main - without.memory[0]["process"].main
+    assert more == pytest.approx(sum(own[part].nbytes for part in held), abs=16 * len(held))
+
+
+def test_a_plan_says_how_many_answers_a_query_may_bring():
+    keys = {"negatives__regime": "kvssample", "model__dim": 64}
+    for most, said in ((5000, "up to 5,000 (negatives.max_answers), of 256 bytes a row"),
+                       (0, "any number, of 256 bytes a row")):  # fmt: skip
+        plan = planned(workload(negatives__max_answers=most, **keys), "1xCPU")
+        assert any(said in note for note in plan.notes)
 
 
 def test_uvm_is_limited_by_main_memory():

@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.batches import BatchBuilder
-from kge_torchrec.data.negatives import NegativeSampler, degree_weights
+from kge_torchrec.data.degrees import DegreeDraw, Degrees
+from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.planning.popularity import Popularity
 
 
@@ -55,9 +56,11 @@ def test_degrees_give_what_batches_have(batch, skewed, power):
     """A batch of all 4000 triples has each of them once: no draw with replacement."""
     entities, negatives = 2000, 300
     data = graph(entities, 4000, skewed)
-    degrees = np.bincount(data[:, [0, 2]].ravel(), minlength=entities)
-    weights = None if power is None else degree_weights(degrees, power)
-    sampler = NegativeSampler(entities, negatives, 0, weights)
+    degrees = Degrees(
+        *(np.searchsorted(np.sort(data[:, end]), np.arange(entities + 1)) for end in (0, 2))
+    )
+    by_degree = None if power is None else DegreeDraw(degrees, power)
+    sampler = NegativeSampler(entities, negatives, 0, by_degree)
     builder = BatchBuilder(data, batch, sampler)
     sizes = []
     for epoch in range(12):

@@ -1,3 +1,5 @@
+import tracemalloc
+
 import numpy as np
 import pytest
 import torch
@@ -198,3 +200,21 @@ def test_empty_and_misshapen_triples():
     assert all(len(ranks.values(side, "realistic")) == 0 for side in SIDES)
     with pytest.raises(ValueError, match=r"\(T, 3\)"):
         rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none[:, :2], None)
+
+
+def test_a_query_with_millions_of_answers_is_filtered_in_pieces():
+    """Never are all answers of a batch in memory: here 16 MB as int64."""
+    entities = 2_000_000
+    answers = np.arange(0, entities, 2)[::-1]
+    triples = np.stack([answers * 0, answers * 0, answers], 1)
+    known = make_known(np.concatenate([triples, triples + np.array([1, 0, 1])]), entities, 1)
+    table = torch.arange(entities, dtype=torch.float32)[:, None]
+    queries, tail = torch.tensor([[0, 0, 10], [1, 0, 11]]), {"sides": ("tail",)}
+    rank_triples(ColumnScorer(), whole(table[:64]), queries, make_known([], 64, 1), **tail)
+    tracemalloc.start()
+    ranks = rank_triples(ColumnScorer(), whole(table), queries, known, **tail)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    better = entities // 2 - 5, entities // 2 - 6  # those of the other parity
+    assert ranks.pessimistic["tail"].tolist() == [1 + better[0], 1 + better[1]]
+    assert peak < 12 << 20

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_ranking import dense_scores, oracle_top_k
-from ranking_cases import RANKED, ColumnScorer, make_scorer, my_shard, whole
+from ranking_cases import RANKED, ColumnScorer, answers_of, make_scorer, my_shard, whole
 from worlds import run_world
 
 from kge_torchrec.ranking.topk import top_k
@@ -22,8 +22,9 @@ def case(seed=0):
 
 
 def top_k_on_my_shard(scorer, table, edges, anchors, relations, side, k):
+    exclude = answers_of(*EXCLUDE, len(anchors))
     return top_k(
-        scorer, my_shard(table, edges), anchors, relations, side, k, EXCLUDE, block_bytes=1
+        scorer, my_shard(table, edges), anchors, relations, side, k, exclude, block_bytes=1
     )
 
 
@@ -53,7 +54,7 @@ def test_asking_for_more_than_there_is():
 def test_excluded_entities_never_appear_even_when_nothing_else_is_left():
     table = torch.zeros(3, 1)
     zero = torch.zeros(1, dtype=torch.int64)
-    exclude = (np.array([0, 0]), np.array([0, 2]))
+    exclude = answers_of([0, 0], [0, 2], 1)
     _, ids = top_k(ColumnScorer(), whole(table), zero, zero, "head", 3, exclude)
     assert ids.tolist() == [[1, -1, -1]]
 

@@ -120,24 +120,36 @@ def test_all_damaged(store, tmp_path):
 
 
 def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
-    session = fit(config_of(store, tmp_path))
-    folder = tmp_path / "checkpoints" / FOUR[-1]
-    (folder / "progress.json").unlink()
-    with pytest.raises(CheckpointError, match=r"progress.json is missing"):
-        session.checkpoints.progress(FOUR[-1])
-    (folder / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(CheckpointError, match=r"format 99, this version reads 1"):
-        session.checkpoints.progress(FOUR[-1])
-
-
-def test_contents_that_torch_cannot_read(store, tmp_path):
-    """Damage that leaves sizes as they were."""
     config = config_of(store, tmp_path, checkpoint__keep=1)
     fit(config)
-    file = tmp_path / "checkpoints" / FOUR[-1] / ".metadata"
-    file.write_bytes(b"\0" * file.stat().st_size)
-    with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*could not be read"):
+    folder = tmp_path / "checkpoints" / FOUR[-1]
+    (folder / "progress.json").unlink()
+    with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*progress.json is missing"):
         fit(config)
+    (folder / "manifest.json").write_text('{"format": 99, "files": {}}')
+    with pytest.raises(CheckpointError, match=r"format 99, this version reads up to 2"):
+        fit(config)
+
+
+def select_the_second(loop: Fit) -> None:
+    mrr = iter([0.5, 0.9, 0.6, 0.7])
+    loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
+
+
+def test_a_damaged_best_one_gives_way_to_the_newest(store, tmp_path, caplog):
+    """At the end of a resumed run, and for evaluation, prediction and export."""
+    options = {"evaluation__every": 1, "checkpoint__keep": 1}
+    fit(config_of(store, tmp_path, **options), select_the_second)
+    assert names(tmp_path) == [FOUR[1], FOUR[3]]
+    truncate(tmp_path, FOUR[1])
+    config_of(store, tmp_path, **options).save(tmp_path / "config.yaml")
+    run = api.resume(tmp_path)
+    assert run.results["checkpoint"] == {"name": FOUR[3], "epoch": 4}
+    assert caplog.text.count(f"{FOUR[1]} in") == 1 and "trying another one" in caplog.text
+    assert run.evaluate() == run.results["test"]
+    run.export(tmp_path / "export")
+    with pytest.raises(CheckpointError, match=rf"{FOUR[1]} .*bytes instead of"):
+        run.export(tmp_path / "other", checkpoint=FOUR[1])
 
 
 def rank_fills_the_disk(store: Path, run: Path) -> tuple[str, bool]:

@@ -48,6 +48,7 @@ def variant(store: Path, number: int, engine: str) -> Config:
         loss__l2=(0.0, 0.0, 0.02)[number % 3],
         loss__relation_weight=0.5 if regime == "1vsall" and number % 2 == 0 else 0.0,
         negatives__regime=regime,
+        negatives__max_answers=2,
         negatives__sides=("both", "both", "tail", "both", "head")[number * 3 % 5],
         entities__engine=engine,
         train__batch_size=BATCH_SIZES[regime],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from ranking_cases import make_known
 from scorer_cases import CASES, RELATIONS, identify
 from torch.nn.functional import cross_entropy
 from training_runs import config_of, fit, largest_difference, tiny_store
@@ -14,13 +16,14 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.queries import QueryBatches, TripleQueries
+from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.models.full_losses import FullSoftmax
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.objective import Objective, Penalties
 from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.training.directions import Direction
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.losses_seen import NonFiniteLoss
 
@@ -178,3 +181,21 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 def test_what_full_candidates_cannot_do_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **{"negatives__regime": "1vsall", **changes})
+
+
+def test_no_rank_holds_the_answers_of_others():
+    """Of a query with a million answers a rank sees those among its own rows, block by block."""
+    entities, rows = 1_000_000, 64
+    every = np.arange(entities)
+    known = make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1)
+    queries = DistinctQueries(known, ("tail",))
+    shard = EntityShard(torch.zeros(rows, 1), entities // 2, entities)
+    Direction(queries.ask(np.array([0]))[0], shard).answers(range(rows))  # compiles
+    tracemalloc.start()
+    (asked,) = queries.ask(np.array([0]))
+    query, column, share = Direction(asked, shard).answers(range(10, rows))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert column.tolist() == list(range(0, rows - 10, 2)) and not query.any()
+    assert share.tolist() == pytest.approx([2 / entities] * len(column))
+    assert peak < 1 << 20

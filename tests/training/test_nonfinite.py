@@ -11,7 +11,7 @@ from worlds import run_world
 
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.losses_seen import NonFiniteLoss
+from kge_torchrec.training.losses_seen import NonFiniteLoss, NonFiniteParameters, check_finite
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -53,3 +53,45 @@ def test_a_rate_far_too_high(store, tmp_path):
     with pytest.raises(NonFiniteLoss, match=r"at epoch 1, step \d, rank 0.*smaller train.lr"):
         fit(config_of(store, tmp_path, train__lr=1e30, **options))
     assert not (tmp_path / "checkpoints").exists()
+
+
+def poison(loop: Fit, step: int, of: str) -> None:
+    """The update of a step (from 1) leaves NaN behind, which no loss has seen yet."""
+    progress = loop.pipeline.progress
+
+    def poisoned(batches):
+        loss = progress(batches)
+        if (
+            loop.progress.global_step == step - 1
+            and rank() == loop.session.processes.world_size - 1
+        ):
+            if of == "table":
+                loop.session.engine.shard().rows[-1, -1] = math.nan
+            elif of == "dense":
+                loop.session.scorer.relations.data[0, 0] = math.inf
+            else:
+                next(iter(loop.session.engine.table.optimizer.states.values()))[0] = math.nan
+        return loss
+
+    loop.pipeline.progress = poisoned
+
+
+def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, int]:
+    engine = "handrolled" if of == "state" else "torchrec"
+    config = config_of(store, run, entities__engine=engine, train__optimizer="adam")
+    with pytest.raises(NonFiniteParameters) as caught:
+        fit(config, lambda loop: poison(loop, step, of))
+    with processes("cpu") as ranks:
+        session = Session(config, RunFolder(run), ranks)
+        progress = session.restore()
+        check_finite(session.engine.state(), ranks)
+    return str(caught.value), progress.global_step
+
+
+@pytest.mark.parametrize("step, of", [(10, "table"), (20, "dense"), (15, "state")])
+def test_nan_of_an_epochs_last_update_is_not_saved(store, tmp_path, step, of):
+    """Of 5 steps an epoch; 20 is the last one of all, whose update no loss will ever see."""
+    name = {"table": "model.entities", "dense": "scorer.relations", "state": "momentum1"}[of]
+    for message, restored in run_world(2, rank_is_poisoned, store, tmp_path, step, of):
+        assert name in message and "(rank 1)" in message
+        assert restored == step - 5

@@ -202,3 +202,44 @@ def test_no_files_are_left_in_the_temporary_folder(store, tmp_path, monkeypatch)
     (tmp_path / "tmp").mkdir()
     api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
     assert not list((tmp_path / "tmp").iterdir())
+
+
+def scripted(values: dict[str, list[float]]):
+    """Validations that give these values of the metrics, one after another."""
+    turns = {metric: iter(numbers) for metric, numbers in values.items()}
+
+    def script(loop: Fit) -> None:
+        loop.session.validate = lambda: {
+            "both": {"realistic": {metric: next(turn) for metric, turn in turns.items()}}
+        }
+
+    return script
+
+
+def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, capsys):
+    """A mean rank is never below an MRR: compared with each other nothing would be better."""
+    options = {"evaluation__every": 1, "checkpoint__keep": 1}
+    fit(config_of(store, tmp_path, train__epochs=2, **options), scripted({"mrr": [0.2, 0.4]}))
+    ranks = {"mr": [18.5, 20.0, 12.0, 15.0]}
+    options |= {"evaluation__metric": "mr", "run__progress": True}
+    session = fit(config_of(store, tmp_path, train__epochs=6, **options), scripted(ranks))
+    assert "selected by mrr so far and are by mr" in capsys.readouterr().err
+    progress = session.checkpoints.progress(session.checkpoints.names()[-1])
+    assert (progress.best_metric, progress.best_checkpoint) == (12.0, "step-000000000025")
+
+
+def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):
+    options = {"evaluation__every": 1, "checkpoint__keep": 1}
+    sample = config_of(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
+    fit(sample, scripted({"mrr": [0.9, 0.8]}))
+    whole = config_of(store, tmp_path, train__epochs=4, **options)
+    session = fit(whole, scripted({"mrr": [0.3, 0.2]}))
+    assert session.checkpoints.best() == "step-000000000015"
+
+
+@pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
+def test_sides_cannot_change_where_an_epoch_passes_through_queries(store, tmp_path, regime):
+    keys = {"negatives__regime": regime, "model__reciprocal": False, "train__epochs": 1}
+    run = api.train(config_of(store, tmp_path / "run", **keys))
+    with pytest.raises(ConfigError, match=r"negatives.sides is 'both' in this run and cannot"):
+        api.resume(run.path, {"negatives.sides": "tail", "train.epochs": 2})

@@ -66,3 +66,46 @@ def test_plan_and_train_on_the_command_line(store, tmp_path, capsys):
     assert main([*train, "--plan", str(plan), f"--run.dir={tmp_path / 'run'}"]) == 0
     assert main([*train, f"--plan={plan}", f"--run.dir={tmp_path / 'wide'}", "--model.dim=16"]) == 1
     assert "is a plan for another run" in capsys.readouterr().err
+
+
+def uses(run: Path, out: Path) -> dict:
+    """Everything that a trained run is for."""
+    with api.open_run(run) as opened:
+        opened.predict(head="e1", relation="r0")
+        opened.export(out)
+        return opened.evaluate()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_planned_run_is_evaluated_predicted_from_and_exported(store, tmp_path, world_size):
+    api_trains(store, tmp_path / "first")
+    plan = str(tmp_path / "first" / "plan.json")
+    run = api.train(config_of(store, tmp_path / "planned", train__epochs=1, run__plan=plan))
+    found = run_world(world_size, uses, run.path, tmp_path / "export")[0]
+    mrr = run.results["test"]["both"]["realistic"]["mrr"]
+    assert found["both"]["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)
+
+
+def rank_resumes(run: Path, overrides: dict) -> dict:
+    with api.resume(run, overrides) as opened:
+        return opened.results["test"]["both"]["realistic"]
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_planned_run_resumes_on_other_ranks_and_without_its_plan(store, tmp_path, gone):
+    whole = api.train(config_of(store, tmp_path / "whole", train__epochs=2))
+    api_trains(store, tmp_path / "first")
+    plan = tmp_path / "first" / "plan.json"
+    api.train(config_of(store, tmp_path / "run", train__epochs=1, run__plan=str(plan))).close()
+    if gone:
+        plan.unlink()
+    found = run_world(2, rank_resumes, tmp_path / "run", {"train.epochs": 2})[0]
+    assert found == pytest.approx(whole.results["test"]["both"]["realistic"], abs=1e-4)
+
+
+def test_a_plan_that_a_resume_names_must_fit(store, tmp_path):
+    run_world(2, api_trains, store, tmp_path / "of_two")
+    api_trains(store, tmp_path / "run")
+    plan = {"run.plan": str(tmp_path / "of_two" / "plan.json"), "train.epochs": 2}
+    with pytest.raises(ConfigError, match="the number of ranks is 2 there and 1 here"):
+        api.resume(tmp_path / "run", plan)

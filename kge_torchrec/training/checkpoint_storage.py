@@ -1,0 +1,281 @@
+"""How the tensors of a checkpoint lie on disk: raw numbers, and an index of them as JSON.
+
+torch.distributed.checkpoint plans which rank writes and reads which piece of which tensor; what it
+writes by itself has a pickled index, and whoever opens a pickle runs what is in it.  Here each rank
+writes one file of the numbers of its pieces, one after another, and the index says where they are:
+
+    {"tensors": {name: {"dtype", "size", "pieces": [{"offset", "size", "file", "start", "crc32"}]}}}
+
+Every piece has a checksum, which is compared before any of its numbers is used, so that damage is
+found without reading a byte twice or a byte that nobody asked for.
+
+Checkpoints of the first format are torch's own; their index is read by an unpickler that knows only
+the few classes of an index.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import zlib
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from math import prod
+from pathlib import Path, PurePath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    FileSystemReader,
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    SavePlan,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+)
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from kge_torchrec.errors import KGEError
+
+Index = dict[str, Any]  # as JSON has it
+
+_THREADS = 4  # pieces under way at once: memory for as many, and disks like several requests
+
+
+class Damaged(KGEError, RuntimeError):
+    """A checkpoint does not hold what it should; the message says what and where."""
+
+
+class RawWriter(StorageWriter):
+    """Writes this rank's pieces into ``folder``; on rank 0 ``index`` is there when all have."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.folder = folder
+        self.index: Index | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Nothing: a writer writes once."""
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Nothing to set up."""
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return [replace(p, storage_data=f"rank-{rank:05d}.bin") for rank, p in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Each result's storage data is {"file", "start", "crc32"} of its piece."""
+        name, starts, end = plan.storage_data, [], 0
+        for item in plan.items:
+            starts.append(end)
+            end += _bytes_of(item)
+        with (self.folder / name).open("wb") as file:
+            file.truncate(end)
+
+            def write(item: WriteItem, start: int) -> WriteResult:
+                numbers = _as_bytes(planner.resolve_data(item))
+                _write_at(file.fileno(), numbers, start)
+                place = {"file": name, "start": start, "crc32": zlib.crc32(numbers)}
+                return WriteResult(item.index, len(numbers), place)
+
+            results = _in_threads(write, plan.items, starts)
+            os.fsync(file.fileno())
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Puts the index together, on rank 0."""
+        places = {_key(r.index): r.storage_data for of_rank in results for r in of_rank}
+        self.index = {
+            name: {
+                "dtype": str(stored.properties.dtype).removeprefix("torch."),
+                "size": list(stored.size),
+                "pieces": [
+                    {"offset": list(c.offsets), "size": list(c.sizes), **places[name, c.offsets]}
+                    for c in stored.chunks
+                ],
+            }
+            for name, stored in metadata.state_dict_metadata.items()
+        }
+
+    def storage_meta(self) -> None:
+        return None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class RawReader(StorageReader):
+    """Reads pieces that an index names out of ``folder``.
+
+    Raises Damaged for an index that makes no sense, a piece that is cut short, and one whose
+    numbers are not those that were written.
+    """
+
+    def __init__(self, folder: Path, index: Index):
+        super().__init__()
+        self.folder, self.index = folder, index
+        self._places: dict[tuple[str, torch.Size], dict[str, Any]] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        """Nothing: a reader reads one checkpoint."""
+
+    def read_metadata(self) -> Metadata:
+        try:
+            stored = {name: self._tensor(name, entry) for name, entry in self.index.items()}
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise Damaged(f"its index makes no sense ({error!r})") from error
+        return Metadata(stored)
+
+    def _tensor(self, name: str, entry: dict[str, Any]) -> TensorStorageMetadata:
+        dtype = getattr(torch, entry["dtype"])
+        if not isinstance(dtype, torch.dtype):
+            raise ValueError(f"{entry['dtype']} is no type of numbers")
+        chunks = []
+        for piece in entry["pieces"]:
+            if Path(piece["file"]).name != piece["file"]:
+                raise ValueError(f"{piece['file']} is no file of the checkpoint")
+            chunk = ChunkStorageMetadata(torch.Size(piece["offset"]), torch.Size(piece["size"]))
+            self._places[name, chunk.offsets] = piece
+            chunks.append(chunk)
+        return TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
+        """``read_metadata`` has done it."""
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        def read(item: ReadItem) -> None:
+            piece = self._piece(item.storage_index)
+            for dim, (start, length) in enumerate(
+                zip(item.storage_offsets, item.lengths, strict=True)
+            ):
+                piece = piece.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(piece)
+            planner.commit_tensor(item, target)
+
+        _in_threads(read, plan.items)
+        return _done(None)
+
+    def _piece(self, index: MetadataIndex) -> Tensor:
+        place = self._places[_key(index)]
+        dtype, size = getattr(torch, self.index[index.fqn]["dtype"]), place["size"]
+        numbers = bytearray(prod(size) * dtype.itemsize)
+        with (self.folder / place["file"]).open("rb") as file:
+            file.seek(place["start"])
+            read = file.readinto(numbers)
+        if read != len(numbers) or zlib.crc32(numbers) != place["crc32"]:
+            raise Damaged(
+                f"{place['file']} is damaged: the checksum of {index.fqn} from "
+                f"{list(index.offset or ())} on is another"
+            )
+        if not numbers:
+            return torch.empty(size, dtype=dtype)
+        return torch.frombuffer(numbers, dtype=dtype).view(size)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+
+class TorchReader(FileSystemReader):
+    """Reads the first format: torch's, with a pickled index, of which only tensors are taken."""
+
+    def read_metadata(self) -> Metadata:
+        try:
+            with (Path(self.path) / ".metadata").open("rb") as file:
+                metadata = _IndexUnpickler(file).load()
+        except Damaged:
+            raise
+        except Exception as error:
+            raise Damaged(f"its index cannot be read ({error})") from error
+        for name, place in metadata.storage_data.items():
+            if Path(place.relative_path).name != place.relative_path:
+                raise Damaged(f"{place.relative_path} of {name.fqn} is no file of the checkpoint")
+        return metadata
+
+
+_INDEX_CLASSES = {
+    "torch.distributed.checkpoint.metadata": {
+        "Metadata", "TensorStorageMetadata", "TensorProperties", "ChunkStorageMetadata",
+        "BytesStorageMetadata", "MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+}  # fmt: skip
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    """Knows the classes of torch's index and nothing else, so that nothing can be run."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("pathlib", "pathlib._local"):  # where the checkpoint was written to
+            return PurePath
+        if name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise Damaged(f"its index names {module}.{name}, which no index of ours does")
+
+
+class TensorsOnly(DefaultLoadPlanner):
+    """Fills tensors in; anything else in a checkpoint would have to be unpickled."""
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        raise Damaged(f"{read_item.dest_index.fqn} is no tensor")
+
+
+def _key(index: MetadataIndex) -> tuple[str, torch.Size | None]:
+    return index.fqn, index.offset
+
+
+def _bytes_of(item: WriteItem) -> int:
+    if item.type == WriteItemType.BYTE_IO:
+        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds tensors only")
+    return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+
+
+def _as_bytes(tensor: Tensor) -> memoryview:
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy())
+
+
+def _write_at(handle: int, numbers: memoryview, start: int) -> None:
+    while numbers:  # one call writes 2 GiB at most
+        written = os.pwrite(handle, numbers, start)
+        numbers, start = numbers[written:], start + written
+
+
+def _in_threads(work: Callable, *items: Iterable) -> list:
+    """``map``, several at once: reading, writing and checksums leave Python's lock."""
+    with ThreadPoolExecutor(_THREADS) as threads:
+        return list(threads.map(work, *items))
+
+
+def _done(value: Any) -> Future:
+    future: Future = Future()
+    future.set_result(value)
+    return future

@@ -1,0 +1,227 @@
+"""What the data of a large graph takes of memory, on a made-up store of 50 million triples.
+
+Each figure is of a process of its own: the most anonymous memory (not the pages of mapped files,
+which all processes of a host share) beyond that before the work, sampled every millisecond.
+Prints one line per figure: name, value, unit.
+
+    python scripts/bench_data_memory.py --folder /tmp/made-up
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+HUBS, HUB_ANSWERS = 256, 50_000
+ENTITIES, TRIPLES, RELATIONS = 10_000_000, 50_000_000, 20
+TEST = HUBS + 1  # a triple of every hub, and of the entity that is connected with all
+
+
+def main() -> None:
+    args = parse()
+    if args.work is not None:
+        measure(args.work, args.folder)
+        return
+    if not (args.folder / "meta.json").exists():
+        make(args.folder)
+    for name in WORKS:
+        command = [sys.executable, __file__, "--folder", str(args.folder), "--work", name]
+        subprocess.run(command, check=True)
+
+
+def make(folder: Path) -> None:
+    """A store with hubs of many answers to relation 0, and random triples."""
+    import pyarrow as pa
+
+    from kge_torchrec.data.known import SIDES, build_side
+    from kge_torchrec.data.store import write_store
+
+    stream = np.random.default_rng(0)
+    hubs = np.repeat(np.arange(HUBS), HUB_ANSWERS)
+    answers = np.tile(np.arange(HUB_ANSWERS), HUBS) * (ENTITIES // HUB_ANSWERS)
+    parts = [(hubs, hubs * 0, answers)]
+    every = np.arange(ENTITIES)
+    parts.append((every * 0 + HUBS, every * 0, every))
+    rest = TRIPLES - sum(len(part[0]) for part in parts)
+    heads = stream.integers(TEST, ENTITIES, rest)
+    parts.append((heads, stream.integers(1, RELATIONS, rest), stream.integers(0, ENTITIES, rest)))
+    train = np.concatenate([np.stack(part, 1).astype(np.int32) for part in parts])
+    test = np.stack([np.arange(TEST), np.zeros(TEST), np.ones(TEST) * ENTITIES // 2], 1)
+    splits = {"train": train, "valid": train[:0], "test": test.astype(np.int32)}
+    indices = {
+        split: {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
+        for split, rows in splits.items()
+    }
+    labels = [pa.array(map(str, range(size)), pa.large_string()) for size in (ENTITIES, RELATIONS)]
+    folder.mkdir(parents=True, exist_ok=True)
+    write_store(folder, *labels, splits, indices, {})
+
+
+def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
+    import torch
+
+    from kge_torchrec.entities.contract import EntityShard
+    from kge_torchrec.models.scorers import SCORERS
+    from kge_torchrec.ranking.exact import rank_triples
+
+    torch.set_num_threads(1)
+    scorer = SCORERS["distmult"](RELATIONS, 4)
+    shard = EntityShard(torch.rand(ENTITIES, 4), 0, ENTITIES)
+    known = store.known()
+
+    def rank() -> None:
+        rank_triples(scorer, shard, triples.astype(np.int64), known, sides=("tail",))
+
+    # Compiles, and warms the allocator with blocks of as many scores.
+    few = EntityShard(shard.rows[:40_000], 0, 40_000)
+    other = np.stack([np.arange(len(triples)) + TEST, np.ones(len(triples))] * 2, 1)[:, :3]
+    other = other.astype(np.int64) * [1, 1, 0]
+    rank_triples(scorer, few, other, known, sides=("tail",))
+    return rank
+
+
+def hubs_ranked(store):
+    """256 queries with 50,000 answers each."""
+    return filtered_ranking(store, store.test[:HUBS])
+
+
+def all_answers_ranked(store):
+    """One query with 10 million answers."""
+    return filtered_ranking(store, store.test[HUBS:])
+
+
+def popularity_planned(store):
+    """What rank 0 makes of the degrees for the plan of every run."""
+    from kge_torchrec.planning.popularity import Popularity
+
+    return lambda: Popularity.of_degrees(store.degrees())
+
+
+def config_of(store, **keys):
+    from kge_torchrec.config_parser import load_config
+
+    return load_config(None, {"data.path": str(store.path), **keys})
+
+
+def degree_sampler(store):
+    """What each rank makes for degree sampling; held to the end."""
+    import torch
+
+    from kge_torchrec.parallel.processes import Processes
+    from kge_torchrec.training.assembly import build_batches
+
+    ranks = Processes(0, 1, 1, torch.device("cpu"))
+    config = config_of(store, **{"negatives.sampling": "degree"})
+    return lambda: build_batches(config, store, ranks)
+
+
+def queries_listed(store):
+    """What each rank makes for kvsall and kvssample; held to the end."""
+    from kge_torchrec.data.queries import DistinctQueries
+
+    return lambda: DistinctQueries(store.known(("train",)), ("head", "tail"))
+
+
+def hubs_asked(store):
+    """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
+    from kge_torchrec.data.queries import DistinctQueries
+    from kge_torchrec.entities.contract import EntityShard
+    from kge_torchrec.training.directions import Direction
+
+    class Rows:
+        shape, device = (ENTITIES, 4), "cpu"
+
+        def __len__(self) -> int:
+            return ENTITIES
+
+    queries = DistinctQueries(store.known(("train",)), ("tail",))
+
+    def ask() -> None:
+        (asked,) = queries.ask(np.arange(HUBS + 1))
+        Direction(asked, EntityShard(Rows(), 0, ENTITIES)).answers(range(8192))
+
+    return ask
+
+
+def hub_sampled(store):
+    """A kvssample step of the query with 10 million answers."""
+    from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.data.order import EpochOrder
+    from kge_torchrec.data.query_samples import QuerySampleBuilder
+
+    known, options = store.known(("train",)), {"max_answers": 1024}
+    sampler = NegativeSampler(ENTITIES, 512, 0)
+    try:
+        batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), **options)
+    except TypeError:  # before there was a limit
+        batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",))
+    order = EpochOrder(batches.examples, 0, 0)
+    every = order(np.arange(batches.examples))
+    step = int(np.flatnonzero(every == HUBS)[0])
+    del every
+    return lambda: batches.batch(order, 0, step)
+
+
+WORKS = {
+    work.__name__: work
+    for work in (
+        hubs_ranked,
+        all_answers_ranked,
+        popularity_planned,
+        degree_sampler,
+        queries_listed,
+        hubs_asked,
+        hub_sampled,
+    )
+}
+
+
+def measure(name: str, folder: Path) -> None:
+    from kge_torchrec.data.store import TripleStore
+
+    work = WORKS[name](TripleStore.open(folder))
+    before, peak, done = anonymous(), [0], threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            peak[0] = max(peak[0], anonymous())
+            time.sleep(0.001)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    start = time.perf_counter()
+    kept = work()
+    seconds = time.perf_counter() - start
+    done.set()
+    watcher.join()
+    held = anonymous() - before
+    del kept
+    print(f"{name}_peak {(peak[0] - before) / 2**20:.1f} MiB")
+    print(f"{name}_held {held / 2**20:.1f} MiB")
+    print(f"{name}_time {seconds:.2f} s", flush=True)
+
+
+def anonymous() -> int:
+    """Bytes of this process's memory that are no pages of files."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon"):
+            return int(line.split()[1]) << 10
+    raise OSError("no RssAnon in /proc/self/status")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--folder", type=Path, required=True, help="of the store, made if missing")
+    parser.add_argument("--work", choices=list(WORKS))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

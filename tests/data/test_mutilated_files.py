@@ -1,0 +1,142 @@
+"""Whatever bytes a file holds, reading it gives triples or a DataError that says where."""
+
+import bz2
+import gzip
+import re
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.data.errors import DataError
+from kge_torchrec.data.readers import read_triples
+
+ROWS = [(f"e{i}", f"r{i % 2}", f"e{i * 7 % 5}") for i in range(5)]
+TSV = "".join("\t".join(row) + "\n" for row in ROWS).encode()
+CSV = b'head,relation,tail\r\n"x, y","says ""hi""","two\nlines"\r\n' + TSV.replace(b"\t", b",")
+NT = b"".join(b"<%b> <%b> <%b> .\n" % tuple(map(str.encode, row)) for row in ROWS)
+NT += b'# c\n_:b <r> "l\\"x"@en .\n<a> <r> "1"^^<int> .\n'
+
+
+def parquet_bytes(columns, **options) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(columns), sink, **options)
+    return sink.getvalue().to_pybytes()
+
+
+def broken_text() -> pa.Array:
+    """A column of strings that are no UTF-8, as other programs write them."""
+    offsets, values = pa.py_buffer(b"\0\0\0\0\1\0\0\0\2\0\0\0"), pa.py_buffer(b"a\xff")
+    return pa.StringArray.from_buffers(2, offsets, values)
+
+
+HEADS = [row[0] for row in ROWS]
+PARQUET = parquet_bytes({"h": HEADS, "r": pa.array(HEADS).dictionary_encode(), "t": [b"x"] * 5})
+OPENKE = {
+    "train2id.txt": b"3\n0 1 0\n1 2 1\n2 0 0\n",
+    "entity2id.txt": b"3\na\t0\nb\t1\nc\t2\n",
+    "relation2id.txt": b"2\nr\t0\ns\t1\n",
+}
+LIBKGE = {
+    "train.del": b"0\t0\t1\n1\t1\t2\n",
+    "entity_ids.del": b"0\ta\n1\tb\n2\tc\n",
+    "relation_ids.del": b"0\tr\n1\ts\n",
+}
+FOLDERS = [
+    {"x.tsv": TSV},
+    {"x.csv": CSV},
+    {"x.nt": NT},
+    {"x.parquet": PARQUET},
+    OPENKE,
+    LIBKGE,
+    {"x.tsv.gz": gzip.compress(TSV)},
+    {"x.csv.zst": pa.compress(CSV, "zstd", asbytes=True)},
+    {"x.nt.bz2": bz2.compress(NT)},
+]
+TOKENS = [
+    b"\r", b"\r\n", b"\n", b'"', b'""', b",", b"\t", b"\0", b"\1", b"\xff", b"\xef\xbb\xbf", b" ",
+    b"-1", b"9" * 20, b"9" * 5000, "²".encode(), "٣".encode(), "\u2028".encode(), b"<", b">",
+    b"\\", b"_:", b".", b"#", b"head,relation,tail,weight\n", b"q" * 140_000,
+]  # fmt: skip
+MUTATION = st.tuples(st.floats(0, 1), st.floats(0, 0.3), st.sampled_from(TOKENS) | st.binary())
+# What is said of a file as a whole.
+WHOLE = (
+    "empty file|no triples|not a readable Parquet|cannot be read or decompressed|cannot tell"
+    "|each once|no such file|row \\d+: column|is not text|announces"
+)
+
+
+def mutilated(content: bytes, mutations) -> bytes:
+    """Bytes replaced by others, at places and over lengths relative to what there is."""
+    for place, length, token in mutations:
+        start = int(place * len(content))
+        content = content[:start] + token + content[start + int(length * len(content)) :]
+    return content
+
+
+def outcome(folder, files: dict[str, bytes], has_header=None) -> str:
+    """What is wrong with the triples of the first file; "" if they could be read."""
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    try:
+        batches = list(read_triples(folder / next(iter(files)), has_header))
+    except DataError as error:
+        fault = str(error)
+        assert fault.startswith(f"{folder}/")
+        fault = fault.removeprefix(f"{folder}/")
+        assert re.match(r"[\w.]+:\d+: ", fault) or re.search(WHOLE, fault), fault
+        return fault
+    rows = [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
+    assert rows and all(isinstance(label, str) and label for row in rows for label in row)
+    return ""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("mutilated")
+
+
+@settings(
+    max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    files=st.sampled_from(FOLDERS),
+    which=st.integers(0, 2),
+    mutations=st.lists(MUTATION, min_size=1, max_size=3),
+    has_header=st.sampled_from([None, True, False]),
+)
+@example(files=FOLDERS[1], which=0, mutations=[(0.0, 0.0, b"a\rb,r,c\n")], has_header=None)
+def test_any_bytes_are_triples_or_a_fault_with_its_place(
+    folder, files, which, mutations, has_header
+):
+    name = list(files)[which % len(files)]
+    outcome(folder, files | {name: mutilated(files[name], mutations)}, has_header)
+
+
+@pytest.mark.parametrize(
+    "files, said",
+    [
+        ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: not readable as CSV: carriage return inside a field"),
+        ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: not readable as CSV: carriage return inside"),
+        ({"x.csv": b'a,r,b\n\n"c","r","'}, "x.csv:3: not readable as CSV: a quote is not closed"),
+        ({"x.csv": b'"' + b"q" * 140_000}, "x.csv:1: not readable as CSV: a field of more than"),
+        ({"x.tsv": b"head\trelation\ttail"}, "x.tsv: no triples after the header"),
+        ({"x.parquet": parquet_bytes({"h": ["a", "b"], "r": ["a", "b"], "t": broken_text()})},
+         "x.parquet: row 2: column 't' is not UTF-8"),
+        (LIBKGE | {"train.del": b"\n"}, "train.del: empty file: no triples"),
+        (LIBKGE | {"train.del": "0\t٣\t1\n".encode()}, "train.del:1: the relation is no number"),
+        (LIBKGE | {"entity_ids.del": b"\n"}, "entity_ids.del: empty file"),
+        (LIBKGE | {"entity_ids.del": b"0\ta\n1\t\n"}, "entity_ids.del:2: the label is empty"),
+        (LIBKGE | {"entity_ids.del": b"0\ta\rb\n"}, "entity_ids.del:1: carriage return"),
+        (LIBKGE | {"entity_ids.del": b"0\ta\n2\tb\n"},
+         "entity_ids.del: the ids are not 0 to 1, each once: there is no 1"),
+        (OPENKE | {"train2id.txt": "²\n0 1 0\n".encode()}, "train2id.txt:1: expected the number"),
+        (OPENKE | {"train2id.txt": b"9" * 5000 + b"\n0 1 0\n"}, "train2id.txt:1: expected the"),
+        (OPENKE | {"train2id.txt": b"1\n0 " + b"9" * 20 + b" 0\n"},
+         "train2id.txt:2: the tail is no number"),
+    ],
+)  # fmt: skip
+def test_faults_that_once_were_others(folder, files, said):
+    assert outcome(folder, files).startswith(said)

@@ -1,0 +1,208 @@
+"""Checkpoints on disk: any damage is found, and nothing in them is ever executed."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import shutil
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from old_runs import unpack_old_run
+from training_runs import config_of, fit, largest_difference, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.checkpoint_storage import TorchReader
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+
+KEYS = {"train__epochs": 1, "checkpoint__keep": 1, "train__optimizer": "adam"}
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+@pytest.fixture(scope="module")
+def run(store, tmp_path_factory) -> Path:
+    """A run of two ranks."""
+    path = tmp_path_factory.mktemp("run")
+    run_world(2, rank_trains, store, path)
+    return path
+
+
+def rank_trains(store: Path, run: Path) -> None:
+    fit(config_of(store, run, **KEYS))
+
+
+def restored(store: Path, run: Path) -> dict[str, torch.Tensor]:
+    return fit(config_of(store, run, **KEYS)).parameters
+
+
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.integers(0, 4))
+def test_a_flipped_bit_anywhere_is_found_or_harmless(store, run, tmp_path, where, bit, which):
+    expected = restored(store, run)
+    copy = tmp_path / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(run, copy)
+    file = sorted(next((copy / "checkpoints").iterdir()).iterdir())[which]
+    content = bytearray(file.read_bytes())
+    content[int(where * len(content))] ^= 1 << bit
+    file.write_bytes(content)
+    try:
+        found = restored(store, copy)
+    except CheckpointError as error:
+        assert "step-" in str(error)
+    else:  # a space of the manifest, or torch's version
+        assert file.name == "manifest.json"
+        assert largest_difference(expected, found) == 0
+
+
+def test_the_checksum_of_a_piece_names_it(store, run, tmp_path):
+    shutil.copytree(run, tmp_path / "copy")
+    (folder,) = (tmp_path / "copy" / "checkpoints").iterdir()
+    file = folder / "rank-00001.bin"
+    content = bytearray(file.read_bytes())
+    content[0] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"rank-00001.bin is damaged: the checksum of engine"):
+        restored(store, tmp_path / "copy")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"dtype": "float31"},
+        {"dtype": "load"},
+        {"pieces": [{"offset": [0], "size": [1], "file": "../../config.yaml", "start": 0}]},
+        {"pieces": None},
+        {"size": "many"},
+    ],
+)
+def test_an_index_that_makes_no_sense(store, run, tmp_path, change):
+    """With checksums that fit, as somebody would write them on purpose."""
+    shutil.copytree(run, tmp_path / "copy")
+    (folder,) = (tmp_path / "copy" / "checkpoints").iterdir()
+    index = json.loads((folder / "index.json").read_text())
+    next(iter(index["tensors"].values())).update(change)
+    text = json.dumps(index)
+    (folder / "index.json").write_text(text)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    manifest["files"]["index.json"] = len(text)
+    manifest["crc32"]["index.json"] = zlib.crc32(text.encode())
+    (folder / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match="index makes no sense"):
+        restored(store, tmp_path / "copy")
+
+
+class Crafted:
+    """What unpickling it does is the attacker's choice."""
+
+    def __reduce__(self):
+        return print, ("THE CRAFTED FILE RAN",)
+
+
+def test_a_crafted_checkpoint_of_the_old_format_is_refused(tmp_path, capsys):
+    run = unpack_old_run(tmp_path)
+    for folder in (run / "checkpoints").iterdir():
+        file = folder / ".metadata"
+        crafted = pickle.dumps(Crafted())
+        file.write_bytes(crafted + b"\0" * (file.stat().st_size - len(crafted)))  # the same size
+    with pytest.raises(CheckpointError, match=r"names builtins.print, which no index of ours does"):
+        api.open_run(run).evaluate()
+    assert "CRAFTED" not in capsys.readouterr().out
+
+
+def test_only_tensors_are_taken_from_the_old_format(tmp_path, capsys):
+    """torch unpickles whatever is no tensor."""
+    content = {"engine": {"model": Crafted()}}
+    with processes("cpu") as ranks:
+        torch.distributed.checkpoint.save(content, checkpoint_id=str(tmp_path / "step-1"))
+        capsys.readouterr()  # torch copies what it saves
+        manifest = {"format": 1, "files": {}}
+        (tmp_path / "step-1" / "manifest.json").write_text(json.dumps(manifest))
+        (tmp_path / "step-1" / "progress.json").write_text("{}")
+        with pytest.raises(CheckpointError, match=r"engine\.model is no tensor"):
+            Checkpoints(tmp_path, ranks).load({"model": 3}, "step-1")
+    assert "CRAFTED" not in capsys.readouterr().out
+
+
+def nothing_unpickles(monkeypatch) -> None:
+    """Every way into pickle raises; torch's collectives keep theirs, which hold no file's bytes."""
+
+    class Refused(pickle.Unpickler):
+        def load(self):
+            raise AssertionError("something was unpickled")
+
+    def refuse(*_: object, **__: object):
+        raise AssertionError("something was unpickled")
+
+    for name in ("load", "loads"):
+        monkeypatch.setattr(pickle, name, refuse)
+    monkeypatch.setattr(pickle, "Unpickler", Refused)
+    monkeypatch.setattr(torch, "load", refuse)
+
+
+def uses_everything(store: Path, run: Path) -> None:
+    """Trains, resumes, evaluates, predicts, exports and loads the export."""
+    shutil.rmtree(run, ignore_errors=True)
+    api.train(config_of(store, run, **KEYS)).close()
+    with api.resume(run, {"train.epochs": 2}) as opened:
+        opened.evaluate()
+        opened.predict(head="e1", relation="r0")
+        opened.export(run / "export")
+    api.load_model(run / "export").predict(head="e1", relation="r0")
+
+
+def test_nothing_is_unpickled(store, tmp_path, monkeypatch):
+    uses_everything(store, tmp_path / "run")  # numba keeps compiled code as pickles
+    nothing_unpickles(monkeypatch)
+    uses_everything(store, tmp_path / "run")
+
+
+def rank_unpickles_nothing(store: Path, run: Path) -> int:
+    api.train(config_of(store, run / f"{0}", **KEYS)).close()
+    with pytest.MonkeyPatch.context() as patch:
+        nothing_unpickles(patch)
+        patch.setattr("kge_torchrec.parallel.processes._sendable", lambda error: error)
+        with api.resume(run / f"{0}", {"train.epochs": 2}) as opened:
+            opened.evaluate()
+    return rank()
+
+
+def test_several_ranks_unpickle_only_what_they_send_each_other(store, tmp_path):
+    assert run_world(2, rank_unpickles_nothing, store, tmp_path) == [0, 1]
+
+
+def test_the_old_index_is_read_as_torch_reads_it(tmp_path):
+    run = unpack_old_run(tmp_path)
+    for folder in (run / "checkpoints").iterdir():
+        with (folder / ".metadata").open("rb") as file:
+            expected = pickle.load(file)
+        found = TorchReader(folder).read_metadata()
+        assert found.state_dict_metadata == expected.state_dict_metadata
+        assert found.storage_data == expected.storage_data
+
+
+def test_a_pickle_that_only_looks_like_an_index(tmp_path):
+    """Attributes of admitted modules are not admitted with them."""
+    for module, name in (("torch", "load"), ("torch.serialization", "load"), ("torch", "hub.load")):
+        stream = io.BytesIO()
+        stream.write(b"\x80\x04" + _string(module) + _string(name) + b"\x93.")
+        (tmp_path / ".metadata").write_bytes(stream.getvalue())
+        with pytest.raises(RuntimeError, match=f"names {module}.{name}"):
+            TorchReader(tmp_path).read_metadata()
+
+
+def _string(text: str) -> bytes:
+    return b"\x8c" + bytes([len(text)]) + text.encode()

@@ -1,0 +1,174 @@
+"""What one rank decides or meets, all ranks hear: none is left behind in a collective."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import QUIET, config_of, fit, largest_difference, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.parallel.processes import (
+    OtherRankFailed,
+    on_all_ranks,
+    on_first_rank,
+    processes,
+)
+from kge_torchrec.training import run_plan
+from kge_torchrec.training.metrics_log import MetricsLog
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+TWO = [0, 1]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+def rank_comes_late(folder: Path) -> int:
+    """Rank 1 looks for the store when rank 0 has long prepared it."""
+    data = folder / "data"
+    with processes("cpu") as ranks:
+        if ranks.rank == 1:
+            time.sleep(1.0)
+        config = config_of(data, folder / "run", **{"evaluation__every": 0})
+        return Session(config, RunFolder(folder / "run"), ranks).store.num_entities
+
+
+def test_a_rank_that_looks_late_finds_the_same_store(tmp_path):
+    (tmp_path / "data").mkdir()
+    lines = (f"a{i}\tr\tb{i % 7}\n" for i in range(30))
+    (tmp_path / "data" / "train.tsv").write_text("".join(lines))
+    assert run_world(2, rank_comes_late, tmp_path) == [37, 37]
+
+
+def rank_sees_an_old_listing(store: Path, run: Path) -> tuple[int, dict]:
+    """As on a network disk, where another host's listing may lag behind."""
+    glob = Path.glob
+
+    def stale(self: Path, pattern: str):
+        found = sorted(glob(self, pattern))
+        hides = rank() == 1 and pattern.startswith("step-")
+        return iter(found[:-1] if hides else found)
+
+    Path.glob = stale
+    try:
+        config = config_of(store, run, train__epochs=4)
+        with processes("cpu") as ranks:
+            epoch = Session(config, RunFolder(run), ranks).restore().epoch
+        with api.open_run(run) as opened:
+            return epoch, opened.evaluate()
+    finally:
+        Path.glob = glob
+
+
+def test_all_ranks_load_the_checkpoint_that_rank_0_sees(store, tmp_path):
+    run = api.train(config_of(store, tmp_path / "run"))
+    expected = run.evaluate()
+    run.close()
+    for epoch, results in run_world(2, rank_sees_an_old_listing, store, run.path):
+        assert epoch == 4
+        for side, kinds in results.items():
+            mrr = expected[side]["realistic"]["mrr"]
+            assert kinds["realistic"]["mrr"] == pytest.approx(mrr, abs=1e-5)
+
+
+def rank_meets_a_full_disk(store: Path, run: Path, where: str) -> str:
+    """An OSError on rank 0 in what only rank 0 writes."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    broken = {"metrics": (MetricsLog, "write"), "results": (RunFolder, "write_results")}[where]
+    kept = getattr(*broken)
+    if rank() == 0:
+        setattr(*broken, full)
+    try:
+        api.train(config_of(store, run, train__epochs=1)).close()
+    except (OSError, OtherRankFailed) as error:
+        return str(error)
+    finally:
+        setattr(*broken, kept)
+    return "trained"
+
+
+@pytest.mark.parametrize("where", ["metrics", "results"])
+def test_a_log_that_cannot_be_written_ends_all_ranks(store, tmp_path, where):
+    for message in run_world(2, rank_meets_a_full_disk, store, tmp_path / "run", where, timeout=60):
+        assert "No space left on device" in message
+
+
+def rank_calls_back(store: Path, run: Path) -> str:
+    """A callback of rank 1 alone, which raises."""
+
+    def refuse(kind: str, values: dict) -> None:
+        raise ValueError("pruned")
+
+    try:
+        api.train(config_of(store, run, train__epochs=1), [refuse] if rank() == 1 else [])
+    except (ValueError, OtherRankFailed) as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+def test_a_callback_that_raises_on_one_rank_ends_all(store, tmp_path):
+    found = run_world(2, rank_calls_back, store, tmp_path / "run", timeout=60)
+    assert found == ["OtherRankFailed: rank 1: pruned", "ValueError: pruned"]
+
+
+def test_training_does_without_a_plan_that_cannot_be_made(store, tmp_path, monkeypatch, caplog):
+    def refuse(*_: object) -> None:
+        raise ValueError("the planner gave up")
+
+    monkeypatch.setattr(run_plan, "plan_run", refuse)
+    run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
+    assert "no plan.txt: the planner gave up" in caplog.text
+    assert run.results["test"] and not (run.path / "plan.txt").exists()
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_stays(store, tmp_path, monkeypatch, caplog):
+    def refuse(path, *_: object, **__: object) -> None:
+        raise OSError(16, "Device or resource busy", str(path))
+
+    whole = fit(config_of(store, tmp_path / "a")).parameters
+    monkeypatch.setattr("kge_torchrec.training.checkpoints.shutil.rmtree", refuse)
+    found = fit(config_of(store, tmp_path / "b")).parameters
+    assert largest_difference(whole, found) == 0
+    assert "could not be removed" in caplog.text and "Device or resource busy" in caplog.text
+    assert len(list((tmp_path / "b" / "checkpoints").iterdir())) == QUIET["train.epochs"]
+
+
+class Unsendable(Exception):
+    def __init__(self, one: int, two: int):
+        super().__init__(f"{one} and {two}")
+
+
+def rank_raises(where: int, of_all: bool) -> str:
+    def work() -> int:
+        if rank() == where:
+            raise Unsendable(1, 2)
+        return rank()
+
+    with processes("cpu") as ranks:
+        try:
+            return str((on_all_ranks if of_all else on_first_rank)(ranks, work))
+        except Exception as error:
+            assert error.on_every_rank
+            return f"{type(error).__name__}: {error}"
+
+
+def test_errors_reach_every_rank_even_if_they_cannot_travel():
+    assert run_world(2, rank_raises, 0, False) == [
+        "Unsendable: 1 and 2",
+        "RuntimeError: Unsendable: 1 and 2",
+    ]
+    assert run_world(2, rank_raises, 1, True) == [
+        "OtherRankFailed: rank 1: 1 and 2",
+        "Unsendable: 1 and 2",
+    ]
+    assert run_world(2, rank_raises, 9, True) == ["0", "1"]
+    assert run_world(2, rank_raises, 9, False) == ["0", "0"]

@@ -1,0 +1,297 @@
+"""Runs that end before their time and are started again: by hand, by a scheduler, by torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from training_runs import config_of, fit, largest_difference, rank, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training import stop_signal
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
+
+
+# run.resume
+
+
+def test_auto_starts_a_run_and_goes_on_with_it(store, tmp_path):
+    config = config_of(store, tmp_path / "run", run__resume="auto")
+    api.train(config)
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    run = api.train(config_of(store, tmp_path / "run", run__resume="auto", threads=2))
+    assert (run.path / "metrics.jsonl").read_text().splitlines()[:-1] == lines[:-1]
+
+
+@pytest.mark.parametrize(
+    "resume, changes, words",
+    [
+        ("auto", {"train__lr": 0.5}, r"of another config: train.lr is 0.05 there and 0.5 here"),
+        ("require", {"seed": 9}, r"of another config: seed is 0 there and 9 here"),
+        ("never", {}, r"holds a run already; .*--run.resume auto"),
+    ],
+)
+def test_a_run_of_another_config_is_left_alone(store, tmp_path, resume, changes, words):
+    api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
+    again = config_of(store, tmp_path / "run", run__resume=resume, train__epochs=1, **changes)
+    with pytest.raises(ConfigError, match=words):
+        api.train(again)
+    assert api.open_run(tmp_path / "run").config.seed == 0
+
+
+def test_require_wants_a_run_and_a_folder(store, tmp_path):
+    with pytest.raises(ConfigError, match=r"run.resume require: .* holds no run"):
+        api.train(config_of(store, tmp_path / "run", run__resume="require"))
+    with pytest.raises(ConfigError, match=r"run.resume auto needs run.dir"):
+        config_of(store, None, run__resume="auto")
+
+
+# One folder, one live run
+
+
+def test_a_second_run_in_a_folder_hears_who_lives_there(store, tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with folder.locked():
+        words = rf"is being trained by process {os.getpid()} on \S+, since 20"
+        with pytest.raises(ConfigError, match=words):
+            api.train(config_of(store, folder.path))
+        with pytest.raises(ConfigError, match=words):
+            api.train(config_of(store, folder.path, run__resume="auto"))
+    run = api.train(config_of(store, folder.path, train__epochs=1))
+    with folder.locked():
+        run.evaluate()  # reading is free
+        with pytest.raises(ConfigError, match=words):
+            api.resume(run.path)
+
+
+def test_a_lock_does_not_outlive_its_process(tmp_path):
+    code = (
+        "import os, sys, time; from kge_torchrec.training.run_folder import RunFolder\n"
+        f"with RunFolder({str(tmp_path)!r}).locked():\n"
+        "    print('locked', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=ROOT)
+    assert process.stdout.readline() == b"locked\n"
+    with (
+        pytest.raises(ConfigError, match=f"process {process.pid} on"),
+        RunFolder(tmp_path).locked(),
+    ):
+        pass
+    process.kill()
+    process.wait()
+    with RunFolder(tmp_path).locked():
+        pass
+
+
+# Signals
+
+
+def signalled(loop: Fit, step: int, who: int, number: int) -> None:
+    """Sends this process a signal in the middle of a step, if it is rank ``who``."""
+    progress = loop.pipeline.progress
+
+    def send(batches):
+        if loop.progress.global_step == step - 1 and rank() == who:
+            os.kill(os.getpid(), number)
+        return progress(batches)
+
+    loop.pipeline.progress = send
+
+
+def rank_is_stopped(store: Path, run: Path, step: int, who: int, number: int) -> str:
+    before = signal.getsignal(number)
+    with pytest.raises(TrainingStopped) as caught:
+        fit(config_of(store, run), lambda loop: signalled(loop, step, who, number))
+    assert signal.getsignal(number) == before
+    return str(caught.value)
+
+
+def rank_goes_on(store: Path, run: Path) -> dict:
+    return fit(config_of(store, run)).parameters
+
+
+@pytest.mark.parametrize(
+    "world_size, step, who, number",
+    [
+        (1, 7, 0, signal.SIGTERM),
+        (1, 10, 0, signal.SIGTERM),  # the last step of an epoch
+        (2, 7, 1, signal.SIGUSR1),
+    ],
+)
+def test_a_signal_to_any_rank_ends_all_after_a_checkpoint(
+    store, tmp_path, world_size, step, who, number
+):
+    whole = run_world(world_size, rank_goes_on, store, tmp_path / "whole")[0]
+    arguments = (store, tmp_path / "run", step, who, number)
+    messages = run_world(world_size, rank_is_stopped, *arguments)
+    (name,) = set(re.findall(r"step-\d+", " ".join(messages)))
+    assert (tmp_path / "run" / "checkpoints" / name / "manifest.json").is_file()
+    # Several ranks ask each other now and then, at the latest after an epoch.
+    assert step <= int(name.split("-")[1]) <= (step if world_size == 1 else 10)
+    again = run_world(world_size, rank_goes_on, store, tmp_path / "run")[0]
+    assert largest_difference(whole, again) == 0
+
+
+def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
+    asked = 0
+
+    class Counting(StopSignal):
+        def now(self) -> bool:
+            nonlocal asked
+            asked += 1
+            return super().now()
+
+    answers = []
+    with processes("cpu") as ranks, Counting(ranks) as stop:
+        for step in range(steps):
+            time.sleep(pause)
+            if step == steps // 2 and rank() == 1:
+                signal.raise_signal(signal.SIGTERM)
+            answers.append(stop.after_step())
+        answers.append(stop.now())
+    return answers, asked
+
+
+def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
+    found = run_world(2, rank_asks, 300, 0.005)
+    assert found[0] == found[1]
+    answers, asked = found[0]
+    assert answers[-1] and not any(answers[:150]) and asked < 20
+    assert stop_signal.EXIT_CODE == 75
+
+
+def test_other_threads_train_without_handlers(store, tmp_path):
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=fit, args=(config_of(store, tmp_path, train__epochs=1),))
+    thread.start()
+    thread.join()
+    assert (tmp_path / "checkpoints").is_dir() and signal.getsignal(signal.SIGTERM) == before
+
+
+# The real thing
+
+LONG = {"train__epochs": 40, "train__batch_size": 256, "model__dim": 16, "evaluation__every": 10,
+        "checkpoint__every_steps": 3}  # fmt: skip
+
+
+def start(arguments: list[str], restarts: int = 0, ranks: int = 2) -> subprocess.Popen:
+    torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}",
+                f"--max-restarts={restarts}", "--monitor-interval=0.1"]  # fmt: skip
+    command = [*(torchrun if ranks > 1 else []), "scripts/train.py", *arguments]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        stderr=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def checkpoints(run: Path) -> list[str]:
+    return sorted(path.parent.name for path in run.glob("checkpoints/step-*/manifest.json"))
+
+
+def process_of_rank(number: int, launcher: int) -> int | None:
+    """The process id of a rank that torchrun started."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            environment = (folder / "environ").read_bytes().split(b"\0")
+        except (OSError, ValueError):
+            continue
+        if parent == launcher and f"RANK={number}".encode() in environment:
+            return int(folder.name)
+    return None
+
+
+def kill_after_a_checkpoint(process: subprocess.Popen, run: Path, number: int, sign: int) -> None:
+    """Sends a rank a signal once it has written a checkpoint that was not there before."""
+    before, deadline = checkpoints(run)[-1:], time.monotonic() + 100
+    while checkpoints(run)[-1:] == before:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    pid = process_of_rank(number, process.pid)
+    assert pid is not None
+    os.kill(pid, sign)
+
+
+def ended(process: subprocess.Popen, timeout: float = 200) -> tuple[int, str]:
+    try:
+        _, errors = process.communicate(timeout=timeout)
+        return process.returncode, errors
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def rank_trains(folder: Path, config) -> dict:
+    from training_runs import parameters
+
+    return parameters(api.train(config).session)
+
+
+def rank_reads(run: Path) -> dict:
+    from training_runs import parameters
+
+    with processes("cpu") as ranks:
+        folder = RunFolder(run)
+        session = Session(folder.load_config(), folder, ranks)
+        session.restore()
+        return parameters(session)
+
+
+def test_a_rank_killed_twice_comes_back_and_ends_as_if_undisturbed(tmp_path):
+    config = config_of("countries", tmp_path / "run", run__resume="auto", **LONG)
+    config.save(tmp_path / "config.yaml")
+    process = start([str(tmp_path / "config.yaml")], restarts=3)
+    for number in (1, 0):
+        kill_after_a_checkpoint(process, tmp_path / "run", number, signal.SIGKILL)
+    code, errors = ended(process)
+    assert code == 0, errors
+    ours = [line for line in errors.splitlines() if line.startswith("kge-torchrec: ")]
+    assert any("another rank died or cannot be reached" in line for line in ours)
+    assert "gloo" not in errors and "Traceback" not in errors.split("torch/distributed")[0]
+    run_world(2, rank_trains, tmp_path, config_of("countries", tmp_path / "whole", **LONG))
+    whole, again = (run_world(2, rank_reads, tmp_path / name)[0] for name in ("whole", "run"))
+    assert largest_difference(whole, again) == 0
+    results = json.loads((tmp_path / "run" / "results.json").read_text())
+    assert results["test"] == json.loads((tmp_path / "whole" / "results.json").read_text())["test"]
+
+
+def test_sigterm_on_the_command_line(tmp_path):
+    config = config_of("countries", tmp_path / "run", **LONG)
+    config.save(tmp_path / "config.yaml")
+    process = start([str(tmp_path / "config.yaml")], ranks=1)
+    while not checkpoints(tmp_path / "run"):
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.terminate()
+    code, errors = ended(process)
+    assert code == 75, errors
+    assert re.search(r"stopped by a signal; checkpoint (step-\d+) is written", errors)
+    newest = checkpoints(tmp_path / "run")[-1]
+    assert newest in errors and "Traceback" not in errors
