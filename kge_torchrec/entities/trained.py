@@ -6,19 +6,24 @@ checkpoint, on any number of ranks, and is there a second after the program has 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
 
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.entities.huge_pages import zeros_on_huge_pages
-from kge_torchrec.entities.row_sharded import row_sharded
 from kge_torchrec.entities.shard import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.models.scorers import build_scorer
-from kge_torchrec.parallel.dense import DenseWrapper
 from kge_torchrec.parallel.processes import Processes
 
 _SCORER = "objective.scorer."  # where engines keep the scorer, in the names of a checkpoint
+
+
+class _Whole:
+    """Dense parameters that every rank has."""
+
+    gathered = staticmethod(nullcontext)
 
 
 class TrainedModel:
@@ -35,7 +40,7 @@ class TrainedModel:
         rows = zeros_on_huge_pages(stop - start, config.dim, device=processes.device)
         self._shard, self._group = EntityShard(rows, start, num_entities), processes.group
         self.scorer = build_scorer(config, num_relations).to(processes.device)
-        self.dense = DenseWrapper()
+        self.dense = _Whole()
 
     def shard(self) -> EntityShard:
         """This rank's rows."""
@@ -52,6 +57,9 @@ class TrainedModel:
 
     def _table(self) -> Tensor:
         shard = self._shard
-        if self._ranks == 1:  # the first DTensor loads torch's compiler
+        if self._ranks == 1:
             return shard.rows
+        # Loads most of torch.distributed, and with the first DTensor torch's compiler.
+        from kge_torchrec.entities.row_sharded import row_sharded
+
         return row_sharded(shard.rows, shard.first_row, shard.num_entities, self._group)

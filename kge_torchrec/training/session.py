@@ -15,7 +15,6 @@ from kge_torchrec.environment import allow_tf32, keep_large_blocks, set_threads
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
-from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.progress import Progress
@@ -161,6 +160,8 @@ class Session:
 
     def _metrics(self, triples: np.ndarray, split: str) -> dict:
         from tqdm import tqdm
+
+        from kge_torchrec.ranking.exact import rank_triples
 
         total = 2 * len(triples)
         with (

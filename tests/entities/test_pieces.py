@@ -10,13 +10,13 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.entities.pieces import in_pieces
-from kge_torchrec.training import checkpoints
+from kge_torchrec.training import checkpoint_storage
 
 ROW_BYTES = 8 * 4
 
 
 def trains(store: Path, run: Path, changes: dict, piece_bytes: int) -> dict:
-    checkpoints.in_pieces = lambda state: in_pieces(state, piece_bytes)
+    checkpoint_storage.in_pieces = lambda state: in_pieces(state, piece_bytes)
     return fit(config_of(store, run, **changes)).parameters
 
 

@@ -10,6 +10,8 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
+from kge_torchrec.config_parser import load_config
+from kge_torchrec.training.checkpoints import CheckpointError
 
 WRITERS = {
     "torchrec": {"model__scorer": "conve", "model__dim": 12},
@@ -31,6 +33,21 @@ def read(folder: Path) -> dict:
         table = shard.fetch(torch.arange(shard.num_entities))
         dense = {name: p.detach().clone() for name, p in scorer.named_parameters()}
         return {"entities": table, **dense}
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"model.dim": 16}, r"weight has the size \[37, 8\] instead of \[37, 16\]"),
+        ({"model.normalization": "layer"}, "it has no .*entity_norm"),
+    ],
+)
+def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, said):
+    store, folder = tiny_store(tmp_path / "store").path, tmp_path / "run"
+    write(store, folder, {})
+    load_config(folder / "config.yaml", change).save(folder / "config.yaml")
+    with api.open_run(folder) as run, pytest.raises(CheckpointError, match=said):
+        run.evaluate()
 
 
 @pytest.mark.parametrize("writer", WRITERS)
