@@ -1,31 +1,34 @@
-"""Knowledge-graph embeddings on TorchRec, from a laptop CPU to many GPUs on many hosts."""
+"""Knowledge-graph embeddings on TorchRec, from a laptop CPU to many GPUs on many hosts.
 
-from kge_torchrec.environment import check_packages, limit_spinning, silence_dependencies
+Importing it changes nothing in the process and loads neither torch nor TorchRec: that takes
+seconds, and happens when a name below is first used.
+"""
 
-silence_dependencies()
-limit_spinning()
+from importlib import import_module
 
-__all__ = ["Config", "Run", "load_config", "load_model", "open_run", "train"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Config": "kge_torchrec.config",
+    "KGEError": "kge_torchrec.errors",
+    "Run": "kge_torchrec.api",
+    "load_config": "kge_torchrec.config_parser",
+    "load_model": "kge_torchrec.export.plain_model",
+    "open_run": "kge_torchrec.api",
+    "resume": "kge_torchrec.api",
+    "train": "kge_torchrec.api",
+}
+_WITHOUT_TORCHREC = ("KGEError", "load_model")  # the rest of the set may be missing
+
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str):
-    # Importing torch and torchrec takes seconds; `kge-torchrec --help` should not wait for them.
-    if name == "load_model":  # needs torch alone, so the rest of the set may be missing
-        from kge_torchrec.export.plain_model import load_model
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _WITHOUT_TORCHREC:
+        from kge_torchrec.environment import check_packages
 
-        return load_model
-    if name in __all__:
         check_packages()
-    if name in ("Config",):
-        from kge_torchrec.config import Config
-
-        return Config
-    if name == "load_config":
-        from kge_torchrec.config_parser import load_config
-
-        return load_config
-    if name in ("Run", "open_run", "train"):
-        from kge_torchrec import api
-
-        return getattr(api, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+    return value

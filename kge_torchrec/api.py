@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,7 +17,6 @@ from kge_torchrec.data.report import notes
 from kge_torchrec.export.folder import ExportFolder
 from kge_torchrec.export.plain_model import Prediction
 from kge_torchrec.export.plain_model import load_model as load_model
-from kge_torchrec.export.write import check_format, export_model
 from kge_torchrec.parallel.processes import (
     Processes,
     on_all_ranks,
@@ -26,13 +25,14 @@ from kge_torchrec.parallel.processes import (
 )
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.checkpoints import name_of
-from kge_torchrec.training.fit import Callback, Fit, peak_memory_bytes
 from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.run_plan import write_run_plan
 from kge_torchrec.training.session import BEST, FILTERS, Session, selection_of
 from kge_torchrec.training.sources import remove_prepared
+
+if TYPE_CHECKING:
+    from kge_torchrec.training.fit import Callback
 
 # What the tensors of a checkpoint and the position in the data mean depends on these.
 FIXED = (
@@ -146,6 +146,8 @@ class Run:
         Takes the memory of the loaded model and one chunk of rows.  Returns the path.  Raises
         ConfigError, CheckpointError or ExportError.
         """
+        from kge_torchrec.export.write import check_format, export_model
+
         check_format(format)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # before the model is loaded
@@ -315,6 +317,9 @@ def _fit(
     callbacks: Sequence[Callback],
     resumed_at: int | None,
 ) -> None:
+    from kge_torchrec.training.fit import Fit  # these load TorchRec, which a trained run can do
+    from kge_torchrec.training.run_plan import write_run_plan  # without
+
     ranks, folder = session.processes, session.folder
     write_run_plan(session)
     metrics = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
@@ -339,6 +344,8 @@ def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
 
 
 def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
+    from kge_torchrec.training.fit import peak_memory_bytes
+
     ranked = progress  # the parameters at hand
     if progress.best_checkpoint not in (None, name_of(progress)):
         ranked = session.restore_parameters()

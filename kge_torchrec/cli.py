@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict, export, compare, plan.
+"""The command line: prepare, train, evaluate, predict, export, plan, compare.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -11,82 +11,144 @@ import logging
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.environment import PackageSetError, check_packages
+from kge_torchrec.environment import check_packages, prepare_process, versions
+from kge_torchrec.errors import KGEError
+
+_DESCRIPTION = """\
+Knowledge-graph embeddings on TorchRec.
+
+examples:
+  kge-torchrec train demo
+  kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05
+  kge-torchrec predict RUN --head Austria --relation borders
+"""
+_EPILOG = "kge-torchrec VERB --help says more of a verb."
 
 _TRAIN_USAGE = """\
 kge-torchrec train CONFIG [--key.sub value ...] [--plan plan.json]
-       kge-torchrec train --resume RUN [--key.sub value ...]
-       kge-torchrec train --help          all keys, with meaning and default
+       kge-torchrec train --resume RUN [--key.sub value ...]"""
+_TRAIN_DESCRIPTION = """\
+Trains, ranks the test triples with the best model and writes the folder of the run, which
+evaluate, predict and export take.
 
-CONFIG is a YAML file or the name of one in configs/ (demo, default, umls, ...)."""
+  CONFIG              a YAML file, or the name of a published one:
+{published}
+  --key.sub value     changes a key of it; all keys, with meaning and default, are below
+  --resume RUN        goes on with the run in that folder as if it had never stopped, on any
+                      number of ranks; keys given besides hold from here on
+  --plan plan.json    lays the table out by a file that `kge-torchrec plan -o` wrote; the same as
+                      --run.plan
+
+examples:
+  kge-torchrec train demo
+  kge-torchrec train umls --data.path DIRECTORY --train.lr 0.05 --run.dir runs/mine
+  kge-torchrec train --resume runs/mine --train.epochs 200
+  torchrun --standalone --nproc_per_node=4 -m kge_torchrec train CONFIG
+"""
+_INDENT = dict.fromkeys(("initial_indent", "subsequent_indent"), " " * 22)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb; returns the exit code.  Errors are a sentence on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    first_rank = os.environ.get("RANK", "0") == "0"
+    prepare_process()
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
-        check_packages()
         return _run(arguments)
-    except _expected_errors() as error:
-        if first_rank:
-            print(f"kge-torchrec: {error}", file=sys.stderr)
-        elif not getattr(error, "on_every_rank", isinstance(error, ConfigError)):
-            print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+    except (KGEError, OSError) as error:
+        _tell(error)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
-        print("kge-torchrec: interrupted; continue with train --resume RUN", file=sys.stderr)
+        hint = "; continue with train --resume RUN" if arguments[:1] == ["train"] else ""
+        print(f"kge-torchrec: interrupted{hint}", file=sys.stderr)
         return 130
 
 
+def _tell(error: KGEError | OSError) -> None:
+    """Says what went wrong, once for all ranks where they all know."""
+    if isinstance(error, KGEError):
+        error.spell(_as_flag)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"kge-torchrec: {error}", file=sys.stderr)
+    elif not getattr(error, "on_every_rank", False):
+        print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+
+
+def _as_flag(name: str, value: Any) -> str:
+    flag = f"--{name.replace('_', '-')}"
+    return flag if value is True else f"{flag} {value}"
+
+
 def _run(arguments: list[str]) -> int:
-    if arguments[:1] == ["train"]:  # its options are the config's keys, not argparse's
-        return _train(arguments[1:])
-    if arguments[:1] == ["compare"]:  # takes the config's keys as well
-        from kge_torchrec.comparison.command import run
-
-        return run(arguments[1:])
-    if arguments[:1] == ["plan"]:
-        from kge_torchrec.plan_command import run
-
-        return run(arguments[1:])
+    if not arguments:
+        _parser().print_help(sys.stderr)
+        return 2
+    verb, rest = arguments[0], arguments[1:]
+    own = {"train": _train, "plan": _plan, "compare": _compare}  # they take the config's keys too
+    if verb in own:
+        if rest and not _asks_for_help(rest):
+            check_packages()
+        return own[verb](rest)
     parsed = _parser().parse_args(arguments)
+    check_packages()
     return parsed.run(parsed)
-
-
-def _expected_errors() -> tuple[type[Exception], ...]:
-    """Errors whose message is written for the person who reads it."""
-    from kge_torchrec.data.errors import DataError
-
-    expected: list[type[Exception]] = [ConfigError, PackageSetError, DataError, OSError]
-    if "torch" in sys.modules:
-        from kge_torchrec.export.errors import ExportError
-        from kge_torchrec.parallel.processes import OtherRankFailed, RankLost
-        from kge_torchrec.planning.planner import PlanDoesNotFit
-        from kge_torchrec.training.checkpoints import CheckpointError
-        from kge_torchrec.training.losses_seen import NonFiniteLoss, NonFiniteParameters
-        from kge_torchrec.training.steps import NotPipelined
-        from kge_torchrec.training.stop_signal import TrainingStopped
-
-        expected += [PlanDoesNotFit, CheckpointError, ExportError, NonFiniteLoss, NotPipelined]
-        expected += [NonFiniteParameters, OtherRankFailed, RankLost, TrainingStopped]
-    return tuple(expected)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="kge-torchrec", description="Knowledge-graph embeddings on TorchRec."
+        prog="kge-torchrec",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=_version(),
+        help="show the versions of this program, torch, torchrec and fbgemm",
+    )
+    verbs = parser.add_subparsers(required=True, metavar="VERB", title="verbs")
+    _add_prepare(verbs)
+    verbs.add_parser("train", help="train a model and rank the test triples with it")
+    _add_evaluate(verbs)
+    _add_predict(verbs)
+    _add_export(verbs)
+    verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
+    verbs.add_parser("compare", help="train and measure engines side by side, with a report")
+    return parser
 
-    prepare = verbs.add_parser("prepare", help="turn files of triples into a memory-mapped store")
-    prepare.add_argument("sources", nargs="+", metavar="DIR_OR_FILE")
-    prepare.add_argument("-o", "--output", required=True, metavar="STORE")
+
+def _version() -> str:
+    from kge_torchrec import __version__
+
+    others = ", ".join(f"{name} {version or 'missing'}" for name, version in versions().items())
+    return f"kge-torchrec {__version__} ({others})"
+
+
+def _add_verb(verbs, name: str, does: str, run) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _add_prepare(verbs) -> None:
+    does = "turn files of triples into a memory-mapped store, once for many runs"
+    prepare = _add_verb(verbs, "prepare", does, _prepare)
+    prepare.add_argument(
+        "sources",
+        nargs="+",
+        metavar="DIR_OR_FILE",
+        help="a directory with train, valid and test files, or files",
+    )
+    prepare.add_argument(
+        "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"
+    )
     prepare.add_argument(
         "--ratio",
         nargs=3,
@@ -115,32 +177,42 @@ def _parser() -> argparse.ArgumentParser:
         "literals (default: drop)",
     )
     prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
-    prepare.add_argument("--no-progress", action="store_true")
-    prepare.set_defaults(run=_prepare)
+    prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
-    verbs.add_parser("train", help="train a model (kge-torchrec train --help lists all keys)")
 
-    evaluate = verbs.add_parser("evaluate", help="exact filtered ranking with a trained run")
-    evaluate.add_argument("folder", metavar="RUN")
-    evaluate.add_argument("--split", choices=("test", "valid", "train"), default="test")
-    evaluate.add_argument("--format", choices=("table", "json"), default="table")
-    evaluate.set_defaults(run=_evaluate)
+def _add_evaluate(verbs) -> None:
+    does = "rank the triples of a split exactly, among all entities, with a trained run"
+    evaluate = _add_verb(verbs, "evaluate", does, _evaluate)
+    evaluate.add_argument("folder", metavar="RUN", help="the folder of a run")
+    evaluate.add_argument(
+        "--split", choices=("test", "valid", "train"), default="test", help="default: test"
+    )
+    evaluate.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
 
-    predict = verbs.add_parser("predict", help="the best answers to a query")
-    predict.add_argument("folder", metavar="RUN")
-    predict.add_argument("--head", metavar="X")
-    predict.add_argument("--relation", metavar="Y", required=True)
-    predict.add_argument("--tail", metavar="Z")
+
+def _add_predict(verbs) -> None:
+    does = "list the best answers of a trained run to (head, relation, ?) or (?, relation, tail)"
+    predict = _add_verb(verbs, "predict", does, _predict)
+    predict.add_argument("folder", metavar="RUN", help="the folder of a run")
+    predict.add_argument("--head", metavar="X", help="label of an entity")
+    predict.add_argument("--relation", metavar="Y", required=True, help="label of a relation")
+    predict.add_argument("--tail", metavar="Z", help="label of an entity, in place of --head")
     predict.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
     predict.add_argument(
         "--new", action="store_true", help="leave out answers that the data holds already"
     )
-    predict.add_argument("--format", choices=("table", "json"), default="table")
-    predict.set_defaults(run=_predict)
+    predict.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
 
-    export = verbs.add_parser("export", help="write a trained run as plain files")
-    export.add_argument("folder", metavar="RUN")
-    export.add_argument("-o", "--output", required=True, metavar="DIR")
+
+def _add_export(verbs) -> None:
+    does = "write a trained run as plain files, which other programs and load_model read"
+    export = _add_verb(verbs, "export", does, _export)
+    export.add_argument("folder", metavar="RUN", help="the folder of a run")
+    export.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
     export.add_argument(
         "--checkpoint",
         default="best",
@@ -154,25 +226,24 @@ def _parser() -> argparse.ArgumentParser:
         help="of the entity table (default: npy)",
     )
     export.add_argument("--overwrite", action="store_true", help="replace an existing export")
-    export.set_defaults(run=_export)
 
-    verbs.add_parser("plan", help="lay a run out without devices (kge-torchrec plan --help)")
-    verbs.add_parser("compare", help="engines side by side (kge-torchrec compare --help says how)")
-    return parser
+
+def _asks_for_help(arguments: list[str]) -> bool:
+    return bool({"-h", "--help"} & set(arguments))
 
 
 def _train(arguments: list[str]) -> int:
-    from kge_torchrec.config_parser import build_parser, load_config
-
     if not arguments:
-        print(f"usage: {_TRAIN_USAGE}", file=sys.stderr)
+        print(f"usage: {_TRAIN_USAGE}\n\nkge-torchrec train --help says more.", file=sys.stderr)
         return 2
-    if {"-h", "--help"} & set(arguments):
-        build_parser().print_help()
+    if _asks_for_help(arguments):
+        print(_train_help())
         return 0
     arguments = [re.sub(r"^--plan(?=$|=)", "--run.plan", word) for word in arguments]
     if arguments[0] == "--resume":
         return _resume(arguments[1:])
+    from kge_torchrec.config_parser import load_config
+
     name, overrides = None, arguments
     if not arguments[0].startswith("-"):
         name, overrides = arguments[0], arguments[1:]
@@ -184,6 +255,14 @@ def _train(arguments: list[str]) -> int:
     return 0
 
 
+def _train_help() -> str:
+    from kge_torchrec.config_parser import build_parser, published
+
+    names = textwrap.fill(", ".join(published()), width=98, **_INDENT)
+    description = _TRAIN_DESCRIPTION.format(published=names)
+    return build_parser("kge-torchrec train", _TRAIN_USAGE, description).format_help()
+
+
 def _resume(arguments: list[str]) -> int:
     from kge_torchrec.config_parser import load_config
 
@@ -191,6 +270,7 @@ def _resume(arguments: list[str]) -> int:
         raise ConfigError("train --resume needs the folder of a run")
     folder, overrides = arguments[0], arguments[1:]
     load_config(None, overrides)  # complains about unknown keys before anything starts
+    _check_run(folder)
 
     from kge_torchrec import api
 
@@ -218,6 +298,18 @@ def _report(run) -> None:
     )
 
 
+def _plan(arguments: list[str]) -> int:
+    from kge_torchrec.plan_command import run
+
+    return run(arguments)
+
+
+def _compare(arguments: list[str]) -> int:
+    from kge_torchrec.comparison.command import run
+
+    return run(arguments)
+
+
 def _prepare(parsed: argparse.Namespace) -> int:
     from kge_torchrec.data.prepare import prepare
 
@@ -236,28 +328,44 @@ def _prepare(parsed: argparse.Namespace) -> int:
     from kge_torchrec.data.report import notes
 
     print(store)
-    for note in notes(store.report):
+    for note in notes(store.report, "--literals keep"):
         print(f"note: {note}")
     return 0
 
 
-def _evaluate(parsed: argparse.Namespace) -> int:
+def _open(folder: str):
+    """The run in a folder, as ``open_run`` gives it."""
+    _check_run(folder)
+
     from kge_torchrec.api import open_run
+
+    return open_run(folder)
+
+
+def _check_run(folder: str) -> None:
+    """Raises ConfigError unless the folder holds a run, before torch is loaded for seconds."""
+    from kge_torchrec.training.run_folder import RunFolder
+
+    RunFolder(folder).load_config()
+
+
+def _evaluate(parsed: argparse.Namespace) -> int:
+    with _open(parsed.folder) as run:
+        results = run.evaluate(parsed.split)
+
     from kge_torchrec.ranking.metrics import results_table
 
-    with open_run(parsed.folder) as run:
-        results = run.evaluate(parsed.split)
     if os.environ.get("RANK", "0") == "0":
         print(json.dumps(results) if parsed.format == "json" else results_table(results))
     return 0
 
 
 def _predict(parsed: argparse.Namespace) -> int:
-    from kge_torchrec.api import open_run
-
     if (parsed.head is None) == (parsed.tail is None):
         raise ConfigError("predict takes a --relation and either --head or --tail")
-    with open_run(parsed.folder) as run:
+    if parsed.top < 1:
+        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
+    with _open(parsed.folder) as run:
         answers = run.predict(
             head=parsed.head,
             relation=parsed.relation,
@@ -280,9 +388,7 @@ def _predict(parsed: argparse.Namespace) -> int:
 
 
 def _export(parsed: argparse.Namespace) -> int:
-    from kge_torchrec.api import open_run
-
-    with open_run(parsed.folder) as run:
+    with _open(parsed.folder) as run:
         path = run.export(parsed.output, parsed.format, parsed.checkpoint, parsed.overwrite)
     if os.environ.get("RANK", "0") == "0":
         for file in sorted(path.iterdir()):

@@ -5,17 +5,21 @@ from __future__ import annotations
 import difflib
 import os
 import re
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
-CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+# The published configs: a wheel has them inside the package, a checkout beside it.
+_INSTALLED = Path(__file__).resolve().parent / "configs"
+CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
 _KINDS = {
     "int": "an integer",
     "float": "a number",
@@ -26,13 +30,30 @@ _KINDS = {
 }
 
 
-def build_parser(prog: str = "kge-torchrec train") -> ArgumentParser:
+class _Help(RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """jsonargparse's, that leaves the description's lines as they are."""
+
+
+def build_parser(
+    prog: str = "kge-torchrec train", usage: str | None = None, description: str | None = None
+) -> ArgumentParser:
     """The parser of every key; its --help lists them with their meaning and default."""
-    usage = f"{prog} CONFIG [--key.sub value]"
-    parser = ArgumentParser(prog=prog, exit_on_error=False, usage=usage, allow_abbrev=False)
+    parser = ArgumentParser(
+        prog=prog,
+        usage=usage or f"{prog} CONFIG [--key.sub value]",
+        description=description,
+        formatter_class=_Help,
+        exit_on_error=False,
+        allow_abbrev=False,
+    )
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
     parser.add_class_arguments(Config, None)
     return parser
+
+
+@cache  # building it takes longer than reading a config
+def _parser() -> ArgumentParser:
+    return build_parser()
 
 
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
@@ -48,7 +69,7 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
         _check_file(file)
         arguments = ["--config", str(file)]
     try:
-        parser = build_parser()
+        parser = _parser()
         parsed = parser.instantiate(parser.parse_args([*arguments, *_as_arguments(overrides)]))
     except ArgumentError as error:
         raise ConfigError(_explain(str(error))) from None
@@ -79,12 +100,17 @@ def _as_text(value: Any) -> str:
     return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
 
 
+def published() -> list[str]:
+    """Names of the configs that come with the package."""
+    return sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+
+
 def _find(path: str | Path) -> Path:
     candidates = [Path(path), CONFIGS / path, CONFIGS / f"{path}.yaml"]
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    known = sorted(p.stem for p in CONFIGS.glob("*.yaml"))
+    known = published()
     hint = f"; there are {', '.join(known)}" if known else ""
     raise ConfigError(f"no config file {str(path)!r}{hint}")
 

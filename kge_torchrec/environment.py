@@ -1,4 +1,8 @@
-"""What must be right before torch is imported: the package set, its noise, memory, threads."""
+"""The process around torch: the package set, its noise, memory, threads.
+
+Importing the package changes nothing of it.  The programs of this package, whose process is their
+own, call ``prepare_process`` before anything else; a program that uses the package may.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +11,26 @@ import logging
 import os
 import sys
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import metadata
+
+from kge_torchrec.errors import KGEError
 
 # Versions released together: torch's first two numbers -> (torchrec, fbgemm) first two numbers.
 KNOWN_SETS = {"2.13": ("1.8", "1.8"), "2.11": ("1.6", "1.6")}
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
+_NOISY = (
+    "torchrec",
+    "fbgemm_gpu",
+    "torch.fx._symbolic_trace",
+    "torch.distributed.elastic.multiprocessing.redirects",
+    "torch.distributed.checkpoint",
+)
 _HOW = "run `make setup` (CPU) or `make setup VARIANT=gpu`, or see 'Set-up' in the README"
 
 
-class PackageSetError(ImportError):
+class PackageSetError(KGEError, ImportError):
     """The installed torch, torchrec and fbgemm do not belong together."""
 
 
@@ -28,6 +43,14 @@ def _version(name: str) -> str | None:
 
 def _short(version: str) -> str:
     return ".".join(version.split("+")[0].split(".")[:2])
+
+
+def versions() -> dict[str, str | None]:
+    """Of what results depend on, by name; None for what is not installed.  Imports nothing."""
+    there = [name for name in _FBGEMM if _version(name)]
+    names = ("torch", "torchrec", *(there or _FBGEMM[:1]))
+    python = ".".join(map(str, sys.version_info[:3]))
+    return {**{name: _version(name) for name in names}, "Python": python}
 
 
 def check_packages() -> None:
@@ -60,23 +83,39 @@ def check_packages() -> None:
         )
 
 
+def prepare_process() -> None:
+    """Makes this process a program of ours: quiet, and without spinning workers.
+
+    For the whole process, and before torch is loaded.
+    """
+    silence_dependencies()
+    limit_spinning()
+
+
 def silence_dependencies() -> None:
     """Drops the notices that torch, torchrec and fbgemm print at import and while sharding.
 
-    Only theirs: our own warnings and everything of level ERROR still show.
+    For the whole process.  Only theirs: our own warnings and all of level ERROR still show.
     """
-    for name in (
-        "torchrec",
-        "fbgemm_gpu",
-        "torch.fx._symbolic_trace",
-        "torch.distributed.elastic.multiprocessing.redirects",
-        "torch.distributed.checkpoint",
-    ):
+    for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
         warnings.filterwarnings("ignore", module=module)
     # said at our own call of DDP, whose argument torch 2.13 would like to be called otherwise
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
+
+
+@contextmanager
+def quiet_dependencies() -> Iterator[None]:
+    """The same inside a block; around what is known to be noisy, not around a user's code."""
+    levels = {name: logging.getLogger(name).level for name in _NOISY}
+    with warnings.catch_warnings():
+        silence_dependencies()
+        try:
+            yield
+        finally:
+            for name, level in levels.items():
+                logging.getLogger(name).setLevel(level)
 
 
 def keep_large_blocks() -> bool:

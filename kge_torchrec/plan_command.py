@@ -84,7 +84,7 @@ def _print_all(plans, form: str) -> int:
 
 def _check_picture(path: str | None) -> None:
     if path and Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"picture: {path} must end with .png, .svg or .pdf")
+        raise ConfigError(f"--picture: {path} must end with .png, .svg or .pdf")
 
 
 def _workload(config: Config, options: argparse.Namespace):
@@ -118,7 +118,7 @@ def _sizes_of_data(config: Config, options: argparse.Namespace):
     path = config.data.path
     flags = "--entities, --relations and --triples"
     if path == EMBEDDED and options.entities is not None:
-        raise ConfigError(f"give all of {flags}, or data.path to take the others from")
+        raise ConfigError(f"give all of {flags}, or --data.path to take the others from")
     if path != EMBEDDED and not Path(path).exists():
         raise ConfigError(f"data.path: there is nothing at {path}; give {flags} to plan without")
     alone = Processes(0, 1, 1, torch.device("cpu"))

@@ -28,10 +28,13 @@ SCORERS = ("complex", "rotate", "transe_l2", "quate", "keci", "conve")
 
 def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str, float]:
     """{"ms": median of a step, "first": seconds of the first steps}."""
+    from kge_torchrec.environment import keep_large_blocks, limit_spinning, set_threads
+
+    limit_spinning()  # as the command line does, before torch is loaded
+
     from kge_torchrec.config_parser import load_config
     from kge_torchrec.data.batches import BatchBuilder
     from kge_torchrec.data.negatives import NegativeSampler
-    from kge_torchrec.environment import keep_large_blocks, set_threads
     from kge_torchrec.parallel.processes import processes
     from kge_torchrec.training.assembly import build_engine
     from kge_torchrec.training.steps import build_pipeline

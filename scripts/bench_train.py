@@ -58,6 +58,10 @@ def settings(data: Path, batch: int, chunk: int, folder: str) -> list[str]:
 
 def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
     """Trains a few times ``steps`` steps; returns triples/s of each and the split of a step."""
+    from kge_torchrec.environment import limit_spinning
+
+    limit_spinning()  # as the command line does, before torch is loaded
+
     from kge_torchrec.comparison.split import split_of_a_step
     from kge_torchrec.config_parser import load_config
     from kge_torchrec.parallel.processes import processes

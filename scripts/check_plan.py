@@ -114,6 +114,10 @@ def measure(settings: dict, world_size: int, folder: Path) -> dict:
 
 def work(task: dict) -> None:
     """One rank: trains, ranks, then watches what some more steps send."""
+    from kge_torchrec.environment import prepare_process
+
+    prepare_process()
+
     from kge_torchrec.config_parser import load_config
     from kge_torchrec.parallel.processes import processes
     from kge_torchrec.training.fit import Fit, peak_memory_bytes

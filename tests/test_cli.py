@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import subprocess
+import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 from training_runs import QUIET
 
+import kge_torchrec
+from kge_torchrec import environment
 from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
+from kge_torchrec.models.loss_scaling import ScaleTooSmall
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.losses_seen import NonFiniteLoss
@@ -45,7 +53,8 @@ def refused(capsys, arguments: list[str], *expected: str) -> None:
 
 def test_results_have_the_promised_shape(run):
     results = json.loads((run / "results.json").read_text())
-    assert set(results) == {"test", "valid", "train", "notes"}
+    assert (run / "checkpoints" / results["checkpoint"]["name"]).is_dir()
+    assert set(results) == {"checkpoint", "test", "valid", "train", "notes"}
     assert set(results["test"]) == {"head", "tail", "both"}
     for kinds in results["test"].values():
         assert set(kinds) == {"optimistic", "realistic", "pessimistic"}
@@ -103,11 +112,98 @@ def test_prepare_then_train_on_the_store(tmp_path, capsys):
     assert "50 duplicate triples were dropped" in capsys.readouterr().out
 
 
-def test_help_lists_every_key(capsys):
+def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert [key for key in all_keys() if f"--{key}" not in text] == []
+    start = text[: text.index("--seed")]
+    for words in ("usage: kge-torchrec train CONFIG", "train --resume RUN", "--plan plan.json   ",
+                  "--resume RUN   ", "one:\n                      default, demo,",
+                  "examples:\n  kge-torchrec train demo"):  # fmt: skip
+        assert words in start
+    assert max(map(len, start.splitlines())) <= 100
     assert main(["train"]) == 2
+    assert capsys.readouterr().err.startswith("usage: kge-torchrec train CONFIG")
+
+
+VERBS = ("prepare", "train", "evaluate", "predict", "export", "plan", "compare")
+
+
+def test_help_says_something_of_every_verb(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0
+    for verb in VERBS:
+        (line,) = re.findall(rf"^    {verb} +(\w.*)$", text, re.MULTILINE)
+        assert len(line.split()) > 3
+    assert main([]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == text
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_has_help_of_its_own(capsys, verb):
+    try:
+        code = main([verb, "--help"])
+    except SystemExit as ended:
+        code = ended.code
+    text = capsys.readouterr().out
+    assert code == 0 and text.startswith(f"usage: kge-torchrec {verb}")
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    text = capsys.readouterr().out
+    assert ended.value.code == 0 and text.startswith(f"kge-torchrec {kge_torchrec.__version__} (")
+    for package in ("torch", "torchrec"):
+        assert f"{package} {metadata.version(package)}" in text
+    assert re.search(r"fbgemm-gpu\S* \d", text)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeypatch, verb):
+    monkeypatch.setattr(environment, "_version", {"torch": "2.13.0"}.get)
+    for words in ([verb, "--help"], ["--help"], ["--version"]):
+        with contextlib.suppress(SystemExit):
+            main(words)
+        out, err = capsys.readouterr()
+        assert out and not err
+    assert "fbgemm-gpu missing" in out
+    arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
+                 "export": ["x", "-o", "y"]}.get(verb, ["x"])  # fmt: skip
+    refused(capsys, [verb, *arguments], "torchrec and fbgemm-gpu-cpu (CPU)", "not installed")
+
+
+def modules_after(code: str) -> set[str]:
+    """The packages among those that matter which are loaded after this code, in a new process."""
+    matter = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "numba", "torchrec",
+              "fbgemm_gpu")  # fmt: skip
+    ending = f"import sys; print(*(name for name in {matter} if name in sys.modules))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{ending}"], capture_output=True, text=True, check=True
+    )
+    return set(done.stdout.splitlines()[-1].split())
+
+
+def test_a_run_that_is_not_there_is_said_before_torch_is_loaded(tmp_path):
+    code = f"""
+from kge_torchrec.cli import main
+query = ["--head", "a", "--relation", "b"]
+for verb in (["evaluate"], ["predict", *query], ["export", "-o", "out"], ["train", "--resume"]):
+    assert main([*verb, {str(tmp_path)!r}]) == 1
+try:
+    main(["--version"])
+except SystemExit:
+    pass"""
+    assert modules_after(code) == set()
+
+
+def test_a_prediction_loads_torch_and_no_more(run):
+    query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--format", "json"]
+    code = f"from kge_torchrec.cli import main; assert main({query!r}) == 0"
+    assert modules_after(code) == {"torch"}
 
 
 BAD_FILES = {
@@ -179,7 +275,7 @@ def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_p
     (store / "mine").write_text("kept")
     refused(capsys, ["train", *flags(run__dir=tmp_path)], "exists already", "another folder")
     refused(capsys, ["train", *flags(run__dir=tmp_path, data__path=store)], "exists already")
-    assert [path.name for path in tmp_path.rglob("*")] == ["store", "mine"]
+    assert {path.name for path in tmp_path.rglob("*")} == {".lock", "store", "mine"}
     assert (store / "mine").read_text() == "kept"
 
 
@@ -206,7 +302,7 @@ def test_bad_queries(run, capsys):
             "unknown relation 'border'", "'borders'")  # fmt: skip
     refused(capsys, query, "either --head or --tail")
     refused(capsys, [*query, "--head", "Germany", "--tail", "France"], "either --head or --tail")
-    refused(capsys, [*query, "--head", "Germany", "--top", "0"], "k must be an integer >= 1")
+    refused(capsys, [*query, "--head", "Germany", "--top", "0"], "--top must be an integer >= 1")
 
 
 def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
@@ -214,7 +310,10 @@ def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
     refused(capsys, ["evaluate", str(tmp_path)], "has no checkpoint yet: train it first")
 
 
-@pytest.mark.parametrize("error", [CheckpointError("disk full"), NonFiniteLoss("nan"), OSError(28)])
+@pytest.mark.parametrize(
+    "error",
+    [CheckpointError("disk full"), NonFiniteLoss("nan"), ScaleTooSmall("2^-15"), OSError(28)],
+)
 def test_failures_while_training_are_sentences_too(tmp_path, capsys, monkeypatch, error):
     def fail(self):
         raise error

@@ -220,6 +220,7 @@ def test_negative_and_non_finite_numbers_name_their_key(key, value):
         ({"train.lr": 0}, "train.lr must be a number > 0, got 0.0"),
         ({"train.batch_size": 0}, "train.batch_size must be an integer >= 1, got 0"),
         ({"train.beta1": 1}, "train.beta1 must be in [0, 1), got 1.0"),
+        ({"train.beta2": 0.99999999}, "train.beta2 must be at most 0.99999994, the float32"),
         ({"train.decay": 0}, "train.decay must be in (0, 1], got 0.0"),
         ({"loss.label_smoothing": 1}, "loss.label_smoothing must be in [0, 1), got 1.0"),
         ({"data.ratio": [0.5, 0.5, 0.5]}, "data.ratio must be shares that sum to 1"),

@@ -1,13 +1,17 @@
 """The checks that run before torch is imported."""
 
 import ctypes
+import logging
 import os
 import re
+import subprocess
 import sys
+import warnings
 
 import pytest
+from training_runs import QUIET
 
-from kge_torchrec import environment
+from kge_torchrec import api, environment
 from kge_torchrec.environment import (
     KNOWN_SETS,
     PackageSetError,
@@ -28,6 +32,69 @@ def installed(monkeypatch):
         monkeypatch.setattr(environment, "_version", versions.get)
 
     return install
+
+
+def test_importing_changes_nothing_in_the_process():
+    """Neither warnings, nor loggers, nor the environment; nor does it load torch."""
+    code = """
+import logging, os, sys, warnings
+from importlib import import_module
+
+noisy = ("torch", "torchrec", "fbgemm_gpu", "torch.fx._symbolic_trace",
+         "torch.distributed.checkpoint")
+
+def state():
+    return dict(os.environ), list(warnings.filters), [logging.getLogger(n).level for n in noisy]
+
+before = state()
+import kge_torchrec
+for name in ("cli", "config_parser", "environment"):
+    import_module(f"kge_torchrec.{name}")
+assert state() == before and "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_training_from_python_leaves_warnings_and_loggers_as_they_are(tmp_path):
+    def state() -> tuple:
+        levels = {n: logging.getLogger(n).level for n in ("torchrec", "torch.fx._symbolic_trace")}
+        return list(warnings.filters), levels
+
+    logging.getLogger("torchrec").setLevel(logging.INFO)
+    before = state()
+    keys = {"data.path": "countries", "model.dim": 4, "train.epochs": 1, "evaluation.every": 0}
+    api.train({**QUIET, **keys, "run.dir": str(tmp_path)}).close()
+    assert state() == before
+    logging.getLogger("torchrec").setLevel(logging.NOTSET)
+
+
+@pytest.mark.slow
+def test_training_from_python_is_quiet(tmp_path):
+    keys = {**QUIET, "data.path": "countries", "model.dim": 4, "train.epochs": 1,
+            "run.dir": str(tmp_path)}  # fmt: skip
+    code = f"import kge_torchrec; kge_torchrec.train({keys!r}).evaluate()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    # the line that stands for a progress bar is ours
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("epoch ")]
+    assert (done.stdout, lines) == ("", [])
+
+
+def test_a_program_of_ours_is_quiet_and_does_not_spin():
+    code = """
+import os, warnings
+from kge_torchrec.environment import prepare_process
+
+prepare_process()
+warnings.warn_explicit("a notice", UserWarning, "file", 1, module="torch.nn")
+warnings.warn_explicit("ours", UserWarning, "file", 1, module="kge_torchrec")
+print(os.environ["GOMP_SPINCOUNT"])
+"""
+    others = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=others, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "2000"
+    assert "ours" in done.stderr and "a notice" not in done.stderr
 
 
 def test_this_environment_is_good():

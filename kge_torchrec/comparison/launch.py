@@ -27,13 +27,15 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
 from kge_torchrec.comparison.files import read_json, write_json
+from kge_torchrec.environment import silence_dependencies
+from kge_torchrec.errors import KGEError
 from kge_torchrec.parallel.processes import processes
 
 POLL_SECONDS = 0.2
 _PRELOADED = ["kge_torchrec.comparison.lockstep", "kge_torchrec.comparison.speed"]
 
 
-class RankFailed(RuntimeError):
+class RankFailed(KGEError, RuntimeError):
     """A rank of a world raised or died, and the world was ended.
 
     rank: the one it began with.  partial: what rank 0 had kept until then, or None.
@@ -133,6 +135,7 @@ def _rank_main(
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the starting process's, as torchrun's
     )
+    silence_dependencies()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     file = _failure(Path(folder), rank)
     try:

@@ -7,9 +7,13 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from kge_torchrec.errors import KGEError
 
-class ConfigError(ValueError):
+
+class ConfigError(KGEError, ValueError):
     """A setting is unknown or out of range; the message names its key."""
+
+    on_every_rank = True
 
 
 def check(ok: bool, key: str, expected: str, value: Any) -> None:

@@ -75,6 +75,8 @@ class TrainConfig:
         for key in ("beta1", "beta2"):
             value = getattr(self, key)
             check(0 <= value < 1, f"train.{key}", "in [0, 1)", value)
+            small = value < 1 - 2**-25  # what is not rounds to 1 in float32, where steps are taken
+            check(small, f"train.{key}", "at most 0.99999994, the float32 before 1", value)
         positive("train.eps", self.eps)
         not_negative("train.weight_decay", self.weight_decay)
         if self.weight_decay and self.optimizer in ("adagrad", "sgd"):

@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kge_torchrec.data import search
+
 # Answers handed out at once: a few arrays of this length fit a cache, and bound what is held.
 PIECE = 1 << 17
 
@@ -94,9 +96,6 @@ class Answers:
 
     def _within(self, first: int, stop: int) -> Iterator[Ranges]:
         """The parts with their ranges cut to some entities, those without any left out."""
-        # Imported on use: compiling takes a second that preparing a store need not wait.
-        from kge_torchrec.data import search
-
         for part in self.parts:
             starts, stops = search.narrow(part.ids, part.starts, part.stops, first, stop)
             some = np.flatnonzero(stops > starts)

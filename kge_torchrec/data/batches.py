@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from kge_torchrec.data import ENTITY
 from kge_torchrec.data.epochs import EpochBatches
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.movable import Movable
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.order import EpochOrder
 
-ENTITY = "entity"  # name of the entity table and of its only feature, in every engine
 SIDE_CODES = {"head": 0, "tail": 1}
 
 

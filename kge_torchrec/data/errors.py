@@ -1,7 +1,9 @@
 """What can go wrong between a user's files and a triple store."""
 
+from kge_torchrec.errors import KGEError
 
-class DataError(ValueError):
+
+class DataError(KGEError, ValueError):
     """The input data is unusable; the message names the file, the line and the remedy."""
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from kge_torchrec.data import search
 from kge_torchrec.data.answers import Answers, Ranges, read_only
 from kge_torchrec.data.ordering import id_counts, sorted_rows
 
@@ -88,8 +89,6 @@ class KnownTriples:
         Raises:
             IndexError: an anchor or relation outside the store.
         """
-        from kge_torchrec.data import search
-
         anchors, relations = self._checked(side, anchors, relations)
         candidates = np.asarray(candidates, np.int64)
         shape = (len(anchors), candidates.shape[-1])
@@ -102,7 +101,7 @@ class KnownTriples:
 
     def queries(self, side: str) -> QueryList:
         """The distinct queries for a side.  Raises ValueError unless they are of one split."""
-        # Imported on use, as ``search`` is.
+        # Imported on use: numba takes a second that others need not wait.
         from kge_torchrec.data.query_list import QueryList
 
         (index,) = self._indices
@@ -126,7 +125,4 @@ class KnownTriples:
 
 
 def _ranges(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
-    # Imported on use: compiling takes a second that preparing and opening a store need not wait.
-    from kge_torchrec.data import search
-
     return search.find_ranges(index.indptr, index.relations, anchors, relations)

@@ -168,8 +168,12 @@ def _encode(batches: Batches, notes: Mapping) -> tuple[pa.Array, pa.Array, dict[
             triples.setdefault(split, np.empty((0, 3), np.int32))
     if not len(triples.get(WHOLE, triples.get("train"))):
         literals = sum(notes.get("literals", {}).values())
-        why = f": {literals:,} have a literal as object; data.literals keep takes them"
-        raise DataError("no training triples" + (why if literals else ""))
+        if literals:
+            raise DataError(
+                f"no training triples: {literals:,} have a literal as object; take them with",
+                literals="keep",
+            )
+        raise DataError("no training triples")
     return entities, relations, triples
 
 
@@ -194,5 +198,6 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
     more = f" and {len(cases) - 5} more" if len(cases) > 5 else ""
     return DataError(
         f"relations without a training triple: {', '.join(cases[:5])}{more}; nothing can be "
-        "learnt for them. Correct the files, or keep them with allow_unseen_relations"
+        "learnt for them. Correct the files, or keep them with",
+        allow_unseen_relations=True,
     )

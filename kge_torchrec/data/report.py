@@ -62,8 +62,11 @@ def leaks(
     return found
 
 
-def notes(report: Mapping) -> list[str]:
-    """What a person should know about the data before reading results, a sentence each."""
+def notes(report: Mapping, keep_literals: str = "data.literals keep") -> list[str]:
+    """What a person should know about the data before reading results, a sentence each.
+
+    keep_literals: what that person types to keep them.
+    """
     out = []
     for split, found in (report.get("unseen_entities") or {}).items():
         out.append(
@@ -75,7 +78,7 @@ def notes(report: Mapping) -> list[str]:
             out.append(f"{split}: {count:,} duplicate triples were dropped")
     for split, count in (report.get("literals") or {}).items():
         out.append(
-            f"{split}: {count:,} triples with a literal as object were dropped; data.literals keep "
+            f"{split}: {count:,} triples with a literal as object were dropped; {keep_literals} "
             "takes them"
         )
     for splits, count in (report.get("shared") or {}).items():

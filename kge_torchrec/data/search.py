@@ -1,61 +1,57 @@
-"""Compiled look-ups in the filter index."""
+"""Look-ups in the filter index: compiled for many queries, by numpy for a handful.
 
-import numba
+Numba takes a second to load, which whoever prepares or opens a store, or asks one question, need
+not wait for.
+"""
+
+from __future__ import annotations
+
 import numpy as np
 
-
-@numba.njit(cache=True, nogil=True)
-def lower_bound(values, value, low, high):
-    """First position in the ascending ``values[low:high]`` that is not below ``value``."""
-    while low < high:
-        middle = (low + high) // 2
-        if values[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
+FEW = 8  # queries
 
 
-@numba.njit(cache=True, nogil=True)
-def find_ranges(indptr, row_relations, anchors, relations):
+def find_ranges(indptr, row_relations, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
     """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
-    starts = np.empty(len(anchors), np.int64)
-    stops = np.empty(len(anchors), np.int64)
-    for query in range(len(anchors)):
-        low, high = indptr[anchors[query]], indptr[anchors[query] + 1]
-        starts[query] = lower_bound(row_relations, relations[query], low, high)
-        stops[query] = lower_bound(row_relations, relations[query] + 1, starts[query], high)
-    return starts, stops
+    if len(anchors) > FEW:
+        from kge_torchrec.data import compiled_search
+
+        return compiled_search.find_ranges(indptr, row_relations, anchors, relations)
+    rows = list(zip(indptr[anchors].tolist(), indptr[anchors + 1].tolist(), strict=True))
+    starts = _places(row_relations, rows, relations, "left")
+    return starts, _places(row_relations, rows, relations, "right")
 
 
-@numba.njit(cache=True, nogil=True)
-def narrow(ids, starts, stops, first, last):
+def narrow(ids, starts, stops, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
-    lows = np.empty(len(starts), np.int64)
-    highs = np.empty(len(starts), np.int64)
-    for query in range(len(starts)):
-        lows[query] = lower_bound(ids, first, starts[query], stops[query])
-        highs[query] = lower_bound(ids, last, lows[query], stops[query])
-    return lows, highs
+    if len(starts) > FEW:
+        from kge_torchrec.data import compiled_search
+
+        return compiled_search.narrow(ids, starts, stops, first, last)
+    ranges = list(zip(starts.tolist(), stops.tolist(), strict=True))
+    lows = _places(ids, ranges, [first] * len(ranges), "left")
+    return lows, _places(ids, ranges, [last - 1] * len(ranges), "right")
 
 
-@numba.njit(cache=True, nogil=True)
-def mark_members(entities, starts, stops, candidates, found):
+def mark_members(entities, starts, stops, candidates, found) -> None:
     """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
-    for query in range(len(starts)):
-        low, high = starts[query], stops[query]
-        if low == high:
-            continue
-        first, last = entities[low], entities[high - 1]
-        for column in range(candidates.shape[1]):
-            candidate = candidates[query, column]
-            if candidate < first or candidate > last:
-                continue
-            # Steps that depend on the range's length only, not on the data, cost no mispredictions.
-            position, size = low, high - low
-            while size > 1:
-                half = size // 2
-                position += half * (entities[position + half] <= candidate)
-                size -= half
-            if entities[position] == candidate:
-                found[query, column] = True
+    if len(starts) > FEW:
+        from kge_torchrec.data import compiled_search
+
+        compiled_search.mark_members(entities, starts, stops, candidates, found)
+        return
+    for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+        answers, wanted = entities[start:stop], candidates[query].astype(entities.dtype)
+        place = np.searchsorted(answers, wanted)
+        inside = np.flatnonzero(place < len(answers))
+        found[query, inside] |= answers[place[inside]] == wanted[inside]
+
+
+def _places(values, ranges: list[tuple[int, int]], wanted, side: str) -> np.ndarray:
+    """Where each wanted value has its place in its range of ascending ``values``, (B,) int64."""
+    wanted = np.asarray(wanted).astype(values.dtype)  # or numpy would convert the whole range
+    found = [
+        low + np.searchsorted(values[low:high], value, side)
+        for (low, high), value in zip(ranges, wanted, strict=True)
+    ]
+    return np.array(found, np.int64)

@@ -152,7 +152,10 @@ def check_writable(output: Path, overwrite: bool) -> None:
     if not (output / META).is_file():
         raise StoreError(f"{output}: exists and is no store; choose another output")
     if not overwrite:
-        raise StoreError(f"{output}: a store exists here; allow overwriting or choose another path")
+        raise StoreError(
+            f"{output}: a store exists here; choose another path, or replace it with",
+            overwrite=True,
+        )
 
 
 @contextmanager

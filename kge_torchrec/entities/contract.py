@@ -10,60 +10,22 @@ Shapes: N entities, D numbers per entity, n rows on this rank, M ids.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
-from kge_torchrec.data.batches import ENTITY, Batch
-from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
-from kge_torchrec.models.model import KnowledgeGraphModel
-from kge_torchrec.parallel.dense import DenseWrapper
+from kge_torchrec.data import ENTITY
+from kge_torchrec.entities.shard import ENTITY_WEIGHT, EntityShard
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.batches import Batch
+    from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
+    from kge_torchrec.models.model import KnowledgeGraphModel
+    from kge_torchrec.models.scorers import Scorer
+    from kge_torchrec.parallel.dense import DenseWrapper
 
 __all__ = ["ENTITY", "ENTITY_WEIGHT", "EntityEngine", "EntityShard"]
-
-# What every engine calls the table in a checkpoint, and the first part of its states' names.
-ENTITY_WEIGHT = f"entities.embeddings.{ENTITY}.weight"
-
-
-@dataclass(frozen=True)
-class EntityShard:
-    """The rows of the entity table that this rank holds, as a view: writes reach the table."""
-
-    rows: Tensor  # (n, D); n may be 0 when there are more ranks than entities
-    first_row: int  # global id of rows[0]
-    num_entities: int  # N, over all ranks
-
-    @property
-    def dim(self) -> int:
-        return self.rows.shape[1]
-
-    @property
-    def row_range(self) -> tuple[int, int]:
-        """Global ids [start, stop) held here."""
-        return self.first_row, self.first_row + self.rows.shape[0]
-
-    def holds(self, ids: Tensor) -> Tensor:
-        """(M,) bool: which of the global ids live here."""
-        start, stop = self.row_range
-        return (ids >= start) & (ids < stop)
-
-    @torch.no_grad()
-    def fetch(self, ids: Tensor) -> Tensor:
-        """Rows of the global ids (M,), as (M, D) float32 on every rank.
-
-        Collective: every rank passes the same ids.  Raises IndexError on an id outside [0, N).
-        """
-        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_entities):
-            raise IndexError(f"entity ids must lie in [0, {self.num_entities})")
-        here = self.holds(ids)
-        out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)
-        out[here] = self.rows[ids[here] - self.first_row].float()
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.all_reduce(out)
-        return out
 
 
 class EntityEngine(Protocol):
@@ -75,6 +37,7 @@ class EntityEngine(Protocol):
     layout: str  # which rank holds what, for people
     dense: DenseWrapper  # how the dense parameters lie on the ranks
     knowledge: KnowledgeGraphModel  # the model inside all wrappers
+    scorer: Scorer  # inside that; this rank may hold parts of its parameters only
     # Table gradients between backward and step; None where the kernel steps inside backward.
     pending: PendingGradients | None
 

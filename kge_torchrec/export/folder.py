@@ -27,7 +27,10 @@ class ExportFolder:
         if not self._target.exists():
             return
         if not self.overwrite:
-            raise ExportError(f"{self.path} exists already; name another folder or use --overwrite")
+            raise ExportError(
+                f"{self.path} exists already; name another folder, or replace it with",
+                overwrite=True,
+            )
         empty = self._target.is_dir() and not any(self._target.iterdir())
         if not empty and not is_export(self._target):
             raise ExportError(

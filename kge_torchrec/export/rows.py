@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.entities.shard import EntityShard
 from kge_torchrec.parallel.processes import Processes
 
 CHUNK_ROWS = 1 << 16

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import tqdm
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.entities.shard import EntityShard
 from kge_torchrec.export.description import ENTITIES, PARAMETERS, RELATIONS, describe
 from kge_torchrec.export.errors import ExportError
 from kge_torchrec.export.folder import ExportFolder

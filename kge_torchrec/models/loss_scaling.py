@@ -13,11 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from kge_torchrec.errors import KGEError
+
 START, LARGEST, SMALLEST = 2.0**16, 2.0**24, 2.0**-14
 GROWTH_INTERVAL = 2000  # steps without an overflow before the scale doubles
 
 
-class ScaleTooSmall(RuntimeError):
+class ScaleTooSmall(KGEError, RuntimeError):
     """Gradients overflow however small the scale: they are not finite to begin with."""
 
     on_every_rank = True

@@ -76,6 +76,8 @@ class Objective(nn.Module):
 
     def compile_parts(self) -> None:
         """Compiles scorer and loss; the looking up of rows around them stays as it is."""
+        for name in self.scorer.uncompiled:
+            setattr(self.scorer, name, torch.compiler.disable(getattr(self.scorer, name)))
         self._loss_of_side = torch.compile(self._loss_of_side)
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -23,13 +24,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from torchrec.distributed.model_parallel import DataParallelWrapper
-from torchrec.distributed.types import ShardingEnv
-from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.models.model import KnowledgeGraphModel
 from kge_torchrec.parallel.processes import Processes
+
+if TYPE_CHECKING:
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+    from kge_torchrec.models.model import KnowledgeGraphModel
 
 
 class DenseWrapper:
@@ -41,10 +43,6 @@ class DenseWrapper:
         """The model to train.  The entity table in it is left alone."""
         self.objective = model.objective
         return model
-
-    def in_torchrec(self) -> DataParallelWrapper:
-        """The same for DistributedModelParallel, once it has sharded the table."""
-        return _Wrap(self)
 
     def parameters(self) -> list[nn.Parameter]:
         """What the dense optimizer steps."""
@@ -160,16 +158,6 @@ class Sharded(DenseWrapper):
         starts = [min(part * each, parameter.shape[0]) for part in range(parts + 1)]
         ranges = (f"{start:,} to {stop:,}" for start, stop in pairwise(starts))
         return f", rows {', '.join(ranges)}"
-
-
-class _Wrap(DataParallelWrapper):
-    """One of ours as TorchRec asks for it."""
-
-    def __init__(self, wrapper: DenseWrapper):
-        self._wrapper = wrapper
-
-    def wrap(self, dmp, env: ShardingEnv, device: torch.device) -> None:
-        dmp._dmp_wrapped_module = self._wrapper.wrap(dmp._dmp_wrapped_module)
 
 
 def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.errors import KGEError
 
 T = TypeVar("T")
 
@@ -72,11 +73,11 @@ class Processes:
         return found.tolist()
 
 
-class RankLost(RuntimeError):
+class RankLost(KGEError, RuntimeError):
     """Another rank died or cannot be reached any more, which this rank met in a collective."""
 
 
-class OtherRankFailed(RuntimeError):
+class OtherRankFailed(KGEError, RuntimeError):
     """Work failed on another rank; the message has its error."""
 
     on_every_rank = True

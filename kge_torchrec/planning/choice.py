@@ -53,32 +53,33 @@ class Choice:
         ):
             if getattr(self, name) not in choices:
                 raise ConfigError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                    f"--{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
                 )
         for name in ("replicas", "sync_every"):
             if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be an integer >= 1, got {getattr(self, name)}")
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} must be an integer >= 1, got {getattr(self, name)}")
         if not 0 < self.cache_ratio < 1:
-            raise ConfigError(f"cache_ratio must be in (0, 1), got {self.cache_ratio}")
+            raise ConfigError(f"--cache-ratio must be in (0, 1), got {self.cache_ratio}")
         if not 0 <= self.reserve < 1:
-            raise ConfigError(f"reserve must be in [0, 1), got {self.reserve}")
+            raise ConfigError(f"--reserve must be in [0, 1), got {self.reserve}")
 
     def check(self, workload: Workload, cluster: Cluster) -> None:
         """Raises ConfigError, saying why, where this cannot be."""
         if cluster.world_size % self.replicas:
             raise ConfigError(
-                f"replicas: {cluster.world_size} devices cannot be split into {self.replicas} "
+                f"--replicas: {cluster.world_size} devices cannot be split into {self.replicas} "
                 "equal groups"
             )
         regime = workload.config.negatives.regime
         if workload.config.negatives.is_full and (self.sharding != "row_wise" or self.replicas > 1):
             raise ConfigError(
-                f"sharding: with negatives.regime {regime} every rank scores its own rows of one "
+                f"--sharding: with negatives.regime {regime} every rank scores its own rows of one "
                 "table; only row_wise without replicas does that"
             )
         if self.sharding == "data_parallel" and self.kernel != FUSED:
             raise ConfigError(
-                "kernel: data_parallel tables lie whole on every device, never in UVM"
+                "--kernel: data_parallel tables lie whole on every device, never in UVM"
             )
         if not cluster.device.is_cuda:
             self._check_cpu()
@@ -90,11 +91,13 @@ class Choice:
 
     def _check_cpu(self) -> None:
         if self.kernel != FUSED:
-            raise ConfigError(f"kernel: {self.kernel} is of GPUs; a CPU's rows are in main memory")
+            raise ConfigError(
+                f"--kernel: {self.kernel} is of GPUs; a CPU's rows are in main memory"
+            )
         if self.dtype != "fp32":
-            raise ConfigError(f"dtype: CPU tables are fp32, not {self.dtype}")
+            raise ConfigError(f"--dtype: CPU tables are fp32, not {self.dtype}")
         if self.replicas > 1:
-            raise ConfigError("replicas: TorchRec's 2-D parallelism (DMPCollection) needs GPUs")
+            raise ConfigError("--replicas: TorchRec's 2-D parallelism (DMPCollection) needs GPUs")
 
     def form(self, workload: Workload) -> TableForm:
         """What a shard's rows and optimizer state look like."""

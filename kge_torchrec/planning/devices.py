@@ -128,10 +128,11 @@ class Cluster:
     def __post_init__(self) -> None:
         for name, value in (("devices", self.world_size), ("hosts", self.hosts)):
             if value < 1:
-                raise ConfigError(f"{name}: there must be at least one, got {value}")
+                raise ConfigError(f"--{name}: there must be at least one, got {value}")
         if self.world_size % self.hosts:
             raise ConfigError(
-                f"hosts: {self.world_size} devices cannot be spread evenly over {self.hosts} hosts"
+                f"--hosts: {self.world_size} devices cannot be spread evenly over {self.hosts} "
+                "hosts"
             )
 
     @property
@@ -160,7 +161,7 @@ def parse_devices(
     """
     found = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not found:
-        raise ConfigError(f"devices must look like 8xH100-80GB, got {text!r}")
+        raise ConfigError(f"--devices must look like 8xH100-80GB, got {text!r}")
     count = 1 if found[1] is None else int(found[1])
     device = _find(found[2], PRESETS if known is None else known)
     if host_gib:
@@ -231,11 +232,13 @@ def _find(name: str, known: Mapping[str, Device]) -> Device:
     if len(same) == 1:
         return same[0]
     if same:
-        raise ConfigError(f"devices: {name} may be {' or '.join(d.name for d in same)}; say which")
+        raise ConfigError(
+            f"--devices: {name} may be {' or '.join(d.name for d in same)}; say which"
+        )
     close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
     hint = f"; did you mean {plain[close[0]].name}?" if close else ""
     raise ConfigError(
-        f"devices: no device {name!r}; there are {', '.join(known)}, and others from a file"
+        f"--devices: no device {name!r}; there are {', '.join(known)}, and others from a file"
         f" (--device-file){hint}"
     )
 

@@ -35,6 +35,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
 from kge_torchrec.data.batches import ENTITY
 from kge_torchrec.entities.torchrec.fused_params import from_fused_params
+from kge_torchrec.errors import KGEError
 from kge_torchrec.planning.describe import GIB, amount, describe_plan
 from kge_torchrec.planning.table_memory import Bytes, TableForm, table_memory
 
@@ -52,7 +53,7 @@ SHARDINGS = tuple(
 )
 
 
-class PlanDoesNotFit(RuntimeError):
+class PlanDoesNotFit(KGEError, RuntimeError):
     """The table and its optimizer state need more memory than a rank has."""
 
 

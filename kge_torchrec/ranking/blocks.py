@@ -21,7 +21,7 @@ from kge_torchrec.data.answers import Answers
 from kge_torchrec.models.scorers.base import Scorer, Side
 
 if TYPE_CHECKING:  # it imports TorchRec, which an exported model does without
-    from kge_torchrec.entities.contract import EntityShard
+    from kge_torchrec.entities.shard import EntityShard
 
 SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, more leaves room for threads
 CPU_BLOCK_BYTES = 8 << 20  # about what stays in cache until the scores are counted

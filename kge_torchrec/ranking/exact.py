@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kge_torchrec.data.answers import Answers
 from kge_torchrec.data.known import KnownTriples
-from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.entities.shard import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
 from kge_torchrec.ranking.counting import count_block

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
-from kge_torchrec.data.batches import BatchBuilder
+from kge_torchrec.data.batches import BatchBuilder, as_feature
 from kge_torchrec.data.degrees import DegreeDraw
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import (
@@ -29,6 +29,7 @@ from kge_torchrec.entities.handrolled.engine import HandrolledEngine
 from kge_torchrec.entities.initialize import EntityInit
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.engine import TorchRecEngine
+from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.models.answer_losses import AnswersBinaryCrossEntropy, AnswersSoftmax
 from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, FullSoftmax
 from kge_torchrec.models.losses import (
@@ -69,9 +70,11 @@ def build_loss(config: LossConfig) -> nn.Module:
     }[config.name]()
 
 
+@quiet_dependencies()
 def build_engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
     train = config.train
+    as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
     objective = build_objective(config, store.num_relations)
     init = EntityInit(config.model.init, config.model.init_scale)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))

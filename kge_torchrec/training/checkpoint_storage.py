@@ -2,12 +2,8 @@
 
 torch.distributed.checkpoint plans which rank writes and reads which piece of which tensor; what it
 writes by itself has a pickled index, and whoever opens a pickle runs what is in it.  Here each rank
-writes one file of the numbers of its pieces, one after another, and the index says where they are:
-
-    {"tensors": {name: {"dtype", "size", "pieces": [{"offset", "size", "file", "start", "crc32"}]}}}
-
-Every piece has a checksum, which is compared before any of its numbers is used, so that damage is
-found without reading a byte twice or a byte that nobody asked for.
+writes one file of the numbers of its pieces, one after another, and the index says where they are
+(``checkpoint_index``).
 
 Checkpoints of the first format are torch's own; their index is read by an unpickler that knows only
 the few classes of an index.
@@ -17,15 +13,17 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 import zlib
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path, PurePath
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
@@ -38,6 +36,7 @@ from torch.distributed.checkpoint import (
     StorageReader,
     StorageWriter,
 )
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -48,13 +47,68 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-Index = dict[str, Any]  # as JSON has it
+from kge_torchrec.entities.pieces import in_pieces
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training.checkpoint_index import (
+    Damaged,
+    Index,
+    dtype_of,
+    first_line,
+    in_threads,
+    pieces_of,
+    read_piece,
+)
 
-_THREADS = 4  # pieces under way at once: memory for as many, and disks like several requests
+
+class RankFailed(KGEError, RuntimeError):
+    """A rank could not write or read its pieces; the message says which and why."""
 
 
-class Damaged(RuntimeError):
-    """A checkpoint does not hold what it should; the message says what and where."""
+def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
+    """Writes the tensors of all ranks into ``folder``; returns their index, on rank 0.
+
+    alone: there is one rank.  Collective.
+    """
+    writer = RawWriter(folder)
+    with _plain_failures():
+        dcp.save(in_pieces(state), storage_writer=writer, no_dist=alone)
+    return writer.index
+
+
+def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) -> None:
+    """Fills the tensors of ``state`` in place, from a checkpoint of any number of ranks.
+
+    index: None for the first format.  alone: there is one rank.  Collective.
+    """
+    reader = _reader(folder, index)
+    with _plain_failures():
+        dcp.load(in_pieces(state), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+
+
+def names(folder: Path, index: Index | None) -> Iterable[str]:
+    """Of the tensors of a checkpoint; index as in ``load``."""
+    return _reader(folder, index).read_metadata().state_dict_metadata
+
+
+def _reader(folder: Path, index: Index | None) -> RawReader | TorchReader:
+    return TorchReader(folder) if index is None else RawReader(folder, index)
+
+
+@contextmanager
+def _plain_failures() -> Iterator[None]:
+    """Raises what torch reports of each rank, by no Exception, as the first of them.
+
+    torch also warns that a checkpoint of one process is of one process.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        try:
+            yield
+        except CheckpointException as error:
+            if not error.failures:
+                raise RankFailed(str(error)) from error
+            rank, (failure, _) = min(error.failures.items())
+            raise RankFailed(f"rank {rank}: {first_line(failure)}") from error
 
 
 class RawWriter(StorageWriter):
@@ -92,7 +146,7 @@ class RawWriter(StorageWriter):
                 place = {"file": name, "start": start, "crc32": zlib.crc32(numbers)}
                 return WriteResult(item.index, len(numbers), place)
 
-            results = _in_threads(write, plan.items, starts)
+            results = in_threads(write, plan.items, starts)
             os.fsync(file.fileno())
         return _done(results)
 
@@ -142,13 +196,8 @@ class RawReader(StorageReader):
         return Metadata(stored)
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> TensorStorageMetadata:
-        dtype = getattr(torch, entry["dtype"])
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{entry['dtype']} is no type of numbers")
-        chunks = []
-        for piece in entry["pieces"]:
-            if Path(piece["file"]).name != piece["file"]:
-                raise ValueError(f"{piece['file']} is no file of the checkpoint")
+        dtype, chunks = dtype_of(entry), []
+        for piece in pieces_of(entry):
             chunk = ChunkStorageMetadata(torch.Size(piece["offset"]), torch.Size(piece["size"]))
             self._places[name, chunk.offsets] = piece
             chunks.append(chunk)
@@ -174,24 +223,12 @@ class RawReader(StorageReader):
             target.copy_(piece)
             planner.commit_tensor(item, target)
 
-        _in_threads(read, plan.items)
+        in_threads(read, plan.items)
         return _done(None)
 
     def _piece(self, index: MetadataIndex) -> Tensor:
-        place = self._places[_key(index)]
-        dtype, size = getattr(torch, self.index[index.fqn]["dtype"]), place["size"]
-        numbers = bytearray(prod(size) * dtype.itemsize)
-        with (self.folder / place["file"]).open("rb") as file:
-            file.seek(place["start"])
-            read = file.readinto(numbers)
-        if read != len(numbers) or zlib.crc32(numbers) != place["crc32"]:
-            raise Damaged(
-                f"{place['file']} is damaged: the checksum of {index.fqn} from "
-                f"{list(index.offset or ())} on is another"
-            )
-        if not numbers:
-            return torch.empty(size, dtype=dtype)
-        return torch.frombuffer(numbers, dtype=dtype).view(size)
+        dtype = dtype_of(self.index[index.fqn])
+        return read_piece(self.folder, index.fqn, dtype, self._places[_key(index)])
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
@@ -265,12 +302,6 @@ def _write_at(handle: int, numbers: memoryview, start: int) -> None:
     while numbers:  # one call writes 2 GiB at most
         written = os.pwrite(handle, numbers, start)
         numbers, start = numbers[written:], start + written
-
-
-def _in_threads(work: Callable, *items: Iterable) -> list:
-    """``map``, several at once: reading, writing and checksums leave Python's lock."""
-    with ThreadPoolExecutor(_THREADS) as threads:
-        return list(threads.map(work, *items))
 
 
 def _done(value: Any) -> Future:

@@ -14,37 +14,25 @@ import json
 import logging
 import os
 import shutil
-import warnings
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
+from torch import Tensor, nn
 
 from kge_torchrec.data.errors import StoreError
-from kge_torchrec.entities.pieces import in_pieces
+from kge_torchrec.errors import KGEError
 from kge_torchrec.parallel.processes import Processes, is_lost_connection, on_first_rank
-from kge_torchrec.training.checkpoint_storage import (
-    Damaged,
-    Index,
-    RawReader,
-    RawWriter,
-    TensorsOnly,
-    TorchReader,
-)
+from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, read_whole
 from kge_torchrec.training.progress import Progress
 
 FORMAT_VERSION = 2  # 1 was torch's own format
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
-_FAILURES = (Exception, CheckpointException)  # torch's is a BaseException
 log = logging.getLogger(__name__)
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(KGEError, RuntimeError):
     """A checkpoint could not be written or read; the message says which and why."""
 
     on_every_rank = True
@@ -74,19 +62,16 @@ class Checkpoints:
 
         Raises CheckpointError when it cannot be written; the earlier ones stay.
         """
+        from kge_torchrec.training import checkpoint_storage as storage
+
         name, ranks = name_of(progress), self.processes
         target, partial = self.folder / name, self.folder / f".partial-{name}"
-        state = {
-            "engine": in_pieces(engine_state),
-            "random": {self._random_key: torch.get_rng_state()},
-        }
-        writer = RawWriter(partial)
+        state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
         try:
             on_first_rank(ranks, lambda: _make_empty(partial))
-            with _alone_in_silence():
-                dcp.save(state, storage_writer=writer, no_dist=ranks.world_size == 1)
-            on_first_rank(ranks, lambda: _finish(partial, target, writer.index, progress))
-        except _FAILURES as error:
+            index = storage.save(state, partial, alone=ranks.world_size == 1)
+            on_first_rank(ranks, lambda: _finish(partial, target, index, progress))
+        except Exception as error:
             _pass_on_lost_ranks(error)
             raise CheckpointError(self._not_written(name, partial, error)) from error
         on_first_rank(ranks, lambda: self._prune(name, progress.best_checkpoint))
@@ -98,28 +83,35 @@ class Checkpoints:
         Raises CheckpointError if that cannot be read, with some tensors filled in and some not, and
         StoreError if it was trained on other triples.
         """
-        state = {"engine": in_pieces(engine_state)}
+        folder = self.folder / name
         try:
-            index, progress = on_first_rank(self.processes, lambda: _open(self.folder / name))
+            index, progress = on_first_rank(self.processes, lambda: _open(folder))
             self._check_data(progress)
-            reader = self._reader(name, index)
-            stored = reader.read_metadata().state_dict_metadata
-            has_random = f"random.{self._random_key}" in stored
-            if has_random:  # absent when the run had fewer ranks
-                state["random"] = {self._random_key: torch.get_rng_state()}
-            with _alone_in_silence():
-                alone = self.processes.world_size == 1
-                dcp.load(state, storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+            whole = _whole_tensors({"engine": engine_state})
+            if index is None or whole is None:
+                self._load_parts(engine_state, folder, index)
+            else:
+                read_whole(folder, index, whole)
         except StoreError:
             raise
-        except _FAILURES as error:
+        except Exception as error:
             _pass_on_lost_ranks(error)
             raise CheckpointError(
-                f"checkpoint {name} in {self.folder} cannot be read: {_cause(error)}"
+                f"checkpoint {name} in {self.folder} cannot be read: {first_line(error)}"
             ) from error
+        return progress
+
+    def _load_parts(self, engine_state: dict[str, Any], folder: Path, index: Index | None) -> None:
+        """What ranks share among them, and the state of this rank's random numbers."""
+        from kge_torchrec.training import checkpoint_storage as storage
+
+        state = {"engine": engine_state}
+        has_random = f"random.{self._random_key}" in storage.names(folder, index)
+        if has_random:  # absent when the run had fewer ranks
+            state["random"] = {self._random_key: torch.get_rng_state()}
+        storage.load(state, folder, index, alone=self.processes.world_size == 1)
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
-        return progress
 
     def load_first(self, engine_state: dict[str, Any], names: list[str]) -> tuple[str, Progress]:
         """``load`` of the first of several that can be read; returns its name and progress.
@@ -162,10 +154,6 @@ class Checkpoints:
     def _names(self) -> list[str]:
         return sorted(path.parent.name for path in self.folder.glob(f"step-*/{_MANIFEST}"))
 
-    def _reader(self, name: str, index: Index | None) -> RawReader | TorchReader:
-        path = self.folder / name
-        return TorchReader(path) if index is None else RawReader(path, index)
-
     def _not_written(self, name: str, partial: Path, error: BaseException) -> str:
         def clean_up() -> str:
             shutil.rmtree(partial, ignore_errors=True)
@@ -173,7 +161,7 @@ class Checkpoints:
 
         kept = on_first_rank(self.processes, clean_up)
         return (
-            f"checkpoint {name} could not be written to {self.folder}: {_cause(error)} "
+            f"checkpoint {name} could not be written to {self.folder}: {first_line(error)} "
             f"({_free(self.folder)} free on that disk); earlier checkpoints are intact: "
             f"{kept}. Make room, then train --resume."
         )
@@ -273,27 +261,23 @@ def _read_json(file: Path, checksum: int | None) -> Any:
         raise Damaged(f"{file.name} makes no sense ({error})") from error
 
 
-@contextmanager
-def _alone_in_silence() -> Iterator[None]:
-    """torch warns that a checkpoint of one process is of one process."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        yield
+def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor] | None:
+    """By their names in an index, if none of them is shared among ranks."""
+    found: dict[str, Tensor] = {}
+    for key, value in state.items():
+        if isinstance(value, dict):
+            below = _whole_tensors(value, f"{prefix}{key}.")
+            if below is None:
+                return None
+            found |= below
+        elif type(value) in (Tensor, nn.Parameter):
+            found[prefix + key] = value
+        else:
+            return None
+    return found
 
 
 def _pass_on_lost_ranks(error: BaseException) -> None:
     """Raises what a collective met when a rank went missing: no checkpoint is to blame."""
     if is_lost_connection(error):
         raise error
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong, where torch reports a failure of each rank."""
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (failure, _) = min(error.failures.items())
-        return f"rank {rank}: {_first_line(failure)}"
-    return _first_line(error)
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,16 +14,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from kge_torchrec.errors import KGEError
 from kge_torchrec.parallel.processes import Processes
 
 
-class NonFiniteLoss(RuntimeError):
+class NonFiniteLoss(KGEError, RuntimeError):
     """Training met a loss that is no finite number; the message says when and on which rank."""
 
     on_every_rank = True
 
 
-class NonFiniteParameters(RuntimeError):
+class NonFiniteParameters(KGEError, RuntimeError):
     """A parameter or its optimizer state holds NaN or infinity; the message says which."""
 
     on_every_rank = True

@@ -28,7 +28,7 @@ from typing import IO, Any
 import yaml
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import Overrides, config_from_dict, is_set
+from kge_torchrec.config_parser import Overrides, is_set, load_config
 
 try:
     import fcntl
@@ -96,7 +96,7 @@ class RunFolder:
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
-        return config_from_dict(self._values(), overrides)
+        return load_config(self._config_file(), overrides)
 
     def check_loss(self, overrides: Overrides) -> None:
         """Raises ConfigError if going on would change the loss without anybody having said so.
@@ -104,7 +104,7 @@ class RunFolder:
         A run of bce from before ``loss.reduction`` had the mean over candidates, or of sampled
         negatives the positive and the mean of the negatives one half each.
         """
-        values = self._values()
+        values = yaml.safe_load(self._config_file().read_text(encoding="utf-8"))
         loss = values.get("loss", {})
         if loss.get("name") != "bce" or "reduction" in loss:
             return
@@ -118,11 +118,11 @@ class RunFolder:
             f"{same} to go on with the same one, or --loss.reduction sum for today's"
         )
 
-    def _values(self) -> dict[str, Any]:
+    def _config_file(self) -> Path:
         file = self.path / "config.yaml"
         if not file.is_file():
             raise ConfigError(f"{self.path} is no run folder: it has no config.yaml")
-        return yaml.safe_load(file.read_text(encoding="utf-8"))
+        return file
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes results.json, whole or not at all."""

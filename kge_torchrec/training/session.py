@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 
 import numpy as np
 
-from kge_torchrec.config import Config, DenseConfig, EntitiesConfig, TrainConfig
+from kge_torchrec.config import Config
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.entities.contract import EntityEngine
+from kge_torchrec.entities.trained import TrainedModel
 from kge_torchrec.environment import allow_tf32, keep_large_blocks, set_threads
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
-from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.ranking.metrics import metrics
-from kge_torchrec.training.assembly import build_engine, with_usable_plan
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
@@ -34,18 +33,18 @@ FILTERS = {
 }
 
 
-def stateless(config: Config) -> Config:
-    """The same model with an optimizer that keeps no state, for ranking and prediction.
+def _engine(
+    config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
+) -> EntityEngine:
+    from kge_torchrec.training.assembly import build_engine, with_usable_plan  # loads TorchRec
 
-    Everything is ranked in float32, on any number of ranks: a plan of the training says nothing.
-    """
-    return replace(
-        config,
-        train=TrainConfig(optimizer="sgd", tf32=config.train.tf32),
-        entities=EntitiesConfig(engine=config.entities.engine),
-        dense=DenseConfig(),
-        run=replace(config.run, plan=None),
-    )
+    if plan_may_differ:
+        config = with_usable_plan(config, store, processes)
+    return build_engine(config, store, processes)
+
+
+def _trained_model(config: Config, store: TripleStore, processes: Processes) -> TrainedModel:
+    return TrainedModel(config.model, store.num_entities, store.num_relations, processes)
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
@@ -58,7 +57,7 @@ def selection_of(config: Config, store: TripleStore) -> str:
 class Session:
     """Collective: every rank makes one with the same arguments.
 
-    trains: False leaves the table without optimizer state, for ranking and prediction.
+    trains: False has rows and scorer only, for ranking, prediction and export.
     plan_may_differ: do without run.plan, with a warning, where it is of other ranks or gone.
     Raises ConfigError for settings that cannot be trained or run here.
     """
@@ -89,19 +88,18 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        if not trains:
-            config = stateless(config)
-        elif plan_may_differ:
-            config = with_usable_plan(config, self.store, processes)
-        self.engine = build_engine(config, self.store, processes)
+        if trains:
+            self.engine = _engine(config, self.store, processes, plan_may_differ)
+        else:
+            self.engine = _trained_model(config, self.store, processes)
         self.checkpoints = Checkpoints(
-            folder.checkpoints, processes, self.config.checkpoint.keep, self.store.fingerprint
+            folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
 
     @property
     def scorer(self) -> Scorer:
         """The scorer inside the sharded model; this rank may hold parts of its parameters only."""
-        return self.engine.knowledge.objective.scorer
+        return self.engine.scorer
 
     @contextmanager
     def whole_scorer(self) -> Iterator[Scorer]:
@@ -174,6 +172,8 @@ class Session:
 
     def _metrics(self, triples: np.ndarray, split: str) -> dict:
         from tqdm import tqdm
+
+        from kge_torchrec.ranking.exact import rank_triples
 
         total = 2 * len(triples)
         with (

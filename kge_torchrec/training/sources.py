@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 from kge_torchrec.config import DataConfig
+from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.parallel.processes import Processes, on_all_ranks, on_first_rank
@@ -40,16 +41,20 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
 
         prepare_triples(country_splits(), prepared)
         return
-    prepare(
-        config.path,
-        prepared,
-        ratio=config.ratio,
-        seed=seed,
-        has_header=config.has_header,
-        allow_unseen_relations=config.allow_unseen_relations,
-        literals=config.literals,
-        progress=progress,
-    )
+    try:
+        prepare(
+            config.path,
+            prepared,
+            ratio=config.ratio,
+            seed=seed,
+            has_header=config.has_header,
+            allow_unseen_relations=config.allow_unseen_relations,
+            literals=config.literals,
+            progress=progress,
+        )
+    except DataError as error:
+        error.spell(lambda name, value: f"--data.{name} {str(value).lower()}")  # as train's keys
+        raise
 
 
 def remove_prepared(prepared: Path) -> None:

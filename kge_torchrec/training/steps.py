@@ -13,6 +13,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches import Batch
 from kge_torchrec.entities.contract import EntityEngine
+from kge_torchrec.errors import KGEError
 from kge_torchrec.training.update import Update
 
 
@@ -41,7 +42,7 @@ class Loop:
         return detached
 
 
-class NotPipelined(RuntimeError):
+class NotPipelined(KGEError, RuntimeError):
     """TorchRec fell back to looking entities up without the pipeline."""
 
     on_every_rank = True

@@ -12,6 +12,7 @@ import threading
 import time
 from types import FrameType
 
+from kge_torchrec.errors import KGEError
 from kge_torchrec.parallel.processes import Processes
 
 EXIT_CODE = 75  # sysexits.h: temporary failure, to be tried again
@@ -19,7 +20,7 @@ SECONDS_BETWEEN = 1.0
 _MOST_STEPS = 1000
 
 
-class TrainingStopped(RuntimeError):
+class TrainingStopped(KGEError, RuntimeError):
     """A signal ended training early; a checkpoint has everything to go on from."""
 
     on_every_rank = True

@@ -141,7 +141,7 @@ def test_what_exists_is_refused_and_only_exports_are_overwritten(run, tmp_path):
     out = tmp_path / "out"
     run.export(out)
     (out / "mine").write_text("")
-    with pytest.raises(ExportError, match=r"exists already.*--overwrite"):
+    with pytest.raises(ExportError, match=r"exists already.*overwrite=True"):
         run.export(out, "safetensors")
     assert (out / "entities.npy").exists()
     run.export(out, "safetensors", overwrite=True)

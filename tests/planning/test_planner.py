@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 from worlds_table import TableModel
 
+from kge_torchrec.config import ConfigError
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.fused_params import fused_params
 from kge_torchrec.entities.torchrec.sharder import EntitySharder
@@ -102,7 +103,7 @@ def test_a_model_without_entities_is_refused():
 
 
 def test_a_width_that_cuda_kernels_cannot_have():
-    with pytest.raises(ValueError, match="multiple of 4, not 6"):
+    with pytest.raises(ConfigError, match=r"model.dim: .* a multiple of 4, not 6"):
         plan(100, 6, 1)
     plan(100, 6, 1, device="cpu")
 

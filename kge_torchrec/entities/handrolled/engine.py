@@ -70,6 +70,7 @@ class HandrolledEngine:
         fill_rows(self.shard(), seed, init)
         objective = objective.to(processes.device)
         self.knowledge = KnowledgeGraphModel(self.table, objective, scales_loss)
+        self.scorer = objective.scorer
         self.dense, self.pending = dense, self.table.pending
         self.model = dense.wrap(self.knowledge)
         parameters = dict(self.knowledge.named_parameters())

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -38,6 +39,19 @@ from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.planning.planner import describe_plan, plan_row_wise
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class _Wrap(DataParallelWrapper):
+    """A wrapper of the dense parameters as DistributedModelParallel asks for it.
+
+    It is put around the model once the table in it is sharded.
+    """
+
+    def __init__(self, wrapper: DenseWrapper):
+        self._wrapper = wrapper
+
+    def wrap(self, dmp, env: ShardingEnv, device: torch.device) -> None:
+        dmp._dmp_wrapped_module = self._wrapper.wrap(dmp._dmp_wrapped_module)
 
 
 class TorchRecEngine:
@@ -84,9 +98,10 @@ class TorchRecEngine:
             device=device,
             plan=self.plan,
             sharders=[sharder],
-            data_parallel_wrapper=dense.in_torchrec(),
+            data_parallel_wrapper=_Wrap(dense),
         )
         self.knowledge = next(m for m in self.model.modules() if isinstance(m, KnowledgeGraphModel))
+        self.scorer = self.knowledge.objective.scorer
         self.dense, self.pending = dense, pending_gradients(self.model)
         self.layout = f"{describe_plan(self.plan, sharder)}\n{dense.describe()}"
         fill_rows(self.shard(), seed, init)

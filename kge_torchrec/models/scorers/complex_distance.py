@@ -14,7 +14,6 @@ from kge_torchrec.models.scorers.pairwise import BLOCK_NUMBERS
 EPSILON = 1e-12  # under the root, as in RotatE.similarity
 
 
-@torch.compiler.disable  # compiled, its loop takes two minutes to compile and three times as long
 def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
     """(C, b, D), (C, K, D) -> (C, b, K): sum over k of |query_k - row_k|."""
     return _ComplexDistance.apply(query, rows)

@@ -23,6 +23,8 @@ class RotatE(QueryScorer):
 
     name = "rotate"
     is_complex = True  # entities only: relations are phases
+    # its loop takes torch.compile two minutes, and then three times as long to run
+    uncompiled = ("similarity_matrix",)
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, relation_dim=dim // 2, **shared)

@@ -1,0 +1,327 @@
+"""What a config makes, in parts that are cheap to compare: for the test of every key."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr
+from dataclasses import fields, is_dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from training_runs import random_triples, tiny_store
+
+from kge_torchrec import api
+from kge_torchrec.config import Config
+from kge_torchrec.entities.handrolled import sparse_optimizer
+from kge_torchrec.entities.handrolled.background import Background
+from kge_torchrec.entities.handrolled.table import HandrolledTable
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.errors import KGEError
+from kge_torchrec.parallel import dense
+from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.sources import open_store
+
+
+def make_graphs(folder: Path) -> Path:
+    """Input of every kind: a store, a file to split, and files with a relation in test only."""
+    tiny_store(folder / "store", train=70)  # three steps of 32
+    lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
+    (folder / "single.tsv").write_text("".join(lines))
+    (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
+    (folder / "unseen").mkdir()
+    (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
+    (folder / "unseen" / "test.tsv").write_text("a\tnew\tc\n")
+    return folder
+
+
+def changed(config: Any, changes: dict[str, Any]) -> Any:
+    """A config, or a group of it, with other values of dotted keys; checked all together."""
+    own = {key: value for key, value in changes.items() if "." not in key}
+    nested: dict[str, dict] = {}
+    for key, value in changes.items():
+        group, _, name = key.partition(".")
+        if name:
+            nested.setdefault(group, {})[name] = value
+    groups = {name: changed(getattr(config, name), values) for name, values in nested.items()}
+    return replace(config, **own, **groups)
+
+
+class Effects:
+    """What comes of a config; everything is made when it is first looked at, and kept.
+
+    All values compare with ==, and come out the same whenever the config is the same.
+    """
+
+    def __init__(self, config: Config, folder: Path, ranks: Processes):
+        self.config, self.folder, self.ranks = config, folder, ranks
+
+    # Data
+
+    @cached_property
+    def triples(self) -> Any:
+        """Of every split by label, or why there are none."""
+        where = self.folder / "prepared"
+        try:
+            store = open_store(self.config.data, self.config.seed, where, self.ranks, False)
+        except KGEError as error:
+            return type(error).__name__, str(error).replace(str(self.folder), "")
+        return {
+            split: [
+                (*store.entities.labels([head]), relation, *store.entities.labels([tail]))
+                for head, relation, tail in store.split(split).tolist()
+            ]
+            for split in ("train", "valid", "test")
+        }
+
+    @property
+    def batches(self) -> Any:
+        """What one epoch trains on, step by step."""
+        return plain(list(self.loop.batches.epoch(0)))
+
+    @property
+    def order(self) -> list:
+        """Relations in the order in which one epoch of triples comes."""
+        return [batch.relation.tolist() for batch in self.loop.batches.epoch(0)]
+
+    @property
+    def negatives(self) -> list[int]:
+        """Entities that one epoch of triples looks up, whatever the order of the triples."""
+        epoch = self.loop.batches.epoch(0)
+        return sorted(torch.cat([b.ids.values()[b.entities] for b in epoch]).tolist())
+
+    @property
+    def validated(self) -> Any:
+        """The triples that a validation ranks."""
+        return plain(self.session.validation_triples())
+
+    # The model before training
+
+    @cached_property
+    def session(self) -> Session:
+        session = Session(self.config, RunFolder(self.folder), self.ranks)
+        self._start = {
+            "table": plain(session.engine.shard().rows),
+            "scorer": plain(dict(session.scorer.named_parameters())),
+            "threads": torch.get_num_threads(),
+            "tf32": torch.backends.cuda.matmul.fp32_precision,
+        }
+        return session
+
+    def _at_start(self, name: str) -> Any:
+        _ = self.session
+        return self._start[name]
+
+    @property
+    def start_of_table(self) -> Any:
+        return self._at_start("table")
+
+    @property
+    def start_of_scorer(self) -> Any:
+        return self._at_start("scorer")
+
+    @property
+    def threads(self) -> int:
+        return self._at_start("threads")
+
+    @property
+    def tf32(self) -> str:
+        return self._at_start("tf32")
+
+    @property
+    def engine(self) -> str:
+        return type(self.session.engine).__name__
+
+    @property
+    def dense_wrapper(self) -> tuple[str, set[str]]:
+        """Its name, and the classes of the parameters."""
+        kinds = {type(parameter).__name__ for parameter in self.session.scorer.parameters()}
+        return self.session.engine.dense.name, kinds
+
+    @cached_property
+    def fully_shard(self) -> list:
+        """What FSDP is asked to do."""
+        asked = []
+
+        def record(module, *, mesh, reshard_after_forward, offload_policy):
+            asked.append((reshard_after_forward, type(offload_policy).__name__))
+
+        with patch.object(dense, "fully_shard", record):
+            _ = self.session
+        return asked
+
+    @cached_property
+    def mesh(self) -> list:
+        """The groups of four ranks on two hosts."""
+        asked = []
+
+        def record(kind, sizes, mesh_dim_names):
+            asked.append(sizes)
+            return SimpleNamespace(ndim=len(sizes), device_type=kind)
+
+        with patch.object(dense, "init_device_mesh", record):
+            dense.dense_wrapper(self.config.dense, replace(self.ranks, world_size=4))
+        return asked
+
+    @cached_property
+    def compiled(self) -> int:
+        """Functions given to torch.compile."""
+        given = []
+        with patch.object(torch, "compile", lambda function: given.append(function) or function):
+            _ = self.session
+        return len(given)
+
+    @property
+    def state_device(self) -> set[str]:
+        """Where the states of a table lie that is not in main memory."""
+        options = self.config.entities.sparse_options(self.config.train.optimizer)
+        elsewhere = replace(self.ranks, device=torch.device("meta"))
+        with patch.dict(sparse_optimizer._CHUNK_ROWS, meta=1):
+            table = HandrolledTable(9, 4, TableOptimizer("adam"), options, elsewhere)
+        return {state.device.type for state in table.optimizer.states.values()}
+
+    # Training
+
+    @cached_property
+    def loop(self) -> Fit:
+        self.lines: list[tuple[str, Any]] = []
+        progress = self.session.restore()
+        return Fit(self.session, progress, None, [lambda *line: self.lines.append(line)])
+
+    @property
+    def pipeline(self) -> str:
+        return type(self.loop.pipeline).__name__
+
+    @cached_property
+    def trained(self) -> dict[str, Any]:
+        """The table and the scorer, and what was said on the way; no checkpoints."""
+        in_thread = []
+        start = Background.start
+
+        def record(self, work):
+            in_thread.append(work)
+            start(self, work)
+
+        with (
+            patch.object(Background, "start", record),
+            patch.object(self.session.checkpoints, "save"),
+        ):
+            progress = self.loop.run()
+        return {
+            "table": plain(self.session.engine.shard().rows),
+            "scorer": plain(dict(self.session.scorer.named_parameters())),
+            "best": progress.best_metric,
+            "in_thread": len(in_thread),
+        }
+
+    @property
+    def table(self) -> Any:
+        return self.trained["table"]
+
+    @property
+    def scorer(self) -> Any:
+        return self.trained["scorer"]
+
+    @property
+    def best(self) -> float | None:
+        """The value that selects the best checkpoint."""
+        return self.trained["best"]
+
+    @property
+    def steps_in_thread(self) -> int:
+        return self.trained["in_thread"]
+
+    @property
+    def kinds(self) -> list[str]:
+        """Of the lines of metrics.jsonl."""
+        _ = self.trained
+        return [kind for kind, _ in self.lines]
+
+    @property
+    def rates(self) -> list[float]:
+        """Learning rates as they are logged."""
+        _ = self.trained
+        return [values["lr"] for kind, values in self.lines if kind == "step"]
+
+    @cached_property
+    def checkpoints(self) -> list[str]:
+        """Names of those that training leaves."""
+        self.loop.run()
+        return sorted(path.name for path in (self.folder / "checkpoints").iterdir())
+
+    @cached_property
+    def ranked_batches(self) -> int:
+        """Times that a batch of queries is scored in a validation."""
+        scorer, calls = self.session.scorer, []
+        prepared = scorer.prepared
+        scorer.prepared = lambda *args: calls.append(args) or prepared(*args)
+        self.session.validate()
+        del scorer.prepared
+        return len(calls)
+
+    # A whole run
+
+    @cached_property
+    def run(self) -> dict[str, Any]:
+        """Its folder, and what is shown, or why there is none."""
+        shown = io.StringIO()
+        with redirect_stderr(shown):
+            try:
+                path = api.train(self.config).path
+            except (KGEError, OSError) as error:
+                return {"error": type(error).__name__, "shows": False}
+        files = sorted(file.name for file in path.iterdir())
+        # a run that is told no folder has one that is named by the time
+        name = path.name if self.folder in path.parents else "of its own"
+        return {"name": name, "files": files, "shows": "epoch 1" in shown.getvalue()}
+
+    @cached_property
+    def device(self) -> str:
+        """Where a run begins on a host with a GPU."""
+        with ExitStack() as stack:
+            for name, value in (("is_available", True), ("device_count", 1), ("set_device", None)):
+                stack.enter_context(patch.object(torch.cuda, name, lambda *_, v=value: v))
+            session = stack.enter_context(patch.object(api, "Session", side_effect=StopIteration))
+            try:
+                api.train(changed(self.config, {"run.dir": str(self.folder / "elsewhere")}))
+            except StopIteration:
+                return str(session.call_args.args[2].device)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """What a session sets for the whole process, put back at the end."""
+    threads = torch.get_num_threads()
+    precisions = [(b, b.fp32_precision) for b in (torch.backends.cuda.matmul,
+                                                  torch.backends.cudnn.conv)]  # fmt: skip
+    yield
+    torch.set_num_threads(threads)
+    for backend, precision in precisions:
+        backend.fp32_precision = precision
+
+
+def plain(value: Any) -> Any:
+    """Arrays and what holds them, to be compared with ==."""
+    if isinstance(value, KeyedJaggedTensor):
+        value = value.values()
+    if isinstance(value, Tensor):
+        value = (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().numpy()
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if is_dataclass(value):
+        value = {item.name: getattr(value, item.name) for item in fields(value)}
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return value

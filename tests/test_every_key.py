@@ -1,0 +1,257 @@
+"""Every key of the config changes what it names: one table of pairs of values.
+
+A key that is read in several places (the optimizer of the table and that of the dense parameters,
+the losses of the training types) has an entry for each.  A new key fails the first test until the
+table has it: give two values, what must differ (a property of ``key_effects.Effects``), and the
+other keys that it takes to see it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from key_effects import Effects, changed, make_graphs, restored
+from training_runs import QUIET
+
+from kge_torchrec.config import Config, all_keys
+from kge_torchrec.parallel.processes import processes
+
+BASE = {**QUIET, "data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
+        "train.log_every": 1, "checkpoint.every_epochs": 0,
+        "entities.engine": "handrolled"}  # fmt: skip  # which is there sooner
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two values of a key, and the parts of ``Effects`` that they must make differ."""
+
+    key: str
+    one: Any
+    other: Any
+    what: tuple[str, ...]
+    given: dict[str, Any]
+
+    def __str__(self) -> str:
+        given = "".join(f", {key} {value}" for key, value in self.given.items())
+        return f"{self.key} {self.one} or {self.other}{given}"
+
+
+def case(key: str, one: Any, other: Any, *what: str, **given: Any) -> Case:
+    """``given``: other keys, with __ for the dot."""
+    return Case(key, one, other, what, {k.replace("__", "."): v for k, v in given.items()})
+
+
+def options(scorer: str, dim: int, **pairs: tuple[Any, Any]) -> list[Case]:
+    """Options of one scorer."""
+    return [
+        case(f"model.options.{name}", *pair, "table", model__scorer=scorer, model__dim=dim)
+        for name, pair in pairs.items()
+    ]
+
+
+ADAM = {"train__optimizer": "adam"}
+TORCHREC = {"entities__engine": "torchrec"}
+# Table and scorer feel each other from the second step on.  So what each has of its own is seen
+# after one step, or, where it takes several, while the other stands still.
+ONE_STEP = {"train__batch_size": 128}
+SCORER_STANDS = {"train__relation_lr": 1e-30}
+TABLE_STANDS = {"train__lr": 1e-30, "train__relation_lr": 0.05}
+KVSALL = {"negatives__regime": "kvsall"}
+KVSSAMPLE = {"negatives__regime": "kvssample"}
+VALIDATED = {"evaluation__every": 1, "train__epochs": 4}
+NO_PROGRESS = {**VALIDATED, "train__lr": 1e-30}  # so that no validation is better than the first
+
+CASES = [
+    # data
+    case("data.path", "{graphs}/store", "{graphs}/single.tsv", "triples"),
+    case("data.ratio", (0.8, 0.1, 0.1), (0.5, 0.25, 0.25), "triples",
+         data__path="{graphs}/single.tsv"),
+    case("data.has_header", False, True, "triples", data__path="{graphs}/single.tsv"),
+    case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
+    case("data.literals", "drop", "keep", "triples", data__path="{graphs}/literals.nt",
+         data__ratio=(1, 0, 0)),
+    # model
+    case("model.scorer", "complex", "distmult", "table", "scorer"),
+    case("model.dim", 8, 12, "start_of_table", "start_of_scorer"),
+    case("model.reciprocal", False, True, "start_of_scorer", "table"),
+    case("model.init", "normal", "uniform", "start_of_table", "start_of_scorer"),
+    case("model.init_scale", 0.5, 0.1, "start_of_table", "start_of_scorer"),
+    case("model.normalization", "none", "unit", "table"),
+    case("model.input_dropout", 0.0, 0.5, "table", "scorer"),
+    case("model.hidden_dropout", 0.0, 0.5, "table", "scorer"),
+    *options("keci", 12, p=(0, 1), q=(0, 1)),
+    *options("decal", 12, r=(0, 1)),
+    *options("conex", 8, channels=(2, 3), kernel_size=(1, 3), feature_dropout=(0.0, 0.5)),
+    *options("conve", 12, height=(2, 3)),
+    *options("tucker", 4, relation_dim=(3, 5), feature_dropout=(0.0, 0.5)),
+    *options("shallom", 4, hidden_dim=(5, 6)),
+    *options("coke", 8, layers=(1, 2), heads=(1, 2), feed_forward_dim=(5, 6)),
+    *options("house", 8, block=(2, 4), reflections=(1, 2), projections=(0, 1)),
+    *options("lfmult", 8, degree=(1, 3)),
+    # loss
+    case("loss.name", "softmax", "bce", "table"),
+    case("loss.name", "margin", "self_adversarial", "table"),
+    case("loss.name", "softmax", "bce", "table", **KVSALL),
+    case("loss.name", "softmax", "bce", "table", **KVSSAMPLE),
+    *(case("loss.reduction", "sum", "mean", "table", loss__name="bce", negatives__regime=regime)
+      for regime in ("sampled", "kvsall", "kvssample")),
+    case("loss.margin", 1.0, 2.0, "table", loss__name="margin"),
+    case("loss.margin", 1.0, 2.0, "table", loss__name="self_adversarial"),
+    case("loss.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),
+    *(case("loss.label_smoothing", 0.0, 0.3, "table", loss__name=name, negatives__regime=regime)
+      for name in ("softmax", "bce") for regime in ("sampled", "kvsall", "kvssample")),
+    *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
+           **ONE_STEP)
+      for penalty in ("n3", "l2") for regime in ("sampled", "kvsall", "kvssample")),
+    case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
+    case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),
+    # negatives
+    case("negatives.regime", "sampled", "kvssample", "batches", "table"),
+    case("negatives.regime", "1vsall", "kvsall", "batches", "table"),
+    case("negatives.regime", "kvsall", "allvsall", "batches", "table", loss__name="bce"),
+    case("negatives.count", 6, 7, "batches", "table"),
+    case("negatives.count", 6, 7, "batches", "table", **KVSSAMPLE),
+    case("negatives.chunk_size", 0, 8, "batches", "table"),
+    *(case("negatives.sides", "both", "tail", "batches", "table", negatives__regime=regime,
+           model__reciprocal=False) for regime in ("sampled", "kvsall", "kvssample")),
+    case("negatives.sampling", "uniform", "degree", "batches", "table"),
+    case("negatives.sampling", "uniform", "degree", "batches", "table", **KVSSAMPLE),
+    case("negatives.degree_power", 0.5, 3.0, "batches", "table", negatives__sampling="degree"),
+    case("negatives.filtered", False, True, "batches", "table"),
+    case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
+    # entities
+    case("entities.engine", "torchrec", "handrolled", "engine"),
+    case("entities.deduplicate", True, False, "batches"),
+    case("entities.preset", "fbgemm", "dgl", "table", **ADAM),
+    case("entities.duplicates", "sum", "mean", "table"),
+    case("entities.bias_correction", "table", "row", "table", **ADAM),
+    case("entities.epsilon", "outside", "inside", "table", **ADAM),
+    case("entities.state_dtype", "fp32", "bf16", "table", **ADAM),
+    case("entities.state_rounding", "stochastic", "nearest", "table",
+         entities__state_dtype="bf16", **ADAM),
+    case("entities.state_device", "same", "cpu", "state_device", **ADAM),
+    case("entities.async_step", False, True, "steps_in_thread"),
+    # dense
+    case("dense.wrapper", "none", "ddp", "dense_wrapper"),
+    case("dense.wrapper", "none", "fsdp", "dense_wrapper"),
+    case("dense.sharding", "full", "grad_op", "fully_shard", dense__wrapper="fsdp"),
+    case("dense.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
+    case("dense.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
+    case("dense.compile", False, True, "compiled"),
+    # train
+    case("train.epochs", 1, 2, "kinds", "table"),
+    case("train.batch_size", 32, 16, "batches", "table"),
+    case("train.batch_size", 32, 16, "batches", "table", **KVSALL),
+    case("train.batch_size", 32, 16, "batches", "table", **KVSSAMPLE),
+    *(case("train.optimizer", "adagrad", name, "table", "scorer", **ONE_STEP, **engine)
+      for name in ("adam", "rowwise_adam", "sgd") for engine in ({}, TORCHREC)),
+    *(case("train.optimizer", "adagrad", "rowwise_adagrad", "table", **ONE_STEP, **engine)
+      for engine in ({}, TORCHREC)),
+    *(case("train.lr", 0.05, 0.1, "rates", "table", "scorer", **ONE_STEP, **engine)
+      for engine in ({}, TORCHREC)),
+    *(case("train.relation_lr", 0.05, 0.1, "scorer", train__optimizer=name, **ONE_STEP)
+      for name in ("adam", "adagrad", "sgd")),
+    *(case(f"train.{beta}", 0.5, 0.9, "scorer", **ADAM, **TABLE_STANDS)
+      for beta in ("beta1", "beta2")),
+    *(case(f"train.{beta}", 0.5, 0.9, "table", **ADAM, **SCORER_STANDS, **engine)
+      for beta in ("beta1", "beta2") for engine in ({}, TORCHREC)),
+    *(case("train.eps", 1e-4, 1e-2, "table", "scorer", train__optimizer=name, **ONE_STEP, **engine)
+      for name in ("adam", "adagrad") for engine in ({}, TORCHREC)),
+    *(case("train.weight_decay", 0.0, 0.1, "table", "scorer", train__optimizer=name, **ONE_STEP,
+           **engine)
+      for name in ("adam", "rowwise_adagrad") for engine in ({}, TORCHREC)),
+    *(case("train.schedule", "constant", name, "rates", "table", "scorer", train__epochs=2)
+      for name in ("linear", "cosine", "exponential")),
+    case("train.schedule", "constant", "plateau", "rates", train__plateau_patience=0,
+         **NO_PROGRESS),
+    *(case("train.warmup_steps", 0, 3, "rates", "table", "scorer", **ONE_STEP, **engine)
+      for engine in ({}, TORCHREC)),
+    case("train.decay", 0.5, 0.9, "rates", "table", "scorer", train__schedule="exponential",
+         train__epochs=2),
+    case("train.decay", 0.5, 0.9, "rates", train__schedule="plateau", train__plateau_patience=0,
+         **NO_PROGRESS),
+    case("train.plateau_patience", 0, 1, "rates", train__schedule="plateau", **NO_PROGRESS),
+    case("train.precision", "fp32", "bf16", "table", "scorer"),
+    case("train.precision", "fp32", "fp16", "table", "scorer"),
+    case("train.tf32", False, True, "tf32"),
+    case("train.accumulation", 1, 2, "batches"),
+    case("train.clip_norm", None, 1e-3, "table", "scorer", **ONE_STEP),
+    case("train.clip_value", None, 1e-4, "table", "scorer", **ONE_STEP),
+    case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
+    case("train.log_every", 1, 2, "kinds"),
+    # evaluation
+    case("evaluation.every", 1, 2, "kinds", train__epochs=2),
+    case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),
+    case("evaluation.patience", 0, 1, "kinds", **NO_PROGRESS),
+    case("evaluation.max_triples", 0, 5, "validated"),
+    case("evaluation.batch_size", 512, 3, "ranked_batches"),
+    # checkpoint
+    case("checkpoint.every_epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
+    case("checkpoint.every_steps", 0, 2, "checkpoints", checkpoint__keep=9),
+    case("checkpoint.keep", 1, 2, "checkpoints", checkpoint__every_steps=2),
+    # run
+    case("run.dir", "{here}/one", "{here}/other", "run"),
+    case("run.resume", "never", "require", "run"),
+    case("run.progress", False, True, "run"),
+    case("run.tensorboard", False, True, "run"),
+    case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),
+    # the rest
+    case("seed", 0, 1, "start_of_table", "start_of_scorer", "order", "negatives"),
+    case("seed", 0, 1, "batches", **KVSALL),
+    case("seed", 0, 1, "batches", **KVSSAMPLE),
+    case("seed", 0, 1, "triples", data__path="{graphs}/single.tsv"),
+    case("seed", 0, 1, "validated", evaluation__max_triples=5),
+    case("device", "cpu", "auto", "device"),
+    case("threads", 1, 2, "threads"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def effects(tmp_path_factory):
+    """A function from changes of the base to their ``Effects``, kept unless asked for anew."""
+    graphs = make_graphs(tmp_path_factory.mktemp("graphs"))
+    kept: dict[str, Effects] = {}
+
+    def placed(value: Any, here: Path) -> Any:
+        return value.format(graphs=graphs, here=here) if isinstance(value, str) else value
+
+    def make(changes: dict[str, Any], anew: bool = False) -> Effects:
+        keys = {**BASE, **changes}
+        name = str(sorted(keys.items()))
+        if anew or name not in kept:
+            here = tmp_path_factory.mktemp("run") / "run"
+            config = changed(Config(), {key: placed(value, here) for key, value in keys.items()})
+            kept[name] = Effects(config, here, ranks)
+        return kept[name]
+
+    with restored(), processes("cpu") as ranks:
+        yield make
+
+
+def test_the_table_has_every_key():
+    """For a key that is missing here: see the head of this file."""
+    keys, there = set(all_keys()), {case.key for case in CASES}
+    assert keys - there == set(), "CASES has no entry for these keys"
+    assert there - keys == set(), "CASES has entries for what is no key"
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_key_changes_what_it_names(effects, case):
+    values = [effects({**case.given, case.key: value}) for value in (case.one, case.other)]
+    for what in case.what:
+        one, other = (getattr(value, what) for value in values)
+        assert one != other, f"{case.key} {case.one} and {case.other} make the same {what}"
+
+
+LOOKED_AT = {what: case for case in CASES[::-1] for what in case.what}
+
+
+@pytest.mark.parametrize("what", LOOKED_AT)
+def test_what_is_looked_at_depends_on_the_config_alone(effects, what):
+    """Otherwise it would differ between any two configs, and the test above could not fail."""
+    case = LOOKED_AT[what]
+    changes = {**case.given, case.key: case.one}
+    assert getattr(effects(changes, anew=True), what) == getattr(effects(changes, anew=True), what)

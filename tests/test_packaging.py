@@ -1,0 +1,69 @@
+"""What an installed package has: every module, the embedded graph, the published configs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory) -> Path:
+    """A copy of what a package is built from: building leaves folders behind."""
+    folder = tmp_path_factory.mktemp("source")
+    for name in ("kge_torchrec", "configs"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.py", "pyproject.toml", "README.md"):
+        shutil.copy(ROOT / name, folder)
+    return folder
+
+
+def run(*command: object, cwd: Path, **environment: str) -> str:
+    """Standard output; fails with the rest."""
+    kept = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    words = [str(word) for word in command]
+    done = subprocess.run(
+        words, cwd=cwd, env=kept | environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_a_built_package_has_everything_and_finds_its_configs(source, tmp_path):
+    built, away = tmp_path / "built", tmp_path / "away"
+    away.mkdir()
+    run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", built, cwd=source)
+    for folder, home in (("kge_torchrec", ""), ("configs", "kge_torchrec")):
+        kept = [path for path in (source / folder).rglob("*") if path.is_file()]
+        there = [built / home / path.relative_to(source) for path in kept]
+        assert kept and [path for path in there if not path.is_file()] == []
+    code = "import kge_torchrec as k; print(k.__file__); print(k.load_config('demo').model.dim)"
+    file, dim = run(sys.executable, "-c", code, cwd=away, PYTHONPATH=str(built)).split()
+    assert Path(file).parent == built / "kge_torchrec" and int(dim) > 0
+
+
+@pytest.mark.slow
+def test_a_wheel_trains_outside_the_checkout(source, tmp_path):
+    """In a fresh environment that has the wheel, and borrows the large packages."""
+    run(sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps",
+        "-w", tmp_path, source, cwd=tmp_path)  # fmt: skip
+    (wheel,) = tmp_path.glob("kge_torchrec-*.whl")
+    run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    bin = tmp_path / "venv" / "bin"
+    run(bin / "pip", "install", "-q", "--no-index", "--no-deps", "--ignore-installed", wheel,
+        cwd=tmp_path)  # fmt: skip
+    demo = ["train", "demo", "--train.epochs", "2", "--run.dir", "mine"]
+    assert "run folder: mine" in run(bin / "kge-torchrec", *demo, cwd=tmp_path)
+    assert (tmp_path / "mine" / "results.json").is_file()
+    where = run(bin / "python", "-c", "import kge_torchrec; print(kge_torchrec.__file__)",
+                cwd=tmp_path)  # fmt: skip
+    assert Path(where.strip()).is_relative_to(packages)
