@@ -23,8 +23,9 @@ kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
        [--all] [--key.sub value ...]"""
 _DESCRIPTION = """\
 Lays a run out without GPUs, processes or data: what every rank holds, what a step sends and takes,
-and what to change if it does not fit. CONFIG is a YAML file or the name of one in configs/;
---key.sub changes its keys as in train. The exit code is 0 if it fits and 3 if it does not."""
+what to change if it does not fit, and from which batch on launches no longer rule its steps. CONFIG
+is a YAML file or the name of one in configs/; --key.sub changes its keys as in train. The exit code
+is 0 if it fits and 3 if it does not."""
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -60,17 +61,19 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
 
 def _print_one(plan, options: argparse.Namespace) -> int:
     from kge_torchrec.planning.advice import advise
+    from kge_torchrec.planning.faster import faster
     from kge_torchrec.planning.picture import draw
     from kge_torchrec.planning.plan_file import plan_content, write_plan
     from kge_torchrec.planning.report import report
 
     advice = [] if plan.fits else advise(plan)
-    content = plan_content(plan, advice)
+    quicker = faster(plan) if plan.fits else None
+    content = plan_content(plan, advice, quicker)
     if options.output:
         write_plan(options.output, content)
     if options.picture:
         draw(plan, options.picture)
-    print(json.dumps(content) if options.format == "json" else report(plan, advice))
+    print(json.dumps(content) if options.format == "json" else report(plan, advice, quicker))
     return 0 if plan.fits else DOES_NOT_FIT
 
 

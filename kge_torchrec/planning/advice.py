@@ -128,7 +128,7 @@ def _tried(change: str, setting: _Setting) -> Advice:
     if not plan.fits:
         return Advice(change, False, f"is not enough: {over(plan)}")
     return Advice(
-        change, True, f"fits: {_fill(plan)}, modelled step {plan.step_seconds * 1e3:.3g} ms"
+        change, True, f"fits: {fill(plan)}, modelled step {plan.step_seconds * 1e3:.3g} ms"
     )
 
 
@@ -141,7 +141,7 @@ def over(plan: TrainingPlan) -> str:
     )
 
 
-def _fill(plan: TrainingPlan) -> str:
+def fill(plan: TrainingPlan) -> str:
     """The limit that is nearest to being reached."""
     limit = max(plan.limits, key=lambda x: x.need / x.usable if x.usable else 0.0)
     return f"{limit.place} holds {amount(limit.need)} of {amount(limit.usable)}"
@@ -154,7 +154,7 @@ def _devices(setting: _Setting, cost: Cost) -> Advice:
     if at is None:
         return Advice("more devices", False, f"are not enough: {clusters[-1]} do not suffice")
     plan = plan_training(*setting._replace(cluster=clusters[at]))
-    return Advice(str(clusters[at]), True, f"is the smallest number that fits: {_fill(plan)}")
+    return Advice(str(clusters[at]), True, f"is the smallest number that fits: {fill(plan)}")
 
 
 def _larger(cluster: Cluster, multiple: int) -> list[Cluster]:

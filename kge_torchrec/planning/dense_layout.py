@@ -46,6 +46,13 @@ class DenseLayout:
         gathers = 2 if config.sharding == "full" else 1
         return cls(ranks // copies, True, gathers, config.cpu_offload)
 
+    def collectives(self, cluster: Cluster) -> int:
+        """Of a step, on several ranks: an all-reduce; or gathers, a scatter and a sum of copies."""
+        if not self.is_sharded:
+            return 1
+        copies = cluster.world_size // self.splits
+        return self.gathers + (2 if copies > 1 else 1)
+
     def memory(self, numbers: int, optimizer: str, is_cuda: bool) -> Bytes:
         """A rank's parameters, gradients and optimizer state of P numbers, all float32.
 

@@ -83,7 +83,6 @@ _PRESETS = [
     _gpu("H200-141GB", 139.8, 4800, 67, 989, 64, 450, 50, 2048),
     _gpu("B200-180GB", 178.3, 7700, 75, 2250, 64, 900, 50, 2048),
     _gpu("L4-24GB", 22.0, 300, 30.3, 121, 32, 32, 3, 192),
-    _gpu("T4-16GB", 14.6, 320, 8.1, 65, 16, 16, 3, 192),
     # Two cores of a virtual machine, as measured for this project; gloo over the loopback.
     Device(
         "CPU",
@@ -101,6 +100,9 @@ _PRESETS = [
     ),
 ]
 PRESETS = {device.name: device for device in _PRESETS}
+# FBGEMM's wheels hold machine code for compute capability 8.0, 9.0 and 10.0, and no PTX.
+_OLDEST_CAPABILITY = "8.0"
+_TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
 
 # Keys of a device file, and what one unit of each is in the fields above.
 _UNITS = {
@@ -234,6 +236,12 @@ def _find(name: str, known: Mapping[str, Device]) -> Device:
     if same:
         raise ConfigError(
             f"--devices: {name} may be {' or '.join(d.name for d in same)}; say which"
+        )
+    if capability := _TOO_OLD.get(_plain(name).split("-")[0]):
+        raise ConfigError(
+            f"--devices: FBGEMM's wheels need compute capability {_OLDEST_CAPABILITY} or more; "
+            f"{name} has {capability}. There are {', '.join(known)}, and others from a file "
+            "(--device-file)"
         )
     close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
     hint = f"; did you mean {plain[close[0]].name}?" if close else ""

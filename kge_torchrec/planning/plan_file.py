@@ -20,6 +20,7 @@ from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.planning.advice import Advice
+from kge_torchrec.planning.faster import Faster
 from kge_torchrec.planning.shards import Shard, sharding_plan
 from kge_torchrec.planning.traffic import KINDS, Traffic
 from kge_torchrec.planning.training_plan import TrainingPlan
@@ -29,7 +30,9 @@ VERSION = 1
 _PACKAGES = ("kge-torchrec", "torch", "torchrec")
 
 
-def plan_content(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> dict[str, Any]:
+def plan_content(
+    plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | None = None
+) -> dict[str, Any]:
     """Everything a dry run says, as plain values."""
     workload, cluster, choice = plan.workload, plan.cluster, plan.choice
     form = choice.form(workload)
@@ -93,6 +96,7 @@ def plan_content(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> dict[str,
             "largest": plan.largest_time,
         },
         "advice": [asdict(item) for item in advice],
+        "faster": quicker and quicker.figures(),
         "notes": plan.notes,
     }
 

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kge_torchrec.planning.advice import Advice
+from kge_torchrec.planning.advice import Advice, fill
 from kge_torchrec.planning.describe import amount, runs
+from kge_torchrec.planning.faster import (
+    Faster,
+    batch_of_rank,
+    examples_per_second,
+    fixed_share,
+)
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
 from kge_torchrec.planning.traffic import KINDS
 from kge_torchrec.planning.training_plan import TrainingPlan
@@ -13,8 +19,8 @@ from kge_torchrec.planning.training_plan import TrainingPlan
 Rows = list[list[str]]
 
 
-def report(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> str:
-    """The whole answer: layout, memory, traffic, time, and what to do if it does not fit."""
+def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | None = None) -> str:
+    """The whole answer: layout, memory, traffic, time; what makes it faster, what makes it fit."""
     blocks = [
         _head(plan),
         _table(_memory(plan)),
@@ -23,6 +29,8 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = ()) -> str:
         "\n".join(_duplicates(plan)),
         "\n".join(_times(plan)),
     ]
+    if quicker is not None:
+        blocks.append("\n".join(_faster(quicker)))
     if not plan.fits:
         blocks.append("\n".join(_overruns(plan)))
         blocks.append("\n".join(["What would make it fit:", *_advice(advice)]))
@@ -153,11 +161,41 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
     epoch = total * plan.workload.steps_per_epoch
     yield (
         f"a step would take {seconds(total)}, an epoch {seconds(epoch)} "
-        f"({plan.workload.batch_size / total:,.0f} {what}/s): a model, not a measurement"
+        f"({examples_per_second(plan):,.0f} {what}/s): a model, not a measurement"
     )
     for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
         if time >= 0.005 * total:
             yield f"  {part:<22} {seconds(time):>9}  {time / total:4.0%}"
+
+
+def _faster(found: Faster) -> Iterator[str]:
+    """The settings, with what the model says now and then."""
+    now, then, what = found.now, found.then, found.now.workload.config.negatives.examples
+    yield "What would make it faster (by the same model; nothing of it is measured):"
+    yield (
+        f"  {fixed_share(now):.0%} of a step are the same for any batch: starting operations and "
+        "collectives, sending dense parameters"
+    )
+    if found.settings:
+        yield "  + " + " ".join(f"--{key} {value}" for key, value in found.settings.items())
+        rates = examples_per_second(then), examples_per_second(now)
+        yield (
+            f"    {rates[0]:,.0f} {what}/s instead of {rates[1]:,.0f}: steps of "
+            f"{seconds(then.step_seconds)} instead of {seconds(now.step_seconds)}, "
+            f"{fixed_share(then):.0%} of them the same for any batch; {fill(then)}"
+        )
+    if "train.batch_size" in found.settings:
+        yield (
+            f"    a batch of {batch_of_rank(then):,.0f} a rank instead of "
+            f"{batch_of_rank(now):,.4g}, {then.workload.steps_per_epoch:,.0f} steps an epoch "
+            f"instead of {now.workload.steps_per_epoch:,.0f}"
+        )
+        yield (
+            "    train.lr and train.epochs may have to be set anew; how fast batches are made is "
+            "not modelled"
+        )
+    if found.limit:
+        yield f"  - {found.limit}"
 
 
 def _overruns(plan: TrainingPlan) -> Iterator[str]:

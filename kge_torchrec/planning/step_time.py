@@ -8,6 +8,7 @@ layouts, on the slowest rank.
 from __future__ import annotations
 
 from kge_torchrec.config import TrainConfig
+from kge_torchrec.planning.dense_layout import DenseLayout
 from kge_torchrec.planning.devices import Cluster, Device
 from kge_torchrec.planning.memory import Exchange
 from kge_torchrec.planning.table_memory import (
@@ -22,9 +23,11 @@ from kge_torchrec.planning.watch_operations import Cost
 from kge_torchrec.planning.workload import Workload
 
 EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
-COLLECTIVES = 6  # sizes, lengths, ids, rows, gradients, dense gradients
+COLLECTIVES = 5  # sizes, lengths, ids, rows, gradients; those of dense parameters come on top
 LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
 PYTHON = 2e-3  # seconds of TorchRec's pipeline and the batch's making
+# Parts that take the same time whatever the batch, in the layouts that training has.
+FIXED = ("starting operations", "starting collectives", "dense gradients", "averaging replicas")
 
 
 def step_time(
@@ -57,7 +60,8 @@ def step_time(
         numbers, (each, _) = workload.num_entities * workload.dim, STATE_NUMBERS[form.optimizer]
         moved = numbers * (3 * form.value_bytes + 8 * each)
         times["table optimizer"] = moved / (device.memory_bandwidth * speed)
-    times |= starting_seconds(cluster, cost, micro_batches, COLLECTIVES)
+    collectives = COLLECTIVES + DenseLayout.of(workload.config.dense, cluster).collectives(cluster)
+    times |= starting_seconds(cluster, cost, micro_batches, collectives)
     return times | sending_seconds(cluster, traffic)
 
 

@@ -166,3 +166,8 @@ class Workload:
         return replace(
             self, config=replace(self.config, train=replace(self.config.train, batch_size=size))
         )
+
+    def with_accumulation(self, micro_batches: int) -> Workload:
+        """The same with steps cut into other numbers of micro-batches."""
+        train = replace(self.config.train, accumulation=micro_batches)
+        return replace(self, config=replace(self.config, train=train))

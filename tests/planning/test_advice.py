@@ -85,19 +85,19 @@ def test_hosts_help_cpus():
 
 
 def test_a_batch_that_is_too_large():
-    keys = {"train__batch_size": 1 << 17, "negatives__count": 1 << 14}
-    plan = planned(workload(10**6, triples=10**7, **keys), "1xT4")
+    keys = {"train__batch_size": 1 << 18, "negatives__count": 1 << 14}
+    plan = planned(workload(10**6, triples=10**7, **keys), "1xL4")
     size = number(found(advise(plan), "train.batch_size").change, r"(\d+)")
-    assert planned(plan.workload.with_batch_size(size), "1xT4").fits
-    assert not planned(plan.workload.with_batch_size(2 * size), "1xT4").fits
+    assert planned(plan.workload.with_batch_size(size), "1xL4").fits
+    assert not planned(plan.workload.with_batch_size(2 * size), "1xL4").fits
 
 
 def test_dense_parameters_without_room_for_the_table():
-    work = workload(1000, relations=8 * 10**6, model__dim=64, train__optimizer="adam")
-    plan = planned(work, "4xT4")
+    work = workload(1000, relations=12 * 10**6, model__dim=64, train__optimizer="adam")
+    plan = planned(work, "4xL4")
     assert not plan.fits
     sharded = found(advise(plan), "dense.wrapper fsdp")
-    assert sharded.fits == planned(work.with_dense_wrapper("fsdp"), "4xT4").fits
+    assert sharded.fits == planned(work.with_dense_wrapper("fsdp"), "4xL4").fits
 
 
 def test_uvm_is_not_advised_where_main_memory_is_too_small():

@@ -59,6 +59,7 @@ def test_main_memory():
         ("-2xH100", 1, "at least one, got -2"),
         ("8xH100", 0, "hosts: there must be at least one"),
         ("8xH100", 3, "8 devices cannot be spread evenly over 3 hosts"),
+        ("4xT4-16GB", 1, "compute capability 8.0 or more; T4-16GB has 7.5"),
         ("eight", 1, "no device 'eight'"),
         ("8x", 1, "must look like 8xH100-80GB"),
     ],
@@ -86,17 +87,17 @@ def test_devices_of_a_file(tmp_path):
     own = parse_devices("1xown", known=known).device
     assert (own.flops, own.host_memory) == (2e12, 8 * GIB)
     assert own.launch == pytest.approx(5e-6)
-    assert parse_devices("2xT4", known=known).device.name == "T4-16GB"
+    assert parse_devices("2xL4", known=known).device.name == "L4-24GB"
 
 
 @pytest.mark.parametrize(
     ("content", "said"),
     [
         ("X: {like: nothing}", "no device 'nothing'"),
-        ("X: {like: T4, memory: 3}", "unknown key X.memory"),
-        ("X: {like: T4, memory_gib: big}", "X.memory_gib in .* must be a number >= 0, got 'big'"),
-        ("X: {like: T4, memory_gib: -1}", "X.memory_gib"),
-        ("X: {like: T4, kind: tpu}", "X.kind .* cuda or cpu"),
+        ("X: {like: L4, memory: 3}", "unknown key X.memory"),
+        ("X: {like: L4, memory_gib: big}", "X.memory_gib in .* must be a number >= 0, got 'big'"),
+        ("X: {like: L4, memory_gib: -1}", "X.memory_gib"),
+        ("X: {like: L4, kind: tpu}", "X.kind .* cuda or cpu"),
         ("X: {memory_gib: 3}", "X in .* lacks kind, memory_gb_per_s"),
         ("X: 3", "X in .* should hold"),
         ("[1, 2]", "should hold 'name"),

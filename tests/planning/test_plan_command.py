@@ -40,7 +40,7 @@ def test_what_does_not_fit(capsys):
 
 
 def test_dense_part_above_the_capacity(capsys):
-    arguments = ["--entities=1000", "--relations=8M", "--triples=9M", "--devices", "2xT4"]
+    arguments = ["--entities=1000", "--relations=12M", "--triples=13M", "--devices", "2xL4"]
     assert run([*arguments, "--model.dim=100"]) == DOES_NOT_FIT
     assert "before it holds a row of the table (" in capsys.readouterr().out
 
@@ -76,7 +76,7 @@ def test_all_layouts(capsys):
     assert lines[0].startswith("layout")
     assert len(lines) == 1 + 22
     assert any("data_parallel" in line and "over" in line for line in lines)
-    arguments[1] = "1xT4"
+    arguments[1] = "1xL4"
     assert run([*arguments, "--all", "--host-memory", "64"]) == DOES_NOT_FIT
 
 

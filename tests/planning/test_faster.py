@@ -1,0 +1,122 @@
+"""What would make steps faster: advised where launches rule, and true when planned again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planned_runs import freebase, planned, workload
+
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.dry_run import plan_training
+from kge_torchrec.planning.faster import (
+    MOST_FIXED,
+    TOO_FEW_STEPS,
+    TOO_LARGE,
+    examples_per_second,
+    faster,
+    fixed_share,
+)
+from kge_torchrec.planning.plan_file import plan_content
+from kge_torchrec.planning.report import report
+
+
+def billion(**keys):
+    """1B entities, of which 64 devices train 5B triples."""
+    return workload(10**9, 1000, 5 * 10**9, 0.7, model__dim=128, **keys)
+
+
+CASES = {  # work, devices, hosts, times faster at least
+    "1B x 128 on 64": (billion, "64xH100-80GB", 8, 100),
+    "86M x 100 on one": (lambda **keys: freebase(model__dim=100, **keys), "1xH200", 1, 20),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_batch_from_which_on_launches_rule_no_longer(case):
+    work, devices, hosts, times = CASES[case]
+    now = planned(work(), devices, hosts)
+    found = faster(now)
+    assert found.limit == ""
+    size = found.settings["train.batch_size"]
+    of_rank, rest = divmod(size, now.cluster.world_size)
+    assert rest == 0 and of_rank & (of_rank - 1) == 0
+
+    again = planned(work(train__batch_size=size), devices, hosts)
+    assert again.fits
+    assert fixed_share(again) < MOST_FIXED
+    assert examples_per_second(again) > times * examples_per_second(now)
+    assert faster(again) is None
+    assert fixed_share(planned(work(train__batch_size=size // 2), devices, hosts)) >= MOST_FIXED
+
+    said = report(now, (), found)
+    assert f"+ --train.batch_size {size}\n" in said
+    assert f"{examples_per_second(again):,.0f} triples/s instead of" in said
+    assert f"{examples_per_second(now):,.0f}: steps of" in said
+    assert "nothing of it is measured" in said
+    figures = plan_content(now, (), found)["faster"]
+    assert figures["then"]["step_seconds"] == pytest.approx(again.step_seconds)
+    assert figures["then"]["fixed_share"] == pytest.approx(fixed_share(again))
+    assert figures["now"]["batch_size_of_rank"] == 1024 / now.cluster.world_size
+
+
+def test_nothing_where_the_work_rules():
+    plan = planned(freebase(train__batch_size=1 << 18), "1xCPU")
+    assert fixed_share(plan) < MOST_FIXED
+    assert faster(plan) is None
+    assert "faster" not in report(plan, (), faster(plan))
+    assert plan_content(plan)["faster"] is None
+
+
+def test_memory_limits_the_batch():
+    keys = {"negatives__chunk_size": 64, "negatives__count": 4096, "model__dim": 4}
+    plan = planned(workload(10**6, triples=10**9, train__batch_size=64, **keys), "1xH100")
+    gib = 1 << 30
+    small = replace(plan.cluster.device, memory=plan.total(0).device * 100 // 95 + gib // 8)
+    plan = plan_training(plan.workload, replace(plan.cluster, device=small), Choice())
+    found = faster(plan)
+    assert found.limit == TOO_LARGE
+    assert found.then.fits
+    if found.settings:
+        twice = 2 * found.settings["train.batch_size"]
+        larger = plan.workload.with_batch_size(twice)
+        assert not plan_training(larger, plan.cluster, Choice()).fits
+
+
+def test_a_small_graph_keeps_steps_enough():
+    plan = planned(workload(14_541, 237, 272_115, train__batch_size=1024), "1xH200")
+    found = faster(plan)
+    assert found.limit == TOO_FEW_STEPS
+    assert found.settings == {"train.batch_size": 8192}
+    assert found.then.workload.steps_per_epoch >= 32
+    assert f"- {TOO_FEW_STEPS}" in report(plan, (), found)
+
+
+def test_the_wrapper_where_dense_gradients_matter():
+    many = workload(10**9, 10**6, 5 * 10**9, model__dim=128)
+    plan = planned(many, "64xH100-80GB", 8)
+    found = faster(plan)
+    assert found.settings["dense.wrapper"] == "hybrid"  # sends less to other hosts than ddp, fsdp
+    again = many.with_dense_wrapper("hybrid").with_batch_size(found.settings["train.batch_size"])
+    again = planned(again, "64xH100-80GB", 8)
+    assert again.step_seconds == found.then.step_seconds
+    assert (
+        again.step_seconds
+        < 0.95
+        * planned(many.with_batch_size(again.workload.batch_size), "64xH100-80GB", 8).step_seconds
+    )
+    few = faster(planned(billion(), "64xH100-80GB", 8))
+    assert "dense.wrapper" not in few.settings
+
+
+def test_micro_batches_start_everything_again():
+    plan = planned(freebase(model__dim=100, train__accumulation=4), "1xH200")
+    assert faster(plan).settings["train.accumulation"] == 1
+
+
+def test_all_entities_as_candidates():
+    keys = {"negatives__regime": "1vsall", "model__dim": 64, "train__batch_size": 16}
+    plan = planned(workload(14_541, 237, 272_115, **keys), "1xH200")
+    found = faster(plan)
+    assert found.settings.keys() == {"train.batch_size"}
+    assert examples_per_second(found.then) > examples_per_second(plan)
