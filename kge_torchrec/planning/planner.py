@@ -33,6 +33,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import ENTITY
 from kge_torchrec.entities.torchrec.fused_params import from_fused_params
 from kge_torchrec.errors import KGEError
@@ -85,13 +86,13 @@ def plan_row_wise(
     """``plan_table`` by rows over all ranks, as training has it.
 
     process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
-    collective call).  Raises ValueError for a D that FBGEMM's CUDA kernels cannot have.
+    collective call).  Raises ConfigError for a D that FBGEMM's CUDA kernels cannot have.
     """
     width = _find_collection(model)[1].embeddings[ENTITY].weight.shape[1]
     if device_type == "cuda" and width % 4:
-        raise ValueError(
-            f"on CUDA the numbers per entity must be a multiple of 4, not {width} "
-            "(FBGEMM reads four at a time)"
+        raise ConfigError(
+            f"model.dim: on CUDA it must be a multiple of 4, not {width} (FBGEMM reads four "
+            "numbers at a time; entities.engine handrolled takes any)"
         )
     arguments = (model, sharder, world_size, local_world_size, device_type)
     if process_group is None:

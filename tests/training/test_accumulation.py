@@ -29,7 +29,12 @@ VARIANTS = {
     "rowwise_adagrad": {"entities__engine": "handrolled", "negatives__chunk_size": 8},
     "rowwise_adam": {"entities__engine": "torchrec", "negatives__filtered": True},
     "adagrad": {"entities__engine": "handrolled", "negatives__chunk_size": 1},
-    "sgd": {"entities__engine": "torchrec", "loss__n3": 0.01, "negatives__sides": "tail"},
+    "sgd": {
+        "entities__engine": "torchrec",
+        "loss__n3": 0.01,
+        "negatives__sides": "tail",
+        "model__reciprocal": False,
+    },
 }
 
 

@@ -1,0 +1,164 @@
+"""Deliberate faults, each of which the tests named beside it must notice.
+
+    python scripts/check_mutations.py            # all of them, some ten seconds each
+    python scripts/check_mutations.py dropout    # those with that word in their name
+
+Every fault is put into a copy of the working tree by replacing one piece of text, which must be
+there exactly once; the tests run in that copy, and one of them has to fail.  Whoever moves the code
+of a fault moves the fault along.  Exit code 1 if a fault goes unnoticed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``right`` replaced by ``wrong`` in a file of the package; tests: arguments of pytest."""
+
+    name: str
+    file: str
+    right: str
+    wrong: str
+    tests: str
+
+
+SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
+FULL, DROPOUT = "training/full_candidates.py", "training/dropout.py"
+
+FAULTS = [
+    # evaluation
+    Fault("test filter without valid", SESSION,
+          '"test": ("train", "valid", "test"),', '"test": ("train", "test"),',
+          "tests/training/test_session.py"),
+    Fault("valid filter with test in it", SESSION,
+          '"valid": ("train", "valid"),', '"valid": ("train", "valid", "test"),',
+          "tests/training/test_session.py"),
+    Fault("only the first fetched group is ranked", "ranking/exact.py",
+          "                strict=True,\n            )\n\n    def _count_batch",
+          "                strict=True,\n            )\n            return\n\n    def _count_batch",
+          "tests/ranking/test_exact.py -k fetched_at"),
+    Fault("a true score of minus infinity ties with what is filtered", "ranking/exact.py",
+          "own.make_room(scores)", "pass", "tests/ranking/test_exact.py -k minus_inf"),
+    # optimizers and losses
+    Fault("relation_lr ignored", ASSEMBLY, "train.relation_lr or train.lr", "train.lr",
+          "tests/test_every_key.py -k relation_lr"),
+    Fault("betas of the table ignored", ASSEMBLY,
+          "        betas=(train.beta1, train.beta2),\n", "", "tests/test_every_key.py -k beta"),
+    Fault("betas of the scorer ignored", ASSEMBLY, "lr=rate, betas=betas,", "lr=rate,",
+          "tests/test_every_key.py -k beta"),
+    Fault("degree_power ignored", ASSEMBLY,
+          "store.degrees(), negatives.degree_power", "store.degrees(), 0.75",
+          "tests/test_every_key.py -k degree_power"),
+    Fault("temperature ignored", ASSEMBLY,
+          "SelfAdversarialLoss(config.margin, config.temperature)",
+          "SelfAdversarialLoss(config.margin)", "tests/test_every_key.py -k temperature"),
+    Fault("reduction of sampled bce ignored", ASSEMBLY,
+          "BinaryCrossEntropyLoss(config.label_smoothing, config.reduction)",
+          "BinaryCrossEntropyLoss(config.label_smoothing)", "tests/models/test_same_losses.py"),
+    Fault("reduction of full bce ignored", ASSEMBLY,
+          "FullBinaryCrossEntropy(num_entities, config.label_smoothing, config.reduction)",
+          "FullBinaryCrossEntropy(num_entities, config.label_smoothing)",
+          "tests/models/test_same_losses.py"),
+    Fault("bce is a mean by default", "config/model.py",
+          'reduction: str = "sum"', 'reduction: str = "mean"',
+          "tests/training/test_full_candidates_parts.py -k adam_moves"),
+    # dropout
+    Fault("the same dropout at every step", DROPOUT, "seed_generators(seed, _STREAM, step, rank)",
+          "seed_generators(seed, _STREAM, 0, rank)", "tests/training/test_dropout_of_runs.py"),
+    Fault("the same dropout on every rank", DROPOUT, "seed_generators(seed, _STREAM, step, rank)",
+          "seed_generators(seed, _STREAM, step, 0)", "tests/training/test_dropout_of_runs.py"),
+    Fault("the same dropout at every step, all entities", FULL,
+          "trainer.drawing(batch.seed, _FOLDED)", "trainer.drawing(0, _FOLDED)",
+          "tests/training/test_dropout_of_runs.py"),
+    Fault("dropout of pairs by place in the shard", FULL,
+          "divmod(self.shard.first_row + places.start, CELL)", "divmod(places.start, CELL)",
+          "tests/training/test_full_candidates_parts.py -k dropped_does"),
+    Fault("a dropout mask an answer instead of a query", "models/scorers/base.py",
+          "self.picked(folded, query)",
+          "self.fold(anchor[query][None], relation[query][None], side)",
+          "tests/models/test_dropout.py -k folded_once"),
+    # what ranks do together
+    Fault("reported loss summed over ranks", "training/losses_seen.py",
+          "losses.mean(0).tolist()", "losses.sum(0).tolist()",
+          "tests/training/test_logged_losses.py"),
+    Fault("loss of all entities without its factor of ranks", FULL,
+          "self.auxiliary * self.world", "self.auxiliary",
+          "tests/training/test_logged_losses.py"),
+    # what a config may ask
+    Fault("one side trained with twin relations", SESSION, "config.check_trainable()", "pass",
+          "tests/training/test_earlier_runs.py -k one_side"),
+]  # fmt: skip
+
+
+def copy_of_tree(folder: Path) -> None:
+    """What git tracks, or would, as it stands."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
+    for name in filter(None, names.split("\0")):
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+
+
+def is_noticed(fault: Fault, tree: Path) -> bool:
+    """Whether a test fails with the fault in; the file is as before afterwards."""
+    file = tree / "kge_torchrec" / fault.file
+    right = file.read_text(encoding="utf-8")
+    if right.count(fault.right) != 1:
+        sys.exit(f"{fault.name}: {fault.file} has {fault.right!r} {right.count(fault.right)} times")
+    file.write_text(right.replace(fault.right, fault.wrong), encoding="utf-8")
+    try:
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "--show-capture=no", "-p",
+                   "no:cacheprovider", *words(fault.tests)]  # fmt: skip
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
+        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    finally:
+        file.write_text(right, encoding="utf-8")
+    if done.returncode not in (0, 1):
+        sys.exit(f"{fault.name}: {fault.tests}: pytest ended with {done.returncode}\n{done.stdout}")
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    print(f"    {failed[0][:140] if failed else done.stdout.splitlines()[-1]}", flush=True)
+    return done.returncode == 1
+
+
+def words(tests: str) -> list[str]:
+    """Arguments of pytest: what follows -k is one of them."""
+    paths, _, chosen = tests.partition(" -k ")
+    return paths.split() + (["-k", chosen] if chosen else [])
+
+
+def main() -> int:
+    """Runs the faults asked for; 1 if one went unnoticed."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("words", nargs="*", help="only faults with one of these in their name")
+    asked = parser.parse_args().words
+    chosen = [f for f in FAULTS if not asked or any(word in f.name for word in asked)]
+    unnoticed = []
+    with tempfile.TemporaryDirectory() as folder:
+        copy_of_tree(Path(folder))
+        for fault in chosen:
+            print(fault.name, flush=True)
+            start = time.perf_counter()
+            if not is_noticed(fault, Path(folder)):
+                unnoticed.append(fault.name)
+            print(f"    {time.perf_counter() - start:.0f} s", flush=True)
+    print(f"{len(chosen) - len(unnoticed)} of {len(chosen)} faults are noticed")
+    for name in unnoticed:
+        print(f"UNNOTICED: {name}")
+    return bool(unnoticed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
