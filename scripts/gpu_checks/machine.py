@@ -1,0 +1,105 @@
+"""The packages and the card: do they go together, and does the card do what its data sheet says."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from gpu_checks.report import Report
+from gpu_checks.timing import seconds, synchronize
+from kge_torchrec.planning.devices import PRESETS, Device
+
+ROOT = Path(__file__).resolve().parents[2]
+OLDEST_CAPABILITY = (8, 0)  # that FBGEMM's wheels hold code for
+CUDA_OF_WHEELS = "13"
+
+
+def machine(report: Report) -> None:
+    """Package set, CUDA and capability; then bandwidths, products and launches."""
+    with report.check("package set"):
+        from kge_torchrec.environment import check_packages, versions
+
+        check_packages()
+        said = ", ".join(f"{name} {version}" for name, version in versions().items())
+        report.passes("package set", True, said)
+    with report.check("import"):
+        start = time.perf_counter()
+        import kge_torchrec.training.assembly  # noqa: F401
+
+        report.note("import of TorchRec and FBGEMM, torch loaded", time.perf_counter() - start, "s")
+    preset = None
+    if report.device.type == "cuda":
+        preset = _card(report)
+    _speeds(report, preset)
+
+
+def _card(report: Report) -> Device | None:
+    """Says what it is; returns what the planner knows of it."""
+    name = torch.cuda.get_device_name(report.device)
+    built = torch.version.cuda or "none"
+    good = built.split(".")[0] == CUDA_OF_WHEELS
+    report.passes("CUDA that torch is built for", good, f"{built} (FBGEMM's wheels need 13)")
+    capability = torch.cuda.get_device_capability(report.device)
+    report.passes(
+        "compute capability",
+        capability >= OLDEST_CAPABILITY,
+        f"{name}: {capability[0]}.{capability[1]} (8.0 or more)",
+    )
+    free, total = torch.cuda.mem_get_info(report.device)
+    report.note("memory", total / 2**30, "GiB")
+    report.note("free memory", free / 2**30, "GiB")
+    candidates = [p for p in PRESETS.values() if p.is_cuda and p.name.split("-")[0] in name]
+    preset = min(candidates, key=lambda p: abs(p.memory - total), default=None)
+    if preset is not None:
+        off = abs(total / preset.memory - 1)
+        report.at_most(f"memory is what the planner has for {preset.name}, off by", off, 0.02)
+    return preset
+
+
+def _speeds(report: Report, preset: Device | None) -> None:
+    """Against half of the data sheet; the planner counts with 0.7 of it."""
+    device = report.device
+    numbers = 1 << (18 if report.small else 28)
+    with report.check("copy"):
+        one, other = torch.zeros(2, numbers, device=device)
+        rate = 8 * numbers / seconds(lambda: other.copy_(one), device) / 1e9
+        report.speed("copy in memory", rate, preset.memory_bandwidth / 2e9 if preset else 0, "GB/s")
+    with report.check("product"):
+        size = 128 if report.small else 8192
+        left, right = torch.rand(2, size, size, device=device)
+        rate = 2 * size**3 / seconds(lambda: left @ right, device) / 1e12
+        report.speed("float32 product", rate, preset.flops / 2e12 if preset else 0, "TFLOP/s")
+    with report.check("gather"):
+        table = torch.zeros(10_000 if report.small else 20_000_000, 100, device=device)
+        ids = torch.randint(len(table), (131_072,), device=device)
+        rate = 2 * 400 * len(ids) / seconds(lambda: table.index_select(0, ids), device) / 1e9
+        report.note("gather of 131k rows of 100 numbers, read and written", rate, "GB/s")
+        del table
+    with report.check("launch"):
+        small = torch.zeros(8, device=device)
+        report.note("one tiny kernel after another", 1e6 * seconds(small.neg, device, 1000), "us")
+    if device.type == "cuda":
+        pinned = torch.empty(1 << 26).pin_memory()
+        moved = torch.empty(1 << 26, device=device)
+        rate = 4 * (1 << 26) / seconds(lambda: moved.copy_(pinned, non_blocking=True), device) / 1e9
+        report.note("copy from pinned main memory", rate, "GB/s")
+    synchronize(device)
+
+
+def gpu_tests(report: Report) -> None:
+    """The tests that are marked so."""
+    if report.device.type != "cuda":
+        report.skip("pytest -m gpu", "needs a GPU")
+        return
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    print(found.stdout[-4000:], file=sys.stderr)
+    last = next((x for x in reversed(found.stdout.splitlines()) if "passed" in x or "failed" in x), "")
+    passed = re.search(r"(\d+) passed", last)
+    good = found.returncode == 0 and passed is not None
+    report.passes("pytest -m gpu", good, last.strip("= ") or f"exit code {found.returncode}")

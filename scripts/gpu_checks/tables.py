@@ -1,0 +1,218 @@
+"""FBGEMM's table through TorchRec's lookup: its optimizers, bags, and sizes beyond 2^31.
+
+Shapes: N rows, D numbers a row, M ids of a lookup.
+"""
+
+from __future__ import annotations
+
+import torch
+from oracle_table import NAMES, DenseTable
+from oracle_table import settings as optimizer_settings
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+from gpu_checks.report import Report
+from gpu_checks.timing import seconds
+from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.entities.torchrec.collection import (
+    entity_collection,
+    entity_shard,
+    set_table_step,
+    table_step,
+)
+from kge_torchrec.entities.torchrec.fused_params import fused_params
+from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.parallel.processes import Processes, processes
+from kge_torchrec.planning.planner import plan_row_wise
+
+STEPS, ROWS, DIM = 8, 300, 16
+WEIGHT = f"table.embeddings.{ENTITY}.weight"
+
+
+class _TableModel(nn.Module):
+    """Nothing but the entity table."""
+
+    def __init__(self, rows: int, dim: int):
+        super().__init__()
+        self.table = entity_collection(rows, dim)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Tensor:
+        return self.table(ids)[ENTITY].values()
+
+
+def sharded(rows: int, dim: int, optimizer: TableOptimizer, ranks: Processes) -> nn.Module:
+    """The table as training has it, on one rank."""
+    sharder, model = EntitySharder(fused_params=fused_params(optimizer)), _TableModel(rows, dim)
+    kind = ranks.device.type
+    return DistributedModelParallel(
+        model,
+        env=ShardingEnv(1, 0, ranks.group, output_dtensor=True),
+        device=ranks.device,
+        plan=plan_row_wise(model, sharder, 1, 1, kind, process_group=ranks.group),
+        sharders=[sharder],
+    )
+
+
+def feature(ids: Tensor, bags: int) -> KeyedJaggedTensor:
+    """Ids (M,), dealt evenly into bags."""
+    count = ids.numel()
+    lengths = torch.full((bags,), count // bags, dtype=torch.int64)
+    lengths[: count % bags] += 1
+    return KeyedJaggedTensor(
+        keys=[ENTITY], values=ids, lengths=lengths.to(ids.device), stride=bags,
+        length_per_key=[count], offset_per_key=[0, count],
+    )  # fmt: skip
+
+
+def optimizers(report: Report) -> None:
+    """Ids that repeat, a learning rate that changes, the iteration."""
+    with processes(report.device.type) as ranks:
+        for name in NAMES:
+            for bags in (1, 64):
+                with report.check(f"{name}, {bags} bags"):
+                    _against_oracle(report, f"{name}, {bags} bags", name, bags, ranks)
+        if "max_gradient" in TableOptimizer.__dataclass_fields__:
+            with report.check("gradients clipped by the kernel"):
+                name = "gradients clipped by the kernel"
+                _against_oracle(report, name, "adam", 1, ranks, max_gradient=0.5)
+
+
+def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, **changes) -> None:
+    stream = torch.Generator().manual_seed(3)
+    values = torch.randn(ROWS, DIM, generator=stream)
+    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
+    model, dense = sharded(ROWS, DIM, optimizer, ranks), DenseTable(values, optimizer)
+    entity_shard(model).rows.copy_(values)
+    for step in range(STEPS):
+        if step == STEPS // 2:
+            dense.lr = optimizer.lr / 3
+            model.fused_optimizer.param_groups[0]["lr"] = dense.lr
+        ids = torch.randint(ROWS, (200,), generator=stream).sort().values
+        # Away from zero, where Adam's step is its sign and a last bit decides.
+        grad = torch.randn(200, DIM, generator=stream)
+        grad = grad + grad.sign() * 0.1
+        model.fused_optimizer.zero_grad()
+        rows = model(feature(ids.to(ranks.device), bags))
+        rows.backward(grad.to(ranks.device))
+        model.fused_optimizer.step()
+        dense.step(ids, grad)
+    found = entity_shard(model).rows.double().cpu()
+    report.at_most(f"{what}, rows", float((found - dense.weights).abs().max()), 2e-5)
+    states = model.fused_optimizer.state_dict()["state"].get(WEIGHT, {})
+    for key, state in dense.states().items():
+        off = (local(states[key]).double().cpu().view_as(state) - state).abs() / (1 + state.abs())
+        report.at_most(f"{what}, {key.split('.')[-1]}", float(off.max()), 2e-5)
+    report.passes(f"{what}, steps", table_step(model) == STEPS, f"{table_step(model)} of {STEPS}")
+    set_table_step(model, 7)
+    report.passes(f"{what}, steps set", table_step(model) == 7, "7")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a value in a state_dict."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    if not hasattr(tensor, "local_shards"):
+        return tensor
+    (shard,) = tensor.local_shards()
+    return getattr(shard, "tensor", shard)
+
+
+def bags(report: Report) -> None:
+    """The same rows and steps in any number of bags; how long each takes."""
+    rows, dim, count = (20_000, 16, 2048) if report.small else (4_000_000, 100, 131_072)
+    many, device = min(4096, count // 2), report.device
+    with processes(device.type) as ranks:
+        _bags_of_training(report)
+        model = sharded(rows, dim, TableOptimizer("rowwise_adagrad", lr=0.1), ranks)
+        entity_shard(model).rows.normal_()
+        before = entity_shard(model).rows.clone()
+        ids = torch.randperm(rows, device=device)[:count].sort().values
+        grad = torch.ones(count, dim, device=device)
+        times, ends = {}, {}
+        for number in (many, count, 1):  # the slow one last
+            with report.check(f"{number} bags"):
+                entity_shard(model).rows.copy_(before)
+                asked = feature(ids, number)
+                found = model(asked)
+                good = torch.equal(found.detach(), before[ids])
+                report.passes(f"{number:,} bags, rows", good, "bit for bit" if good else "differ")
+                _time_bags(report, model, asked, grad, number, times)
+                entity_shard(model).rows.copy_(before)
+                set_table_step(model, 0)
+                _forget(model)
+                model(asked).backward(grad)
+                model.fused_optimizer.step()
+                ends[number] = entity_shard(model).rows[ids].clone()
+        for number in ends.keys() - {many}:
+            off = float((ends[number] - ends[many]).abs().max())
+            report.at_most(f"{number:,} bags, a step against {many:,} bags", off, 1e-6)
+        if {1, many} <= times.keys():
+            report.speed(f"1 bag over {many:,} bags", times[1] / times[many], 10, "times as long")
+
+
+def _bags_of_training(report: Report) -> None:
+    """The bags that batches come in."""
+    from kge_torchrec.data import batches
+
+    known = getattr(batches, "LOOKUP_BAGS", None)
+    if known is None:
+        report.passes("bags of training", report.small, "data/batches.py knows one bag only")
+        return
+    number = known[report.device.type]
+    report.passes("bags of training", report.small or number >= 1024, f"{number:,}")
+
+
+def _forget(model: nn.Module) -> None:
+    """Sets the optimizer's state to zero."""
+    for state in model.fused_optimizer.state_dict()["state"].get(WEIGHT, {}).values():
+        local(state).zero_()
+
+
+def _time_bags(report, model, asked, grad, number: int, times: dict[int, float]) -> None:
+    device, dim = report.device, grad.shape[1]
+
+    def step() -> None:
+        model(asked).backward(grad)
+        model.fused_optimizer.step()
+
+    repeats = 3 if number == 1 else 20
+    with torch.no_grad():
+        forward = seconds(lambda: model(asked), device, repeats)
+    times[number] = seconds(step, device, repeats)
+    # read and written: the row going out, its gradient, and again the row
+    rate = 4 * dim * len(grad) * 5 / times[number] / 1e9
+    report.note(f"{number:,} bags, forward", 1e3 * forward, "ms")
+    report.note(f"{number:,} bags, forward, backward and step", 1e3 * times[number], "ms")
+    report.note(f"{number:,} bags, rows and gradients", rate, "GB/s")
+
+
+def large(report: Report) -> None:
+    """Rows around number 2^31 of the table: read, and stepped by amounts that float32 holds."""
+    dim = 8 if report.small else 128
+    middle = 1000 if report.small else (1 << 31) // dim
+    rows = middle + 1000
+    if not report.small and torch.cuda.mem_get_info(report.device)[0] < 1.2 * 4 * rows * dim:
+        report.skip("more than 2^31 numbers", "not enough free memory")
+        return
+    ids = [0, 1, middle - 1, middle, middle + 1, rows - 2, rows - 1]
+    ids = torch.tensor(ids, device=report.device)
+    with processes(report.device.type) as ranks, report.check("rows around number 2^31"):
+        model = sharded(rows, dim, TableOptimizer("sgd", lr=0.5), ranks)
+        shard = entity_shard(model)
+        report.note("numbers in the table", float(shard.rows.numel()), "")
+        shard.rows.zero_()
+        values = torch.arange(len(ids) * dim, device=report.device).view(-1, dim).float()
+        shard.rows[ids] = values
+        found = model(feature(ids, 4))
+        report.passes("read", torch.equal(found.detach(), values), "bit for bit")
+        found.backward(torch.full_like(found, 2.0))
+        model.fused_optimizer.step()
+        stepped = torch.equal(entity_shard(model).rows[ids], values - 1)
+        report.passes("stepped", stepped, "bit for bit")
+        others = entity_shard(model).rows.count_nonzero()
+        wanted = (values - 1).count_nonzero()
+        report.passes("no other row touched", bool(others == wanted), f"{int(others):,} numbers")
