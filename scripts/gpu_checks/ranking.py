@@ -1,0 +1,127 @@
+"""Ranks, best answers and exports of this device against a CPU's; ties; the precision of scores.
+
+Shapes: N entities, D numbers per entity, T triples.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from gpu_checks.report import Report
+from gpu_checks.runs import config_of
+from kge_torchrec import api
+from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.entities.shard import EntityShard
+from kge_torchrec.models.scorers import Scorer, build_scorer
+from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.topk import top_k
+
+SCORERS = ("complex", "distmult", "transe_l1", "transe_l2", "rotate", "rescal", "conve")
+SIDES = ("head", "tail")
+
+
+def equality(report: Report) -> None:
+    """Everything that is not training."""
+    for name in SCORERS[:3] if report.small else SCORERS:
+        with report.check(name):
+            _against_cpu(report, name)
+        with report.check(f"{name}, ties"):
+            _ties(report, name)
+    with report.check("a run"):
+        _run(report)
+
+
+def scorer_of(name: str, dim: int, relations: int = 7) -> Scorer:
+    """With parameters of size one, on the CPU."""
+    torch.manual_seed(0)
+    config = config_from_dict({"model.scorer": name, "model.dim": dim, "model.reciprocal": False})
+    scorer = build_scorer(config.model, relations)
+    for parameter in scorer.parameters():
+        torch.nn.init.normal_(parameter)
+    return scorer
+
+
+def triples_of(count: int, entities: int, relations: int = 7) -> np.ndarray:
+    """(T, 3) at random."""
+    stream = np.random.default_rng(1)
+    columns = [stream.integers(size, size=count) for size in (entities, relations, entities)]
+    return np.stack(columns, 1)
+
+
+def _against_cpu(report: Report, name: str) -> None:
+    """Sums in another order move a true answer past a neighbour of almost the same score."""
+    entities, dim = (2000 if report.small else 50_000), 32
+    scorer, triples = scorer_of(name, dim), triples_of(300, entities)
+    rows = torch.randn(entities, dim, generator=torch.Generator().manual_seed(2))
+    found, best = {}, {}
+    for device in ("cpu", report.device):
+        scorer, shard = scorer.to(device), EntityShard(rows.to(device), 0, entities)
+        ranks = rank_triples(scorer, shard, triples, None)
+        found[str(device)] = ranks.values("both", "realistic")
+        anchors, relations = torch.from_numpy(triples[:64, :2]).T.contiguous()
+        best[str(device)] = [x.cpu() for x in top_k(scorer, shard, anchors, relations, "tail", 10)]
+    here, there = found[str(report.device)], found["cpu"]
+    off = np.abs(here - there) / there
+    report.at_most(f"{name}, ranks against a CPU, largest change", float(off.max()), 0.01)
+    report.at_most(f"{name}, MRR", float(abs((1 / here).mean() - (1 / there).mean())), 1e-4)
+    scores, ids = best[str(report.device)]
+    same = (ids == best["cpu"][1]).float().mean()
+    report.at_most(f"{name}, top 10, share of other answers", 1 - float(same), 0.01)
+    off = (scores - best["cpu"][0]).abs().max() / scores.abs().max()
+    report.at_most(f"{name}, top 10, scores", float(off), 1e-5)
+
+
+def _ties(report: Report, name: str) -> None:
+    """Every row stands in the table twice, far apart: every true answer ties with its twin."""
+    half, dim = (1500 if report.small else 40_000), 32
+    rows = torch.randn(half, dim, generator=torch.Generator().manual_seed(2)).repeat(2, 1)
+    device = report.device
+    scorer, triples = scorer_of(name, dim).to(device), triples_of(300, 2 * half)
+    shard = EntityShard(rows.to(device), 0, 2 * half)
+    # blocks of another height each, the last of them short
+    for block_bytes in (None, 4 * 512 * 997, 4 * 512 * 4096):
+        ranks = rank_triples(scorer, shard, triples, None, block_bytes=block_bytes)
+        behind = ranks.values("both", "pessimistic") - ranks.values("both", "optimistic")
+        broken = int((behind < 1).sum())
+        what = "whole" if block_bytes is None else f"blocks of {block_bytes >> 10:,} KiB"
+        report.passes(f"{name}, ties, {what}", broken == 0, f"{broken} of {len(behind)} broken")
+
+
+def _run(report: Report) -> None:
+    """A run of this device: its answers, its export read on a CPU, and TF32."""
+    kind, folder = report.device.type, report.folder
+    config = config_of(kind, folder / "run", train__tf32=True)
+    with api.train(config) as run:
+        query = {"head": "Austria", "relation": "borders"}
+        here = run.predict(**query)
+        plain = api.load_model(run.export(folder / "export"))
+        there = plain.predict(**query)
+        same = [x.label for x in here] == [x.label for x in there]
+        off = max(abs(x.score - y.score) for x, y in zip(here, there, strict=True))
+        report.passes("answers of an export on a CPU", same, f"best: {here[0].label}")
+        report.at_most("scores of an export on a CPU", off, 1e-4)
+        written = torch.from_numpy(np.load(folder / "export" / "entities.npy"))
+        good = torch.equal(written, run.session.engine.shard().rows.cpu())
+        report.passes("rows of an export", good, "bit for bit")
+        _precision_of_scores(report, run)
+
+
+def _precision_of_scores(report: Report, run: api.Run) -> None:
+    """train.tf32 is of training: TF32 has ten bits of mantissa, and 2^-12 would be lost."""
+    session, seen = run.session, []
+    prepared = session.scorer.prepared
+
+    def watched(*arguments, **options):
+        number = torch.full((64, 64), 1 + 2**-12, device=report.device)
+        product = number @ torch.eye(64, device=report.device)
+        seen.append(float(product[0, 0]))
+        return prepared(*arguments, **options)
+
+    session.scorer.prepared = watched
+    try:
+        session.rank("test")
+    finally:
+        del session.scorer.prepared
+    good = bool(seen) and set(seen) == {1 + 2**-12}
+    report.passes("ranking is in float32 with train.tf32", good, f"{len(seen)} products")

@@ -1,0 +1,79 @@
+"""Small runs on the graph of countries inside the package, and what they end with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.config import Config
+from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+SHARED = {
+    "model.dim": 16,
+    "model.init_scale": 0.1,
+    "negatives.count": 24,
+    "train.batch_size": 256,
+    "train.epochs": 8,  # some 50 steps
+    "train.lr": 0.05,
+    "train.eps": 1e-4,  # so that gradients near zero, whose last bits differ, move nothing far
+    "evaluation.every": 0,
+    "run.progress": False,
+    "run.tensorboard": False,
+    "seed": 5,
+}
+
+
+@dataclass
+class Trained:
+    """Parameters, on the CPU, and the mean loss of every epoch."""
+
+    parameters: dict[str, Tensor]
+    losses: list[float]
+
+    def off(self, other: Trained) -> float:
+        """The largest difference of any two numbers; infinite if one is not finite."""
+        pairs = ((self.parameters[name], value) for name, value in other.parameters.items())
+        found = max(float((one.double() - two.double()).abs().max()) for one, two in pairs)
+        return found if found == found else float("inf")
+
+
+def config_of(device: str, folder: Path, **keys) -> Config:
+    """``keys`` are those of the config, with __ for the dot."""
+    changes = {key.replace("__", "."): value for key, value in keys.items()}
+    return config_from_dict({**SHARED, "device": device, "run.dir": str(folder), **changes})
+
+
+def trained(
+    device: str, folder: Path, prepare: Callable[[Fit], object] | None = None, **keys
+) -> Trained:
+    """Trains without checkpoints and final ranking; ``prepare(fit)`` may change the loop before."""
+    config, losses = config_of(device, folder, **keys), []
+
+    def remember(kind: str, values: dict) -> None:
+        if kind == "epoch":
+            losses.append(values["loss"])
+
+    with processes(device) as ranks:
+        session = Session(config, RunFolder(folder), ranks)
+        loop = Fit(session, session.restore(), None, [remember])
+        loop._save = lambda: None
+        if prepare is not None:
+            prepare(loop)
+        loop.run()
+        return Trained(parameters_of(session), losses)
+
+
+@torch.no_grad()
+def parameters_of(session: Session) -> dict[str, Tensor]:
+    """The table and the scorer's parameters of one rank, on the CPU."""
+    with session.whole_scorer() as scorer:
+        dense = {name: p.detach().cpu().clone() for name, p in scorer.named_parameters()}
+    return {"entities": session.engine.shard().rows.float().cpu().clone(), **dense}

@@ -1,0 +1,177 @@
+"""Training on this device against the same training on a CPU, and what a checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from gpu_checks.report import Report
+from gpu_checks.runs import config_of, parameters_of, trained
+from gpu_checks.tables import local
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError
+from kge_torchrec.entities.torchrec import collection
+from kge_torchrec.models.loss_scaling import LossScale
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
+# Sums in another order, over 50 steps of learning rate 0.05.
+CLOSE = 2e-3
+KINDS = {  # what a CPU can do, a GPU can
+    "1vsall": {"negatives__regime": "1vsall"},
+    "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "train__batch_size": 128},
+    "kvssample": {"negatives__regime": "kvssample", "train__batch_size": 128},
+    "filtered negatives": {"negatives__filtered": True},
+    "own negatives of every triple": {"negatives__chunk_size": 1},
+    "TransE, margin": {"model__scorer": "transe_l2", "model__reciprocal": False,
+                       "loss__name": "margin"},
+    "with duplicates": {"entities__deduplicate": False},
+    "accumulation 3": {"train__accumulation": 3},
+    "clip_norm": {"train__clip_norm": 0.02},
+    "clip_value": {"train__clip_value": 1e-3},
+    "accumulation, clip_norm, clip_value, Adam": {
+        "train__optimizer": "adam", "train__accumulation": 2, "train__clip_norm": 0.02,
+        "train__clip_value": 1e-3},
+}  # fmt: skip
+
+
+def kinds(report: Report) -> None:
+    """Optimizers, both pipelines, regimes, clipping, precisions."""
+    for optimizer in OPTIMIZERS[:2] if report.small else OPTIMIZERS:
+        with report.check(f"{optimizer}"):
+            expected = trained("cpu", report.folder / "cpu", train__optimizer=optimizer)
+            falls = expected.losses[-1] < expected.losses[0]
+            report.passes(f"{optimizer} learns on a CPU", falls, f"loss {expected.losses[-1]:.4f}")
+            for pipeline in ("sparse_dist", "loop"):
+                keys = {"train__optimizer": optimizer, "train__pipeline": pipeline}
+                with report.check(f"{optimizer}, {pipeline}"):
+                    found = trained(report.device.type, report.folder / pipeline, **keys)
+                    report.at_most(f"{optimizer}, {pipeline}", found.off(expected), CLOSE)
+    for name, keys in KINDS.items():
+        with report.check(name):
+            expected = trained("cpu", report.folder / "cpu", **keys)
+            try:
+                found = trained(report.device.type, report.folder / "here", **keys)
+            except ConfigError as error:
+                report.passes(name, False, f"refused here: {error}")
+                continue
+            report.at_most(name, found.off(expected), CLOSE)
+    _precisions(report)
+
+
+def _precisions(report: Report) -> None:
+    """bf16 and fp16 learn as fp32 does; an overflow leaves everything alone."""
+    expected = trained("cpu", report.folder / "cpu").losses[-1]
+    for precision in ("bf16", "fp16"):
+        with report.check(precision):
+            found = trained(report.device.type, report.folder / precision,
+                            train__precision=precision)  # fmt: skip
+            off = abs(found.losses[-1] / expected - 1)
+            report.at_most(f"{precision}, last loss against fp32", off, 0.03)
+    for optimizer in ("adam", "rowwise_adagrad"):
+        with report.check(f"an overflow, {optimizer}"):
+            _overflow(report, optimizer)
+
+
+def _overflow(report: Report, optimizer: str) -> None:
+    keys = {"train__precision": "fp16", "train__optimizer": optimizer}
+    config = config_of(report.device.type, report.folder / "overflow", **keys)
+    with processes(report.device.type) as ranks:
+        session = Session(config, RunFolder(config.run.dir), ranks)
+        loop = Fit(session, session.restore(), None)
+        stream, scale = loop.batches.epoch(0), session.engine.knowledge.scale
+        assert isinstance(scale, LossScale)
+        loop.pipeline.progress(stream)
+        before, forward = _everything(session), scale.forward
+        scale.forward = lambda loss: forward(loss) * math.inf
+        loop.pipeline.progress(stream)
+        scale.forward = forward
+        after = _everything(session)
+        same = all((after[name] == value).all() for name, value in before.items())
+        said = f"{scale.skipped} step skipped"
+        report.passes(f"an overflow, {optimizer}", same and scale.skipped == 1, said)
+        loop.pipeline.progress(stream)
+        moved = any((value != before[name]).any() for name, value in _everything(session).items())
+        report.passes(f"the step after an overflow, {optimizer}", moved, "parameters move on")
+
+
+def _everything(session: Session) -> dict[str, Tensor]:
+    """Parameters and optimizer state, as a checkpoint sees them."""
+    leaves = [leaf for leaf in tree_leaves(session.engine.state()) if isinstance(leaf, Tensor)]
+    return {str(i): local(leaf).detach().cpu().clone() for i, leaf in enumerate(leaves)}
+
+
+def parallel(report: Report) -> None:
+    """On one rank, over NCCL where there is CUDA: every wrapper and engine trains the same."""
+    kind = report.device.type
+    expected = trained(kind, report.folder / "none", dense__wrapper="none")
+    for name, keys in {
+        "ddp": {"dense__wrapper": "ddp"},
+        "fsdp": {"dense__wrapper": "fsdp"},
+        "fsdp, grad_op": {"dense__wrapper": "fsdp", "dense__sharding": "grad_op"},
+        "engine handrolled": {"entities__engine": "handrolled", "train__pipeline": "loop"},
+        "engine handrolled, ddp": {"entities__engine": "handrolled", "dense__wrapper": "ddp"},
+    }.items():
+        with report.check(name):
+            found = trained(kind, report.folder / "other", **keys)
+            report.at_most(name, found.off(expected), CLOSE)
+    with report.check("engine handrolled, Adam"):
+        adam = {"train__optimizer": "adam"}
+        one = trained(kind, report.folder / "one", **adam)
+        other = trained(kind, report.folder / "two", entities__engine="handrolled", **adam)
+        report.at_most("engine handrolled, Adam", other.off(one), CLOSE)
+
+
+def checkpoints(report: Report) -> None:
+    """Half a run, then the rest of it here and on a CPU, against the whole; what shares memory."""
+    kind = report.device.type
+    for optimizer in ("adam", "rowwise_adagrad"):
+        keys = {"train__optimizer": optimizer}
+        with report.check(f"resume, {optimizer}"):
+            whole = trained(kind, report.folder / f"whole-{optimizer}", **keys).parameters
+            for where in dict.fromkeys((kind, "cpu")):
+                folder = report.folder / f"{optimizer}-{where}"
+                api.train(config_of(kind, folder, train__epochs=4, **keys)).close()
+                api.resume(folder, {"train.epochs": 8, "device": where}).close()
+                off = _off_of_run(folder, whole)
+                report.at_most(f"resume on {where}, {optimizer}", off, CLOSE)
+    for optimizer in ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd"):
+        with report.check(f"shared memory, {optimizer}"):
+            _shared_memory(report, optimizer)
+    with report.check("checkpoint.keep 0"):
+        try:
+            config = config_of(kind, report.folder / "keep-0", checkpoint__keep=0, train__epochs=1)
+            api.train(config).close()
+        except ConfigError as error:
+            report.skip("checkpoint.keep 0", f"refused by this version: {error}")
+        else:
+            kept = list((report.folder / "keep-0").glob("checkpoints/*"))
+            report.passes("checkpoint.keep 0", not kept, f"{len(kept)} checkpoints written")
+
+
+def _off_of_run(folder: Path, expected: dict[str, Tensor]) -> float:
+    with api.open_run(folder) as run:
+        found = parameters_of(run.session)
+    return max(float((found[k].double() - v.double()).abs().max()) for k, v in expected.items())
+
+
+def _shared_memory(report: Report, optimizer: str) -> None:
+    """A checkpoint of copies made early would hold the start of the run."""
+    config = config_of(report.device.type, report.folder / "shared", train__optimizer=optimizer)
+    with processes(report.device.type) as ranks:
+        session = Session(config, RunFolder(config.run.dir), ranks)
+        kernel = collection._kernel(session.engine.model).emb_module
+        used = {session.engine.shard().rows.data_ptr()}
+        for states in kernel.get_optimizer_state():
+            used |= {state.data_ptr() for state in states.values() if state.numel() > 1}
+        state = session.engine.state()
+        leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
+        kept = {local(leaf).data_ptr() for leaf in leaves}
+        said = f"{len(used & kept)} of {len(used)} tensors of the table are the kernel's own"
+        report.passes(f"shared memory, {optimizer}", used <= kept, said)
