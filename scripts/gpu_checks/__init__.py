@@ -1,4 +1,4 @@
-"""The parts of ``scripts/check_gpu.py``: what each checks, where it is, and the seconds it may take.
+"""The parts of ``scripts/check_gpu.py``: what each checks, where it is, how long it may take.
 
 A part is a function of a ``Report``.  On a GPU it works in the sizes that matter; on a CPU, which
 is there to prove that the part itself runs, in small ones.
@@ -24,16 +24,22 @@ class Part(NamedTuple):
 
 PARTS = {
     "machine": Part("package set, CUDA, capability, bandwidth, products", 30, "machine.machine"),
-    "tables": Part("FBGEMM's table against the dense oracle, 5 optimizers", 40, "tables.optimizers"),
-    "bags": Part("lookups of 131k ids in 1, 4,096 and 131k bags", 30, "tables.bags"),
-    "large": Part("a table of more than 2^31 numbers, bit for bit", 40, "tables.large"),
-    "training": Part("50 steps of every kind on the countries, against a CPU", 80, "training.kinds"),
-    "parallel": Part("DDP and FSDP over NCCL, both engines", 40, "training.parallel"),
-    "checkpoints": Part("save, resume here and on a CPU, shared memory", 40, "training.checkpoints"),
-    "ranking": Part("ranks, top-k, export against a CPU; ties; TF32", 40, "ranking.equality"),
-    "tests": Part("pytest -m gpu", 60, "machine.gpu_tests"),
-    "speed": Part("FB15k-237's size: triples/s, kernels, synchronisations", 90, "speed.fb15k237"),
-    "scale-rowwise": Part("86M x 100 with row-wise Adagrad", 60, "scale.rowwise_adagrad"),
-    "scale-adam": Part("86M x 100 with Adam", 60, "scale.adam"),
-    "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 40, "scale.ranking"),
+    "tables": Part(
+        "FBGEMM's table against the dense oracle, 5 optimizers", 40, "tables.optimizers"
+    ),
+    "bags": Part("lookups of 131k ids in 1, 4,096 and 131k bags", 25, "tables.bags"),
+    "large": Part("a table of more than 2^31 numbers, bit for bit", 30, "tables.large"),
+    "training": Part(
+        "50 steps of every kind on the countries, against a CPU", 80, "training.kinds"
+    ),
+    "parallel": Part("DDP and FSDP over NCCL, both engines", 35, "training.parallel"),
+    "checkpoints": Part(
+        "save, resume here and on a CPU, shared memory", 40, "training.checkpoints"
+    ),
+    "ranking": Part("ranks, top-k, export against a CPU; ties; TF32", 35, "ranking.equality"),
+    "tests": Part("pytest -m gpu", 50, "machine.gpu_tests"),
+    "speed": Part("FB15k-237's size: triples/s, kernels, synchronisations", 80, "speed.fb15k237"),
+    "scale-rowwise": Part("86M x 100 with row-wise Adagrad", 50, "scale.rowwise_adagrad"),
+    "scale-adam": Part("86M x 100 with Adam", 50, "scale.adam"),
+    "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 35, "scale.ranking"),
 }

@@ -75,11 +75,13 @@ def _speeds(report: Report, preset: Device | None) -> None:
         rate = 2 * size**3 / seconds(lambda: left @ right, device) / 1e12
         report.speed("float32 product", rate, preset.flops / 2e12 if preset else 0, "TFLOP/s")
     with report.check("gather"):
-        table = torch.zeros(10_000 if report.small else 20_000_000, 100, device=device)
-        ids = torch.randint(len(table), (131_072,), device=device)
+        rows = (
+            10_000 if report.small else min(20_000_000, preset.memory // 1600 if preset else 10**6)
+        )
+        table = torch.zeros(rows, 100, device=device)
+        ids = torch.randint(rows, (131_072,), device=device)
         rate = 2 * 400 * len(ids) / seconds(lambda: table.index_select(0, ids), device) / 1e9
         report.note("gather of 131k rows of 100 numbers, read and written", rate, "GB/s")
-        del table
     with report.check("launch"):
         small = torch.zeros(8, device=device)
         report.note("one tiny kernel after another", 1e6 * seconds(small.neg, device, 1000), "us")
@@ -99,7 +101,9 @@ def gpu_tests(report: Report) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     print(found.stdout[-4000:], file=sys.stderr)
-    last = next((x for x in reversed(found.stdout.splitlines()) if "passed" in x or "failed" in x), "")
+    last = next(
+        (x for x in reversed(found.stdout.splitlines()) if "passed" in x or "failed" in x), ""
+    )
     passed = re.search(r"(\d+) passed", last)
     good = found.returncode == 0 and passed is not None
     report.passes("pytest -m gpu", good, last.strip("= ") or f"exit code {found.returncode}")

@@ -1,0 +1,112 @@
+"""Freebase's size on one card: 86M entities of 100 numbers.
+
+Fewer rows where the card is smaller, which the first line says.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from gpu_checks.ranking import scorer_of, triples_of
+from gpu_checks.report import Report
+from gpu_checks.speed import config_of, graph, rows_drawn_on_the_device, train_at_scale
+from gpu_checks.timing import synchronize
+from kge_torchrec.entities.shard import EntityShard
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.devices import PRESETS, Cluster
+from kge_torchrec.planning.dry_run import plan_training
+from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.planning.workload import Workload
+from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.training.assembly import build_engine, build_objective
+from kge_torchrec.training.checkpoints import Checkpoints
+from kge_torchrec.training.progress import Progress
+
+ENTITIES, RELATIONS, DIM = 86_000_000, 14_824, 100
+ENOUGH_TRIPLES = 3e6  # a second, with batches of 65,536
+ENOUGH_SCORES = 2.3e10  # a second: BESS-KGE's exact ranking on four IPUs
+
+
+def rowwise_adagrad(report: Report) -> None:
+    _train(report, "rowwise_adagrad", bytes_of_row=4 * DIM + 4)
+
+
+def adam(report: Report) -> None:
+    _train(report, "adam", bytes_of_row=12 * DIM)
+
+
+def _train(report: Report, optimizer: str, bytes_of_row: int) -> None:
+    entities = _entities(report, bytes_of_row)
+    store = graph(entities, RELATIONS, 20_000 if report.small else 15_000_000)
+    batches = (256, 1024) if report.small else (8192, 65_536)
+    keys = {"model__dim": DIM, "train__optimizer": optimizer, "train__batch_size": max(batches)}
+    config = config_of(report, train__lr=0.1 if "adagrad" in optimizer else 1e-3, **keys)
+    allocated = train_at_scale(report, config, store, batches, ENOUGH_TRIPLES)
+    with report.check("memory against the plan"):
+        device = PRESETS["H200-141GB"]
+        work = Workload(config, entities, RELATIONS, len(store.train), build_objective,
+                        Popularity.zipf(entities, 0.0))  # fmt: skip
+        (parts,) = plan_training(work, Cluster(device, 1), Choice()).memory
+        planned = sum(size.device for name, size in parts.items() if name != "process")
+        report.note("memory that was planned, without the process", planned / 2**30, "GiB")
+        if allocated:
+            report.note("memory that torch had allocated at most", allocated / 2**30, "GiB")
+            report.at_most("memory against the plan, off by", abs(allocated / planned - 1), 0.1)
+
+
+def _entities(report: Report, bytes_of_row: int) -> int:
+    """As many as fit, up to Freebase's."""
+    if report.small:
+        return 5000
+    free = torch.cuda.mem_get_info(report.device)[0]
+    entities = min(ENTITIES, int(0.85 * free / bytes_of_row))
+    report.note("entities", entities, f"of {ENTITIES:,}")
+    return entities
+
+
+def ranking(report: Report) -> None:
+    """Exact ranks of 1,024 triples, both sides; then a checkpoint of a smaller table."""
+    entities = _entities(report, 4 * DIM)
+    device, count = report.device, 64 if report.small else 1024
+    with report.check("ranking"):
+        scorer = scorer_of("complex", DIM, RELATIONS).to(device)
+        rows = torch.empty(entities, DIM, device=device).normal_()
+        shard, triples = EntityShard(rows, 0, entities), triples_of(count, entities, RELATIONS)
+        rank_triples(scorer, shard, triples[:64], None)
+        synchronize(device)
+        start = time.perf_counter()
+        rank_triples(scorer, shard, triples, None)
+        synchronize(device)
+        rate = 2 * count / (time.perf_counter() - start)
+        report.note("ranking", rate, "queries/s")
+        report.speed("ranking, scores", rate * entities, ENOUGH_SCORES, "scores/s")
+        del rows, shard
+    with report.check("checkpoint"):
+        _checkpoint(report, 2000 if report.small else 1_000_000)
+
+
+def _checkpoint(report: Report, entities: int) -> None:
+    config = config_of(report, model__dim=DIM, train__optimizer="adam")
+    with processes(report.device.type) as ranks, rows_drawn_on_the_device():
+        engine = build_engine(config, graph(entities, RELATIONS, 1000), ranks)
+        kept = Checkpoints(report.folder / "checkpoints", ranks)
+        start = time.perf_counter()
+        name = kept.save(engine.state(), Progress())
+        seconds = time.perf_counter() - start
+        files = (report.folder / "checkpoints" / name).rglob("*")
+        size = sum(file.stat().st_size for file in files if file.is_file())
+        report.note(f"checkpoint of {entities:,} rows with Adam", size / 2**30, "GiB")
+        report.note("writing a checkpoint", size / seconds / 1e9, "GB/s")
+        before = engine.shard().rows.clone()
+        engine.shard().rows.zero_()
+        state = engine.state()
+        start = time.perf_counter()
+        kept.load(state, name)
+        engine.load_state(state)
+        synchronize(report.device)
+        report.note("reading a checkpoint", size / (time.perf_counter() - start) / 1e9, "GB/s")
+        same = torch.equal(engine.shard().rows, before)
+        report.passes("rows of a checkpoint", same, "bit for bit")

@@ -1,0 +1,162 @@
+"""How fast steps are, on random triples of a graph's size, and what one asks of host and device."""
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from gpu_checks.report import Report
+from gpu_checks.timing import Waited, counted, step_seconds
+from kge_torchrec.comparison.split import split_of_a_step
+from kge_torchrec.config import Config
+from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.entities.torchrec import engine as engine_module
+from kge_torchrec.parallel.processes import Processes, processes
+from kge_torchrec.training.assembly import build_batches, build_engine
+from kge_torchrec.training.steps import Pipeline, build_pipeline
+from kge_torchrec.training.update import Update
+
+
+def graph(entities: int, relations: int, triples: int) -> SimpleNamespace:
+    """What training asks of a store, with random triples; no files."""
+    stream = np.random.default_rng(0)
+    train = np.empty((triples, 3), np.int32)
+    for column, size in enumerate((entities, relations, entities)):
+        train[:, column] = stream.integers(size, size=triples, dtype=np.int32)
+    return SimpleNamespace(num_entities=entities, num_relations=relations, train=train)
+
+
+@contextmanager
+def rows_drawn_on_the_device():
+    """Other numbers than training starts from, which are a function of the seed, but sooner."""
+    before = engine_module.fill_rows
+    engine_module.fill_rows = lambda shard, seed, init: shard.rows.normal_(0, init.scale)
+    try:
+        yield
+    finally:
+        engine_module.fill_rows = before
+
+
+def config_of(report: Report, **keys) -> Config:
+    """ComplEx, 512 shared negatives for both sides."""
+    settings = {"device": report.device.type, "model.init_scale": 0.1, "threads": 0}
+    settings |= {key.replace("__", "."): value for key, value in keys.items()}
+    return config_from_dict(settings)
+
+
+def fb15k237(report: Report) -> None:
+    """14,541 entities x 256, Adam; compiled steps last, since compiling takes longest."""
+    size = (500, 7, 5000) if report.small else (14_541, 237, 272_115)
+    store = graph(*size)
+    batches = (64, 256) if report.small else (1024, 8192)
+    cases = [(batch, False) for batch in batches]
+    if report.small:
+        report.skip("dense.compile", "takes a minute of a CPU")
+    else:
+        cases += [(batch, True) for batch in batches]
+    with processes(report.device.type) as ranks:
+        for batch, compiled in cases:
+            name = f"batch {batch:,}{', compiled' if compiled else ''}"
+            with report.check(name):
+                keys = {"train__batch_size": batch, "dense__compile": compiled, "model__dim": 256,
+                        "train__optimizer": "adam", "train__lr": 1e-3}  # fmt: skip
+                config = config_of(report, **keys)
+                engine = build_engine(config, store, ranks)
+                steps = 5 if report.small else 100
+                pipeline = build_pipeline(config.train, engine, ranks.device)
+                _measure(report, name, config, store, ranks, pipeline, steps)
+                _counts(report, name, config, store, ranks, pipeline)
+
+
+def _measure(
+    report: Report, name: str, config: Config, store, ranks: Processes, pipeline: Pipeline,
+    steps: int,
+) -> float:  # fmt: skip
+    """Notes speed and waiting; returns triples/s."""
+    stream = Waited(_endless(config, store, ranks))
+    for _ in range(max(3, steps // 10)):
+        pipeline.progress(stream)
+    stream.seconds = 0.0
+    whole, issued = step_seconds(lambda: pipeline.progress(stream), ranks.device, steps)
+    rate = config.train.batch_size / whole
+    report.note(f"{name}, speed", rate, "triples/s")
+    report.note(f"{name}, a step", 1e3 * whole, "ms")
+    report.note(f"{name}, of it the host, batches included", 1e3 * issued, "ms")
+    report.note(f"{name}, of it waiting for batches", 1e3 * stream.seconds / steps, "ms")
+    return rate
+
+
+def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: Pipeline) -> None:
+    stream = _endless(config, store, ranks)
+    steps = 2 if report.small else 10
+    counts = counted(lambda: pipeline.progress(stream), ranks.device, steps)
+    for what, count in counts.items():
+        report.note(f"{name}, {what} a step", count, "")
+    if "synchronisations" in counts:  # of TorchRec's: two read splits, one sends an order
+        report.at_most(f"{name}, few synchronisations", counts["synchronisations"], 3.2, "a step")
+
+
+def _endless(config: Config, store, ranks: Processes):
+    """The batches of one epoch after another."""
+    batches, epoch = build_batches(config, store, ranks), 0
+    while True:
+        yield from batches.epoch(epoch)
+        epoch += 1
+
+
+def train_at_scale(
+    report: Report, config: Config, store, batches: tuple[int, ...], enough: float
+) -> float:
+    """Notes the split of a step, the loader alone and the speed with each batch.
+
+    enough: triples/s asked of the largest batch on a GPU.  Returns the most bytes allocated.
+    """
+    device = report.device
+    with processes(device.type) as ranks, rows_drawn_on_the_device():
+        start = time.perf_counter()
+        engine = build_engine(config, store, ranks)
+        report.note("making the table, rows drawn on the device", time.perf_counter() - start, "s")
+        for batch in batches:
+            sized = config_of_batch(config, batch)
+            with report.check(f"batch {batch:,}, split of a step"):
+                stream = _endless(sized, store, ranks)
+                update = Update(engine, sized.train)
+                times = split_of_a_step(engine, update, stream, 3 if report.small else 20, device)
+                for part, milliseconds in times.items():
+                    report.note(f"batch {batch:,}, {part}", milliseconds, "ms")
+            with report.check(f"batch {batch:,}, loader"):
+                _loader(report, sized, store, ranks)
+        pipeline = build_pipeline(config.train, engine, device)  # takes the lookup over, so last
+        for batch in batches:
+            name, steps = f"batch {batch:,}", 5 if report.small else 100
+            sized = config_of_batch(config, batch)
+            with report.check(name):
+                rate = _measure(report, name, sized, store, ranks, pipeline, steps)
+                _counts(report, name, sized, store, ranks, pipeline)
+                if batch == max(batches):
+                    report.speed(f"{name}, enough triples/s", rate, enough, "triples/s")
+    return float(torch.cuda.max_memory_allocated(device)) if device.type == "cuda" else 0.0
+
+
+def config_of_batch(config: Config, batch: int) -> Config:
+    """The same with another batch."""
+    values = config.to_dict()
+    values["train"]["batch_size"] = batch
+    return config_from_dict(values)
+
+
+def _loader(report: Report, config: Config, store, ranks: Processes) -> None:
+    """Batches alone, as training makes them."""
+    batches = build_batches(config, store, ranks)
+    stream, count = batches.epoch(0), 5 if report.small else 60
+    next(stream)
+    start = time.perf_counter()
+    for _ in range(count):
+        next(stream)
+    rate = count * config.train.batch_size / (time.perf_counter() - start)
+    report.note(f"batch {config.train.batch_size:,}, loader alone", rate, "triples/s")
+    stream.close()
