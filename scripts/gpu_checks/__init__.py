@@ -23,7 +23,7 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "machine": Part("package set, CUDA, capability, bandwidth, products", 30, "machine.machine"),
+    "machine": Part("package set, CUDA, capability, bandwidth, products", 45, "machine.machine"),
     "tables": Part(
         "FBGEMM's table against the dense oracle, 5 optimizers", 40, "tables.optimizers"
     ),
@@ -37,9 +37,9 @@ PARTS = {
         "save, resume here and on a CPU, shared memory", 40, "training.checkpoints"
     ),
     "ranking": Part("ranks, top-k, export against a CPU; ties; TF32", 35, "ranking.equality"),
-    "tests": Part("pytest -m gpu", 50, "machine.gpu_tests"),
-    "speed": Part("FB15k-237's size: triples/s, kernels, synchronisations", 80, "speed.fb15k237"),
+    "tests": Part("pytest -m gpu", 45, "machine.gpu_tests"),
+    "speed": Part("FB15k-237's size: triples/s, kernels, synchronisations", 75, "speed.fb15k237"),
     "scale-rowwise": Part("86M x 100 with row-wise Adagrad", 50, "scale.rowwise_adagrad"),
     "scale-adam": Part("86M x 100 with Adam", 50, "scale.adam"),
-    "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 35, "scale.ranking"),
+    "scale-ranking": Part("ranking at 86M x 100, a checkpoint of 1M rows", 30, "scale.ranking"),
 }

@@ -1,0 +1,141 @@
+"""scripts/check_gpu.py, where there is no GPU: its parts run, and notice what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "check_gpu.py"
+sys.path.append(str(ROOT / "scripts"))
+
+import check_gpu  # noqa: E402
+from gpu_checks import PARTS, Part  # noqa: E402
+from gpu_checks.report import Report  # noqa: E402
+
+CHEAP = ("bags", "large", "parallel", "ranking", "scale-ranking")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    """The command, with every GPU hidden."""
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(SCRIPT), *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+
+def lines_of(name: str, folder: Path) -> list[dict]:
+    """What a part finds in this process, on the CPU."""
+    torch.set_num_threads(1)
+    with (folder / "lines").open("w") as lines:
+        PARTS[name].run(Report(name, "cpu", folder, lines))
+    return [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+
+
+def failed(lines: list[dict]) -> list[str]:
+    return [line["name"] for line in lines if line["verdict"] == "FAIL"]
+
+
+def test_without_a_gpu(tmp_path):
+    found = run("tables", "--json", str(tmp_path / "found.json"))
+    assert found.returncode == 2
+    assert "finds no CUDA device: nothing was checked" in found.stderr
+    assert found.stdout == ""
+    assert not (tmp_path / "found.json").exists()
+
+
+def test_the_list_has_every_part_and_ten_minutes_suffice():
+    found = run("--list")
+    assert found.returncode == 0
+    assert [line.split()[0] for line in found.stdout.splitlines()] == list(PARTS)
+    assert sum(part.seconds for part in PARTS.values()) < 600
+    assert "no part nothing; there are machine" in run("nothing").stderr
+
+
+@pytest.mark.parametrize("name", CHEAP)
+def test_a_part_passes_on_a_cpu(name, tmp_path):
+    lines = lines_of(name, tmp_path)
+    assert any(line["verdict"] == "PASS" for line in lines)
+    assert not failed(lines)
+
+
+def test_a_wrong_step_of_the_table_fails(tmp_path, monkeypatch):
+    from gpu_checks import tables
+
+    step = tables.DenseTable.step
+    monkeypatch.setattr(tables, "NAMES", ("adagrad", "sgd"))
+    assert not failed(lines_of("tables", tmp_path))
+    monkeypatch.setattr(tables.DenseTable, "step", lambda self, ids, g: step(self, ids, 1.001 * g))
+    assert set(failed(lines_of("tables", tmp_path))) >= {
+        "adagrad, 1 bags, momentum1", "sgd, 1 bags, rows", "sgd, 64 bags, rows",
+    }  # fmt: skip
+
+
+def test_ties_that_break_fail(tmp_path, monkeypatch):
+    from gpu_checks import ranking
+
+    monkeypatch.setattr(ranking, "SCORERS", ("distmult",))
+    count = ranking.rank_triples
+
+    def broken(scorer, shard, *rest, **options):
+        rows = shard.rows.clone()
+        rows[len(rows) // 2 :] *= 1 + 1e-6  # the twins, by a last bit
+        return count(scorer, type(shard)(rows, 0, shard.num_entities), *rest, **options)
+
+    monkeypatch.setattr(ranking, "rank_triples", broken)
+    assert "distmult, ties, whole" in failed(lines_of("ranking", tmp_path))
+
+
+def test_states_that_are_copies_fail(tmp_path, monkeypatch):
+    from gpu_checks import training
+
+    monkeypatch.setattr(training, "local", lambda tensor: tensor.clone())
+    with (tmp_path / "lines").open("w") as lines:
+        training._shared_memory(Report("checkpoints", "cpu", tmp_path, lines), "adam")
+    (line,) = [json.loads(x) for x in (tmp_path / "lines").read_text().splitlines()]
+    assert line["verdict"] == "FAIL" and "0 of 3" in line["said"]
+
+
+def test_a_part_that_takes_too_long_or_dies_fails(monkeypatch, capfd):
+    part = PARTS["large"]
+    monkeypatch.setitem(PARTS, "large", part._replace(seconds=0.1))
+    found = check_gpu._run_part("large", "cpu")
+    assert found["lines"][-1]["said"] == "not done after 0.1 s"
+    assert "FAIL  large" in capfd.readouterr().out
+    # The worker reads the list anew, without this part, and dies.
+    monkeypatch.setitem(PARTS, "gone", Part("", 60, "nowhere.nothing"))
+    found = check_gpu._run_part("gone", "cpu")
+    assert found["lines"][-1]["verdict"] == "FAIL"
+    assert "ended with code" in found["lines"][-1]["said"]
+
+
+def test_verdicts(tmp_path):
+    with (tmp_path / "lines").open("w") as lines:
+        report = Report("x", "cpu", tmp_path, lines)
+        report.at_most("small", 1.0, 2.0)
+        report.at_most("large", 3.0, 2.0)
+        report.at_most("nan", float("nan"), 2.0)
+        with report.check("raises"):
+            raise ValueError("what was wrong\nand more")
+        report.small = False
+        report.speed("slow", 1.0, 2.0, "GB/s")
+        report.speed("fast", 3.0, 2.0, "GB/s")
+    found = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    verdicts = [line["verdict"] for line in found]
+    assert verdicts == ["PASS", "FAIL", "FAIL", "FAIL", "FAIL", "PASS"]
+    assert found[3]["said"] == "ValueError: what was wrong"
+
+
+@pytest.mark.slow
+def test_every_part_on_a_cpu(tmp_path):
+    found = run("--device", "cpu", "--patience", "4", "--json", str(tmp_path / "found.json"))
+    assert found.returncode == 0, found.stdout + found.stderr
+    content = json.loads((tmp_path / "found.json").read_text())
+    assert [part["part"] for part in content["parts"]] == list(PARTS)
+    assert content["counts"]["FAIL"] == 0
+    assert content["counts"]["PASS"] > 100
