@@ -47,28 +47,36 @@ def main() -> int:
 
 def _run(names: list[str], options: argparse.Namespace) -> int:
     """Runs the parts one after another; returns the exit code."""
-    from kge_torchrec.environment import versions
-
     started, found = time.time(), []
     for name in names:
         found.append(_run_part(name, options.device, options.patience))
-    verdicts = [line["verdict"] for part in found for line in part["lines"]]
-    counts = {verdict: verdicts.count(verdict) for verdict in ("PASS", "FAIL", "NOTE", "SKIP")}
-    print(", ".join(f"{count} {verdict}" for verdict, count in counts.items()), end="")
-    print(f" in {time.time() - started:.0f} s", flush=True)
-    if options.json:
-        content = {
-            "what": "scripts/check_gpu.py",
-            "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(started)),
-            "commit": _commit(),
-            "device": options.device,
-            "packages": versions(),
-            "seconds": time.time() - started,
-            "counts": counts,
-            "parts": found,
-        }
-        Path(options.json).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        if options.json:  # after each, so that whoever is stopped half-way has the first half
+            _write(Path(options.json), started, options.device, found)
+    counts = _counts(found)
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    print(f"{said} in {time.time() - started:.0f} s", flush=True)
     return 1 if counts["FAIL"] else 0
+
+
+def _counts(found: list[dict]) -> dict[str, int]:
+    verdicts = [line["verdict"] for part in found for line in part["lines"]]
+    return {verdict: verdicts.count(verdict) for verdict in ("PASS", "FAIL", "NOTE", "SKIP")}
+
+
+def _write(path: Path, started: float, device: str, found: list[dict]) -> None:
+    from kge_torchrec.environment import versions
+
+    content = {
+        "what": "scripts/check_gpu.py",
+        "date": time.strftime("%Y-%m-%d %H:%M", time.gmtime(started)),
+        "commit": _commit(),
+        "device": device,
+        "packages": versions(),
+        "seconds": time.time() - started,
+        "counts": _counts(found),
+        "parts": found,
+    }
+    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _run_part(name: str, device: str, patience: float = 1.0) -> dict:

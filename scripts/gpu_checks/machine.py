@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -102,6 +103,9 @@ def gpu_tests(report: Report) -> None:
     """The tests that are marked so."""
     if report.device.type != "cuda":
         report.skip("pytest -m gpu", "needs a GPU")
+        return
+    if not (find_spec("pytest") and find_spec("hypothesis")):
+        report.skip("pytest -m gpu", "pytest or hypothesis is not installed")
         return
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
