@@ -59,12 +59,20 @@ def _card(report: Report) -> Device | None:
     free, total = torch.cuda.mem_get_info(report.device)
     report.note("memory", total / 2**30, "GiB")
     report.note("free memory", free / 2**30, "GiB")
-    candidates = [p for p in PRESETS.values() if p.is_cuda and p.name.split("-")[0] in name]
-    preset = min(candidates, key=lambda p: abs(p.memory - total), default=None)
+    preset = preset_of(report.device)
     if preset is not None:
         off = abs(total / preset.memory - 1)
         report.at_most(f"memory is what the planner has for {preset.name}, off by", off, 0.02)
     return preset
+
+
+def preset_of(device: torch.device) -> Device | None:
+    """What the planner knows of the card; None if it does not know it."""
+    if device.type != "cuda":
+        return None
+    name, (_, total) = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
+    known = [p for p in PRESETS.values() if p.is_cuda and p.name.split("-")[0] in name]
+    return min(known, key=lambda preset: abs(preset.memory - total), default=None)
 
 
 def _speeds(report: Report, preset: Device | None) -> None:
