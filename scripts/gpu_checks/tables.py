@@ -31,8 +31,8 @@ from kge_torchrec.parallel.processes import Processes, processes
 from kge_torchrec.planning.planner import plan_row_wise
 
 STEPS, ROWS, DIM = 8, 300, 16
-# Of 131k rows of 100 numbers, forward, backward and step: launches, and some 0.3 GB to move; a single
-# bag, whose ids one warp fetches after another, would take 100 or more.
+# Of 131k rows of 100 numbers, forward, backward and step: launches, and some 0.3 GB to move.  A
+# single bag, whose ids one warp fetches one after another, would take 100 or more.
 ENOUGH_MS = 8.0
 WEIGHT = f"table.embeddings.{ENTITY}.weight"
 
