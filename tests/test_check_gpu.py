@@ -57,6 +57,12 @@ def test_the_list_has_every_part_and_ten_minutes_suffice():
     assert "no part nothing; there are machine" in run("nothing").stderr
 
 
+def test_the_page_has_every_part_with_its_limit():
+    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    for name, part in PARTS.items():
+        assert f"| `{name}` | {part.seconds} |" in page, name
+
+
 @pytest.mark.parametrize("name", CHEAP)
 def test_a_part_passes_on_a_cpu(name, tmp_path):
     lines = lines_of(name, tmp_path)

@@ -151,23 +151,27 @@ class Workload:
 
     def with_optimizer(self, name: str) -> Workload:
         """The same with another table optimizer."""
-        return replace(
-            self, config=replace(self.config, train=replace(self.config.train, optimizer=name))
-        )
+        return self._scored_alike(train=replace(self.config.train, optimizer=name))
 
     def with_dense_wrapper(self, name: str) -> Workload:
         """The same with another wrapper of the dense parameters."""
-        return replace(
-            self, config=replace(self.config, dense=replace(self.config.dense, wrapper=name))
-        )
+        return self._scored_alike(dense=replace(self.config.dense, wrapper=name))
 
     def with_batch_size(self, size: int) -> Workload:
         """The same with other batches."""
-        return replace(
-            self, config=replace(self.config, train=replace(self.config.train, batch_size=size))
-        )
+        return self._scored_alike(train=replace(self.config.train, batch_size=size))
 
     def with_accumulation(self, micro_batches: int) -> Workload:
-        """The same with steps cut into other numbers of micro-batches."""
-        train = replace(self.config.train, accumulation=micro_batches)
-        return replace(self, config=replace(self.config, train=train))
+        """The same with steps cut into another number of micro-batches."""
+        return self._scored_alike(train=replace(self.config.train, accumulation=micro_batches))
+
+    def _scored_alike(self, **sections) -> Workload:
+        """With other sections of the config; scorer and loss are the same, and so are their costs.
+
+        What was watched at one size is then not watched again.
+        """
+        other = replace(self, config=replace(self.config, **sections))
+        other.costs.update(self.costs)
+        if "objective" in self.__dict__:  # has been built
+            other.__dict__["objective"] = self.objective
+        return other

@@ -35,7 +35,7 @@ CASES = {  # work, devices, hosts, times faster at least
 @pytest.mark.parametrize("case", CASES)
 def test_the_batch_from_which_on_launches_rule_no_longer(case):
     work, devices, hosts, times = CASES[case]
-    now = planned(work(), devices, hosts)
+    now = planned(work(train__batch_size=1024), devices, hosts)
     found = faster(now)
     assert found.limit == ""
     size = found.settings["train.batch_size"]
@@ -77,10 +77,11 @@ def test_memory_limits_the_batch():
     found = faster(plan)
     assert found.limit == TOO_LARGE
     assert found.then.fits
-    if found.settings:
-        twice = 2 * found.settings["train.batch_size"]
-        larger = plan.workload.with_batch_size(twice)
-        assert not plan_training(larger, plan.cluster, Choice()).fits
+    assert fixed_share(found.then) >= MOST_FIXED
+    size = found.settings["train.batch_size"]
+    assert size > 64
+    larger = plan.workload.with_batch_size(2 * size)
+    assert not plan_training(larger, plan.cluster, Choice()).fits
 
 
 def test_a_small_graph_keeps_steps_enough():
@@ -93,7 +94,7 @@ def test_a_small_graph_keeps_steps_enough():
 
 
 def test_the_wrapper_where_dense_gradients_matter():
-    many = workload(10**9, 10**6, 5 * 10**9, model__dim=128)
+    many = workload(10**9, 10**6, 5 * 10**9, model__dim=128, train__batch_size=1024)
     plan = planned(many, "64xH100-80GB", 8)
     found = faster(plan)
     assert found.settings["dense.wrapper"] == "hybrid"  # sends less to other hosts than ddp, fsdp
@@ -105,12 +106,22 @@ def test_the_wrapper_where_dense_gradients_matter():
         < 0.95
         * planned(many.with_batch_size(again.workload.batch_size), "64xH100-80GB", 8).step_seconds
     )
-    few = faster(planned(billion(), "64xH100-80GB", 8))
+    few = faster(planned(billion(train__batch_size=1024), "64xH100-80GB", 8))
     assert "dense.wrapper" not in few.settings
 
 
+def test_sharded_parameters_start_more_collectives():
+    times = {}
+    for name in ("ddp", "fsdp", "hybrid"):  # an all-reduce; 2 gathers, a scatter; and a sum
+        plan = planned(workload(model__dim=16).with_dense_wrapper(name), "4xA100-40GB", 2)
+        times[name] = plan.times["starting collectives"]
+    assert times["fsdp"] / times["ddp"] == pytest.approx(8 / 6)
+    assert times["hybrid"] / times["ddp"] == pytest.approx(9 / 6)
+
+
 def test_micro_batches_start_everything_again():
-    plan = planned(freebase(model__dim=100, train__accumulation=4), "1xH200")
+    keys = {"train__accumulation": 4, "train__batch_size": 1024}
+    plan = planned(freebase(model__dim=100, **keys), "1xH200")
     assert faster(plan).settings["train.accumulation"] == 1
 
 

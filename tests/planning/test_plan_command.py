@@ -39,6 +39,18 @@ def test_what_does_not_fit(capsys):
     assert "- 16-bit values (fp16) is not enough" in said
 
 
+def test_what_makes_it_faster(tmp_path, capsys):
+    output = tmp_path / "plan.json"
+    arguments = [*FREEBASE, "--devices", "1xH200", "--model.dim=100", "--train.batch_size=1024"]
+    assert run([*arguments, "-o", str(output)]) == 0
+    said = capsys.readouterr().out
+    advised = json.loads(output.read_text())["faster"]["settings"]["train.batch_size"]
+    assert f"  + --train.batch_size {advised}\n" in said
+    arguments[-1] = f"--train.batch_size={advised}"  # as it says
+    assert run(arguments) == 0
+    assert "faster" not in capsys.readouterr().out
+
+
 def test_dense_part_above_the_capacity(capsys):
     arguments = ["--entities=1000", "--relations=12M", "--triples=13M", "--devices", "2xL4"]
     assert run([*arguments, "--model.dim=100"]) == DOES_NOT_FIT
