@@ -105,6 +105,24 @@ def test_the_limits_bind():
             assert float((clipped - free).abs().max()) > 1e-3
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adam", "rowwise_adagrad"])
+def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
+    ends = []
+    for device in ("cpu", "cuda"):
+        config = config_of(
+            the_store(), tmp_path / device, device=device, train__optimizer=optimizer,
+            train__eps=1e-3, train__accumulation=3, **LIMITS["both"],
+        )  # fmt: skip
+        with processes(device) as ranks:
+            session = Session(config, RunFolder(config.run.dir), ranks)
+            loop = Fit(session, session.restore(), None)
+            without_checkpoints(loop)
+            loop.run()
+            ends.append({name: x.cpu() for name, x in parameters(session).items()})
+    assert largest_difference(*ends) < 1e-4
+
+
 @pytest.mark.parametrize("key", ["clip_norm", "clip_value"])
 @pytest.mark.parametrize("value", [0.0, -1.0, float("nan")])
 def test_a_limit_is_a_number_above_zero(key, value):
