@@ -17,7 +17,7 @@ from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.entities.torchrec.fused_params import fused_params
+from kge_torchrec.entities.torchrec.fused_params import fused_params, of_fbgemm
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
@@ -95,7 +95,7 @@ def test_equals_fbgemms_own_cpu_op(name):
     theirs = SplitTableBatchedEmbeddingBagsCodegen(
         [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         pooling_mode=PoolingMode.NONE,
-        **fused_params(optimizer),
+        **of_fbgemm(fused_params(optimizer)),
     )
     theirs.split_embedding_weights()[0].copy_(values)
     batches = random_batches(50, 8, 60, steps=10)
