@@ -131,9 +131,6 @@ FAULTS = [
           "tests/training/test_checkpoint_storage.py -k crafted"),
     Fault("two runs live in one folder", "training/run_folder.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
           "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/training/test_restart.py -k who_lives_there"),
-    Fault("a restarted rank meets those that were killed", "parallel/processes.py",
-          "dist.PrefixStore(_attempt(), store)", "dist.PrefixStore('a', store)",
-          "tests/training/test_restart.py -k killed_twice"),
     # what a config may ask
     Fault("one side trained with twin relations", SESSION, "config.check_trainable()", "pass",
           "tests/training/test_earlier_runs.py -k one_side"),
