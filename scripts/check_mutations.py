@@ -34,6 +34,7 @@ class Fault:
     tests: str
 
 
+CHECKPOINTS, FIT = "training/checkpoints.py", "training/fit.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/dropout.py"
 
@@ -96,6 +97,40 @@ FAULTS = [
     Fault("loss of all entities without its factor of ranks", FULL,
           "self.auxiliary * self.world", "self.auxiliary",
           "tests/training/test_logged_losses.py"),
+    Fault("every rank looks for the store itself", "training/sources.py",
+          "path = on_first_rank(processes, find_or_prepare)", "path = find_or_prepare()",
+          "tests/training/test_ranks_agree.py -k rank_0_prepares"),
+    Fault("every rank lists checkpoints itself", CHECKPOINTS,
+          "return on_first_rank(self.processes, self._names)", "return self._names()",
+          "tests/training/test_ranks_agree.py -k rank_0_sees"),
+    Fault("a log's error stays on its rank", FIT,
+          "on_all_ranks(self.session.processes, write)", "write()",
+          "tests/training/test_ranks_agree.py -k log_that"),
+    # checkpoints
+    Fault("parameters are saved unseen", FIT,
+          "check_finite(state, self.session.processes)", "pass",
+          "tests/training/test_nonfinite.py -k last_update"),
+    Fault("an old checkpoint that stays ends training", CHECKPOINTS,
+          "except OSError as error:  # what training", "except ZeroDivisionError as error:  #",
+          "tests/training/test_ranks_agree.py -k cannot_be_removed"),
+    Fault("nothing takes the place of a damaged best one", SESSION,
+          "return [*([best] if best else []), *(name for name in newest_first if name != best)]",
+          "return [best] if best else newest_first",
+          "tests/training/test_checkpoints.py -k best_one"),
+    Fault("a best value of another metric counts", FIT,
+          "        self._forget_other_selections()\n        with", "        with",
+          "tests/training/test_resume.py -k another_metric"),
+    Fault("sides may change on resume", "api.py",
+          'values["negatives.sides"] = config.negatives.sides', "pass",
+          "tests/training/test_resume.py -k sides"),
+    Fault("checksums of pieces are not compared", "training/checkpoint_index.py",
+          'or zlib.crc32(numbers) != piece["crc32"]', "",
+          "tests/training/test_checkpoint_storage.py -k checksum"),
+    Fault("a pickled index may name any class", "training/checkpoint_storage.py",
+          "if name in _INDEX_CLASSES.get(module, ()):", "if True:",
+          "tests/training/test_checkpoint_storage.py -k crafted"),
+    Fault("two runs live in one folder", "training/run_folder.py", "fcntl.LOCK_EX | fcntl.LOCK_NB",
+          "fcntl.LOCK_SH | fcntl.LOCK_NB", "tests/training/test_restart.py -k who_lives_there"),
     # what a config may ask
     Fault("one side trained with twin relations", SESSION, "config.check_trainable()", "pass",
           "tests/training/test_earlier_runs.py -k one_side"),

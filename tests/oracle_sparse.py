@@ -47,10 +47,9 @@ class Formulas:
         occurrences = [1] * len(ids) if occurrences is None else occurrences.tolist()
         if ids or self.options.bias_correction != "shard":
             self.steps += 1
-        limit = self.optimizer.max_gradient or math.inf
         for row in set(ids):
             places = [place for place, other in enumerate(ids) if other == row]
-            g = sum(np.clip(grad[place], -limit, limit) for place in places)
+            g = sum(grad[place] for place in places)
             if self.options.duplicates == "mean":
                 g = g / sum(occurrences[place] for place in places)
             self.row_steps[row] += 1

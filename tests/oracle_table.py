@@ -40,9 +40,7 @@ class DenseTable:
     def step(self, ids: Tensor, grad: Tensor) -> None:
         """One step with the gradients (M, D) of the rows (M,); rows without one stay."""
         self.steps += 1
-        limit = self.optimizer.max_gradient
-        grad = grad.double() if limit is None else grad.double().clamp(-limit, limit)
-        total = torch.zeros_like(self.weights).index_add_(0, ids, grad)
+        total = torch.zeros_like(self.weights).index_add_(0, ids, grad.double())
         touched = torch.zeros(len(self.weights), 1, dtype=torch.bool)
         touched[ids] = True
         weights, moment, squares = self._stepped(total)

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
+from kge_torchrec.data.batches import as_feature
 from kge_torchrec.entities.contract import ENTITY
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.collection import (
     entity_collection,
-    entity_ids,
     entity_shard,
 )
 from kge_torchrec.entities.torchrec.fused_params import fused_params
@@ -28,7 +28,7 @@ class TableModel(nn.Module):
         self.table = entity_collection(num_entities, dim, dtype)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.table(entity_ids(ids))[ENTITY].values()
+        return self.table(as_feature(ids))[ENTITY].values()
 
 
 def sharded_table(

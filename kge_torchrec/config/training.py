@@ -97,6 +97,11 @@ class TrainConfig:
         one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
         at_least("train.log_every", self.log_every, 1)
 
+    @property
+    def steps_on_sums(self) -> bool:
+        """Whether a step has to wait for the sum of several gradients, or for what it is cut to."""
+        return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:

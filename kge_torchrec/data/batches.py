@@ -26,6 +26,12 @@ from kge_torchrec.data.order import EpochOrder
 
 SIDE_CODES = {"head": 0, "tail": 1}
 
+# Bags that the ids of a lookup are dealt into.  What they mean is the same in any number of them,
+# but FBGEMM's CUDA kernels give each bag one thread or one warp: a batch in one bag would be walked
+# by a single one.  The same number on all ranks and in all steps: TorchRec takes anything else for
+# batches of variable size, which it sends in another, slower way.
+LOOKUP_BAGS = {"cpu": 1, "cuda": 4096}
+
 
 @dataclass
 class Batch(Movable):
@@ -34,7 +40,7 @@ class Batch(Movable):
     Entities are de-duplicated, so that the lookup fetches each id once, unless asked otherwise.
     """
 
-    ids: KeyedJaggedTensor  # the U unique entity ids, ascending, as one list under one key
+    ids: KeyedJaggedTensor  # the U unique entity ids, ascending, under one key
     entities: Tensor  # (2 C b + sides C K) positions in ids: heads, tails, negatives by side
     relation: Tensor  # (C, b)
     weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
@@ -82,6 +88,7 @@ class BatchBuilder(EpochBatches[Batch]):
         which would wait otherwise.
     deduplicate: look each entity of a batch up once; False asks for every one of them, which costs
         more traffic and is there to be measured.
+    bags: that the ids are dealt into, see LOOKUP_BAGS.
     accumulation: micro-batches that a rank's share of a step comes in.  They hold the same triples,
         negatives and weights as the share in one piece, so their gradients sum to its gradient.
     """
@@ -100,13 +107,15 @@ class BatchBuilder(EpochBatches[Batch]):
         world_size: int = 1,
         ahead: bool = False,
         deduplicate: bool = True,
+        bags: int = 1,
         accumulation: int = 1,
     ):
         self.triples, self.sampler = triples, sampler
         super().__init__(batch_size, seed, ahead, accumulation)
         self.sides, self.known = tuple(sides), known
         self.chunk_size = chunk_size or batch_size
-        self.rank, self.world_size, self.deduplicate = rank, world_size, deduplicate
+        self.rank, self.world_size = rank, world_size
+        self.deduplicate, self.bags = deduplicate, bags
 
     @property
     def examples(self) -> int:
@@ -134,7 +143,7 @@ class BatchBuilder(EpochBatches[Batch]):
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDE_CODES}
         weight = share.counted.astype(np.float32) * (self.world_size / size)
         return Batch(
-            ids=as_feature(unique if self.deduplicate else every),
+            ids=as_feature(unique if self.deduplicate else every, self.bags),
             entities=entities,
             relation=torch.from_numpy(relation.reshape(chunks, triples)),
             weight=torch.from_numpy(weight),
@@ -153,8 +162,20 @@ class BatchBuilder(EpochBatches[Batch]):
         return torch.from_numpy(mask.reshape(chunks, -1, per_triple.shape[1]))
 
 
-def as_feature(unique: Tensor) -> KeyedJaggedTensor:
-    """The unique ids as a single sample of the entity feature."""
+def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:
+    """Entity ids (M,) as the input of the lookup, dealt evenly into bags; M may be 0.
+
+    The rows come back as ``collection(...)[ENTITY].values()``, (M, D), in the order of the ids.
+    """
+    count = ids.numel()
+    lengths = torch.full((bags,), count // bags, dtype=torch.int64)
+    lengths[: count % bags] += 1
     return KeyedJaggedTensor(
-        keys=[ENTITY], values=unique, lengths=torch.tensor([unique.numel()]), stride=1
+        keys=[ENTITY],
+        values=ids,
+        lengths=lengths,
+        stride=bags,
+        # said, because TorchRec would else ask the device for them
+        length_per_key=[count],
+        offset_per_key=[0, count],
     )

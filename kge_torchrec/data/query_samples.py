@@ -65,13 +65,15 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         world_size: int = 1,
         ahead: bool = False,
         deduplicate: bool = True,
+        bags: int = 1,
         accumulation: int = 1,
         max_answers: int = 0,
     ):
         self._queries = DistinctQueries(known, sides)
         super().__init__(batch_size, seed, ahead, accumulation)
         self.known, self.sampler, self.max_answers = known, sampler, max_answers
-        self.rank, self.world_size, self.deduplicate = rank, world_size, deduplicate
+        self.rank, self.world_size = rank, world_size
+        self.deduplicate, self.bags = deduplicate, bags
 
     @property
     def examples(self) -> int:
@@ -97,7 +99,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         every = torch.from_numpy(np.concatenate(ids))
         unique, entities = torch.unique(every, return_inverse=True)
         return QuerySample(
-            ids=as_feature(unique if self.deduplicate else every),
+            ids=as_feature(unique if self.deduplicate else every, self.bags),
             entities=entities,
             relation=torch.from_numpy(np.concatenate([a.relation for a in asked])),
             query=torch.from_numpy(np.concatenate(query)),

@@ -70,6 +70,33 @@ class PendingGradients:
         return total
 
 
+def recorded_lookup(rows: Tensor, ids: Tensor, pending: PendingGradients) -> Tensor:
+    """(M, D) copies of rows (n, D) at ids (M,), whose gradients backward adds to ``pending``.
+
+    Nothing is recorded where gradients are switched off.  Raises IndexError on an id outside
+    [0, n); on CUDA the device stops instead.
+    """
+    if not torch.is_grad_enabled():
+        return rows.index_select(0, ids)
+    # something that needs a gradient, or autograd would not call our backward
+    return _RecordedLookup.apply(torch.empty(0, requires_grad=True), rows, ids, pending)
+
+
+class _RecordedLookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, anchor: Tensor, rows: Tensor, ids: Tensor, pending: PendingGradients):
+        ctx.pending = pending
+        ctx.save_for_backward(ids)
+        return rows.index_select(0, ids)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        (ids,) = ctx.saved_tensors
+        ctx.pending.add(RowGradients(ids, grad))
+        return None, None, None, None
+
+
 def _joined(parts: list[RowGradients]) -> RowGradients:
     if len(parts) == 1:
         return parts[0]

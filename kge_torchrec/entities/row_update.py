@@ -11,8 +11,7 @@ CPU run and a GPU run follow the same arithmetic up to rounding:
     sgd              w -= lr g
 
 g is the sum of a row's gradients over its duplicates, in the order they came, so runs repeat bit
-for bit whatever the number of threads.  With ``max_gradient`` every gradient number is clamped to
-[-max_gradient, max_gradient] *before* that sum, which is where FBGEMM does it.
+for bit whatever the number of threads.
 
 Shapes: n rows in the table, D numbers a row, M gradients, U distinct rows among them.
 """
@@ -52,7 +51,6 @@ class _Step(NamedTuple):
     inverse_correction2: np.float32
     eps: np.float32
     weight_decay: np.float32
-    max_gradient: np.float32  # 0: no clamp
 
 
 def _step_numbers(optimizer, lr: float, step: int) -> _Step:
@@ -69,7 +67,6 @@ def _step_numbers(optimizer, lr: float, step: int) -> _Step:
         1.0 / max(corrections[1], 1e-38),
         optimizer.eps,
         optimizer.weight_decay,
-        optimizer.max_gradient or 0.0,
     )
     return _Step(*(np.float32(number) for number in numbers))
 
@@ -125,16 +122,12 @@ def _rowwise_adagrad_row(g, w, s, total, step):
 
 
 @njit(**_JIT)
-def _sum_gradients(grad, places, total, max_gradient):
+def _sum_gradients(grad, places, total):
     total[:] = np.float32(0)
     for place in places:
         g = grad[place]
-        if max_gradient > 0:
-            for d in range(g.shape[0]):
-                total[d] += min(max(g[d], -max_gradient), max_gradient)
-        else:
-            for d in range(g.shape[0]):
-                total[d] += g[d]
+        for d in range(g.shape[0]):
+            total[d] += g[d]
 
 
 @njit(**_JIT)
@@ -142,7 +135,7 @@ def _update_range(kind, start, stop, rows, places, bounds, grad, weights, first,
     """Updates the distinct rows number ``start`` to ``stop``.
 
     Distinct row u has its gradients at places[bounds[u]:bounds[u + 1]].  When both are empty,
-    ``rows`` is strictly increasing and there is nothing to clamp: row u has the gradient u.
+    ``rows`` is strictly increasing: row u has the gradient u.
     """
     total = np.empty(grad.shape[1], np.float32)
     scratch = np.empty(grad.shape[1], np.float32)
@@ -160,8 +153,8 @@ def _update_range(kind, start, stop, rows, places, bounds, grad, weights, first,
         place = u if distinct else places[low]
         row = rows[place]
         g = grad[place]
-        if high - low > 1 or step.max_gradient > 0:
-            _sum_gradients(grad, places[low:high], total, step.max_gradient)
+        if high - low > 1:
+            _sum_gradients(grad, places[low:high], total)
             g = total
         w = weights[row]
         if kind == _ADAM:
@@ -195,15 +188,6 @@ def _strictly_increasing(rows):
 
 
 @njit(**_JIT)
-def is_identity(order):
-    """Whether ``order`` (M,) is 0, 1, ..., M - 1."""
-    for i in range(order.shape[0]):  # noqa: SIM110
-        if order[i] != i:
-            return False
-    return True
-
-
-@njit(**_JIT)
 def _group_bounds(rows, places):
     """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
     bounds = np.empty(places.shape[0] + 1, np.int64)
@@ -219,9 +203,9 @@ def _group_bounds(rows, places):
 _NOTHING = np.empty(0, np.int64)
 
 
-def _group(rows: np.ndarray, clamped: bool) -> tuple[np.ndarray, np.ndarray, int]:
+def _group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
     """(places, bounds, U): the gradients of each distinct row, in the order they came."""
-    if not clamped and _strictly_increasing(rows):
+    if _strictly_increasing(rows):
         return _NOTHING, _NOTHING, rows.size
     # numpy's stable sort is a merge of runs: what arrives from W ranks is W sorted runs.
     places = np.argsort(rows, kind="stable")
@@ -255,7 +239,7 @@ def update_rows(
     if rows.numel() == 0:
         return
     rows_array = rows.long().numpy()  # one compiled form for every kind of id
-    places, bounds, count = _group(rows_array, optimizer.max_gradient is not None)
+    places, bounds, count = _group(rows_array)
     table = weights.numpy()
     arguments = (
         rows_array,

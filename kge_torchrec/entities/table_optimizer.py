@@ -16,7 +16,7 @@ class TableOptimizer:
 
     The Adams count steps for the whole table, not per row, and decay weights decoupled from the
     gradient; rowwise_adagrad adds the decay to the gradient (L2).  FBGEMM's adagrad and sgd have
-    no weight decay.  ``max_gradient`` clamps each number of each gradient that reaches the table.
+    no weight decay.
 
     Raises ValueError, naming the field, for a value that makes no sense.
     """
@@ -26,7 +26,6 @@ class TableOptimizer:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    max_gradient: float | None = None
 
     def __post_init__(self) -> None:
         if self.name not in TABLE_OPTIMIZERS:
@@ -40,8 +39,6 @@ class TableOptimizer:
             raise ValueError(f"betas: {self.betas} are not two numbers in [0, 1)")
         if not all(np.float32(beta) < 1 for beta in self.betas):
             raise ValueError(f"betas: {self.betas} round to 1 in float32, which kernels compute in")
-        if self.max_gradient is not None and not self.max_gradient > 0:
-            raise ValueError(f"max_gradient: {self.max_gradient} is not a number > 0 or None")
         if self.weight_decay and self.name in ("adagrad", "sgd"):
             raise ValueError(
                 f"weight_decay: FBGEMM's {self.name} has none; use adam, rowwise_adam or "

@@ -113,15 +113,15 @@ def exchange_bytes(workload: Workload, exchange: Exchange) -> float:
     """Rows looked up for others and received, gradients sent and received, and their ids.
 
     Ids are held as given, grouped by owner, with the way back, and as received.  Gradients of
-    several micro-batches wait for the step, where they are put together; clipping by the norm sums
-    those of a row.
+    several micro-batches wait for the step, where they are put together; clipping sums those of a
+    row.
     """
     train = workload.config.train
     wanted, asked = exchange.wanted / train.accumulation, exchange.asked / train.accumulation
     rows = 2 * (wanted + asked)
     if train.accumulation > 1:
         rows += 2 * exchange.asked
-    if train.clip_norm is not None:
+    if train.clip_norm is not None or train.clip_value is not None:
         rows += exchange.asked
     return 4 * workload.dim * rows + 8 * (3 * wanted + asked)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
-from kge_torchrec.data.batches import BatchBuilder, as_feature
+from kge_torchrec.data.batches import LOOKUP_BAGS, BatchBuilder, as_feature
 from kge_torchrec.data.degrees import DegreeDraw
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import (
@@ -47,7 +47,6 @@ from kge_torchrec.planning.plan_file import read_plan
 from kge_torchrec.training import steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.steps import Pipeline
-from kge_torchrec.training.update import check_kernel
 
 log = logging.getLogger(__name__)
 
@@ -81,15 +80,12 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:
         objective.compile_parts()
-    on_cuda_kernel = config.entities.engine == "torchrec" and processes.device.type == "cuda"
-    check_kernel(train, steps_in_backward=on_cuda_kernel)
     table = TableOptimizer(
         name=train.optimizer,
         lr=train.lr,
         betas=(train.beta1, train.beta2),
         eps=train.eps,
         weight_decay=train.weight_decay,
-        max_gradient=train.clip_value if on_cuda_kernel else None,
     )
     parts = (store.num_entities, objective, table)
     options = {
@@ -99,8 +95,15 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
         "scales_loss": train.precision == "fp16",
     }
     if config.entities.engine == "torchrec":
-        plan = planned_sharding(config, store, processes)
-        return TorchRecEngine(*parts, dense_optimizer(train), processes, **options, plan=plan)
+        return TorchRecEngine(
+            *parts,
+            dense_optimizer(train),
+            processes,
+            **options,
+            plan=planned_sharding(config, store, processes),
+            ascending_ids=config.entities.deduplicate,
+            deferred=train.steps_on_sums,
+        )
     sparse = config.entities.sparse_options(train.optimizer)
     return HandrolledEngine(*parts, sparse, dense_optimizer(train), processes, **options)
 
@@ -217,6 +220,7 @@ def build_batches(
         "world_size": processes.world_size,
         "ahead": processes.device.type == "cuda",
         "deduplicate": config.entities.deduplicate,
+        "bags": LOOKUP_BAGS[processes.device.type],
         "accumulation": config.train.accumulation,
     }
     if negatives.regime == "kvssample":

@@ -20,20 +20,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.config import ConfigError, TrainConfig
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.entities.contract import EntityEngine
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.parallel.dense import local_part
 
 
 class Update:
-    """The optimizer of an engine as a pipeline sees it: told of every micro-batch.
-
-    Raises ConfigError when the table's kernel cannot do what train asks for.
-    """
+    """The optimizer of an engine as a pipeline sees it: told of every micro-batch."""
 
     def __init__(self, engine: EntityEngine, train: TrainConfig):
-        check_kernel(train, steps_in_backward=engine.pending is None)
         self.engine, self.parts = engine, train.accumulation
         self.clip_norm, self.clip_value = train.clip_norm, train.clip_value
         model = engine.knowledge
@@ -98,8 +94,7 @@ class Update:
     def _clip_value(self, limit: float) -> None:
         for gradient in self._dense():
             gradient.clamp_(-limit, limit)
-        if self.engine.pending is not None:  # else the kernel does it
-            self.engine.pending.sums().clamp_(-limit, limit)
+        self.engine.pending.sums().clamp_(-limit, limit)
 
     def _clip_norm(self, limit: float) -> None:
         rows = self.engine.pending.sums()
@@ -127,19 +122,3 @@ def _is_finite(gradients: list[Tensor]) -> Tensor:
     """() bool."""
     device = gradients[-1].device  # of the looked-up rows
     return torch.stack([g.isfinite().all().to(device) for g in gradients]).all()
-
-
-def check_kernel(train: TrainConfig, steps_in_backward: bool) -> None:
-    """Raises ConfigError for what a table that steps inside backward cannot do."""
-    if not steps_in_backward:
-        return
-    for key, wanted, why in (
-        ("accumulation", train.accumulation > 1, "at every micro-batch"),
-        ("clip_norm", train.clip_norm is not None, "before the norm of all gradients is known"),
-    ):
-        if wanted:
-            raise ConfigError(
-                f"train.{key} {getattr(train, key)}: FBGEMM's kernel, which the torchrec engine "
-                f"runs on CUDA, steps inside backward, {why}; set entities.engine handrolled"
-                + (", or use train.clip_value" if key == "clip_norm" else "")
-            )

@@ -17,7 +17,7 @@ from oracle_table import settings as optimizer_settings
 
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.entities.torchrec.fused_params import fused_params
+from kge_torchrec.entities.torchrec.fused_params import fused_params, of_fbgemm
 
 
 def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
@@ -55,10 +55,9 @@ def assert_equals_oracle(table: CpuFusedTable, oracle: DenseTable) -> None:
         torch.testing.assert_close(state.double(), wanted, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("max_gradient", [None, 0.5])
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_with_duplicates_equal_the_formula(name, max_gradient):
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+def test_twenty_steps_with_duplicates_equal_the_formula(name):
+    optimizer = TableOptimizer(**optimizer_settings(name))
     values = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
     table, oracle = cpu_table(values, optimizer), DenseTable(values, optimizer)
     for ids, grad in random_batches(40, 12, 30, steps=20):
@@ -87,17 +86,16 @@ def test_any_ids_equal_the_formula(name, dim, batches, seed):
     assert_equals_oracle(table, oracle)
 
 
-@pytest.mark.parametrize("max_gradient", [None, 0.5])
 @pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "sgd"])
-def test_equals_fbgemms_own_cpu_op(name, max_gradient):
+def test_equals_fbgemms_own_cpu_op(name):
     changes = {"weight_decay": 0.1} if name == "rowwise_adagrad" else {}
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient, **changes))
+    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
     values = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
     ours = cpu_table(values, optimizer)
     theirs = SplitTableBatchedEmbeddingBagsCodegen(
         [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
         pooling_mode=PoolingMode.NONE,
-        **fused_params(optimizer),
+        **of_fbgemm(fused_params(optimizer)),
     )
     theirs.split_embedding_weights()[0].copy_(values)
     batches = random_batches(50, 8, 60, steps=10)

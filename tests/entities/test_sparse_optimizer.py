@@ -59,24 +59,21 @@ def test_with_the_usual_betas(of, name, fused):
     compare_with_formulas(optimizer, options, steps, atol=1e-7, **changes)
 
 
-@pytest.mark.parametrize("max_gradient", [None, 0.5])
 @pytest.mark.parametrize(("name", "option"), SINGLE_OPTIONS)
-def test_every_option_by_itself(name, option, max_gradient):
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+def test_every_option_by_itself(name, option):
+    optimizer = TableOptimizer(**optimizer_settings(name))
     compare_with_formulas(optimizer, choose("fbgemm", name, **option), batches())
 
 
-@pytest.mark.parametrize("max_gradient", [None, 0.5])
 @pytest.mark.parametrize("name", NAMES)
-def test_torch_operations_equal_the_formula_of_the_kernel(name, max_gradient):
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+def test_torch_operations_equal_the_formula_of_the_kernel(name):
+    optimizer = TableOptimizer(**optimizer_settings(name))
     compare_with_formulas(optimizer, preset("fbgemm", name), batches(), fused=False)
 
 
-@pytest.mark.parametrize("max_gradient", [None, 0.5])
 @pytest.mark.parametrize("name", NAMES)
-def test_torch_operations_equal_the_kernel(name, max_gradient):
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+def test_torch_operations_equal_the_kernel(name):
+    optimizer = TableOptimizer(**optimizer_settings(name))
     kernel = sparse(new_values(), optimizer, preset("fbgemm", name))
     operations = sparse(new_values(), optimizer, preset("fbgemm", name), fused=False)
     assert kernel.fused
@@ -189,7 +186,7 @@ def test_chunks_change_no_bit(case, state, dim, chunk_rows, distinct):
     of, name, option = (*case, {}) if isinstance(case[1], str) else ("fbgemm", *case)
     if name != "sgd":
         option = option | {"state_dtype": state[0], "state_rounding": state[1]}
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=1.5))
+    optimizer = TableOptimizer(**optimizer_settings(name))
     tables = [
         sparse(new_values(50, dim), optimizer, choose(of, name, **option), fused=False, **changes)
         for changes in ({}, {"chunk_rows": chunk_rows})
@@ -215,10 +212,9 @@ def test_chunks_change_no_bit_of_what_a_row_corrects():
 
 
 @pytest.mark.parametrize("with_occurrences", [False, True])
-@pytest.mark.parametrize("max_gradient", [None, 0.5])
 @pytest.mark.parametrize(("of", "name"), [*PRESETS, *(("mean", name) for name in NAMES)])
-def test_saying_that_ids_are_distinct_changes_no_bit(of, name, max_gradient, with_occurrences):
-    optimizer = TableOptimizer(**optimizer_settings(name, max_gradient=max_gradient))
+def test_saying_that_ids_are_distinct_changes_no_bit(of, name, with_occurrences):
+    optimizer = TableOptimizer(**optimizer_settings(name))
     options = SparseOptions(duplicates="mean") if of == "mean" else preset(of, name)
     tables = [sparse(new_values(50), optimizer, options) for _ in range(2)]
     ids = torch.randperm(50, generator=torch.Generator().manual_seed(0))[:15]
@@ -355,9 +351,9 @@ def test_errors_name_the_argument(wrong):
         SparseOptimizer(TableOptimizer(), preset("dgl", "adam"), rows).step(ids, grad, occurrences)
 
 
-def test_clamping_comes_before_the_sum_and_the_mean_counts_places():
-    optimizer = TableOptimizer("sgd", lr=1.0, max_gradient=1.0)
-    ids, grad = torch.tensor([0, 0]), torch.tensor([[3.0], [0.5]])
+def test_the_mean_counts_places():
+    optimizer = TableOptimizer("sgd", lr=1.0)
+    ids, grad = torch.tensor([0, 0]), torch.tensor([[1.0], [0.5]])
     for options, expected in ((SparseOptions(), 1.5), (SparseOptions(duplicates="mean"), 0.3)):
         made = sparse(torch.zeros(1, 1), optimizer, options)
         made.step(ids, grad, torch.tensor([3, 2]))

@@ -15,11 +15,10 @@ from hypothesis import strategies as st
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.config import ConfigError, TrainConfig
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.batches import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.update import Update, check_kernel
 
 PARTS = (1, 2, 3, 4, 8)
 # optimizer, engine (and with it pipeline), options of one run; two triples are left for the last
@@ -201,19 +200,6 @@ def contents(batch, ranks: int) -> dict:
 def test_what_cannot_be_exact_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **changes)
-
-
-def test_a_kernel_that_steps_in_backward_names_the_alternative():
-    train = TrainConfig(accumulation=4)
-    with pytest.raises(ConfigError, match=r"train.accumulation 4: .*entities.engine handrolled"):
-        check_kernel(train, steps_in_backward=True)
-    check_kernel(TrainConfig(clip_value=1.0), steps_in_backward=True)
-
-    class Engine:
-        pending = None
-
-    with pytest.raises(ConfigError, match="handrolled"):
-        Update(Engine(), train)
 
 
 def test_losses_of_micro_batches_add_up(tmp_path):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import itertools
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from oracle_training import train_dense
@@ -14,11 +16,11 @@ from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.entities.torchrec import sharder
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.update import check_kernel
 
 LIMITS = {
     "norm": {"train__clip_norm": 0.05},
@@ -26,10 +28,17 @@ LIMITS = {
     "both": {"train__clip_norm": 0.03, "train__clip_value": 0.004},
     "far": {"train__clip_norm": 1e3, "train__clip_value": 1e3},
 }
+OPTIMIZERS = {
+    "norm": {"train__optimizer": "sgd", "train__lr": 0.5},
+    "value": {"train__optimizer": "rowwise_adagrad", "train__lr": 0.02},
+    "both": {"train__optimizer": "adagrad", "train__lr": 0.02},
+    "far": {"train__optimizer": "sgd", "train__lr": 0.5},
+}
 PARTS = {
     "torchrec": {},
     "handrolled": {"entities__engine": "handrolled", "train__accumulation": 3},
     "fsdp": {"dense__wrapper": "fsdp"},
+    "fbgemm": {"train__accumulation": 3},  # its own kernels, as on CUDA
 }
 CASES = list(itertools.product(LIMITS, PARTS))
 
@@ -40,11 +49,8 @@ def the_store() -> Path:
 
 
 def variant(store: Path, limit: str, parts: str, folder: Path | None = None) -> Config:
-    optimizer, rate = ("sgd", 0.5) if limit != "both" else ("adagrad", 0.02)
-    return config_of(
-        store, folder, train__optimizer=optimizer, train__lr=rate, train__eps=1e-3,
-        **LIMITS[limit], **PARTS[parts],
-    )  # fmt: skip
+    changes = {**OPTIMIZERS[limit], **LIMITS[limit], **PARTS[parts]}
+    return config_of(store, folder, train__eps=1e-3, **changes)
 
 
 def without_checkpoints(loop: Fit) -> None:
@@ -57,8 +63,17 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     found = {"start": start}
     for limit, parts in CASES:
         config = variant(store, limit, parts, folder / f"{limit}-{parts}")
-        found[limit, parts] = fit(config, without_checkpoints).parameters
+        with kernels_of_cuda(parts == "fbgemm"):
+            found[limit, parts] = fit(config, without_checkpoints).parameters
     return found
+
+
+def kernels_of_cuda(really: bool):
+    """FBGEMM has these optimizers on a CPU too."""
+    ours = sharder.kernel_of
+    return patch.object(
+        sharder, "kernel_of", lambda on_cpu, deferred: ours(on_cpu and not really, deferred)
+    )
 
 
 @functools.cache
@@ -68,8 +83,10 @@ def trained(world_size: int) -> list[dict]:
 
 
 @functools.cache
-def oracle(limit: str) -> dict:
+def oracle(limit: str, bound: bool = True) -> dict:
     config = variant(the_store(), limit, "torchrec")
+    if not bound:
+        config = replace(config, train=replace(config.train, clip_norm=None, clip_value=None))
     return train_dense(config, TripleStore.open(the_store()), trained(1)[0]["start"])
 
 
@@ -84,14 +101,26 @@ def test_clipped_runs_equal_the_dense_oracle(limit, parts, world_size):
 def test_the_limits_bind():
     for limit in ("norm", "value"):
         for name in ("entities", "relations"):
-            clipped, free = oracle(limit)[name], oracle("far")[name]
+            clipped, free = oracle(limit)[name], oracle(limit, bound=False)[name]
             assert float((clipped - free).abs().max()) > 1e-3
 
 
-def test_a_kernel_that_steps_in_backward_refuses_the_norm_only():
-    check_kernel(TrainConfig(clip_value=1.0), steps_in_backward=True)
-    with pytest.raises(ConfigError, match=r"clip_norm 2.0: .*handrolled, or use .*clip_value"):
-        check_kernel(TrainConfig(clip_norm=2.0), steps_in_backward=True)
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adam", "rowwise_adam", "rowwise_adagrad"])
+def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
+    ends = []
+    for device in ("cpu", "cuda"):
+        config = config_of(
+            the_store(), tmp_path / device, device=device, train__optimizer=optimizer,
+            train__eps=1e-3, train__accumulation=3, **LIMITS["both"],
+        )  # fmt: skip
+        with processes(device) as ranks:
+            session = Session(config, RunFolder(config.run.dir), ranks)
+            loop = Fit(session, session.restore(), None)
+            without_checkpoints(loop)
+            loop.run()
+            ends.append({name: x.cpu() for name, x in parameters(session).items()})
+    assert largest_difference(*ends) < 1e-4
 
 
 @pytest.mark.parametrize("key", ["clip_norm", "clip_value"])

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from training_runs import QUIET, config_of, fit, largest_difference, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.parallel.processes import (
     OtherRankFailed,
     on_all_ranks,
     on_first_rank,
     processes,
 )
-from kge_torchrec.training import run_plan
+from kge_torchrec.training import run_plan, sources
 from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -29,21 +31,22 @@ def store(tmp_path_factory) -> Path:
     return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
-def rank_comes_late(folder: Path) -> int:
-    """Rank 1 looks for the store when rank 0 has long prepared it."""
-    data = folder / "data"
-    with processes("cpu") as ranks:
-        if ranks.rank == 1:
+def rank_comes_late(folder: Path, late: int) -> tuple[int, int]:
+    """Numbers of entities and of stores prepared here, when one rank looks long after the other."""
+    with processes("cpu") as ranks, patch.object(sources, "prepare", wraps=prepare) as prepared:
+        if ranks.rank == late:
             time.sleep(1.0)
-        config = config_of(data, folder / "run", **{"evaluation__every": 0})
-        return Session(config, RunFolder(folder / "run"), ranks).store.num_entities
+        config = config_of(folder / "data", folder / f"run-{late}", evaluation__every=0)
+        session = Session(config, RunFolder(config.run.dir), ranks)
+        return session.store.num_entities, prepared.call_count
 
 
-def test_a_rank_that_looks_late_finds_the_same_store(tmp_path):
+@pytest.mark.parametrize("late", TWO)
+def test_rank_0_prepares_the_store_for_all_whoever_looks_first(tmp_path, late):
     (tmp_path / "data").mkdir()
     lines = (f"a{i}\tr\tb{i % 7}\n" for i in range(30))
     (tmp_path / "data" / "train.tsv").write_text("".join(lines))
-    assert run_world(2, rank_comes_late, tmp_path) == [37, 37]
+    assert run_world(2, rank_comes_late, tmp_path, late) == [(37, 1), (37, 0)]
 
 
 def rank_sees_an_old_listing(store: Path, run: Path) -> tuple[int, dict]:

@@ -164,7 +164,7 @@ class SparseOptimizer:
         if not distinct:
             ids, grad, occurrences = self._sum_duplicates(ids, grad, occurrences)
         for part in self._chunks(len(ids)):
-            total = self._clamped(grad[part]) if distinct else grad[part]
+            total = grad[part].float()
             if occurrences is not None:
                 total = total / occurrences[part].unsqueeze(1)
             yield ids[part], total
@@ -179,15 +179,11 @@ class SparseOptimizer:
         rows, inverse = torch.unique(ids, return_inverse=True)
         total = torch.zeros(len(rows), grad.shape[1], device=grad.device)
         for part in self._chunks(len(ids)):
-            total.index_add_(0, inverse[part], self._clamped(grad[part]))
+            total.index_add_(0, inverse[part], grad[part].float())
         if self.options.duplicates == "sum":
             return rows, total, None
         places = torch.ones_like(ids) if occurrences is None else occurrences.long()
         return rows, total, torch.zeros_like(rows).index_add_(0, inverse, places)
-
-    def _clamped(self, grad: Tensor) -> Tensor:
-        limit = self.optimizer.max_gradient
-        return grad.float() if limit is None else grad.float().clamp(-limit, limit)
 
     def _chunks(self, count: int) -> Iterator[slice]:
         for start in range(0, count, self.chunk_rows):

@@ -1,6 +1,6 @@
 """The entity table as a TorchRec EmbeddingCollection: built before sharding, looked into after.
 
-Shapes: N entities, D numbers per entity, U distinct ids.
+Shapes: N entities, D numbers per entity.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
-from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torch import nn
+from torchrec import EmbeddingCollection, EmbeddingConfig
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.types import DataType
 
 from kge_torchrec.entities.contract import ENTITY, EntityShard
 from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
+from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.entities.torchrec.fbgemm_table import set_steps_taken, step_rows, steps_taken
 
 _DATA_TYPES = {
     torch.float32: DataType.FP32,
@@ -44,15 +46,6 @@ def entity_collection(
     return EmbeddingCollection(tables=[config], device=torch.device("meta"))
 
 
-def entity_ids(unique_ids: Tensor) -> KeyedJaggedTensor:
-    """The distinct ids (U,) of a batch as the collection's input; U may be 0.
-
-    The rows come back as ``collection(...)[ENTITY].values()``, (U, D), in the order of the ids.
-    """
-    lengths = torch.full((1,), unique_ids.numel(), dtype=torch.int64, device=unique_ids.device)
-    return KeyedJaggedTensor(keys=[ENTITY], values=unique_ids, lengths=lengths, stride=1)
-
-
 def entity_shard(sharded_model: nn.Module) -> EntityShard:
     """This rank's rows, as a view of the table that the sharded model holds.
 
@@ -74,40 +67,31 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
 
 def pending_gradients(sharded_model: nn.Module) -> PendingGradients | None:
     """What backward leaves for the table's step; None if FBGEMM's kernel steps inside backward."""
-    return getattr(_kernel(sharded_model).emb_module, "pending", None)
+    return getattr(_kernel(sharded_model), "pending", None)
 
 
 def table_step(sharded_model: nn.Module) -> int:
     """Number of optimizer steps the table has taken; no state_dict holds it."""
     table = _kernel(sharded_model).emb_module
-    return int(table.iteration if hasattr(table, "iteration") else table.iter.item())
+    return table.iteration if isinstance(table, CpuFusedTable) else steps_taken(table)
 
 
 def set_table_step(sharded_model: nn.Module, step: int) -> None:
     """Sets what ``table_step`` reads: after loading a checkpoint, before the next lookup."""
     table = _kernel(sharded_model).emb_module
-    table.set_optimizer_step(step)
-    if hasattr(table, "iter_cpu"):  # FBGEMM reads this copy once it is not zero
-        table.iter_cpu.fill_(step)
+    if isinstance(table, CpuFusedTable):
+        table.iteration = step
+    else:
+        set_steps_taken(table, step)
 
 
 def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients]) -> None:
     """One step of the table's optimizer on local rows, each of them in one part only."""
     table = _kernel(sharded_model).emb_module
-    if hasattr(table, "step_rows"):
+    if isinstance(table, CpuFusedTable):
         table.step_rows(gradients)
-        return
-    # FBGEMM steps in the backward of a lookup, and counts every lookup.
-    step = table_step(sharded_model)
-    for part in gradients:
-        if part.ids.numel() == 0:
-            continue
-        set_table_step(sharded_model, step)
-        offsets = torch.arange(part.ids.numel() + 1, device=part.ids.device)
-        with torch.enable_grad():
-            rows = table(indices=part.ids, offsets=offsets)
-        rows.backward(part.grad.to(rows.dtype))
-    set_table_step(sharded_model, step + 1)
+    else:
+        step_rows(table, gradients)
 
 
 def _kernel(sharded_model: nn.Module) -> nn.Module:

@@ -16,7 +16,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocati
 from torch import Tensor, nn
 
 from kge_torchrec.entities.huge_pages import zeros_on_huge_pages
-from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients
+from kge_torchrec.entities.row_gradients import PendingGradients, RowGradients, recorded_lookup
 from kge_torchrec.entities.row_update import update_rows
 from kge_torchrec.entities.table_optimizer import TableOptimizer
 
@@ -28,23 +28,6 @@ _STATES = {
     "rowwise_adagrad": {"sum": True},
     "sgd": {},
 }
-
-
-class _Lookup(torch.autograd.Function):
-    """Rows in forward; in backward their gradients are kept for the optimizer's step."""
-
-    @staticmethod
-    def forward(ctx, anchor: Tensor, table: CpuFusedTable, ids: Tensor) -> Tensor:
-        ctx.table = table
-        ctx.save_for_backward(ids)
-        return table.rows.index_select(0, ids)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
-        (ids,) = ctx.saved_tensors
-        ctx.table.pending.add(RowGradients(ids, grad))
-        return None, None, None
 
 
 class CpuFusedTable(nn.Module):
@@ -70,7 +53,6 @@ class CpuFusedTable(nn.Module):
             shape = (num_rows,) if rowwise else (num_rows, dim)
             self.register_buffer(name, zeros_on_huge_pages(*shape), persistent=False)
         self.pending = PendingGradients()
-        self._anchor = torch.empty(0, requires_grad=True)  # makes autograd call our backward
 
     @property
     def rows(self) -> Tensor:
@@ -83,9 +65,7 @@ class CpuFusedTable(nn.Module):
 
         Raises IndexError on an id outside [0, n).
         """
-        if not torch.is_grad_enabled():
-            return self.rows.index_select(0, indices)
-        return _Lookup.apply(self._anchor, self, indices)
+        return recorded_lookup(self.rows, indices, self.pending)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that no step has used."""

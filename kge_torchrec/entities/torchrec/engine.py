@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
@@ -57,9 +58,13 @@ class _Wrap(DataParallelWrapper):
 class TorchRecEngine:
     """Entities in a row-wise sharded EmbeddingCollection with a fused optimizer.
 
-    On CUDA that is FBGEMM's kernel, which steps in backward; the CPU table steps with the dense
-    parameters.  Without a plan the planner is asked for one.  Collective: every rank builds it
-    with the same arguments.  Raises PlanDoesNotFit when the table does not fit the ranks' memory.
+    On CUDA that is FBGEMM's kernel, which steps in backward unless it is deferred; the CPU table
+    steps with the dense parameters.  Without a plan the planner is asked for one.  Collective:
+    every rank builds it with the same arguments.  Raises PlanDoesNotFit when the table does not
+    fit the ranks' memory.
+
+    ascending_ids: every batch asks for distinct ids in ascending order.
+    deferred: gradients of several backward passes, or clipped ones, step as one.
     """
 
     has_sparse_dist = True
@@ -77,11 +82,14 @@ class TorchRecEngine:
         seed: int,
         scales_loss: bool = False,
         plan: ShardingPlan | None = None,
+        ascending_ids: bool = False,
+        deferred: bool = False,
     ):
         device = processes.device
         collection = entity_collection(num_entities, objective.scorer.dim)
         model = KnowledgeGraphModel(collection, objective.to(device), scales_loss)
-        sharder = EntitySharder(fused_params=fused_params(table_optimizer))
+        settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)
+        sharder = EntitySharder(fused_params=settings)
         self.plan: ShardingPlan = plan or plan_row_wise(
             model,
             sharder,
@@ -90,11 +98,14 @@ class TorchRecEngine:
             device.type,
             process_group=processes.group,
         )
+        env = ShardingEnv(
+            processes.world_size, processes.rank, processes.group, output_dtensor=True
+        )
+        # Beside NCCL there is gloo for objects, which TorchRec takes the mesh's device from.
+        env.device_mesh = DeviceMesh.from_group(processes.group, device.type)
         self.model = DistributedModelParallel(
             model,
-            env=ShardingEnv(
-                processes.world_size, processes.rank, processes.group, output_dtensor=True
-            ),
+            env=env,
             device=device,
             plan=self.plan,
             sharders=[sharder],

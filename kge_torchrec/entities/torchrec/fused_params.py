@@ -17,12 +17,23 @@ _FBGEMM_NAMES = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,
 }
+# Not FBGEMM's: TorchRec hands the table's settings from the sharder down to its kernel in one
+# dictionary, and these ride along.
+_ASCENDING, _DEFERRED = "ascending_ids", "deferred"
 _NAMES = {fbgemm: name for name, fbgemm in _FBGEMM_NAMES.items()}
 
 
-def fused_params(optimizer: TableOptimizer) -> dict[str, Any]:
-    """The arguments of EmbeddingCollectionSharder(fused_params=...)."""
+def fused_params(
+    optimizer: TableOptimizer, *, ascending_ids: bool = False, deferred: bool = False
+) -> dict[str, Any]:
+    """The arguments of EmbeddingCollectionSharder(fused_params=...).
+
+    ascending_ids: every lookup asks for distinct ids in ascending order.
+    deferred: the table steps when its optimizer does, not inside backward; the CPU table always.
+    """
     params: dict[str, Any] = {
+        _ASCENDING: ascending_ids,
+        _DEFERRED: deferred,
         "optimizer": _FBGEMM_NAMES[optimizer.name],
         "learning_rate": optimizer.lr,
         "beta1": optimizer.betas[0],
@@ -33,9 +44,22 @@ def fused_params(optimizer: TableOptimizer) -> dict[str, Any]:
     if optimizer.name == "rowwise_adagrad" and optimizer.weight_decay:
         # FBGEMM ignores weight_decay there unless it is told which kind.
         params["weight_decay_mode"] = WeightDecayMode.L2
-    if optimizer.max_gradient is not None:
-        params.update(gradient_clipping=True, max_gradient=optimizer.max_gradient)
     return params
+
+
+def asks_ascending(params: dict[str, Any] | None) -> bool:
+    """Whether ``fused_params`` was told of ascending ids."""
+    return bool(params and params.get(_ASCENDING))
+
+
+def is_deferred(params: dict[str, Any] | None) -> bool:
+    """Whether ``fused_params`` was told to defer the step."""
+    return bool(params and params.get(_DEFERRED))
+
+
+def of_fbgemm(params: dict[str, Any] | None) -> dict[str, Any]:
+    """What of it FBGEMM's table takes."""
+    return {k: v for k, v in (params or {}).items() if k not in (_ASCENDING, _DEFERRED)}
 
 
 def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
@@ -59,5 +83,4 @@ def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
         ),
         eps=params.get("eps", default["eps"]),
         weight_decay=params.get("weight_decay", 0.0),
-        max_gradient=params.get("max_gradient") if params.get("gradient_clipping") else None,
     )

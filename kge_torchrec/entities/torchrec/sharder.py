@@ -1,16 +1,18 @@
-"""TorchRec's row-wise sharding with the CPU table put in where FBGEMM has no kernel.
+"""TorchRec's row-wise sharding with our kernels and ways put in.
 
-TorchRec builds a table's kernel at the end of a chain of factories; each class here overrides one
-link.  On CUDA nothing changes.
+TorchRec builds a table's kernel, and what carries ids to it and rows back, at the end of a chain of
+factories; each class here overrides one link.
 
     EmbeddingCollectionSharder -> ShardedEmbeddingCollection -> RwSequenceEmbeddingSharding
-        -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding -> CpuFusedTable
-        -> RwSequenceEmbeddingDist
+        -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding: CpuFusedTable where FBGEMM has no
+           kernel, DeferredEmbedding on CUDA where the step has to wait
+        -> RwSparseFeaturesDist, RwSequenceEmbeddingDist: nothing to carry on a single rank
 """
 
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ from torchrec.distributed.batched_embedding_kernel import (
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
+from torchrec.distributed.sharding.dp_sharding import DpSparseFeaturesDist
 from torchrec.distributed.sharding.rw_sequence_sharding import (
     RwSequenceEmbeddingDist,
     RwSequenceEmbeddingSharding,
@@ -30,9 +34,14 @@ from torchrec.distributed.types import ShardingType
 from torchrec.types import DataType
 
 from kge_torchrec.entities.contract import ENTITY
-from kge_torchrec.entities.row_update import is_identity
 from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.entities.torchrec.fused_params import from_fused_params
+from kge_torchrec.entities.torchrec.fbgemm_table import DeferredEmbedding
+from kge_torchrec.entities.torchrec.fused_params import (
+    asks_ascending,
+    from_fused_params,
+    is_deferred,
+    of_fbgemm,
+)
 
 
 class _CpuFusedEmbedding(BatchedFusedEmbedding):
@@ -43,6 +52,7 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
         optimizer = from_fused_params(config.fused_params or {})
         self._emb_module = CpuFusedTable(self._local_rows[0], self._local_cols[0], optimizer)
         self._optim = _FusedOptimizer(config, self._emb_module, pg)
+        self.pending = self._emb_module.pending
         self.init_parameters()
 
 
@@ -88,10 +98,21 @@ def _check(config: GroupedEmbeddingConfig) -> None:
 
 class _Lookup(GroupedEmbeddingsLookup):
     def _create_embedding_kernel(self, config, pg, device, *args, **kwargs):
-        on_cpu = device is None or device.type == "cpu"
-        if on_cpu and config.compute_kernel == EmbeddingComputeKernel.FUSED:
-            return _CpuFusedEmbedding(config, pg, device)
+        kernel = None
+        if config.compute_kernel == EmbeddingComputeKernel.FUSED:
+            on_cpu = device is None or device.type == "cpu"
+            kernel = kernel_of(on_cpu, is_deferred(config.fused_params))
+        config = replace(config, fused_params=of_fbgemm(config.fused_params))
+        if kernel is not None:
+            return kernel(config, pg, device)
         return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
+
+
+def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | None:
+    """The kernel of a fused table; None: TorchRec's own."""
+    if on_cpu:
+        return _CpuFusedEmbedding
+    return DeferredEmbedding if deferred else None
 
 
 class _RowWiseSharding(RwSequenceEmbeddingSharding):
@@ -103,8 +124,16 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
             env=self._env,
         )
 
+    def create_input_dist(self, device=None):
+        if self._world_size == 1:
+            return DpSparseFeaturesDist()
+        return super().create_input_dist(device)
+
     def create_output_dist(self, device=None):
-        return _OutputDist(
+        if self._world_size == 1:
+            return DpSequenceEmbeddingDist()
+        ascending = all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
+        return (_OrderedOutputDist if ascending else RwSequenceEmbeddingDist)(
             self._pg,
             self._get_num_features(),
             device if device is not None else self._device,
@@ -112,19 +141,16 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
         )
 
 
-class _OutputDist(RwSequenceEmbeddingDist):
-    """Leaves out the final permutation of rows where it changes nothing.
+class _OrderedOutputDist(RwSequenceEmbeddingDist):
+    """Leaves out the final permutation of rows, for ids that ascend.
 
-    Ids that arrive sorted are still in order once they are grouped by rank, so their rows come
-    back in order; permuting them anyway costs as much as the optimizer step.  On CUDA looking
-    would stop the host, and the permutation is cheap.
+    They are still in order once they are grouped by rank, so their rows come back in order;
+    permuting them anyway costs as much as the optimizer step.
     """
 
     def forward(self, local_embs, sharding_ctx=None):
-        order = sharding_ctx.unbucketize_permute_tensor
-        if order is not None and order.device.type == "cpu" and is_identity(order.numpy()):
-            sharding_ctx = copy.copy(sharding_ctx)
-            sharding_ctx.unbucketize_permute_tensor = None
+        sharding_ctx = copy.copy(sharding_ctx)
+        sharding_ctx.unbucketize_permute_tensor = None
         return super().forward(local_embs, sharding_ctx)
 
 
@@ -148,7 +174,7 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
 class EntitySharder(EmbeddingCollectionSharder):
     """Shards an EmbeddingCollection by rows: FBGEMM's table on CUDA, CpuFusedTable on CPU.
 
-    Args as EmbeddingCollectionSharder; ``fused_params`` from fused_params(table_optimizer).
+    Args as EmbeddingCollectionSharder; ``fused_params`` from fused_params(table_optimizer, ...).
     """
 
     def shard(

@@ -1,0 +1,86 @@
+"""A step asks the device nothing, but for what TorchRec has to know of ids that travel."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from host_waits import host_waits
+from training_runs import config_of, tiny_store
+from worlds import run_world
+
+from kge_torchrec.data.batches import LOOKUP_BAGS
+from kge_torchrec.parallel.processes import processes
+from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+# What stays on the host on a GPU too, or is of the CPU's own table.
+ON_THE_HOST = {
+    "keyed.step",  # number of the dense optimizer's step, which torch keeps on the host
+    "batches.batch", "query_samples.batch",  # threads that build batches ahead
+    "row_update.update_rows", "row_update._two_dimensional",
+}  # fmt: skip
+# Of the sizes of what is sent and received, which the collectives need as numbers.
+OF_TRAVEL = {
+    "tolist in dist_data._safe_tolist_2d": 2,
+    "tolist in jagged_tensor._safe_tolist": 5,
+    "tensor in runtime_forwards.__call__": 3,
+    "tensor in dist_data._get_recat": 1,
+}
+CASES = {
+    "sampled": ({}, {}),
+    "kvssample": ({"negatives__regime": "kvssample"}, {}),
+    "clipped": (
+        {"train__clip_norm": 1.0, "train__clip_value": 1.0},
+        {"unique in row_gradients.sums": 1, "_unique2 in row_gradients.sums": 1},
+    ),
+    "fp16": (
+        {"train__precision": "fp16"},  # whether it overflowed
+        {"__bool__ in update._any_rank": 1, "_local_scalar_dense in update._any_rank": 1},
+    ),
+    "1vsall": ({"negatives__regime": "1vsall"}, {}),
+}
+
+
+def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
+    found = {}
+    with patch.dict(LOOKUP_BAGS, cpu=LOOKUP_BAGS["cuda"]), processes("cpu") as ranks:
+        for name, (changes, _) in CASES.items():
+            session = Session(config_of(store, run, **changes), RunFolder(run), ranks)
+            loop = Fit(session, session.restore(), None)
+            batches = loop.batches.epoch(0)
+            for _ in range(2):  # the first one sets things up
+                loop.pipeline.progress(batches)
+            with host_waits() as waits:
+                loop.pipeline.progress(batches)
+            found[name] = {
+                what: times
+                for what, times in waits.items()
+                if what.partition(" in ")[2] not in ON_THE_HOST
+            }
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_step_waits_for_nothing_but_the_sizes_of_what_travels(tmp_path, world_size):
+    store = tiny_store(tmp_path / "store").path
+    found = run_world(world_size, rank_counts, store, tmp_path / "run")[0]
+    for name, (changes, own) in CASES.items():
+        travels = world_size > 1 and changes.get("negatives__regime") != "1vsall"
+        assert found[name] == own | (OF_TRAVEL if travels else {}), name
+
+
+def test_what_would_wait_is_counted():
+    x = torch.arange(3)
+    with host_waits() as waits:
+        if x.sum() > 2:
+            x[x > 1].tolist()
+        torch.tensor([x[0].item()])
+    times = {what.partition(" in ")[0]: count for what, count in waits.items()}
+    assert times == {
+        "__bool__": 1, "boolean index": 1, "tolist": 1, "item": 1, "tensor": 1,
+        "_local_scalar_dense": 2,
+    }  # fmt: skip
