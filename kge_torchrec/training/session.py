@@ -12,7 +12,12 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.entities.contract import EntityEngine
 from kge_torchrec.entities.trained import TrainedModel
-from kge_torchrec.environment import allow_tf32, keep_large_blocks, set_threads
+from kge_torchrec.environment import (
+    allow_tf32,
+    keep_large_blocks,
+    quiet_dependencies,
+    set_threads,
+)
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
@@ -36,7 +41,8 @@ FILTERS = {
 def _engine(
     config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
 ) -> EntityEngine:
-    from kge_torchrec.training.assembly import build_engine, with_usable_plan  # loads TorchRec
+    with quiet_dependencies():  # loads TorchRec
+        from kge_torchrec.training.assembly import build_engine, with_usable_plan
 
     if plan_may_differ:
         config = with_usable_plan(config, store, processes)
@@ -81,7 +87,6 @@ class Session:
             )
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
-        allow_tf32(config.train.tf32)
         self.config, self.folder, self.processes = config, folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm hides them from files and pipes
@@ -89,6 +94,7 @@ class Session:
             config.data, config.seed, folder.store, processes, self.show
         )
         if trains:
+            allow_tf32(config.train.tf32)
             self.engine = _engine(config, self.store, processes, plan_may_differ)
         else:
             self.engine = _trained_model(config, self.store, processes)
