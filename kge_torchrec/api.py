@@ -24,7 +24,7 @@ from kge_torchrec.parallel.processes import (
     processes,
 )
 from kge_torchrec.ranking.topk import top_k
-from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
 from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
@@ -238,6 +238,8 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
     with processes(config.device) as ranks, ExitStack() as held:
         _lock(folder, ranks, held)
         before, config = ranks.broadcast((before, config))  # a host may see an older file
+        if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
+            raise no_checkpoint(folder.path, keep=0)
         _continue(folder, config, ranks, callbacks, before)
     return Run(folder.path)
 
@@ -360,7 +362,10 @@ def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
         "test": session.rank("test") if len(session.store.test) else None,
         "valid": {"metric": session.config.evaluation.metric, "best": progress.best_metric},
         "train": train,
-        "checkpoint": {"name": name_of(ranked), "epoch": ranked.epoch},  # that was ranked
+        "checkpoint": {  # that was ranked
+            "name": name_of(ranked) if session.config.checkpoint.keep else None,
+            "epoch": ranked.epoch,
+        },
         "notes": notes(session.store.report),
     }
 

@@ -81,6 +81,11 @@ class Config:
                 "would count, not those of the step; use entities.duplicates sum"
             )
         self._check_regime()
+        if self.run.resume != "never" and not self.checkpoint.keep:
+            raise ConfigError(
+                f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to go on with; "
+                "set it to 1 or more, or run.resume never"
+            )
         if self.train.weight_decay and self.entities.preset != "fbgemm":
             raise ConfigError(
                 f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "

@@ -132,7 +132,8 @@ class CheckpointConfig:
     Args:
         every_epochs: Epochs between checkpoints; 0 writes only the best and the last.
         every_steps: Steps between checkpoints within an epoch; 0 writes none.
-        keep: Checkpoints kept besides the best one.
+        keep: Checkpoints kept besides the best one; 0 writes none at all, neither the best nor the
+            last: test is ranked with the parameters as they are at the end, and then they are gone.
     """
 
     every_epochs: int = 1
@@ -142,7 +143,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         at_least("checkpoint.every_epochs", self.every_epochs, 0)
         at_least("checkpoint.every_steps", self.every_steps, 0)
-        at_least("checkpoint.keep", self.keep, 1)
+        at_least("checkpoint.keep", self.keep, 0)
 
 
 @dataclass(frozen=True)

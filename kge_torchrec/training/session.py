@@ -22,7 +22,7 @@ from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.ranking.metrics import metrics
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.sources import open_store
@@ -147,7 +147,7 @@ class Session:
         """Checkpoints to try, in order."""
         names = self.checkpoints.names()
         if not names:
-            raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
+            raise no_checkpoint(self.folder.path, self.config.checkpoint.keep)
         newest_first = names[::-1]
         if which == NEWEST:
             return newest_first
