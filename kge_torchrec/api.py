@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -213,15 +214,9 @@ def train(
         _lock(folder, ranks, held)
         if on_first_rank(ranks, lambda: _goes_on(folder, config)):
             _continue(folder, config, ranks, callbacks)
-            return Run(folder.path)
-        on_first_rank(ranks, lambda: folder.create(config))
-        try:
-            session = Session(config, folder, ranks)
-        except Exception:
-            if ranks.is_first:
-                _undo(folder)
-            raise
-        _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
+        else:
+            _begin(folder, config, ranks, callbacks)
+        _give_memory_back()
     return Run(folder.path)
 
 
@@ -241,6 +236,7 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
         _continue(folder, config, ranks, callbacks, before)
+        _give_memory_back()
     return Run(folder.path)
 
 
@@ -273,6 +269,20 @@ def _goes_on(folder: RunFolder, config: Config) -> bool:
     return True
 
 
+def _begin(
+    folder: RunFolder, config: Config, ranks: Processes, callbacks: Sequence[Callback]
+) -> None:
+    """Trains a new run from its start."""
+    on_first_rank(ranks, lambda: folder.create(config))
+    try:
+        session = Session(config, folder, ranks)
+    except Exception:
+        if ranks.is_first:
+            _undo(folder)
+        raise
+    _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
+
+
 def _continue(
     folder: RunFolder,
     config: Config,
@@ -290,6 +300,16 @@ def _continue(
     if config != before:
         on_first_rank(ranks, lambda: folder.save_config(config))
     _fit(session, progress, callbacks, resumed_at=progress.global_step)
+
+
+def _give_memory_back() -> None:
+    """Of a session that nobody uses any more, before an evaluation loads the table again.
+
+    TorchRec's pipeline makes a circle of itself and the model, which would wait for the collector.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _check_overrides(before: Config, after: Config) -> None:
