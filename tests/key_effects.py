@@ -174,12 +174,12 @@ class Effects:
         return asked
 
     @cached_property
-    def compiled(self) -> int:
-        """Functions given to torch.compile."""
+    def compiled(self) -> list[dict]:
+        """How each function is given to torch.compile."""
         given = []
-        with patch.object(torch, "compile", lambda function: given.append(function) or function):
+        with patch.object(torch, "compile", lambda function, **how: given.append(how) or function):
             _ = self.session
-        return len(given)
+        return given
 
     @property
     def state_device(self) -> set[str]:

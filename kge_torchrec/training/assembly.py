@@ -80,7 +80,7 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:
-        objective.compile_parts()
+        objective.compile_parts(processes.device.type, config.dense.compile_mode)
     on_cuda_kernel = config.entities.engine == "torchrec" and processes.device.type == "cuda"
     check_kernel(train, steps_in_backward=on_cuda_kernel)
     table = TableOptimizer(
