@@ -6,6 +6,7 @@ import gc
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -212,8 +213,9 @@ def train(
     with processes(config.device) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         _lock(folder, ranks, held)
-        if on_first_rank(ranks, lambda: _goes_on(folder, config)):
-            _continue(folder, config, ranks, callbacks)
+        found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
+        if found is not None:
+            _continue(folder, found, ranks, callbacks)
         else:
             _begin(folder, config, ranks, callbacks)
         _give_memory_back()
@@ -249,14 +251,20 @@ def _lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
     on_first_rank(ranks, lock)
 
 
-def _goes_on(folder: RunFolder, config: Config) -> bool:
-    """Whether to go on with a run in the folder.  Raises ConfigError where run.resume says so."""
+def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
+    """The config of the run in the folder, as it is to go on, or None to start one.
+
+    Raises ConfigError where run.resume says so.
+    """
     wanted = config.run.resume
     if wanted == "require" and not folder.holds_run:
         raise ConfigError(f"run.resume require: {folder.path} holds no run to go on with")
     if wanted == "never" or not folder.holds_run:
-        return False
-    before, now = (_flat(c) for c in (folder.load_config(), config))
+        return None
+    there = folder.load_config()
+    if config.train.batch_size is None:  # also on other ranks than it was resolved for
+        config = replace(config, train=replace(config.train, batch_size=there.train.batch_size))
+    before, now = _flat(there), _flat(config)
     differing = [key for key in now if key not in OF_THIS_START and before[key] != now[key]]
     if differing:
         key = differing[0]
@@ -266,7 +274,7 @@ def _goes_on(folder: RunFolder, config: Config) -> bool:
             f"by `train --resume {folder.path} --{key} ...`"
         )
     folder.check_loss(())
-    return True
+    return config
 
 
 def _begin(
@@ -280,6 +288,8 @@ def _begin(
         if ranks.is_first:
             _undo(folder)
         raise
+    if session.config != config:  # train.batch_size as it was resolved
+        on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
 
 
@@ -297,8 +307,8 @@ def _continue(
     progress = session.restore()
     if progress.best_metric is not None and not progress.selection:  # by an older version
         progress.selection = selection_of(before, session.store)
-    if config != before:
-        on_first_rank(ranks, lambda: folder.save_config(config))
+    if session.config != before:
+        on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, progress, callbacks, resumed_at=progress.global_step)
 
 

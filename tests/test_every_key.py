@@ -145,6 +145,7 @@ CASES = [
     # train
     case("train.epochs", 1, 2, "kinds", "table"),
     case("train.batch_size", 32, 16, "batches", "table"),
+    case("train.batch_size", 32, None, "batches", "table"),
     case("train.batch_size", 32, 16, "batches", "table", **KVSALL),
     case("train.batch_size", 32, 16, "batches", "table", **KVSSAMPLE),
     *(case("train.optimizer", "adagrad", name, "table", "scorer", **ONE_STEP, **engine)

@@ -6,7 +6,7 @@ key and say what would be right.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,19 @@ class Config:
                 f"queries are asked of {asked}, which would never be trained but are ranked; "
                 "set negatives.sides both, or model.reciprocal false"
             )
+
+    def with_batch_size(self, on_cuda: bool, world_size: int, triples: int) -> Config:
+        """With the number that train.batch_size null stands for: on these ranks, of these triples.
+
+        A GPU waits for its launches where batches are small; but a graph that has few triples needs
+        steps more than speed.
+        """
+        if self.train.batch_size is not None:
+            return self
+        size = 1024
+        if on_cuda and not self.negatives.is_full:
+            size = max(size, min(8192 * world_size, triples // 100))
+        return replace(self, train=replace(self.train, batch_size=size))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as YAML and JSON take them."""

@@ -65,6 +65,7 @@ class Session:
 
     trains: False has rows and scorer only, for ranking, prediction and export.
     plan_may_differ: do without run.plan, with a warning, where it is of other ranks or gone.
+    Its ``config`` is the given one with the number that train.batch_size null stands for.
     Raises ConfigError for settings that cannot be trained or run here.
     """
 
@@ -87,12 +88,14 @@ class Session:
             )
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
-        self.config, self.folder, self.processes = config, folder, processes
+        self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm hides them from files and pipes
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
+        on_cuda, triples = processes.device.type == "cuda", len(self.store.train)
+        self.config = config = config.with_batch_size(on_cuda, processes.world_size, triples)
         if trains:
             allow_tf32(config.train.tf32)
             self.engine = _engine(config, self.store, processes, plan_may_differ)
