@@ -55,9 +55,7 @@ def test_a_run_keeps_its_number(store, tmp_path, monkeypatch):
     monkeypatch.setattr(Config, "with_batch_size", other)
     assert api.train(config).config.train.batch_size == 1024
     assert api.resume(tmp_path, {"train.epochs": 2}).config.train.batch_size == 1024
-    with pytest.raises(
-        ConfigError, match=r"train.batch_size is 1024 in this run"
-    ):
+    with pytest.raises(ConfigError, match=r"train.batch_size is 1024 in this run"):
         api.resume(tmp_path, {"train.batch_size": None})
 
 
