@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +26,7 @@ from kge_torchrec.parallel.processes import (
     processes,
 )
 from kge_torchrec.ranking.topk import top_k
-from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
 from kge_torchrec.training.metrics_log import MetricsLog
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
@@ -211,17 +213,12 @@ def train(
     with processes(config.device) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         _lock(folder, ranks, held)
-        if on_first_rank(ranks, lambda: _goes_on(folder, config)):
-            _continue(folder, config, ranks, callbacks)
-            return Run(folder.path)
-        on_first_rank(ranks, lambda: folder.create(config))
-        try:
-            session = Session(config, folder, ranks)
-        except Exception:
-            if ranks.is_first:
-                _undo(folder)
-            raise
-        _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
+        found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
+        if found is not None:
+            _continue(folder, found, ranks, callbacks)
+        else:
+            _begin(folder, config, ranks, callbacks)
+        _give_memory_back()
     return Run(folder.path)
 
 
@@ -238,7 +235,10 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
     with processes(config.device) as ranks, ExitStack() as held:
         _lock(folder, ranks, held)
         before, config = ranks.broadcast((before, config))  # a host may see an older file
+        if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
+            raise no_checkpoint(folder.path, keep=0)
         _continue(folder, config, ranks, callbacks, before)
+        _give_memory_back()
     return Run(folder.path)
 
 
@@ -251,14 +251,20 @@ def _lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
     on_first_rank(ranks, lock)
 
 
-def _goes_on(folder: RunFolder, config: Config) -> bool:
-    """Whether to go on with a run in the folder.  Raises ConfigError where run.resume says so."""
+def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
+    """The config of the run in the folder, as it is to go on, or None to start one.
+
+    Raises ConfigError where run.resume says so.
+    """
     wanted = config.run.resume
     if wanted == "require" and not folder.holds_run:
         raise ConfigError(f"run.resume require: {folder.path} holds no run to go on with")
     if wanted == "never" or not folder.holds_run:
-        return False
-    before, now = (_flat(c) for c in (folder.load_config(), config))
+        return None
+    there = folder.load_config()
+    if config.train.batch_size is None:  # also on other ranks than it was resolved for
+        config = replace(config, train=replace(config.train, batch_size=there.train.batch_size))
+    before, now = _flat(there), _flat(config)
     differing = [key for key in now if key not in OF_THIS_START and before[key] != now[key]]
     if differing:
         key = differing[0]
@@ -268,7 +274,23 @@ def _goes_on(folder: RunFolder, config: Config) -> bool:
             f"by `train --resume {folder.path} --{key} ...`"
         )
     folder.check_loss(())
-    return True
+    return config
+
+
+def _begin(
+    folder: RunFolder, config: Config, ranks: Processes, callbacks: Sequence[Callback]
+) -> None:
+    """Trains a new run from its start."""
+    on_first_rank(ranks, lambda: folder.create(config))
+    try:
+        session = Session(config, folder, ranks)
+    except Exception:
+        if ranks.is_first:
+            _undo(folder)
+        raise
+    if session.config != config:  # train.batch_size as it was resolved
+        on_first_rank(ranks, lambda: folder.save_config(session.config))
+    _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
 
 
 def _continue(
@@ -285,9 +307,19 @@ def _continue(
     progress = session.restore()
     if progress.best_metric is not None and not progress.selection:  # by an older version
         progress.selection = selection_of(before, session.store)
-    if config != before:
-        on_first_rank(ranks, lambda: folder.save_config(config))
+    if session.config != before:
+        on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, progress, callbacks, resumed_at=progress.global_step)
+
+
+def _give_memory_back() -> None:
+    """Of a session that nobody uses any more, before an evaluation loads the table again.
+
+    TorchRec's pipeline makes a circle of itself and the model, which would wait for the collector.
+    """
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def _check_overrides(before: Config, after: Config) -> None:
@@ -360,7 +392,10 @@ def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
         "test": session.rank("test") if len(session.store.test) else None,
         "valid": {"metric": session.config.evaluation.metric, "best": progress.best_metric},
         "train": train,
-        "checkpoint": {"name": name_of(ranked), "epoch": ranked.epoch},  # that was ranked
+        "checkpoint": {  # that was ranked
+            "name": name_of(ranked) if session.config.checkpoint.keep else None,
+            "epoch": ranked.epoch,
+        },
         "notes": notes(session.store.report),
     }
 

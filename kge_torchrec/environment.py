@@ -7,13 +7,17 @@ own, call ``prepare_process`` before anything else; a program that uses the pack
 from __future__ import annotations
 
 import ctypes
+import importlib.util
 import logging
 import os
+import re
+import runpy
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
+from pathlib import Path
 
 from kge_torchrec.errors import KGEError
 
@@ -27,6 +31,7 @@ _NOISY = (
     "torch.distributed.elastic.multiprocessing.redirects",
     "torch.distributed.checkpoint",
 )
+_CUDA = "13"  # of PyPI's fbgemm-gpu in all these sets: its libraries link to libcudart.so.13
 _HOW = "run `make setup` (CPU) or `make setup VARIANT=gpu`, or see 'Set-up' in the README"
 
 
@@ -56,7 +61,7 @@ def versions() -> dict[str, str | None]:
 def check_packages() -> None:
     """Raises PackageSetError, in one sentence, unless exactly one known set is installed.
 
-    Reads package metadata only, so that it can speak before a broken set fails to import.
+    Imports none of them, so that it can speak before a broken set fails to import.
     """
     torch, torchrec = _version("torch"), _version("torchrec")
     fbgemm = {name: version for name in _FBGEMM if (version := _version(name))}
@@ -81,6 +86,26 @@ def check_packages() -> None:
             f"torch {torch} goes with torchrec {expected[0]} and {fbgemm_name} {expected[1]}, but "
             f"torchrec {torchrec} and {fbgemm_name} {fbgemm_version} are installed: {_HOW}."
         )
+    if fbgemm_name == "fbgemm-gpu":
+        _check_cuda(torch, fbgemm_version)
+
+
+def _check_cuda(torch: str, fbgemm: str) -> None:
+    """Raises PackageSetError where the two were built for different CUDA: nothing would load."""
+    tag = re.search(r"\+cu(\d+)\d$", fbgemm)  # of wheels from torch's own index
+    needed, found = tag[1] if tag else _CUDA, _torch_cuda()
+    if found is None or found.split(".")[0] != needed:
+        built = f"CUDA {found}" if found else "CPUs only"
+        raise PackageSetError(
+            f"torch {torch} is built for {built}, but fbgemm-gpu {fbgemm} for CUDA {needed}: "
+            f"{_HOW}."
+        )
+
+
+def _torch_cuda() -> str | None:
+    """torch.version.cuda without importing torch: "13.0", or None of a build for CPUs."""
+    package = importlib.util.find_spec("torch").origin
+    return runpy.run_path(str(Path(package).with_name("version.py")))["cuda"]
 
 
 def prepare_process() -> None:
@@ -92,6 +117,15 @@ def prepare_process() -> None:
     limit_spinning()
 
 
+def _not_fbgemms(record: logging.LogRecord) -> bool:
+    """False of notices of fbgemm, which speaks through the root logger when it is imported.
+
+    Of 1.6.0 these are 14 warnings, one a library, that it does not know its torch; we do.
+    """
+    is_theirs = "fbgemm_gpu" in record.pathname.replace("\\", "/").split("/")
+    return record.levelno >= logging.ERROR or not is_theirs
+
+
 def silence_dependencies() -> None:
     """Drops the notices that torch, torchrec and fbgemm print at import and while sharding.
 
@@ -99,6 +133,7 @@ def silence_dependencies() -> None:
     """
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
+    logging.getLogger().addFilter(_not_fbgemms)
     for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
         warnings.filterwarnings("ignore", module=module)
     # said at our own call of DDP, whose argument torch 2.13 would like to be called otherwise
@@ -109,11 +144,19 @@ def silence_dependencies() -> None:
 def quiet_dependencies() -> Iterator[None]:
     """The same inside a block; around what is known to be noisy, not around a user's code."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
+    root = logging.getLogger()
+    filters, handlers = root.filters[:], root.handlers[:]
+    if not handlers and logging.lastResort:
+        # What logging would use anyhow; without one, fbgemm's calls would add one for good.
+        root.addHandler(logging.lastResort)
     with warnings.catch_warnings():
         silence_dependencies()
         try:
             yield
         finally:
+            root.filters[:] = filters
+            if not handlers:
+                root.removeHandler(logging.lastResort)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
 
@@ -163,9 +206,47 @@ def set_threads(requested: int, local_world_size: int) -> int:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether CUDA may round the factors of float32 products and convolutions to 10 bits."""
+    """Whether CUDA may round the factors of float32 products and convolutions to 10 bits.
+
+    For the whole process.  By torch's older settings: its newer ``fp32_precision`` alone makes the
+    older ones raise where they are read, as Inductor does (pytorch issue 166387); these set both.
+    """
     import torch
 
-    precision = "tf32" if allowed else "ieee"
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Whole float32 products inside, whatever is allowed outside; that is put back."""
+    import torch
+
+    try:
+        products = torch.get_float32_matmul_precision()
+        convolutions = torch.backends.cudnn.allow_tf32
+    except RuntimeError:  # somebody set the newer ones alone
+        with _newer_settings("ieee"):
+            yield
+        return
+    allow_tf32(False)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
+
+
+@contextmanager
+def _newer_settings(precision: str) -> Iterator[None]:
+    import torch
+
+    backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    before = [backend.fp32_precision for backend in backends]
+    for backend in backends:
+        backend.fp32_precision = precision
+    try:
+        yield
+    finally:
+        for backend, value in zip(backends, before, strict=True):
+            backend.fp32_precision = value

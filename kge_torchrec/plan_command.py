@@ -53,7 +53,7 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
     cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
     choice = Choice(**{name: getattr(options, name) for name in Choice.__dataclass_fields__})
     _check_picture(options.picture)
-    workload = _workload(config, options)
+    workload = _workload(config, cluster, options)
     if options.all:
         return _print_all(alternatives(workload, cluster, choice), options.format)
     return _print_one(plan_training(workload, cluster, choice), options)
@@ -90,7 +90,7 @@ def _check_picture(path: str | None) -> None:
         raise ConfigError(f"--picture: {path} must end with .png, .svg or .pdf")
 
 
-def _workload(config: Config, options: argparse.Namespace):
+def _workload(config: Config, cluster, options: argparse.Namespace):
     """The sizes of the run: from the options, the rest from the config's data."""
     from kge_torchrec.planning.popularity import TYPICAL_SKEW, Popularity
     from kge_torchrec.planning.workload import Workload
@@ -107,6 +107,7 @@ def _workload(config: Config, options: argparse.Namespace):
     if popularity is None and counts[0] > 0:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
         popularity = Popularity.zipf(counts[0], skew)
+    config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, counts[2])
     return Workload(config, *counts, build_objective, popularity)
 
 

@@ -114,7 +114,7 @@ class Effects:
             "table": plain(session.engine.shard().rows),
             "scorer": plain(dict(session.scorer.named_parameters())),
             "threads": torch.get_num_threads(),
-            "tf32": torch.backends.cuda.matmul.fp32_precision,
+            "tf32": torch.backends.cuda.matmul.allow_tf32,
         }
         return session
 
@@ -135,7 +135,7 @@ class Effects:
         return self._at_start("threads")
 
     @property
-    def tf32(self) -> str:
+    def tf32(self) -> bool:
         return self._at_start("tf32")
 
     @property
@@ -174,12 +174,12 @@ class Effects:
         return asked
 
     @cached_property
-    def compiled(self) -> int:
-        """Functions given to torch.compile."""
+    def compiled(self) -> list[dict]:
+        """How each function is given to torch.compile."""
         given = []
-        with patch.object(torch, "compile", lambda function: given.append(function) or function):
+        with patch.object(torch, "compile", lambda function, **how: given.append(how) or function):
             _ = self.session
-        return len(given)
+        return given
 
     @property
     def state_device(self) -> set[str]:
@@ -302,12 +302,12 @@ class Effects:
 def restored() -> Iterator[None]:
     """What a session sets for the whole process, put back at the end."""
     threads = torch.get_num_threads()
-    precisions = [(b, b.fp32_precision) for b in (torch.backends.cuda.matmul,
-                                                  torch.backends.cudnn.conv)]  # fmt: skip
+    products = torch.get_float32_matmul_precision()
+    convolutions = torch.backends.cudnn.allow_tf32
     yield
     torch.set_num_threads(threads)
-    for backend, precision in precisions:
-        backend.fp32_precision = precision
+    torch.set_float32_matmul_precision(products)
+    torch.backends.cudnn.allow_tf32 = convolutions
 
 
 def plain(value: Any) -> Any:

@@ -19,6 +19,7 @@ def workload(
 ) -> Workload:
     """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
     config = load_config(None, {key.replace("__", "."): value for key, value in keys.items()})
+    config = config.with_batch_size(False, 1, triples)
     popularity = Popularity.zipf(max(1, entities), skew)
     return Workload(config, entities, relations, triples, build_objective, popularity)
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import tracemalloc
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -151,3 +153,27 @@ def test_splits_are_looked_up_for_the_found_answers_only():
     tracemalloc.stop()
     assert told == [None, "train", "valid", "test", "train", "train"]
     assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("resumes, changes", [(False, {}), (True, {}), (False, {"entities__engine":
+                         "handrolled"}), (False, {"negatives__regime": "1vsall"})])  # fmt: skip
+def test_nothing_of_the_session_outlives_training(tmp_path, monkeypatch, resumes, changes):
+    """Whatever ``evaluate`` loads would else lie in memory beside it, table and all."""
+    config, fit, alive = config_of("countries", tmp_path, train__epochs=1, **changes), api._fit, []
+    if resumes:
+        api.train(config).close()
+
+    def note(session, *rest, **named):
+        model = session.engine.model
+        every = [session, session.engine, *model.modules(), *model.parameters()]
+        alive[:] = [weakref.ref(x) for x in every]
+        return fit(session, *rest, **named)
+
+    monkeypatch.setattr(api, "_fit", note)
+    gc.disable()  # does not keep training from asking for it
+    try:
+        api.resume(tmp_path, {"train.epochs": 2}) if resumes else api.train(config)
+        left = [x() for x in alive]
+    finally:
+        gc.enable()
+    assert len(left) > 5 and not [type(x).__name__ for x in left if x is not None]

@@ -4,22 +4,28 @@ import ctypes
 import logging
 import os
 import re
+import runpy
 import subprocess
 import sys
 import warnings
 
 import pytest
+from key_effects import restored
 from training_runs import QUIET
 
 from kge_torchrec import api, environment
 from kge_torchrec.environment import (
     KNOWN_SETS,
     PackageSetError,
+    allow_tf32,
     check_packages,
     keep_large_blocks,
+    quiet_dependencies,
     set_threads,
+    without_tf32,
 )
 
+CUDA = {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0", "torch": "2.13.0", "CUDA": "13.0"}
 GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 
 
@@ -30,6 +36,7 @@ def installed(monkeypatch):
     def install(changes):
         versions = GOOD | changes
         monkeypatch.setattr(environment, "_version", versions.get)
+        monkeypatch.setattr(environment, "_torch_cuda", lambda: versions.get("CUDA"))
 
     return install
 
@@ -106,7 +113,9 @@ def test_this_environment_is_good():
     [
         {},
         {"torch": "2.13.1"},
-        {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
+        CUDA,
+        {**CUDA, "CUDA": "12.6", "fbgemm-gpu": "1.8.0+cu126"},
+        {"CUDA": "12.6"},  # which fbgemm-gpu-cpu does not care about
         {"torch": "2.11.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.6.0"},
     ],
 )
@@ -125,6 +134,9 @@ def test_sets_released_together_pass(installed, changes):
         ({"fbgemm-gpu": "1.8.0"}, ["both installed", "uninstall both"]),
         ({"torchrec": "1.6.0"}, ["torch 2.13.0+cpu goes with torchrec 1.8", "torchrec 1.6.0"]),
         ({"fbgemm-gpu-cpu": "1.6.0"}, ["fbgemm-gpu-cpu 1.8,", "fbgemm-gpu-cpu 1.6.0 are"]),
+        ({**CUDA, "CUDA": "12.8"}, ["built for CUDA 12.8,", "fbgemm-gpu 1.8.0 for CUDA 13"]),
+        ({**CUDA, "CUDA": None}, ["torch 2.13.0 is built for CPUs only", "for CUDA 13"]),
+        ({**CUDA, "fbgemm-gpu": "1.8.0+cu129"}, ["built for CUDA 13.0,", "for CUDA 12"]),
         ({"torch": "2.5.1"}, ["torch 2.5.1 is not among the supported ones", *KNOWN_SETS]),
     ],
 )
@@ -137,6 +149,89 @@ def test_other_sets_are_refused_in_one_sentence(installed, changes, parts):
         assert part in message
     assert "\n" not in message and message.endswith(".")
     assert len(re.findall(r"\.(?:\s|$)", message)) == 1
+
+
+def test_torchs_cuda_is_known_without_importing_it():
+    code = "from kge_torchrec.environment import _torch_cuda; import sys; print(_torch_cuda());"
+    code += "assert 'torch' not in sys.modules; import torch; print(torch.version.cuda)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known, true = done.stdout.split()
+    assert known == true
+
+
+@pytest.fixture
+def speaks_at_import(tmp_path):
+    """What fbgemm 1.6.0 does when it is imported, and another package whose name begins alike."""
+    for name in ("fbgemm_gpu", "fbgemm_gpu_of_others"):
+        (tmp_path / name).mkdir()
+        text = "import logging; logging.warning('from %s'); logging.error('broken %s')"
+        (tmp_path / name / "__init__.py").write_text(text % (name, name))
+    return lambda: [runpy.run_path(str(p / "__init__.py")) for p in sorted(tmp_path.iterdir())]
+
+
+OTHERS = ["broken fbgemm_gpu", "from fbgemm_gpu_of_others", "broken fbgemm_gpu_of_others"]
+
+
+def test_fbgemm_does_not_speak_through_the_root_logger(speaks_at_import, caplog):
+    root = logging.getLogger()
+    before = root.filters[:], root.handlers[:]
+    with quiet_dependencies():
+        speaks_at_import()
+    assert [record.getMessage() for record in caplog.records] == OTHERS
+    assert (root.filters, root.handlers) == before
+    caplog.clear()
+    speaks_at_import()
+    assert len(caplog.records) == 4
+
+
+def test_a_process_without_handlers_keeps_none(speaks_at_import, monkeypatch, capsys):
+    """A call of logging.warning gives the root logger a handler for good if it has none."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    with quiet_dependencies():
+        speaks_at_import()
+    assert root.handlers == []
+    assert capsys.readouterr().err.splitlines() == OTHERS
+
+
+@pytest.fixture
+def precision():
+    """Puts torch's settings back."""
+    with restored():
+        yield
+
+
+def tf32() -> tuple:
+    """As older and as newer readers see it: of products and of convolutions."""
+    import torch
+
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    newer = [setting.fp32_precision == "tf32" for setting in (matmul, cudnn.conv)]
+    return matmul.allow_tf32, cudnn.allow_tf32, *newer
+
+
+@pytest.mark.parametrize("allowed", [True, False])
+def test_all_readers_agree_on_tf32(precision, allowed):
+    import torch
+
+    torch.backends.cuda.matmul.fp32_precision = "ieee" if allowed else "tf32"  # by somebody else
+    allow_tf32(allowed)
+    assert tf32() == (allowed,) * 4  # the first two raise where they disagree
+
+
+def test_without_tf32(precision):
+    import torch
+
+    allow_tf32(True)
+    with without_tf32():
+        assert tf32() == (False,) * 4
+    assert tf32() == (True,) * 4
+    allow_tf32(False)
+    torch.backends.cuda.matmul.fp32_precision = "tf32"  # the older one cannot be read any more
+    with pytest.raises(ValueError), without_tf32():
+        assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+        raise ValueError
+    assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def test_a_package_that_is_not_there():

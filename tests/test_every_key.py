@@ -141,9 +141,11 @@ CASES = [
     case("dense.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
     case("dense.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
     case("dense.compile", False, True, "compiled"),
+    case("dense.compile_mode", "default", "reduce-overhead", "compiled", dense__compile=True),
     # train
     case("train.epochs", 1, 2, "kinds", "table"),
     case("train.batch_size", 32, 16, "batches", "table"),
+    case("train.batch_size", 32, None, "batches", "table"),
     case("train.batch_size", 32, 16, "batches", "table", **KVSALL),
     case("train.batch_size", 32, 16, "batches", "table", **KVSSAMPLE),
     *(case("train.optimizer", "adagrad", name, "table", "scorer", **ONE_STEP, **engine)

@@ -77,8 +77,8 @@ class Comparison:
         self.folder = _empty_folder(first)
         self.store = _open_store(first, self.folder)
         self.configs = {
-            name: replace(
-                config,
+            name: replace(  # one batch size for all world sizes
+                config.with_batch_size(on_cuda, 1, len(self.store.train)),
                 data=replace(config.data, path=str(self.store.path)),
                 run=replace(config.run, dir=str(self.folder), progress=False),
             )
@@ -91,7 +91,7 @@ class Comparison:
             "verdict": [],
             "engines": list(configs),
             "settings": asdict(extent),
-            "config": first.to_dict(),
+            "config": next(iter(self.configs.values())).to_dict(),
             "entities": {name: asdict(config.entities) for name, config in configs.items()},
             "data": {
                 "entities": self.store.num_entities,

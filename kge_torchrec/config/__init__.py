@@ -6,7 +6,7 @@ key and say what would be right.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,11 @@ class Config:
                 "would count, not those of the step; use entities.duplicates sum"
             )
         self._check_regime()
+        if self.run.resume != "never" and not self.checkpoint.keep:
+            raise ConfigError(
+                f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to go on with; "
+                "set it to 1 or more, or run.resume never"
+            )
         if self.train.weight_decay and self.entities.preset != "fbgemm":
             raise ConfigError(
                 f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "
@@ -171,6 +176,19 @@ class Config:
                 f"queries are asked of {asked}, which would never be trained but are ranked; "
                 "set negatives.sides both, or model.reciprocal false"
             )
+
+    def with_batch_size(self, on_cuda: bool, world_size: int, triples: int) -> Config:
+        """With the number that train.batch_size null stands for: on these ranks, of these triples.
+
+        A GPU waits for its launches where batches are small; but a graph that has few triples needs
+        steps more than speed.
+        """
+        if self.train.batch_size is not None:
+            return self
+        size = 1024
+        if on_cuda and not self.negatives.is_full:
+            size = max(size, min(8192 * world_size, triples // 100))
+        return replace(self, train=replace(self.train, batch_size=size))
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as YAML and JSON take them."""

@@ -8,6 +8,7 @@ from typing import Optional
 from kge_torchrec.config.checks import ConfigError, at_least, one_of
 
 WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,10 @@ class DenseConfig:
         cpu_offload: Of fsdp and hybrid: parts, their gradients and optimizer state lie in main
             memory.
         compile: Compile scorer and loss with torch.compile.
+        compile_mode: What torch.compile is after: default; reduce-overhead (on CUDA the kernels of
+            a loss are replayed as one graph, which launches faster and keeps their memory); or
+            max-autotune and max-autotune-no-cudagraphs (kernels are timed first, with or without
+            graphs).
     """
 
     wrapper: str = "auto"
@@ -31,10 +36,14 @@ class DenseConfig:
     replicas: Optional[int] = None  # noqa: UP045
     cpu_offload: bool = False
     compile: bool = False
+    compile_mode: str = "default"
 
     def __post_init__(self) -> None:
         one_of("dense.wrapper", self.wrapper, WRAPPERS)
         one_of("dense.sharding", self.sharding, ("full", "grad_op"))
+        one_of("dense.compile_mode", self.compile_mode, COMPILE_MODES)
+        if self.compile_mode != "default" and not self.compile:
+            raise ConfigError("dense.compile_mode is of dense.compile true; set that too")
         if self.replicas is not None:
             at_least("dense.replicas", self.replicas, 1)
             if self.wrapper != "hybrid":

@@ -18,7 +18,8 @@ class TrainConfig:
     Args:
         epochs: Passes over the training triples, or over what negatives.regime makes of them.
         batch_size: Triples a step, over all ranks; distinct queries with kvsall, allvsall and
-            kvssample.
+            kvssample.  null takes 1024; where sampled candidates are trained on GPUs 8192 a rank,
+            but no more than leave an epoch 100 steps.
         optimizer: adam, rowwise_adam, adagrad, rowwise_adagrad or sgd, for entities; relations
             take the form without row-wise state.
         lr: Learning rate.
@@ -45,7 +46,7 @@ class TrainConfig:
     """
 
     epochs: int = 50
-    batch_size: int = 1024
+    batch_size: Optional[int] = None  # noqa: UP045
     optimizer: str = "adagrad"
     lr: float = 0.1
     relation_lr: Optional[float] = None  # noqa: UP045
@@ -67,7 +68,8 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least("train.epochs", self.epochs, 0)
-        at_least("train.batch_size", self.batch_size, 1)
+        if self.batch_size is not None:
+            at_least("train.batch_size", self.batch_size, 1)
         one_of("train.optimizer", self.optimizer, OPTIMIZER_NAMES)
         positive("train.lr", self.lr)
         if self.relation_lr is not None:
@@ -137,7 +139,8 @@ class CheckpointConfig:
     Args:
         every_epochs: Epochs between checkpoints; 0 writes only the best and the last.
         every_steps: Steps between checkpoints within an epoch; 0 writes none.
-        keep: Checkpoints kept besides the best one.
+        keep: Checkpoints kept besides the best one; 0 writes none at all, neither the best nor the
+            last: test is ranked with the parameters as they are at the end, and then they are gone.
     """
 
     every_epochs: int = 1
@@ -147,7 +150,7 @@ class CheckpointConfig:
     def __post_init__(self) -> None:
         at_least("checkpoint.every_epochs", self.every_epochs, 0)
         at_least("checkpoint.every_steps", self.every_steps, 0)
-        at_least("checkpoint.keep", self.keep, 1)
+        at_least("checkpoint.keep", self.keep, 0)
 
 
 @dataclass(frozen=True)

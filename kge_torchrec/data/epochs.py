@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 
 import torch
 
-from kge_torchrec.data.ahead import map_ahead
+from kge_torchrec.data.ahead import batches_ahead
 from kge_torchrec.data.movable import Movable
 from kge_torchrec.data.order import EpochOrder
 
@@ -54,7 +54,7 @@ class EpochBatches(Generic[B]):
         if not self.ahead:
             yield from map(build, parts)
         else:
-            yield from map_ahead(lambda part: _pinned(build(part)), parts)
+            yield from batches_ahead(lambda part: _pinned(build(part)), parts)
 
 
 def _pinned(batch: B) -> B:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kge_torchrec.data.ahead import map_ahead
+from kge_torchrec.data.ahead import batches_ahead
 from kge_torchrec.data.answers import Answers
 from kge_torchrec.data.known import KnownTriples
 from kge_torchrec.data.order import EpochOrder
@@ -149,7 +149,7 @@ class QueryBatches:
         """The batches of an epoch, from ``first_step`` on."""
         order = EpochOrder(self.examples, self.seed, epoch)
         steps = range(first_step, self.steps_per_epoch)
-        build = map_ahead if self.ahead else map
+        build = batches_ahead if self.ahead else map
         yield from build(lambda step: self.batch(order, epoch, step), steps)
 
     def batch(self, order: EpochOrder, epoch: int, step: int) -> QueryBatch:

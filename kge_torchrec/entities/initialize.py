@@ -1,8 +1,8 @@
 """Initial values of the entity table: a function of (seed, global row) and of nothing else.
 
-Any number of ranks, on any device, starts from the same table.  The rows are drawn in chunks of
-65,536; every chunk has a stream of its own, and a rank that holds the middle of a chunk draws it
-from its beginning.
+Any number of ranks and threads, on any device, starts from the same table.  The rows are drawn in
+chunks of 65,536; every chunk has a stream of its own, and a rank that holds the middle of a chunk
+draws it from its beginning.
 
 Shapes: n rows on this rank, D numbers per entity.
 """
@@ -10,6 +10,7 @@ Shapes: n rows on this rank, D numbers per entity.
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -70,18 +71,20 @@ _DRAWS = {
 }
 
 
-@torch.no_grad()
 def fill_rows(shard: EntityShard, seed: int, init: EntityInit) -> None:
     """Writes the initial values of this rank's rows into the table; no communication.
 
-    Draws in float32 on the CPU, then copies to where the rows are; beyond the table it needs at
-    most one chunk (65,536 x D x 4 bytes).
+    Draws in float32 on the CPU, in as many threads as torch has, then copies to where the rows
+    are; beyond the table it needs at most one chunk (65,536 x D x 4 bytes) for each thread.
     """
     start, stop = shard.row_range
-    for chunk in range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0):
-        _fill_chunk(shard, seed, chunk, init)
+    chunks = range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # drawing releases Python's lock
+        for _ in pool.map(lambda chunk: _fill_chunk(shard, seed, chunk, init), chunks):
+            pass  # what a thread raised is raised here
 
 
+@torch.no_grad()  # which every thread has for itself
 def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> None:
     begin = chunk * CHUNK_ROWS
     start, stop = shard.row_range

@@ -30,6 +30,9 @@ class TripleBatch(Protocol):
     deduplicated: bool  # False: there is a row for each of ``entities``, in their order
 
 
+REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CUDA graphs
+
+
 @dataclass(frozen=True)
 class Penalties:
     """Weights of the penalties on touched rows (0 = off)."""
@@ -73,15 +76,22 @@ class Objective(nn.Module):
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.penalties = penalties or Penalties()
         self.relation_weight, self.precision = relation_weight, precision
+        self._replays_graphs = False
 
-    def compile_parts(self) -> None:
-        """Compiles scorer and loss; the looking up of rows around them stays as it is."""
-        for name in self.scorer.uncompiled:
+    def compile_parts(self, device: str, mode: str = "default") -> None:
+        """Compiles scorer and loss; the looking up of rows around them stays as it is.
+
+        device: "cpu" or "cuda", where they will run.  mode: as torch.compile takes it.
+        """
+        for name in self.scorer.uncompiled if device == "cpu" else ():
             setattr(self.scorer, name, torch.compiler.disable(getattr(self.scorer, name)))
-        self._loss_of_side = torch.compile(self._loss_of_side)
+        self._loss_of_side = torch.compile(self._loss_of_side, mode=mode)
+        self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
         """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
+        if self._replays_graphs:  # both sides are one step: neither may overwrite the other
+            torch.compiler.cudagraph_mark_step_begin()
         chunks, triples = batch.relation.shape
         count = chunks * triples
         if count == 0:  # a rank without triples still takes part in every exchange

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kge_torchrec.models.scorers.complex_numbers import as_complex
+from kge_torchrec.models.scorers.complex_numbers import parts
 
 
 def n3(rows: Tensor, is_complex: bool) -> Tensor:
@@ -17,9 +17,9 @@ def n3(rows: Tensor, is_complex: bool) -> Tensor:
     """
     if not is_complex:
         return rows.abs().pow(3).sum(-1)
-    numbers = as_complex(rows)
+    real, imaginary = parts(rows)
     # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
-    return (numbers.real.square() + numbers.imag.square() + 1e-30).pow(1.5).sum(-1)
+    return (real.square() + imaginary.square() + 1e-30).pow(1.5).sum(-1)
 
 
 def l2(rows: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data.answers import Answers
+from kge_torchrec.environment import without_tf32
 from kge_torchrec.models.scorers.base import Scorer, Side
 
 if TYPE_CHECKING:  # it imports TorchRec, which an exported model does without
@@ -30,11 +31,14 @@ CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 
 @contextmanager
 def scoring(scorer: Scorer) -> Iterator[None]:
-    """No gradients and evaluation mode inside; the scorer's mode is put back after."""
+    """Whole float32 products, no gradients and evaluation mode inside; all is put back after.
+
+    Training may allow itself TF32; ranks and answers are of float32 scores in any case.
+    """
     training = scorer.training
     scorer.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), without_tf32():
             yield
     finally:
         scorer.train(training)

@@ -79,7 +79,7 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:
-        objective.compile_parts()
+        objective.compile_parts(processes.device.type, config.dense.compile_mode)
     table = TableOptimizer(
         name=train.optimizer,
         lr=train.lr,

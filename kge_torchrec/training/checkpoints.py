@@ -38,6 +38,16 @@ class CheckpointError(KGEError, RuntimeError):
     on_every_rank = True
 
 
+def no_checkpoint(run: Path, keep: int) -> CheckpointError:
+    """What to say of a run that has none where one is needed."""
+    if keep:
+        return CheckpointError(f"{run} has no checkpoint yet: train it first")
+    return CheckpointError(
+        f"{run} has no checkpoint, since checkpoint.keep 0 writes none; train it anew with 1 or "
+        "more"
+    )
+
+
 def name_of(progress: Progress) -> str:
     """The name of the checkpoint at this progress."""
     return f"step-{progress.global_step:012d}"
@@ -46,7 +56,7 @@ def name_of(progress: Progress) -> str:
 class Checkpoints:
     """The ``checkpoints`` folder of a run.  Every method is collective.
 
-    keep: how many are kept besides the best one.
+    keep: how many are kept besides the best one, at least 1.
     data: fingerprint of the store at hand, which loading compares with the one trained on.
     """
 

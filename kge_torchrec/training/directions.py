@@ -34,6 +34,17 @@ def directed(asked: Sequence[Asked], scorer: Scorer) -> list[Asked]:
     ]
 
 
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the array there; a GPU goes on with its work meanwhile.
+
+    From pageable memory it would be waited for; torch keeps pinned memory until it was copied.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 class Direction:
     """Folded queries, and which of their answers and anchors live here.
 
@@ -47,7 +58,7 @@ class Direction:
     def __init__(self, asked: Asked, shard: EntityShard):
         device, (start, stop) = shard.rows.device, shard.row_range
         self.side, self.device = asked.side, device
-        self.relation = torch.from_numpy(asked.relation).to(device)
+        self.relation = to_device(asked.relation, device)
         self._answers, self._first_row = asked.answers, start
         self._share = (1 / np.maximum(asked.answers.counts, 1)).astype(np.float32)
         own = (asked.anchor >= start) & (asked.anchor < stop)
@@ -79,11 +90,11 @@ class Direction:
         first = self._first_row + block.start
         query, entity = self._answers.between(first, self._first_row + block.stop)
         arrays = query, entity - first, self._share[query]
-        return BlockAnswers(*(torch.from_numpy(x).to(self.device) for x in arrays))
+        return BlockAnswers(*(to_device(x, self.device) for x in arrays))
 
     def touched(self, block: range) -> tuple[Tensor, Tensor]:
         """Places in a block of anchors and answers, and how much each counts in its query."""
         found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
-        anchor = torch.from_numpy(self._anchor[found] - block.start).to(self.device)
+        anchor = to_device(self._anchor[found] - block.start, self.device)
         _, answer, share = self.answers(block)
         return torch.cat([anchor, answer]), torch.cat([share.new_ones(len(anchor)), share])

@@ -16,6 +16,7 @@ from torch import Tensor
 from kge_torchrec.data.queries import Asked
 from kge_torchrec.entities.contract import EntityShard
 from kge_torchrec.entities.row_gradients import RowGradients
+from kge_torchrec.training.directions import to_device
 
 
 class FetchedRows:
@@ -37,7 +38,8 @@ class FetchedRows:
         position = np.flatnonzero((every >= start) & (every < stop))
         # Rows of this shard whose gradient is not complete before all blocks are done.
         self._held, inverse = np.unique(every[position] - start, return_inverse=True)
-        self._position, self._inverse = self._on_device(position), self._on_device(inverse)
+        arrays = self._held, position, inverse
+        self._rows_held, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
         self._gradients = torch.zeros(len(self._held), shard.dim, device=self.device)
         self.rows = self._fetch(shard, len(every)).requires_grad_()
         with torch.enable_grad():
@@ -47,20 +49,19 @@ class FetchedRows:
 
     def _fetch(self, shard: EntityShard, count: int) -> Tensor:
         out = torch.zeros(count, shard.dim, device=self.device)
-        own = shard.rows.detach().index_select(0, self._on_device(self._held)).float()
+        own = shard.rows.detach().index_select(0, self._rows_held).float()
         out.index_copy_(0, self._position, own.index_select(0, self._inverse))
         return _summed(out)
 
     def hold_back(self, block: range, grad: Tensor) -> RowGradients:
         """Gradients (m, D) of a block's rows without those of fetched rows, which are kept."""
-        rows = np.arange(block.start, block.stop)
         low, high = np.searchsorted(self._held, (block.start, block.stop))
+        held = self._rows_held[low:high] - block.start
+        rows = _all_but(held, len(block))
         if low < high:
-            held = self._held[low:high] - block.start
-            self._gradients[low:high] = grad.index_select(0, self._on_device(held))
-            rows = np.delete(rows, held)
-            grad = grad.index_select(0, self._on_device(rows - block.start))
-        return RowGradients(self._on_device(rows), grad, None, True)
+            self._gradients[low:high] = grad.index_select(0, held)
+            grad = grad.index_select(0, rows)
+        return RowGradients(rows + block.start, grad, None, True)
 
     def add(self, grad: Tensor) -> None:
         """Adds gradients (F, D) of ``rows``, which are this rank's part.  Collective."""
@@ -69,10 +70,15 @@ class FetchedRows:
 
     def gradients(self) -> RowGradients:
         """Of the fetched rows that live here."""
-        return RowGradients(self._on_device(self._held), self._gradients, None, True)
+        return RowGradients(self._rows_held, self._gradients, None, True)
 
-    def _on_device(self, places: np.ndarray) -> Tensor:
-        return torch.from_numpy(places).to(self.device)
+
+def _all_but(held: Tensor, count: int) -> Tensor:
+    """The places 0 to count - 1 without some, both ascending; nothing waits for the device."""
+    kept = torch.arange(count - len(held), device=held.device)
+    # Before held[k] there are held[k] - k places that are kept.
+    before = held - torch.arange(len(held), device=held.device)
+    return kept + torch.searchsorted(before, kept, right=True)
 
 
 def _summed(x: Tensor) -> Tensor:

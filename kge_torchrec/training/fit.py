@@ -174,7 +174,8 @@ class Fit:
         value = results["both"]["realistic"][metric]
         better = progress.is_better(metric, value)
         if better:
-            progress.best_metric, progress.best_checkpoint = value, name_of(progress)
+            name = name_of(progress) if self.config.checkpoint.keep else None
+            progress.best_metric, progress.best_checkpoint = value, name
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         self._plateau(better)
         ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
@@ -195,12 +196,16 @@ class Fit:
         return bool(patience) and self.progress.bad_validations >= patience
 
     def _save(self) -> None:
+        """Writes a checkpoint, unless none are; that all numbers are finite holds in any case."""
         self.progress.loss_scale = self.session.loss_scale
         state = self.session.engine.state()
         check_finite(state, self.session.processes)
-        self.session.checkpoints.save(state, self.progress)
+        if self.config.checkpoint.keep:
+            self.session.checkpoints.save(state, self.progress)
 
     def _stopped(self) -> TrainingStopped:
+        if not self.config.checkpoint.keep:
+            return TrainingStopped("stopped by a signal; with checkpoint.keep 0 nothing is kept")
         name, folder = name_of(self.progress), self.session.folder.path
         return TrainingStopped(
             f"stopped by a signal; checkpoint {name} is written. `train --resume {folder}` goes on."

@@ -12,12 +12,17 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.entities.contract import EntityEngine
 from kge_torchrec.entities.trained import TrainedModel
-from kge_torchrec.environment import allow_tf32, keep_large_blocks, set_threads
+from kge_torchrec.environment import (
+    allow_tf32,
+    keep_large_blocks,
+    quiet_dependencies,
+    set_threads,
+)
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.ranking.metrics import metrics
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
 from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.sources import open_store
@@ -36,7 +41,8 @@ FILTERS = {
 def _engine(
     config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
 ) -> EntityEngine:
-    from kge_torchrec.training.assembly import build_engine, with_usable_plan  # loads TorchRec
+    with quiet_dependencies():  # loads TorchRec
+        from kge_torchrec.training.assembly import build_engine, with_usable_plan
 
     if plan_may_differ:
         config = with_usable_plan(config, store, processes)
@@ -59,6 +65,7 @@ class Session:
 
     trains: False has rows and scorer only, for ranking, prediction and export.
     plan_may_differ: do without run.plan, with a warning, where it is of other ranks or gone.
+    Its ``config`` is the given one with the number that train.batch_size null stands for.
     Raises ConfigError for settings that cannot be trained or run here.
     """
 
@@ -81,14 +88,16 @@ class Session:
             )
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
-        allow_tf32(config.train.tf32)
-        self.config, self.folder, self.processes = config, folder, processes
+        self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm hides them from files and pipes
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
+        on_cuda, triples = processes.device.type == "cuda", len(self.store.train)
+        self.config = config = config.with_batch_size(on_cuda, processes.world_size, triples)
         if trains:
+            allow_tf32(config.train.tf32)
             self.engine = _engine(config, self.store, processes, plan_may_differ)
         else:
             self.engine = _trained_model(config, self.store, processes)
@@ -141,7 +150,7 @@ class Session:
         """Checkpoints to try, in order."""
         names = self.checkpoints.names()
         if not names:
-            raise CheckpointError(f"{self.folder.path} has no checkpoint yet: train it first")
+            raise no_checkpoint(self.folder.path, self.config.checkpoint.keep)
         newest_first = names[::-1]
         if which == NEWEST:
             return newest_first

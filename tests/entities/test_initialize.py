@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import threading
+import time
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -35,6 +38,41 @@ def test_any_slice_is_a_slice_of_the_whole(distribution, start, count):
     whole = filled(0, CHUNK_ROWS + 300, distribution=distribution)
     part = filled(start, start + count, distribution=distribution)
     assert torch.equal(part, whole[start : start + count])
+
+
+@pytest.fixture
+def threads():
+    """Sets the number, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_threads_draws_the_same(threads, dtype, monkeypatch):
+    drawn, stream = set(), np.random.Generator
+
+    def watched(bits):
+        drawn.add(threading.get_ident())
+        time.sleep(0.01)  # so that no thread has done all before the others are there
+        return stream(bits)
+
+    monkeypatch.setattr(np.random, "Generator", watched)
+    tables = []
+    for number in (1, 4):
+        threads(number)
+        drawn.clear()
+        rows = torch.full((5 * CHUNK_ROWS + 7, 2), torch.nan, dtype=dtype).requires_grad_()
+        fill_rows(EntityShard(rows, 11, num_entities=10**9), 0, EntityInit())
+        tables.append(rows.detach())
+        assert len(drawn) == number
+    assert torch.equal(*tables) and tables[0].isfinite().all()
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    monkeypatch.setattr(EntityInit, "draw", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        filled(0, 3)
 
 
 def test_seeds_and_chunks_have_streams_of_their_own():

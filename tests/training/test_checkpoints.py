@@ -13,10 +13,12 @@ from training_runs import config_of, fit, largest_difference, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.errors import StoreError
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.losses_seen import NonFiniteParameters
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -67,6 +69,63 @@ def test_within_an_epoch(store, tmp_path):
     fit(config_of(store, tmp_path, checkpoint__every_steps=2, checkpoint__keep=5))
     steps = [int(name.split("-")[1]) for name in names(tmp_path)]
     assert steps == [14, 15, 17, 19, 20]
+
+
+@pytest.mark.parametrize("patience", [0, 1])
+def test_none_at_all(store, tmp_path, patience):
+    """Validation and early stopping work as ever, test is ranked with what is in memory."""
+    more = {"evaluation__every": 1, "evaluation__patience": patience}
+    if patience:  # no validation is better than the first
+        more |= {"train__lr": 1e-30}
+    kept = api.train(config_of(store, tmp_path / "kept", **more))
+    run = api.train(config_of(store, tmp_path / "none", checkpoint__keep=0, **more))
+    assert not (run.path / "checkpoints").exists()
+    assert (
+        kept.results["train"]["epochs"] == run.results["train"]["epochs"] == (2 if patience else 4)
+    )
+    assert kept.results["valid"] == run.results["valid"]
+    assert run.results["checkpoint"] == {"name": None, "epoch": run.results["train"]["epochs"]}
+    assert run.results["test"] == api.train(
+        config_of(store, tmp_path / "last", **{**more, "evaluation__every": 0},
+                  train__epochs=run.results["train"]["epochs"])
+    ).results["test"]  # fmt: skip
+
+
+def test_a_run_without_any_says_so(store, tmp_path):
+    run = api.train(config_of(store, tmp_path, checkpoint__keep=0, train__epochs=1))
+    words = r"has no checkpoint, since checkpoint.keep 0 writes none"
+    for use in (run.evaluate, lambda: run.predict(head="e0", relation="r0"),
+                lambda: api.resume(tmp_path), lambda: run.export(tmp_path / "out"),
+                lambda: api.resume(tmp_path, {"checkpoint.keep": 1})):  # fmt: skip
+        with pytest.raises(CheckpointError, match=words):
+            use()
+    run.close()
+    with pytest.raises(ConfigError, match=r"checkpoint.keep: 0 leaves run.resume auto nothing"):
+        config_of(store, tmp_path, checkpoint__keep=0, run__resume="auto")
+
+
+def test_a_run_goes_on_without_writing_more(store, tmp_path):
+    """From checkpoints of before; a best model that is gone is not looked for."""
+    api.train(config_of(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
+    before = names(tmp_path)
+    run = api.resume(tmp_path, {"checkpoint.keep": 0, "train.epochs": 4, "evaluation.metric": "mr"})
+    assert names(tmp_path) == before
+    assert run.results["checkpoint"]["epoch"] == 4
+    run.close()
+
+
+def test_numbers_are_looked_at_without_checkpoints(store, tmp_path):
+    def spoil(loop: Fit) -> None:
+        validate = loop._validate
+
+        def validate_and_spoil() -> bool:
+            loop.session.engine.shard().rows[0, 0] = torch.nan
+            return validate()
+
+        loop._validate = validate_and_spoil
+
+    with pytest.raises(NonFiniteParameters):
+        fit(config_of(store, tmp_path, checkpoint__keep=0, evaluation__every=1), spoil)
 
 
 def test_leftovers_of_a_kill_while_writing_go(store, tmp_path):

@@ -11,6 +11,7 @@ import torch
 from ranking_cases import make_known
 from scorer_cases import CASES, RELATIONS, identify
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
@@ -27,6 +28,7 @@ from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.directions import Direction
+from kge_torchrec.training.fetched_rows import FetchedRows, _all_but
 from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.losses_seen import NonFiniteLoss
@@ -245,6 +247,49 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 def test_what_full_candidates_cannot_do_is_refused(changes, words):
     with pytest.raises(ConfigError, match=words):
         config_of("countries", **{"negatives__regime": "1vsall", **changes})
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Of the host's tensors to a device that has no data: whether each was pinned and waited for.
+
+    Stands for a GPU; what moves between steps of a real one is for scripts/check_gpu.py.
+    """
+    pinned, seen = set(), []
+
+    def pin(tensor):
+        pinned.add(id(tensor))
+        return tensor
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten._to_copy.default and args[0].device.type == "cpu":
+                seen.append((id(args[0]) in pinned, kwargs.get("non_blocking", False)))
+            return function(*args, **kwargs or {})
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    with Copies():
+        yield seen
+
+
+def test_a_gpu_waits_for_no_copy_of_ids(copies):
+    rows = torch.empty(50, 8, device="meta")
+    shard, block = EntityShard(rows, 0, 50), range(10, 40)
+    triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
+    (asked,) = TripleQueries(triples, ("tail",)).ask(np.arange(20))
+    direction, fetched = Direction(asked, shard), FetchedRows([asked], shard, True)
+    direction.answers(block)
+    direction.touched(block)
+    kept = fetched.hold_back(block, rows[10:40])
+    assert len(kept.ids) == len(kept.grad) == 30 - 10
+    fetched.gradients()
+    assert len(copies) == 11 and set(copies) == {(True, True)}
+
+
+@pytest.mark.parametrize("held", [[], [0], [6], [0, 1, 2], [1, 3, 5, 6], [0, 1, 2, 3, 4, 5, 6]])
+def test_rows_that_are_not_held_back(held):
+    expected = [place for place in range(7) if place not in held]
+    assert _all_but(torch.tensor(held, dtype=torch.int64), 7).tolist() == expected
 
 
 def test_no_rank_holds_the_answers_of_others():

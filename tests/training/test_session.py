@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from key_effects import restored
 from oracle_ranking import oracle_ranks
 from training_runs import config_of, tiny_store
 
+from kge_torchrec.environment import allow_tf32
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.parallel.processes import processes
 from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -47,3 +52,34 @@ def test_validation_knows_nothing_of_test(session):
     assert session.validate() == session.rank("valid") == right
     assert right != expected(session, "valid", ALL)
     assert right != expected(session, "valid", ("train",))
+
+
+@pytest.fixture
+def tf32_in_training():
+    """Training in this process uses TF32; says whether products do."""
+    with restored():
+        allow_tf32(True)
+        yield lambda: torch.backends.cuda.matmul.allow_tf32 or torch.backends.cudnn.allow_tf32
+
+
+def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, monkeypatch):
+    shard, query, seen = session.engine.shard(), torch.zeros(3, dtype=torch.int64), []
+    prepared = session.scorer.prepared
+    monkeypatch.setattr(
+        session.scorer, "prepared", lambda *args: seen.append(tf32_in_training()) or prepared(*args)
+    )
+    session.validate()
+    ranked = len(seen)
+    top_k(session.scorer, shard, query, query, "tail", 2)
+    assert 0 < ranked < len(seen) and not any(seen)
+    assert tf32_in_training()
+
+
+@pytest.mark.parametrize("key", [True, False])
+def test_a_session_that_only_reads_leaves_tf32_alone(session, tf32_in_training, key):
+    config = replace(session.config, train=replace(session.config.train, tf32=key))
+    allow_tf32(not key)
+    Session(config, session.folder, session.processes, trains=False)
+    assert tf32_in_training() == (not key)
+    Session(config, session.folder, session.processes)
+    assert tf32_in_training() == key

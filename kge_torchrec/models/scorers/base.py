@@ -51,7 +51,7 @@ class Scorer(nn.Module):
     relation_is_complex = False
     # Columns at the end of an entity's row that are no part of its vector.
     bias_columns = 0
-    # Methods that torch.compile is to leave as they are.
+    # Methods that torch.compile is to leave as they are on a CPU.
     uncompiled: tuple[str, ...] = ()
 
     def __init__(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kge_torchrec.models.scorers.base import Side, TrilinearScorer
-from kge_torchrec.models.scorers.complex_numbers import as_complex, as_real
+from kge_torchrec.models.scorers.complex_numbers import times
 
 
 class ComplEx(TrilinearScorer):
@@ -19,10 +19,7 @@ class ComplEx(TrilinearScorer):
     is_complex = relation_is_complex = True
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        factor = as_complex(relation)
-        if side == "head":
-            factor = factor.conj()
-        return as_real(as_complex(anchor) * factor)
+        return times(anchor, relation, conjugate=side == "head")
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
-        return as_real(as_complex(head).conj() * as_complex(tail))
+        return times(tail, head, conjugate=True)

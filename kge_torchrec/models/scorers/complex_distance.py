@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.models.block_device import block_device
+from kge_torchrec.models.scorers.distance import EPSILON, fused, is_fused
 from kge_torchrec.models.scorers.pairwise import BLOCK_NUMBERS
-
-EPSILON = 1e-12  # under the root, as in RotatE.similarity
 
 
 def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
     """(C, b, D), (C, K, D) -> (C, b, K): sum over k of |query_k - row_k|."""
+    if is_fused(query):
+        return fused("moduli", query, rows)
     return _ComplexDistance.apply(query, rows)
 
 

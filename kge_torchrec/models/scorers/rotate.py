@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side
 from kge_torchrec.models.scorers.complex_distance import complex_distance
-from kge_torchrec.models.scorers.complex_numbers import as_complex, as_real
+from kge_torchrec.models.scorers.complex_numbers import rotated
 from kge_torchrec.models.scorers.start import uniform
 
 
@@ -35,13 +35,12 @@ class RotatE(QueryScorer):
         uniform(self.relations, math.pi, stream)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        phase = relation if side == "tail" else -relation
-        return as_real(as_complex(anchor) * torch.polar(torch.ones_like(phase), phase))
+        return rotated(anchor, relation if side == "tail" else -relation)
 
     def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
         # 1e-12 keeps the gradient of |x| finite at x = 0.
-        parts = (query - rows).unflatten(-1, (-1, 2)).square().sum(-1)
-        return -(parts + 1e-12).sqrt().sum(-1)
+        squares = (query - rows).unflatten(-1, (-1, 2)).square().sum(-1)
+        return -(squares + 1e-12).sqrt().sum(-1)
 
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -complex_distance(query, rows)

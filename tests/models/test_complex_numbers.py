@@ -1,0 +1,77 @@
+"""Products of complex numbers, in the form that is fast and the one that can be compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from scorer_cases import normal
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.scorers.complex_numbers import rotated, times
+
+FORMS = {
+    "product": (times, 8),
+    "conjugate": (lambda rows, factor: times(rows, factor, conjugate=True), 8),
+    "rotation": (rotated, 4),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_both_forms_are_the_same_product(monkeypatch, name):
+    product, width = FORMS[name]
+    rows, factor = normal(3, 5, 8).requires_grad_(), normal(3, 5, width).requires_grad_()
+    weight = normal(3, 5, 8)
+
+    def value_and_gradients():
+        out = product(rows, factor)
+        return out, *torch.autograd.grad((out * weight).sum(), (rows, factor))
+
+    expected = value_and_gradients()
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    monkeypatch.setattr(torch, "view_as_complex", None)
+    for one, other in zip(value_and_gradients(), expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.fixture
+def anew():
+    """Nothing that others compiled counts here, nor the other way round."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("scorer", ["complex", "rotate"])
+def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
+    """Of forward and backward, loss and penalties; Inductor leaves such to torch, one by one."""
+    kinds = set()
+
+    def look(graph, _):
+        values = (node.meta.get("val") for node in graph.graph.nodes)
+        kinds.update(value.dtype for value in values if isinstance(value, torch.Tensor))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=look, bw_compiler=look)
+    compiled = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend=backend))
+    model = SCORERS[scorer](3, 8, reciprocal=False)
+    nn.init.normal_(model.relations)
+    objective = Objective(model, SoftmaxLoss(), penalties=Penalties(n3=0.1), relation_weight=0.5)
+    anchor, target, candidates = (torch.randn(1, n, 8).requires_grad_() for n in (4, 4, 6))
+    relation, counted = torch.tensor([[0, 1, 2, 0]]), torch.ones(1, 4, 6, dtype=torch.bool)
+    given = anchor, relation, target, candidates, counted, torch.ones(1, 4)
+    losses = [objective._loss_of_side(*given, side) for side in ("head", "tail")]
+    objective.compile_parts("cpu")
+    for side, loss in zip(("head", "tail"), losses, strict=True):
+        found = objective._loss_of_side(*given, side)
+        torch.testing.assert_close(found, loss)
+        inputs = anchor, target, candidates, model.relations
+        for one, other in zip(torch.autograd.grad(found, inputs),
+                              torch.autograd.grad(loss, inputs), strict=True):  # fmt: skip
+            torch.testing.assert_close(one, other)
+    assert torch.float32 in kinds and not [kind for kind in kinds if kind.is_complex]

@@ -1,0 +1,114 @@
+"""Distances as training on CUDA has them computed: the formulas here, what they compile to."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+from scorer_cases import normal
+from torch._inductor.utils import run_and_get_code
+
+from kge_torchrec.models.scorers import SCORERS, complex_distance, distance
+
+PLAIN = {"manhattan": distance.manhattan, "euclidean": distance.euclidean,
+         "moduli": complex_distance.complex_distance}  # fmt: skip
+
+
+def value_and_gradients(function, query, rows, weight):
+    value = function(query, rows)
+    return value, *torch.autograd.grad((value * weight).sum(), (query, rows))
+
+
+def case(dtype=torch.float64, chunks=2, queries=7, rows=5, dim=6, device="cpu"):
+    """Queries and rows, a few of which are equal, and weights of their distances."""
+    query, other = (normal(chunks, n, dim, dtype=dtype) for n in (queries, rows))
+    other[:, 1] = query[:, 3]
+    weight = normal(chunks, queries, rows, dtype=dtype)
+    leaves = (x.to(device).requires_grad_() for x in (query, other))
+    return *leaves, weight.to(device)
+
+
+@pytest.fixture
+def not_compiled(monkeypatch):
+    """The formulas by torch itself, with (b, K, D) in memory."""
+    monkeypatch.setattr(distance, "_kernel", lambda formula: formula)
+
+
+@pytest.mark.parametrize("kind", PLAIN)
+def test_the_formulas_are_those_distances(not_compiled, kind):
+    query, rows, weight = case()
+    expected = value_and_gradients(PLAIN[kind], query, rows, weight)
+    found = value_and_gradients(lambda q, r: distance.fused(kind, q, r), query, rows, weight)
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", ["transe_l1", "transe_l2", "rotate", "mure", "pyke"])
+def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, name):
+    scorer = SCORERS[name](3, 8)
+    torch.nn.init.normal_(scorer.relations)
+    anchor, rows, _ = case(torch.float32, dim=8)
+    given = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
+    expected, taken, fused = scorer.score_candidates(*given), [], distance.fused
+    for module in (distance, complex_distance):
+        monkeypatch.setattr(module, "is_fused", lambda query: True)
+        monkeypatch.setattr(module, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x))
+    torch.testing.assert_close(scorer.score_candidates(*given), expected)
+    assert len(taken) == 1
+
+
+def test_when_they_are_taken(monkeypatch):
+    monkeypatch.setattr(distance, "_has_compiler", lambda: True)
+    cuda = type("query", (), {"device": torch.device("cuda")})
+    assert distance.is_fused(cuda) and not distance.is_fused(torch.zeros(1))
+    with torch.no_grad():  # ranking
+        assert not distance.is_fused(cuda)
+    monkeypatch.setattr(distance, "_has_compiler", lambda: False)
+    assert not distance.is_fused(cuda)
+
+
+def test_half_precision_is_summed_in_float32(not_compiled):
+    query, rows, _ = case(torch.bfloat16)
+    value = distance.fused("manhattan", query, rows)
+    assert value.dtype == torch.float32
+    assert torch.autograd.grad(value.sum(), query)[0].dtype == torch.bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", PLAIN)
+@pytest.mark.parametrize("inside", [False, True])
+def test_no_difference_of_pairs_is_in_memory(kind, inside):
+    """In the code that Inductor writes, alone and as a part of something compiled."""
+    torch._dynamo.reset()
+    distance._compiled.cache_clear()
+    query, rows, weight = case(torch.float32, 1, 64, 48, 20)
+    expected = value_and_gradients(PLAIN[kind], query, rows, weight)
+
+    def function(query, rows):
+        return distance.fused(kind, query, rows)
+
+    compiled = torch.compile(function, fullgraph=True) if inside else function
+    found, codes = run_and_get_code(value_and_gradients, compiled, query, rows, weight)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+    shapes = re.findall(r"empty_strided_cpu\(\(([^)]*)\)", "".join(codes))
+    sizes = [math.prod(map(int, filter(None, shape.split(", ")))) for shape in shapes]
+    assert len(sizes) >= 3 and max(sizes) == 64 * 48
+    torch._dynamo.reset()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", PLAIN)
+def test_on_cuda(kind):
+    query, rows, weight = case(torch.float32, 1, 1024, 512, 128, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = value_and_gradients(PLAIN[kind], query, rows, weight)
+    assert torch.cuda.max_memory_allocated() - before < 1024 * 512 * 128
+    on_cpu = [x.detach().cpu().requires_grad_() for x in (query, rows)]
+    expected = value_and_gradients(PLAIN[kind], *on_cpu, weight.cpu())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.cpu(), other, rtol=1e-4, atol=1e-3)
