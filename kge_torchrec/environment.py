@@ -145,8 +145,8 @@ def quiet_dependencies() -> Iterator[None]:
     """The same inside a block; around what is known to be noisy, not around a user's code."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     root = logging.getLogger()
-    filters, handlers = root.filters[:], root.handlers[:]
-    if not handlers and logging.lastResort:
+    is_filtered, has_handler = _not_fbgemms in root.filters, bool(root.handlers)
+    if not has_handler and logging.lastResort:
         # What logging would use anyhow; without one, fbgemm's calls would add one for good.
         root.addHandler(logging.lastResort)
     with warnings.catch_warnings():
@@ -154,8 +154,9 @@ def quiet_dependencies() -> Iterator[None]:
         try:
             yield
         finally:
-            root.filters[:] = filters
-            if not handlers:
+            if not is_filtered:
+                root.removeFilter(_not_fbgemms)
+            if not has_handler:
                 root.removeHandler(logging.lastResort)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
