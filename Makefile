@@ -13,9 +13,12 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
 
-.PHONY: setup demo test slow lint clean
+.PHONY: help setup demo test slow gpu test-all mutations lint clean
 
-setup: $(READY)
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(READY)  ## the environment, in .venv
 
 # Order matters.  torch goes first, so that nothing else picks another build of it.  torchrec goes
 # without its dependencies on the CPU, because they name the CUDA build of fbgemm.
@@ -31,24 +34,31 @@ $(VENV)/.ready-gpu: pyproject.toml
 	$(PIP) install --quiet --editable '.[gpu,test]'
 	touch $@
 
-# Trains on the graph of countries inside the package, then asks it something.
-demo: $(READY)
+demo: $(READY)  ## trains on the graph of countries inside the package, then asks it something
 	rm -rf runs/demo
 	$(BIN)/kge-torchrec train demo --run.dir runs/demo
 	@echo
 	@echo "Which countries border Austria?"
 	$(BIN)/kge-torchrec predict runs/demo --head Austria --relation borders --top 10
 
-test: $(READY)
-	$(BIN)/python -m pytest $(TESTS)
+# Files are shared out among as many processes as there are cores.
+test: $(READY)  ## the tests; TESTS="tests/ranking -k ties" for some of them
+	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
 
-# The checks that take minutes each.
-slow: $(READY)
+slow: $(READY)  ## tests that take minutes each
 	$(BIN)/python -m pytest -m slow $(TESTS)
 
-lint: $(READY)
+gpu: $(READY)  ## tests that need a CUDA device
+	$(BIN)/python -m pytest -m gpu $(TESTS)
+
+test-all: test slow  ## both
+
+mutations: $(READY)  ## puts deliberate faults in, one by one: a test must notice each
+	$(BIN)/python scripts/check_mutations.py
+
+lint: $(READY)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-clean:
+clean:  ## removes the environment, runs and caches
 	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis

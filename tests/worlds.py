@@ -9,6 +9,7 @@ The function is found by file and name, not by import, so it may live in a test 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import io
 import multiprocessing
@@ -18,8 +19,10 @@ import sys
 import tempfile
 import time
 import traceback
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -30,7 +33,7 @@ _PRELOADED = [
     "torchrec.distributed.train_pipeline",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
-    "numba",
+    "worlds_ready",
 ]
 
 
@@ -153,7 +156,11 @@ def _unpack(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
+@functools.cache
 def _context():
+    """Starts the server.  Python 3.11's looks for what it loads in PYTHONPATH alone."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(filter(None, sys.path))):
+        forkserver.ensure_running()
     return context

@@ -19,6 +19,7 @@ from worlds import WorldError, run_world
 from kge_torchrec import api
 from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
 from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.progress import Progress
 
 TIMES = {"seconds", "triples_per_second"}
 
@@ -226,6 +227,13 @@ def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, caps
     assert "selected by mrr so far and are by mr" in capsys.readouterr().err
     progress = session.checkpoints.progress(session.checkpoints.names()[-1])
     assert (progress.best_metric, progress.best_checkpoint) == (12.0, "step-000000000025")
+
+
+@pytest.mark.parametrize("metric, better, worse", [("mr", 4.9, 5.1), ("mrr", 5.1, 4.9)])
+def test_mean_ranks_are_better_when_lower(metric, better, worse):
+    progress = Progress(best_metric=5.0)
+    assert progress.is_better(metric, better) and not progress.is_better(metric, worse)
+    assert not progress.is_better(metric, 5.0)
 
 
 def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):

@@ -1,0 +1,48 @@
+"""What every rank of a world would load for itself, loaded once in the server it is forked from.
+
+Three quarters of the first second of a rank are spent on reading compiled kernels and on the parser
+of the config.  No threads may be started here: they would not be there after a fork, and whoever
+waits for them would wait for ever.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+import training_runs  # noqa: F401 (it imports what trains)
+
+from kge_torchrec.config import OPTIMIZER_NAMES
+from kge_torchrec.config_parser import load_config
+from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.entities.row_update import update_rows
+from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.ranking.counting import count_block
+
+
+def load_kernels() -> None:
+    """Calls those that nearly every test needs, on a few numbers."""
+    EpochOrder(8, 0, 0)(np.arange(4))
+    rows, grad = torch.tensor([0, 1, 1]), torch.ones(3, 4)
+    for name in OPTIMIZER_NAMES:
+        states = [torch.zeros(2, *shape) for shape in _STATES[name]]
+        update_rows(TableOptimizer(name), 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
+    counts = torch.zeros(2, 1, dtype=torch.int64)
+    count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
+
+
+_STATES = {"adam": [(4,), (4,)], "rowwise_adam": [(4,), ()], "adagrad": [(4,)],
+           "rowwise_adagrad": [()], "sgd": []}  # fmt: skip
+
+
+def threads() -> int:
+    """Of this process, Python's and others; OpenBLAS has one that it starts again after a fork."""
+    return len(list(Path("/proc/self/task").glob("*")))
+
+
+_before = threads()
+torch.set_num_threads(1)
+load_kernels()
+load_config()
+assert threads() == _before
