@@ -43,7 +43,8 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     found = {}
     for name, changes in VARIANTS.items():
         for bags in BAGS:
-            config = config_of(store, folder / f"{name}-{bags}", **changes)
+            run = folder / f"{name}-{bags}"
+            config = config_of(store, run, train__epochs=2, **changes)
             with patch.dict(LOOKUP_BAGS, cpu=bags):
                 found[name, bags] = fit(config, remember_bags).parameters
                 assert seen == {bags}

@@ -264,6 +264,7 @@ def rank_reads(run: Path) -> dict:
         return parameters(session)
 
 
+@pytest.mark.slow
 def test_a_rank_killed_twice_comes_back_and_ends_as_if_undisturbed(tmp_path):
     config = config_of("countries", tmp_path / "run", run__resume="auto", **LONG)
     config.save(tmp_path / "config.yaml")
