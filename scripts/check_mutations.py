@@ -244,12 +244,22 @@ def words(tests: str) -> list[str]:
     return paths.split() + (["-k", chosen] if chosen else [])
 
 
+def table(faults: list[Fault]) -> str:
+    """In Markdown."""
+    lines = [f"| {f.name} | `{f.file}` | `{f.tests}` |" for f in faults]
+    return "\n".join(["| fault | in | noticed by |", "|---|---|---|", *lines])
+
+
 def main() -> int:
     """Runs the faults asked for; 1 if one went unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only faults with one of these in their name")
-    asked = parser.parse_args().words
-    chosen = [f for f in FAULTS if not asked or any(word in f.name for word in asked)]
+    parser.add_argument("--table", action="store_true", help="list them, as in docs/testing.md")
+    args = parser.parse_args()
+    chosen = [f for f in FAULTS if not args.words or any(word in f.name for word in args.words)]
+    if args.table:
+        print(table(chosen))
+        return 0
     unnoticed = []
     with tempfile.TemporaryDirectory() as folder:
         copy_of_tree(Path(folder))
