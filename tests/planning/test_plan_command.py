@@ -51,6 +51,15 @@ def test_what_makes_it_faster(tmp_path, capsys):
     assert "faster" not in capsys.readouterr().out
 
 
+def test_widths_that_only_our_own_engine_takes_on_cuda(capsys):
+    arguments = ["--entities=1M", "--relations=10", "--triples=1M", "--devices", "1xH200"]
+    arguments += ["--model.dim=102"]
+    assert run([*arguments, "--entities.engine=handrolled"]) == 0
+    assert "1,000,000 entities x 102" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="multiple of 4, not 102"):
+        run(arguments)
+
+
 def test_dense_part_above_the_capacity(capsys):
     arguments = ["--entities=1000", "--relations=12M", "--triples=13M", "--devices", "2xL4"]
     assert run([*arguments, "--model.dim=100"]) == DOES_NOT_FIT
