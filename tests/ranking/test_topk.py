@@ -1,3 +1,5 @@
+import functools
+
 import numpy as np
 import pytest
 import torch
@@ -7,6 +9,7 @@ from oracle_ranking import dense_scores, oracle_top_k
 from ranking_cases import RANKED, ColumnScorer, answers_of, make_scorer, my_shard, whole
 from worlds import run_world
 
+from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.topk import top_k
 
 N, R, D, B = 200, 3, 8, 20
@@ -21,24 +24,34 @@ def case(seed=0):
     return table, torch.randint(N, (B,), generator=generator), torch.arange(B) % R
 
 
-def top_k_on_my_shard(scorer, table, edges, anchors, relations, side, k):
+def top_k_on_my_shard(table, edges, anchors, relations, k):
+    """Of every scorer and side."""
     exclude = answers_of(*EXCLUDE, len(anchors))
-    return top_k(
-        scorer, my_shard(table, edges), anchors, relations, side, k, exclude, block_bytes=1
-    )
+    return {
+        (name, side): top_k(
+            make_scorer(name, R, D), my_shard(table, edges), anchors, relations, side, k, exclude,
+            block_bytes=1,
+        )
+        for name in RANKED
+        for side in SIDES
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize("side", ["head", "tail"])
+@functools.cache
+def found_on(world_size):
+    return run_world(world_size, top_k_on_my_shard, case()[0], EDGES[world_size], *case()[1:], 7)
+
+
+@pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", RANKED)
 def test_agrees_with_the_oracle_on_every_world_size(name, side):
     (table, anchors, relations), scorer = case(), make_scorer(name, R, D)
     pairs = set(zip(*(ids.tolist() for ids in EXCLUDE), strict=True))
     expected = oracle_top_k(scorer, table, anchors, relations, side, 7, pairs)
     dense = dense_scores(scorer, table, torch.stack([anchors, relations, anchors], 1), side)
-    for world_size, edges in EDGES.items():
-        for scores, ids in run_world(
-            world_size, top_k_on_my_shard, scorer, table, edges, anchors, relations, side, 7
-        ):
+    for world_size in EDGES:
+        for found in found_on(world_size):
+            scores, ids = found[name, side]
             assert ids.tolist() == expected
             torch.testing.assert_close(scores, dense.gather(1, ids))
 

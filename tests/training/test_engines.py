@@ -92,9 +92,14 @@ def test_in_a_thread_bitwise_the_same():
         ("adam", ("handrolled", 2), ("torchrec", 4)),
         ("rowwise_adam", ("handrolled", 4), ("torchrec", 1)),
         ("rowwise_adagrad", ("torchrec", 2), ("handrolled", 4)),
-        ("adagrad", ("handrolled", 1), ("torchrec", 2)),
-        ("sgd", ("torchrec", 4), ("handrolled", 1)),
-        ("rowwise_adam", ("handrolled", 1), ("handrolled", 4)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("adagrad", ("handrolled", 1), ("torchrec", 2)),
+                ("sgd", ("torchrec", 4), ("handrolled", 1)),
+                ("rowwise_adam", ("handrolled", 1), ("handrolled", 4)),
+            )
+        ),
     ],
 )
 def test_a_checkpoint_of_one_engine_resumes_in_the_other(tmp_path, optimizer, first, then):

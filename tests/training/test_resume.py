@@ -130,7 +130,8 @@ def test_from_four_ranks_to_one(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 4, 1)
 
 
-@pytest.mark.parametrize("when", [pytest.param("epoch", marks=pytest.mark.slow), "step"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["epoch", "step"])
 def test_a_real_process_killed_at_any_time(tmp_path, when):
     """`kge-torchrec train` on the embedded graph, then `train --resume`."""
     keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
