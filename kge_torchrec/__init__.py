@@ -9,14 +9,35 @@ from importlib import import_module
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Config": "kge_torchrec.config",
-    "KGEError": "kge_torchrec.errors",
-    "Run": "kge_torchrec.api",
+    # what to call
+    "compare": "kge_torchrec.comparison.command",
+    "evaluate": "kge_torchrec.api",
     "load_config": "kge_torchrec.config_parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.api",
+    "plan": "kge_torchrec.plan_command",
+    "prepare": "kge_torchrec.data.prepare",
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
+    "Run": "kge_torchrec.api",
+    # settings
+    "Config": "kge_torchrec.config",
+    "CheckpointConfig": "kge_torchrec.config",
+    "DataConfig": "kge_torchrec.config",
+    "DenseConfig": "kge_torchrec.config",
+    "EntitiesConfig": "kge_torchrec.config",
+    "EvaluationConfig": "kge_torchrec.config",
+    "LossConfig": "kge_torchrec.config",
+    "ModelConfig": "kge_torchrec.config",
+    "NegativesConfig": "kge_torchrec.config",
+    "RunConfig": "kge_torchrec.config",
+    "TrainConfig": "kge_torchrec.config",
+    # errors
+    "KGEError": "kge_torchrec.errors",
+    "CheckpointError": "kge_torchrec.training.checkpoints",
+    "ConfigError": "kge_torchrec.config",
+    "DataError": "kge_torchrec.data.errors",
+    "PlanDoesNotFit": "kge_torchrec.planning.planner",
 }
 _WITHOUT_TORCHREC = ("KGEError", "load_model")  # the rest of the set may be missing
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config_parser import Overrides, config_from_dict, load_config
+from kge_torchrec.config_parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data.report import notes
 from kge_torchrec.export.folder import ExportFolder
 from kge_torchrec.export.plain_model import Prediction
@@ -196,8 +196,14 @@ def open_run(path: str | Path) -> Run:
     return Run(path)
 
 
+def evaluate(path: str | Path, split: str = "test") -> dict[str, Any]:
+    """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
+    with open_run(path) as run:
+        return run.evaluate(split)
+
+
 def train(
-    config: Config | dict[str, Any] | str | Path | None = None,
+    config: AnyConfig = None,
     callbacks: Sequence[Callback] = (),
 ) -> Run:
     """Trains, ranks test with the best model, and returns the run.
@@ -209,7 +215,7 @@ def train(
     ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
     after SIGTERM or SIGUSR1; RankLost where another rank died.
     """
-    config = _as_config(config)
+    config = as_config(config)
     with processes(config.device) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         _lock(folder, ranks, held)
@@ -407,14 +413,6 @@ def _splits_of_answers(store, side: str, anchors, relations, ids) -> list[str | 
         (known,) = store.known((split,)).contains(side, anchors, relations, ids)
         splits = [split if here else before for here, before in zip(known, splits, strict=True)]
     return splits
-
-
-def _as_config(config: Config | dict[str, Any] | str | Path | None) -> Config:
-    if isinstance(config, Config):
-        return config
-    if isinstance(config, dict):
-        return config_from_dict(config)
-    return load_config(config)
 
 
 def _undo(folder: RunFolder) -> None:

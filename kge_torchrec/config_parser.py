@@ -17,6 +17,8 @@ from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 from kge_torchrec.config import Config, ConfigError, all_keys
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
+# Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
+AnyConfig = Config | dict[str, Any] | str | Path | None
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parent / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
@@ -81,6 +83,15 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
     """A Config from nested values, as ``Config.to_dict`` gives them, with overrides."""
     return load_config(None, [*_as_arguments(_flatten(values)), *_as_arguments(overrides)])
+
+
+def as_config(config: AnyConfig) -> Config:
+    """A Config itself, or what ``load_config`` or ``config_from_dict`` make one of."""
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, dict):
+        return config_from_dict(config)
+    return load_config(config)
 
 
 def is_set(key: str, overrides: Overrides) -> bool:

@@ -11,9 +11,10 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import load_config
+from kge_torchrec.config_parser import AnyConfig, as_config, load_config
 
 DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
 
@@ -43,32 +44,65 @@ def run(arguments: Sequence[str]) -> int:
     return _plan(config, options)
 
 
+def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str, Any]:
+    """Lays a run out without GPUs, processes or data: what ``plan --format json`` prints.
+
+    config: as ``train`` takes it.  devices and options are the verb's: ``devices="8xH100-80GB",
+    hosts=2, entities=86_000_000, relations=14_824, triples=338_586_276``; sizes that are not given
+    are those of the config's data.  Raises ConfigError for what cannot be, TypeError for an option
+    that there is not, DataError or OSError on bad data.
+    """
+    from kge_torchrec.planning.dry_run import plan_training
+
+    given = {"devices": devices, **options}
+    defaults = vars(_parser().parse_args(["--devices", devices]))
+    unknown = set(given) - (set(defaults) - {"all", "output", "picture", "format"})
+    if unknown:
+        raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
+    config = as_config(config)
+    config.check_trainable()
+    return _content(plan_training(*_asked(config, argparse.Namespace(**{**defaults, **given}))))[0]
+
+
 def _plan(config: Config, options: argparse.Namespace) -> int:
     # Imported here, since torch takes seconds and wrong options should not.
+    from kge_torchrec.planning.dry_run import alternatives, plan_training
+
+    _check_picture(options.picture)
+    asked = _asked(config, options)
+    if options.all:
+        return _print_all(alternatives(*asked), options.format)
+    return _print_one(plan_training(*asked), options)
+
+
+def _asked(config: Config, options: argparse.Namespace):
+    """(workload, cluster, choice)"""
     from kge_torchrec.planning.choice import Choice
     from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
-    from kge_torchrec.planning.dry_run import alternatives, plan_training
 
     known = read_devices(options.device_file) if options.device_file else PRESETS
     cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
     choice = Choice(**{name: getattr(options, name) for name in Choice.__dataclass_fields__})
-    _check_picture(options.picture)
-    workload = _workload(config, cluster, options)
-    if options.all:
-        return _print_all(alternatives(workload, cluster, choice), options.format)
-    return _print_one(plan_training(workload, cluster, choice), options)
+    return _workload(config, cluster, options), cluster, choice
 
 
-def _print_one(plan, options: argparse.Namespace) -> int:
+def _content(plan) -> tuple[dict[str, Any], list, Any]:
+    """What JSON holds of it; what would make it fit; what would make it faster."""
     from kge_torchrec.planning.advice import advise
     from kge_torchrec.planning.faster import faster
-    from kge_torchrec.planning.picture import draw
-    from kge_torchrec.planning.plan_file import plan_content, write_plan
-    from kge_torchrec.planning.report import report
+    from kge_torchrec.planning.plan_file import plan_content
 
     advice = [] if plan.fits else advise(plan)
     quicker = faster(plan) if plan.fits else None
-    content = plan_content(plan, advice, quicker)
+    return plan_content(plan, advice, quicker), advice, quicker
+
+
+def _print_one(plan, options: argparse.Namespace) -> int:
+    from kge_torchrec.planning.picture import draw
+    from kge_torchrec.planning.plan_file import write_plan
+    from kge_torchrec.planning.report import report
+
+    content, advice, quicker = _content(plan)
     if options.output:
         write_plan(options.output, content)
     if options.picture:

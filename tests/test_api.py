@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import tracemalloc
 import weakref
 from types import SimpleNamespace
@@ -15,7 +16,8 @@ import yaml
 from ranking_cases import make_known
 from training_runs import QUIET, config_of, random_triples, tiny_store
 
-from kge_torchrec import api
+import kge_torchrec
+from kge_torchrec import api, cli
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.errors import UnknownLabelError
 from kge_torchrec.data.prepare import prepare_triples
@@ -47,6 +49,23 @@ def scores_of_all(run: api.Run, relation: str, head=None, tail=None) -> dict[str
 def test_evaluate_equals_the_results(run):
     assert run.evaluate() == run.results["test"]
     assert run.evaluate("valid") != run.evaluate("train")
+
+
+def test_verbs_from_python(run, capsys):
+    assert kge_torchrec.evaluate(run.path, "valid") == run.evaluate("valid")
+    sizes = {"entities": 1_000_000, "relations": 10, "triples": 5_000_000}
+    found = kge_torchrec.plan({"model.dim": 32}, devices="2xL4", **sizes)
+    flags = [f"--{name}={value}" for name, value in sizes.items()]
+    assert cli.main(["plan", "--devices=2xL4", "--model.dim=32", *flags, "--format=json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(found))
+    with pytest.raises(TypeError, match=r"plan\(\) has no option picture"):
+        kge_torchrec.plan(devices="2xL4", picture="plan.png", **sizes)
+
+
+@pytest.mark.parametrize("name", kge_torchrec.__all__)
+def test_public_names_are_there_and_described(name):
+    value = getattr(kge_torchrec, name)
+    assert value.__name__ == name and value.__doc__
 
 
 def some_triple(run: api.Run, split: str) -> tuple[str, str, str]:

@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.comparison.contenders import CONTENDERS, NEUTRAL, check_names, contenders
-from kge_torchrec.config import ConfigError
-from kge_torchrec.config_parser import load_config
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config_parser import AnyConfig, as_config, load_config
+
+if TYPE_CHECKING:
+    from kge_torchrec.comparison.compare import Comparison
 
 _USAGE = """\
 kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
@@ -19,6 +23,23 @@ Trains and measures several engines from the same start on the same batches, and
 folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its keys
 as in train. All epochs are trained, and ranked at their end only.
 Contenders: {", ".join(CONTENDERS)}."""
+
+
+def compare(
+    config: AnyConfig = None,
+    engines: Sequence[str] = ("torchrec", "handrolled"),
+    world_sizes: Sequence[int] = (1,),
+    repeats: int = 3,
+    steps: int = 100,
+) -> dict[str, Any]:
+    """Trains the same run with several engines, side by side; returns what comparison.json holds.
+
+    config: as ``train`` takes it; run.dir gets the report.  The others are options of the verb.
+    Starts processes of its own, so scripts call it under ``if __name__ == "__main__"``.  Raises
+    ConfigError for settings that make no sense, DataError on bad data.
+    """
+    check_names(engines, ())
+    return _comparison(as_config(config), engines, world_sizes, repeats, steps).run()
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -38,14 +59,9 @@ def run(arguments: Sequence[str]) -> int:
     options, overrides = _parser().parse_known_args(rest)
     check_names(options.engines, overrides)
     config = load_config(name, [*overrides, *NEUTRAL])
-    config.check_trainable()
-    configs = contenders(config, options.engines)
-
-    from kge_torchrec.comparison.compare import Comparison, Extent
-    from kge_torchrec.comparison.speed import Timing
-
-    extent = Extent(tuple(options.world_sizes), options.repeats, Timing(steps=options.steps))
-    comparison = Comparison(configs, extent)
+    comparison = _comparison(
+        config, options.engines, options.world_sizes, options.repeats, options.steps
+    )
     try:
         comparison.run()
     except KeyboardInterrupt:
@@ -54,6 +70,18 @@ def run(arguments: Sequence[str]) -> int:
     finally:
         print(f"{comparison.text()}\n\nreport: {comparison.folder}")
     return 0 if comparison.found["complete"] else 1
+
+
+def _comparison(
+    config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
+) -> Comparison:
+    config.check_trainable()
+    configs = contenders(config, engines)
+
+    from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
+    from kge_torchrec.comparison.speed import Timing
+
+    return Comparison(configs, Extent(tuple(world_sizes), repeats, Timing(steps=steps)))
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -17,9 +17,11 @@ from comparison_made_up import measurement, training
 from tqdm import tqdm
 from training_runs import QUIET, config_of
 
+import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.comparison import compare
 from kge_torchrec.comparison.contenders import contenders
+from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 
 PNG = b"\x89PNG\r\n\x1a\n"
@@ -33,6 +35,18 @@ def arguments(folder: Path, *options: str, **changes) -> list[str]:
     flags = [f"--{key}={str(value).lower() if isinstance(value, bool) else value}"
              for key, value in keys.items()]  # fmt: skip
     return ["compare", "demo", *options, *flags]
+
+
+@pytest.mark.slow
+def test_from_python(tmp_path):
+    config = config_of("countries", tmp_path / "compared", model__dim=16, train__epochs=1)
+    found = kge_torchrec.compare(config, world_sizes=[2], repeats=0)
+    assert found["complete"] and found["engines"] == ["torchrec", "handrolled"]
+    written = (tmp_path / "compared" / "comparison.json").read_text()
+    assert json.loads(json.dumps(found)) == json.loads(written)
+    assert found["training"]["2"]["differences"]["handrolled"][-1]["entities"] < 1e-4
+    with pytest.raises(ConfigError, match="none of"):
+        kge_torchrec.compare(config, engines=["torchrec", "other"])
 
 
 def test_a_whole_comparison(tmp_path, capsys):
