@@ -41,9 +41,10 @@ demo: $(READY)  ## trains on the graph of countries inside the package, then ask
 	@echo "Which countries border Austria?"
 	$(BIN)/kge-torchrec predict runs/demo --head Austria --relation borders --top 10
 
-# Files are shared out among as many processes as there are cores.
+# Files are shared out among as many processes as there are cores, but no more than memory is likely to
+# hold: each may have four ranks beside it.
 test: $(READY)  ## the tests; TESTS="tests/ranking -k ties" for some of them
-	$(BIN)/python -m pytest -n auto --dist loadfile $(TESTS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile $(TESTS)
 
 slow: $(READY)  ## tests that take minutes each
 	$(BIN)/python -m pytest -m slow $(TESTS)
