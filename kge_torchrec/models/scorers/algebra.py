@@ -111,6 +111,10 @@ class QMult(AlgebraScorer):
     """
 
     name = "qmult"
+    formula = (
+        "QMult (Demir et al. 2021): "
+        "score(h, r, t) = <h r, t>, quaternions with the Hamilton product."
+    )
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, table=cayley_dickson(2), **shared)
@@ -123,6 +127,7 @@ class QuatE(QMult):
     """
 
     name = "quate"
+    formula = "QuatE (Zhang et al. 2019): score(h, r, t) = <h (r / |r|), t>, quaternions."
 
     def factor(self, relation: Tensor) -> Tensor:
         return nn.functional.normalize(components(relation, 4), dim=-1).flatten(-2)
@@ -136,6 +141,7 @@ class OMult(AlgebraScorer):
     """
 
     name = "omult"
+    formula = "OMult (Demir et al. 2021): score(h, r, t) = <h r, t>, octonions."
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, table=cayley_dickson(3), **shared)
@@ -150,6 +156,9 @@ class DualE(AlgebraScorer):
     """
 
     name = "duale"
+    formula = (
+        "DualE (Cao et al. 2021): score(h, r, t) = <h r*, t>, dual quaternions, r* of unit length."
+    )
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, table=dual(cayley_dickson(2)), **shared)
@@ -170,6 +179,9 @@ class LFMult(AlgebraScorer):
     """
 
     name = "lfmult"
+    formula = (
+        "LFMult (Kamdem Teyou et al. 2024): score(h, r, t) = sum_m int_0^1 h_m(x) r_m(x) t_m(x) dx."
+    )
 
     def __init__(
         self, num_relations: int, dim: int, reciprocal: bool = False, *, degree: int = 1,

@@ -50,6 +50,7 @@ class Scorer(nn.Module):
     """
 
     name = ""  # in the config
+    formula = ""  # after its name and source; exported models say it
     # Whether rows are read as complex numbers, which N3 then takes the modulus of.
     is_complex = False
     relation_is_complex = False

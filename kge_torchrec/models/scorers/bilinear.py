@@ -27,6 +27,7 @@ class DistMult(TrilinearScorer):
     """Bilinear with a diagonal relation; symmetric in head and tail.  D real numbers a row."""
 
     name = "distmult"
+    formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return anchor * relation
@@ -43,6 +44,7 @@ class ComplEx(TrilinearScorer):
     """
 
     name = "complex"
+    formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
     is_complex = relation_is_complex = True
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
@@ -60,6 +62,9 @@ class SimplE(TrilinearScorer):
     """
 
     name = "simple"
+    formula = (
+        "SimplE (Kazemi and Poole 2018): score = (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2."
+    )
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         (as_head, as_tail), (forth, back) = anchor.chunk(2, -1), relation.chunk(2, -1)
@@ -78,6 +83,7 @@ class RESCAL(TrilinearScorer):
     """Bilinear with a full matrix; a relation's row is M_r, D x D, row by row."""
 
     name = "rescal"
+    formula = "RESCAL (Nickel et al. 2011): score(h, r, t) = h^T M_r t."
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, relation_dim=dim * dim, **shared)
@@ -109,6 +115,7 @@ class TuckER(TrilinearScorer):
     """
 
     name = "tucker"
+    formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
 
     def __init__(
         self,

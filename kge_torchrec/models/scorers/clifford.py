@@ -112,6 +112,9 @@ class CKeci(CliffordScorer):
     """
 
     name = "ckeci"
+    formula = (
+        "Keci (Demir and Ngonga Ngomo 2023): score(h, r, t) = (h r) . t in the algebra Cl_{p,q}."
+    )
 
     def __init__(
         self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 0, q: int = 1,
@@ -158,6 +161,9 @@ class DeCaL(CliffordScorer):
     """
 
     name = "decal"
+    formula = (
+        "DeCaL (Kamdem Teyou et al. 2024): score(h, r, t) = (h r) . t in the degenerate Cl_{p,q,r}."
+    )
 
     def __init__(
         self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 1, q: int = 1,

@@ -41,6 +41,9 @@ class ConvE(DotScorer):
     """
 
     name = "conve"
+    formula = (
+        "ConvE (Dettmers et al. 2018): score(h, r, t) = <f(vec(f([h; r] * w)) W), t>, f = ReLU."
+    )
 
     def __init__(
         self,
@@ -132,6 +135,7 @@ class ConEx(ConvolvedScorer):
     """
 
     name = "conex"
+    formula = "ConEx (Demir and Ngonga Ngomo 2021): ComplEx with conv(h, r) as a fourth factor."
     units = 2
     is_complex = relation_is_complex = True
 
@@ -150,6 +154,7 @@ class AConEx(ConvolvedScorer):
     """
 
     name = "aconex"
+    formula = "AConEx (dice-embeddings): ComplEx with conv(h, r) added to its four products."
     units, outputs = 2, 2
     is_complex = relation_is_complex = True
 
@@ -169,6 +174,7 @@ class ConvQ(ConvolvedScorer):
     """
 
     name = "convq"
+    formula = "ConvQ (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, quaternions."
     units, levels = 4, 2
     table: Tensor  # of the product, (units, units, units)
 
@@ -188,4 +194,5 @@ class ConvO(ConvQ):
     """
 
     name = "convo"
+    formula = "ConvO (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, octonions."
     units, levels = 8, 3

@@ -36,6 +36,9 @@ class CoKE(DotScorer):
     """
 
     name = "coke"
+    formula = (
+        "CoKE (Wang et al. 2019): score(h, r, t) = <z, t>, z a transformer's state of the masked t."
+    )
 
     def __init__(
         self,
@@ -98,6 +101,7 @@ class Shallom(QueryScorer):
     """
 
     name = "shallom"
+    formula = "Shallom (Demir et al. 2021): score(h, r, t) = W_r ReLU(H [h; t] + b) + c_r."
 
     def __init__(
         self,

@@ -32,6 +32,7 @@ class RotatE(QueryScorer):
     """
 
     name = "rotate"
+    formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # entities only: relations are phases
     # its loop takes torch.compile two minutes, and then three times as long to run
     uncompiled = ("similarity_matrix",)
@@ -76,6 +77,10 @@ class HousE(QueryScorer):
     """
 
     name = "house"
+    formula = (
+        "HousE (Li et al. 2022): "
+        "score(h, r, t) = -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i."
+    )
 
     def __init__(
         self,

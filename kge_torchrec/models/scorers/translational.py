@@ -29,6 +29,8 @@ class TransE(QueryScorer):
     The paper's entities of length 1 are model.normalization unit.
     """
 
+    formula = "TransE (Bordes et al. 2013): score(h, r, t) = -||h + r - t||_p, p = 1 or 2."
+
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return anchor + relation if side == "tail" else anchor - relation
 
@@ -70,6 +72,9 @@ class TransH(QueryScorer):
     """
 
     name = "transh"
+    formula = (
+        "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
+    )
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, relation_dim=2 * dim, **shared)
@@ -109,6 +114,7 @@ class MuRE(QueryScorer):
     """
 
     name = "mure"
+    formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
     bias_columns = 2
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
@@ -168,6 +174,9 @@ class PairRE(QueryScorer):
     """
 
     name = "pairre"
+    formula = (
+        "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
+    )
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, relation_dim=2 * dim, **shared)
@@ -208,6 +217,7 @@ class Pyke(QueryScorer):
     """
 
     name = "pyke"
+    formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Midway:
         distance = torch.linalg.vector_norm(anchor - relation, dim=-1, keepdim=True)
