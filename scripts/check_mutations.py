@@ -189,7 +189,7 @@ FAULTS = [
     Fault("gradients flow through adversarial weights", "models/losses.py",
           "self.temperature * negative.detach()", "self.temperature * negative",
           "tests/models/test_losses.py"),
-    Fault("N3 of the parts of a complex number", "models/regularizers.py",
+    Fault("N3 of the parts of a complex number", "models/objective.py",
           "if not is_complex:", "if True:", "tests/models"),
     Fault("rows start by their place in the shard", "entities/initialize.py",
           "SeedSequence((seed, _STREAM, chunk))",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import sys
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -47,7 +46,7 @@ def describe(
         },
         "parameters": {
             "file": PARAMETERS,
-            "score": _formula(scorer),
+            "score": scorer.formula,
             "relations": _meaning_of_relations(num_relations, model.reciprocal),
         },
         "labels": {
@@ -133,11 +132,6 @@ def _meaning_of_a_row(scorer: type[Scorer], dim: int) -> str:
     if scorer.is_complex:
         return f"{dim // 2} complex numbers, stored as re, im, re, im, ..."
     return f"{dim} real numbers"
-
-
-def _formula(scorer: type[Scorer]) -> str:
-    """Name, source and formula: with these the scorer's file begins."""
-    return _text(sys.modules[scorer.__module__]).split("\n\n")[0]
 
 
 def _layout(scorer: type[Scorer]) -> str:

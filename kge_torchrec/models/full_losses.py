@@ -28,8 +28,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.models.block_device import block_device
+from kge_torchrec.models.ops import block_device
 
+KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
+CPU_BLOCK_BYTES = 32 << 20
+CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 # Scores handled at once: on a CPU they stay in the cache from one operation to the next.
 _CHUNK_SCORES = {"cpu": 1 << 18, "cuda": 1 << 28}
 
@@ -177,3 +180,20 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
     step = max(1, at_once // max(1, scores.shape[1]))
     for start in range(0, scores.shape[0], step):
         yield slice(start, start + step)
+
+
+def block_bytes_of(device: str) -> int:
+    """Scores of a block on a device of this kind, unless all are kept."""
+    return CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
+
+
+def score_blocks(rows: int, queries: int, kept_bytes: int, block_bytes: int) -> list[range]:
+    """The n rows of a rank for Q queries: one block up to ``kept_bytes``, else several.
+
+    Blocks of several have at most ``block_bytes`` of scores, but at least a row.  Training against
+    all entities and its plan count with the same blocks.
+    """
+    row_bytes = 4 * max(1, queries)
+    whole = rows * row_bytes <= kept_bytes
+    height = rows if whole else max(1, block_bytes // row_bytes)
+    return [range(i, min(i + height, rows)) for i in range(0, rows, max(1, height))]

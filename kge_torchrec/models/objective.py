@@ -1,7 +1,11 @@
 """Scorer and loss together: from looked-up rows and a batch's indices to one number.
 
-Shapes: U unique entities of the batch, D numbers a row, C chunks, b triples a chunk, K negatives a
-chunk and side.
+With what the number is made of besides the loss: penalties on the rows that a batch touches, so
+that they cost O(batch), never O(table); relation prediction as an auxiliary objective (Chen et al.
+2021); and the taking of rows, whose gradients meet in one buffer.
+
+Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, K
+negatives a chunk and side, R relation rows (twins included).
 """
 
 from __future__ import annotations
@@ -12,11 +16,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, nn, promote_types
+from torch.nn.functional import cross_entropy
 
-from kge_torchrec.models.regularizers import l2, n3
-from kge_torchrec.models.relation_prediction import relation_prediction
+from kge_torchrec.models.ops import parts
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.models.take_rows import take_rows
 
 
 class TripleBatch(Protocol):
@@ -150,3 +153,61 @@ class Objective(nn.Module):
         """(C, b): the weighted penalties of a triple's three rows."""
         of_entities = [self.penalties.of(x, self.scorer.is_complex) for x in (anchor, target)]
         return sum(of_entities) + self.penalties.of(factors, self.scorer.relation_is_complex)
+
+
+def relation_prediction(
+    scorer: Scorer, anchor: Tensor, relation: Tensor, target: Tensor, side: Side
+) -> Tensor:
+    """-log p(r | h, t): cross-entropy of a triple's relation among all, given its two entities.
+
+    anchor, target: (C, b, D); relation: (C, b) int64 ids.  Returns (C, b).  With reciprocal
+    relations the choice is among relations and twins, and on side "head" the twin is right, as if
+    the inverse triples were in the data; else both sides are the same but for dropout.
+    """
+    scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    answer, _ = scorer.direct(relation, side)
+    return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")
+
+
+def n3(rows: Tensor, is_complex: bool) -> Tensor:
+    """Nuclear 3-norm penalty (Lacroix et al. 2018): sum of |x|^3.  (C, b, D) -> (C, b)
+
+    For complex scorers |x| is the modulus.
+    """
+    if not is_complex:
+        return rows.abs().pow(3).sum(-1)
+    real, imaginary = parts(rows)
+    # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
+    return (real.square() + imaginary.square() + 1e-30).pow(1.5).sum(-1)
+
+
+def l2(rows: Tensor) -> Tensor:
+    """Sum of squares.  (C, b, D) -> (C, b)"""
+    return rows.square().sum(-1)
+
+
+def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """rows[index] in parts of the given sizes: (U, D), (M,) int64 -> (size, D) each.
+
+    Indexing separately would give autograd one gradient of all rows per part, to be added up.
+    On a CPU duplicate indices sum their gradients in a fixed order, so that runs repeat bitwise.
+    """
+    return _TakeRows.apply(rows, index, sizes)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(index)
+        ctx.count, ctx.sizes = rows.shape[0], sizes
+        return tuple(rows.index_select(0, part) for part in index.split(sizes))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        out = grads[0].new_zeros(ctx.count, grads[0].shape[1])
+        for part, grad in zip(index.split(ctx.sizes), grads, strict=True):
+            out.index_add_(0, part, grad)
+        return out, None, None

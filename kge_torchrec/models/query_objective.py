@@ -11,9 +11,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.objective import Objective, take_rows
 from kge_torchrec.models.scorers.base import Side
-from kge_torchrec.models.take_rows import take_rows
 
 
 class SampledQueries(Protocol):

@@ -10,15 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.block_device import planning_for
 from kge_torchrec.models.full_losses import (
+    KEPT_BYTES,
     BlockAnswers,
     FullBinaryCrossEntropy,
     FullLoss,
     FullSoftmax,
+    block_bytes_of,
+    score_blocks,
 )
 from kge_torchrec.models.objective import Objective
-from kge_torchrec.models.score_blocks import KEPT_BYTES, block_bytes_of, score_blocks
+from kge_torchrec.models.ops import planning_for
 from kge_torchrec.models.scorers import Side
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.ring import Ring

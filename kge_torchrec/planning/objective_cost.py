@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import torch
 
-from kge_torchrec.models.block_device import planning_for
 from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.ops import planning_for
 from kge_torchrec.planning.watch_operations import Cost, WatchOperations
 from kge_torchrec.planning.workload import RankBatch, Workload
 

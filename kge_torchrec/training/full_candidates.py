@@ -34,9 +34,14 @@ from torch import Tensor, nn
 from kge_torchrec.data.queries import QueryBatch
 from kge_torchrec.entities.contract import EntityEngine, EntityShard
 from kge_torchrec.entities.row_gradients import RowGradients
-from kge_torchrec.models.full_losses import BlockAnswers, FullLoss
-from kge_torchrec.models.relation_prediction import relation_prediction
-from kge_torchrec.models.score_blocks import KEPT_BYTES, block_bytes_of, score_blocks
+from kge_torchrec.models.full_losses import (
+    KEPT_BYTES,
+    BlockAnswers,
+    FullLoss,
+    block_bytes_of,
+    score_blocks,
+)
+from kge_torchrec.models.objective import relation_prediction
 from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training.directions import Direction, directed
 from kge_torchrec.training.dropout import seed_generators

@@ -25,7 +25,7 @@ from kge_torchrec.export.errors import ExportError
 from kge_torchrec.export.folder import ExportFolder
 from kge_torchrec.export.tables import FORMATS, open_table
 from kge_torchrec.export.write import dense_parameters
-from kge_torchrec.models.scorers.complex import ComplEx
+from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.training.checkpoints import CheckpointError
 
 N, R, D = 37, 3, 8

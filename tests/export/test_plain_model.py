@@ -98,6 +98,8 @@ def test_every_scorer_comes_back(tmp_path, name):
     safetensors.torch.save_file(scorer.state_dict(), tmp_path / "scorer.safetensors")
     description = describe(config, N, R, "npy")
     assert ": " in description["parameters"]["score"] and description["entities"]["layout"]
+    source = description["parameters"]["score"].split(" (")[0]
+    assert source and source in type(scorer).__name__  # its own, not that of the class it extends
     loaded = load_scorer(tmp_path, json.loads(json.dumps(description)))
     assert type(loaded) is type(scorer) and not loaded.training
     rows, relation = torch.randn(2, 4, 48), torch.arange(4) % R

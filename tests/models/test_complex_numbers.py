@@ -11,8 +11,8 @@ from torch._functorch.aot_autograd import make_boxed_func
 
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.ops import rotated, times
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.models.scorers.complex_numbers import rotated, times
 
 FORMS = {
     "product": (times, 8),

@@ -13,10 +13,8 @@ from kge_torchrec.data.known import KnownTriples, build_side
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.order import EpochOrder
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
-from kge_torchrec.models.objective import Objective, Penalties
-from kge_torchrec.models.relation_prediction import relation_prediction
+from kge_torchrec.models.objective import Objective, Penalties, relation_prediction, take_rows
 from kge_torchrec.models.scorers import SCORERS, SIDES
-from kge_torchrec.models.take_rows import take_rows
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
 ENTITIES, RELATIONS, DIM = 7, 3, 4

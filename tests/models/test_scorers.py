@@ -16,9 +16,9 @@ from scorer_cases import (
 )
 
 from kge_torchrec.config import SCORER_NAMES
+from kge_torchrec.models import ops
 from kge_torchrec.models.scorer_options import DECLARATIONS
-from kge_torchrec.models.scorers import SCORERS, pairwise
-from kge_torchrec.models.scorers import complex_distance as blocked
+from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.ranking.blocks import score_block
 
 
@@ -121,9 +121,9 @@ def test_nothing_to_score(case):
 
 @pytest.mark.parametrize("numbers_at_once", [1, 100, 1 << 18])
 def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once):
-    monkeypatch.setattr(blocked, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
+    monkeypatch.setattr(ops, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
     query, rows = (normal(2, n, 6).requires_grad_() for n in (5, 3))
-    distance = blocked.complex_distance(query, rows)
+    distance = ops.complex_distance(query, rows)
     a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, rows))
     expected = (a[:, :, None] - b[:, None]).abs().sum(-1)
     torch.testing.assert_close(distance, expected)
@@ -154,7 +154,7 @@ def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_onc
         return pairs.detach(), relations.detach(), *(g for g in gradients if g is not None)
 
     expected = values_and_gradients()
-    monkeypatch.setattr(pairwise, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
+    monkeypatch.setattr(ops, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
     for one, other in zip(values_and_gradients(), expected, strict=True):
         torch.testing.assert_close(one, other)
 

@@ -10,7 +10,7 @@ import torch
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.models.scorers import rotate
+from kge_torchrec.models.scorers import rotational
 from kge_torchrec.training.fit import Fit
 
 
@@ -42,13 +42,13 @@ def test_traced_parts_train_the_same(store, tmp_path, monkeypatch, precision):
 
 def test_distances_of_rotate_are_left_uncompiled(store, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    compiling, distance = [], rotate.complex_distance
+    compiling, distance = [], rotational.complex_distance
 
     def watched(query, rows):
         compiling.append(torch.compiler.is_compiling())
         return distance(query, rows)
 
-    monkeypatch.setattr(rotate, "complex_distance", watched)
+    monkeypatch.setattr(rotational, "complex_distance", watched)
     train(store, tmp_path, True, model__scorer="rotate")
     assert compiling and not any(compiling)
 

@@ -1,5 +1,11 @@
 """Scorers whose numbers live in an algebra: score(h, r, t) = <h r, t> as real vectors.
 
+    QMult   Demir et al. 2021          <h r, t>, quaternions with the Hamilton product
+    QuatE   Zhang et al. 2019          <h (r / |r|), t>, quaternions
+    OMult   Demir et al. 2021          <h r, t>, octonions
+    DualE   Cao et al. 2021            <h r*, t>, dual quaternions, r* of unit length
+    LFMult  Kamdem Teyou et al. 2024   sum_m int_0^1 h_m(x) r_m(x) t_m(x) dx, polynomials
+
 An algebra over n units u_i is its table: x y = sum_ijk x_i y_j table_ijk u_k.  A row of D real
 numbers is D/n numbers of n components each, interleaved as complex numbers are: the components of
 the first number, then those of the second.
@@ -12,7 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kge_torchrec.models.scorers.base import Side, TrilinearScorer
 
@@ -96,3 +102,93 @@ def dual(table: Tensor) -> Tensor:
     out = torch.zeros(2 * n, 2 * n, 2 * n)
     out[:n, :n, :n] = out[:n, n:, n:] = out[n:, :n, n:] = table
     return out
+
+
+class QMult(AlgebraScorer):
+    """D real numbers a row make D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
+
+    Raises ValueError when D is no multiple of 4.
+    """
+
+    name = "qmult"
+    formula = (
+        "QMult (Demir et al. 2021): "
+        "score(h, r, t) = <h r, t>, quaternions with the Hamilton product."
+    )
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, table=cayley_dickson(2), **shared)
+
+
+class QuatE(QMult):
+    """QMult with every quaternion of a relation at length 1: relations rotate.
+
+    Rows as in QMult.
+    """
+
+    name = "quate"
+    formula = "QuatE (Zhang et al. 2019): score(h, r, t) = <h (r / |r|), t>, quaternions."
+
+    def factor(self, relation: Tensor) -> Tensor:
+        return nn.functional.normalize(components(relation, 4), dim=-1).flatten(-2)
+
+
+class OMult(AlgebraScorer):
+    """D real numbers a row make D/8 octonions, eight components after another.
+
+    The product is that of QuatE's supplement: pairs of quaternions by Cayley and Dickson's rule.
+    Raises ValueError when D is no multiple of 8.
+    """
+
+    name = "omult"
+    formula = "OMult (Demir et al. 2021): score(h, r, t) = <h r, t>, octonions."
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, table=cayley_dickson(3), **shared)
+
+
+class DualE(AlgebraScorer):
+    """D real numbers a row make D/8 dual quaternions a + e b, stored as a's four, then b's four.
+
+    A relation c + e d is used as r* = c / |c| + e (d - c <c, d> / |c|^2), a rotation and a
+    translation: as in the authors' code the second part is made orthogonal to the first and keeps
+    its length.  Raises ValueError when D is no multiple of 8.
+    """
+
+    name = "duale"
+    formula = (
+        "DualE (Cao et al. 2021): score(h, r, t) = <h r*, t>, dual quaternions, r* of unit length."
+    )
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, table=dual(cayley_dickson(2)), **shared)
+
+    def factor(self, relation: Tensor) -> Tensor:
+        real, other = components(relation, 8).split(4, -1)
+        real = nn.functional.normalize(real, dim=-1)
+        other = other - real * (real * other).sum(-1, keepdim=True)
+        return torch.cat([real, other], -1).flatten(-2)
+
+
+class LFMult(AlgebraScorer):
+    """A row is D / (degree + 1) polynomials, each by its coefficients of 1, x, ..., x^degree.
+
+    The trilinear score of the paper, its integral exact: x^i x^j x^k gives 1 / (1 + i + j + k).
+    Symmetric in head and tail; degree 0 is DistMult.  Raises ValueError when degree + 1 does not
+    divide D.
+    """
+
+    name = "lfmult"
+    formula = (
+        "LFMult (Kamdem Teyou et al. 2024): score(h, r, t) = sum_m int_0^1 h_m(x) r_m(x) t_m(x) dx."
+    )
+
+    def __init__(
+        self, num_relations: int, dim: int, reciprocal: bool = False, *, degree: int = 1,
+        **shared: Any,
+    ):  # fmt: skip
+        powers = torch.arange(degree + 1)
+        table = 1 / (1 + powers[:, None, None] + powers[:, None] + powers)
+        super().__init__(
+            num_relations, dim, reciprocal, table=table, options={"degree": degree}, **shared
+        )

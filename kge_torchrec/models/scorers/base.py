@@ -4,12 +4,18 @@ A scorer holds the relation (and any other dense) parameters; entity rows are ha
 it never needs to know where they live.  A query is an anchor entity and a relation, asked for the
 missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` (?, relation, anchor).
 
+Below the contract: the normalization of rows, in place of BatchNorm wherever a paper has that
+(BatchNorm depends on the batch that a rank happens to see, so that one rank and two would train
+different models; what is here looks at one row alone), and the start of a scorer's layers, a
+function of the seed's stream on any device and rank.
+
 Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity, R
 relation rows (twins included), W numbers a relation.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -18,10 +24,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from kge_torchrec.models.ops import pairwise
 from kge_torchrec.models.scorer_options import DECLARATIONS, check_scorer
-from kge_torchrec.models.scorers.normalization import normalization_of
-from kge_torchrec.models.scorers.pairwise import pairwise
-from kge_torchrec.models.scorers.start import start_layers
 
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, ...] = ("head", "tail")
@@ -46,6 +50,7 @@ class Scorer(nn.Module):
     """
 
     name = ""  # in the config
+    formula = ""  # after its name and source; exported models say it
     # Whether rows are read as complex numbers, which N3 then takes the modulus of.
     is_complex = False
     relation_is_complex = False
@@ -290,3 +295,41 @@ class TrilinearScorer(DotScorer):
         head, tail = (anchor, target) if is_tail else (target, anchor)
         relations = self.relation(torch.arange(self.relation_rows, device=anchor.device))
         return torch.matmul(self.relation_query(head, tail), relations.t())
+
+
+class UnitNorm(nn.Module):
+    """Rows of Euclidean length 1; a row of zeros stays.  (..., D) -> (..., D)"""
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return nn.functional.normalize(rows, dim=-1)
+
+
+def normalization_of(name: str, dim: int) -> nn.Module:
+    """The normalization of rows of dim numbers: none, unit or layer (with scale and shift)."""
+    return {"none": nn.Identity, "unit": UnitNorm, "layer": lambda: nn.LayerNorm(dim)}[name]()
+
+
+def start_layers(module: nn.Module, stream: np.random.Generator) -> None:
+    """Weights of linear, convolution and attention layers inside a module; biases start at 0.
+
+    Weights are uniform within 1 / sqrt(inputs of a unit), as torch starts its layers; scales and
+    shifts of normalizations stay as they are made, 1 and 0.
+    """
+    for layer in module.modules():
+        if isinstance(layer, nn.Linear | nn.Conv2d):
+            _start(layer.weight, layer.bias, stream)
+        elif isinstance(layer, nn.MultiheadAttention):  # its output layer is an nn.Linear
+            _start(layer.in_proj_weight, layer.in_proj_bias, stream)
+
+
+def uniform(parameter: Tensor, bound: float, stream: np.random.Generator) -> None:
+    """Fills a parameter with numbers in [-bound, bound)."""
+    drawn = stream.uniform(-bound, bound, parameter.shape)
+    with torch.no_grad():
+        parameter.copy_(torch.from_numpy(drawn))
+
+
+def _start(weight: Tensor, bias: Tensor | None, stream: np.random.Generator) -> None:
+    uniform(weight, 1 / math.sqrt(weight[0].numel()), stream)
+    if bias is not None:
+        nn.init.zeros_(bias)

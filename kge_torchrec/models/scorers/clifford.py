@@ -1,5 +1,9 @@
 """Scorers in a Clifford algebra: score(h, r, t) = (h r) . t (Demir and Ngonga Ngomo 2023).
 
+    Keci   Demir and Ngonga Ngomo 2023  in Cl_{p,q}, with a learnt factor for each basis vector
+    CKeci  Demir and Ngonga Ngomo 2023  in Cl_{p,q}, without
+    DeCaL  Kamdem Teyou et al. 2024     in the degenerate Cl_{p,q,r}
+
 A Clifford number here is x_0 + sum_i x_i e_i over basis vectors e_i whose squares s_i are 1, -1 or
 0 and which anticommute.  The product of two has a part along 1 and the e_i, compared with t,
 
@@ -16,11 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kge_torchrec.models.scorers.algebra import components
-from kge_torchrec.models.scorers.base import Side, TrilinearScorer
+from kge_torchrec.models.scorers.base import Fill, Side, TrilinearScorer
 
 
 class Shifted(NamedTuple):
@@ -96,3 +101,75 @@ class CliffordScorer(TrilinearScorer):
 
 def _joined(first: Tensor, rest: Tensor) -> Tensor:
     return torch.cat([first, rest], -1).flatten(-2)
+
+
+class CKeci(CliffordScorer):
+    """Clifford numbers with p basis vectors of square 1, then q of square -1.
+
+    A row is D / (1 + p + q) of them, 1 + p + q numbers after another.  p = q = 0 is DistMult,
+    p = 0, q = 1 is ComplEx.  dice-embeddings adds sigma_pq from p, q >= 2 on only; here it counts
+    from p, q >= 1, as in the paper.  Raises ValueError when D is no multiple of 1 + p + q.
+    """
+
+    name = "ckeci"
+    formula = (
+        "Keci (Demir and Ngonga Ngomo 2023): score(h, r, t) = (h r) . t in the algebra Cl_{p,q}."
+    )
+
+    def __init__(
+        self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 0, q: int = 1,
+        **shared: Any,
+    ):  # fmt: skip
+        super().__init__(
+            num_relations, dim, reciprocal, squares=[1] * p + [-1] * q,
+            options={"p": p, "q": q}, **shared,
+        )  # fmt: skip
+        self.is_complex = self.relation_is_complex = (p, q) == (0, 1)
+
+
+class Keci(CKeci):
+    """CKeci with a learnt factor for each basis vector, applied to head and relation.
+
+    The factors start at 0, as in dice-embeddings: at first only the numbers along 1 count.
+    """
+
+    name = "keci"
+
+    def __init__(
+        self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 0, q: int = 1,
+        **shared: Any,
+    ):  # fmt: skip
+        super().__init__(num_relations, dim, reciprocal, p=p, q=q, **shared)
+        self.coefficients = nn.Parameter(torch.zeros(p + q)) if p + q else None
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Relation rows take the configured draw, the factors 0."""
+        super().reset_parameters(fill, stream)
+        if self.coefficients is not None:
+            self.coefficients.zero_()
+
+    def scales(self) -> Tensor | None:
+        return self.coefficients
+
+
+class DeCaL(CliffordScorer):
+    """Clifford numbers with p basis vectors of square 1, then q of square -1, then r of square 0.
+
+    A row is D / (1 + p + q + r) of them, 1 + p + q + r numbers after another; r = 0 is CKeci.
+    Raises ValueError when D is no multiple of 1 + p + q + r.
+    """
+
+    name = "decal"
+    formula = (
+        "DeCaL (Kamdem Teyou et al. 2024): score(h, r, t) = (h r) . t in the degenerate Cl_{p,q,r}."
+    )
+
+    def __init__(
+        self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 1, q: int = 1,
+        r: int = 1, **shared: Any,
+    ):  # fmt: skip
+        super().__init__(
+            num_relations, dim, reciprocal, squares=[1] * p + [-1] * q + [0] * r,
+            options={"p": p, "q": q, "r": r}, **shared,
+        )  # fmt: skip

@@ -1,0 +1,149 @@
+"""Scorers that are linear in head, relation and tail alike: a relation is a matrix of some form.
+
+Their score(h, r, t):
+
+    DistMult  Yang et al. 2015         sum_d h_d r_d t_d
+    ComplEx   Trouillon et al. 2016    Re(sum_k h_k r_k conj(t_k))
+    SimplE    Kazemi and Poole 2018    (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2
+    RESCAL    Nickel et al. 2011       h^T M_r t
+    TuckER    Balazevic et al. 2019    core x_1 r x_2 h x_3 t
+
+Shapes: D numbers a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.models.ops import times
+from kge_torchrec.models.scorers.base import Fill, Side, TrilinearScorer, uniform
+
+
+class DistMult(TrilinearScorer):
+    """Bilinear with a diagonal relation; symmetric in head and tail.  D real numbers a row."""
+
+    name = "distmult"
+    formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return anchor * relation
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        return head * tail
+
+
+class ComplEx(TrilinearScorer):
+    """D real numbers a row make D/2 complex ones.
+
+    As Re(x conj(y)) is the inner product of x and y as real vectors, the tail query is h r and
+    the head query t conj(r).  Raises ValueError when D is odd.
+    """
+
+    name = "complex"
+    formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
+    is_complex = relation_is_complex = True
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return times(anchor, relation, conjugate=side == "head")
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        return times(tail, head, conjugate=True)
+
+
+class SimplE(TrilinearScorer):
+    """An entity's row is its vector as a head, then its vector as a tail, D/2 numbers each.
+
+    A relation's row is the vector r, then r' of its inverse, D/2 numbers each.  <x, y, z> is
+    sum_k x_k y_k z_k.  Raises ValueError when D is odd.
+    """
+
+    name = "simple"
+    formula = (
+        "SimplE (Kazemi and Poole 2018): score = (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2."
+    )
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        (as_head, as_tail), (forth, back) = anchor.chunk(2, -1), relation.chunk(2, -1)
+        if side == "tail":
+            parts = as_tail * back, as_head * forth
+        else:
+            parts = as_tail * forth, as_head * back
+        return torch.cat(parts, -1) / 2
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        (head_head, head_tail), (tail_head, tail_tail) = head.chunk(2, -1), tail.chunk(2, -1)
+        return torch.cat([head_head * tail_tail, tail_head * head_tail], -1) / 2
+
+
+class RESCAL(TrilinearScorer):
+    """Bilinear with a full matrix; a relation's row is M_r, D x D, row by row."""
+
+    name = "rescal"
+    formula = "RESCAL (Nickel et al. 2011): score(h, r, t) = h^T M_r t."
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, relation_dim=dim * dim, **shared)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return bilinear_query(anchor, relation.unflatten(-1, (self.dim, self.dim)), side)
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        return outer(head, tail)
+
+
+def bilinear_query(anchor: Tensor, matrix: Tensor, side: Side) -> Tensor:
+    """h^T M as a vector, or M t: (..., D), (..., D, D) -> (..., D)."""
+    if side == "tail":
+        return (anchor[..., None, :] @ matrix)[..., 0, :]
+    return (matrix @ anchor[..., None])[..., 0]
+
+
+def outer(head: Tensor, tail: Tensor) -> Tensor:
+    """h t^T, row by row: (..., D), (..., D) -> (..., D * D)."""
+    return (head[..., None] * tail[..., None, :]).flatten(-2)
+
+
+class TuckER(TrilinearScorer):
+    """Relations share a core tensor (W, D, D): a relation's matrix is the sum of r_k core_k.
+
+    relation_dim: W; None takes D.  feature_dropout: of the entries of a relation's matrix.  The
+    authors' BatchNorm of head and query is left out; model.normalization layer is the nearest.
+    """
+
+    name = "tucker"
+    formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
+
+    def __init__(
+        self,
+        num_relations: int,
+        dim: int,
+        reciprocal: bool = False,
+        *,
+        relation_dim: int | None = None,
+        feature_dropout: float = 0.0,
+        **shared: Any,
+    ):
+        options = {"relation_dim": relation_dim, "feature_dropout": feature_dropout}
+        width = relation_dim or dim
+        super().__init__(
+            num_relations, dim, reciprocal, relation_dim=width, options=options, **shared
+        )
+        self.core = nn.Parameter(torch.empty(width, dim, dim))
+        self.feature_dropout = nn.Dropout(feature_dropout)
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """The core starts uniform in [-1, 1), as in the authors' code."""
+        super().reset_parameters(fill, stream)
+        uniform(self.core, 1.0, stream)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        matrix = (relation @ self.core.flatten(1)).unflatten(-1, (self.dim, self.dim))
+        return bilinear_query(anchor, self.feature_dropout(matrix), side)
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        return outer(head, tail) @ self.core.flatten(1).t()

@@ -1,0 +1,198 @@
+"""Scorers whose query goes through a convolution of head and relation.
+
+Their score(h, r, t):
+
+    ConvE   Dettmers et al. 2018         <f(vec(f([h; r] * w)) W), t>, f = ReLU
+    ConEx   Demir and Ngonga Ngomo 2021  ComplEx with conv(h, r) as a fourth factor:
+            <re c, re h, re r, re t> + <re c, re h, im r, im t> + <im c, im h, re r, im t>
+            - <im c, im h, im r, re t>, c = conv(h, r), <w, x, y, z> = sum_k w_k x_k y_k z_k
+    AConEx  dice-embeddings              ComplEx with conv(h, r) added to its four products:
+            <a + re h re r, re t> + <b + re h im r, im t> + <c + im h re r, im t>
+            - <d + im h im r, re t>, (a, b, c, d) = conv(h, r)
+    ConvQ   Demir et al. 2021            <conv(h, r) * (h r), t>, quaternions
+    ConvO   Demir et al. 2021            <conv(h, r) * (h r), t>, octonions
+
+conv(h, r) is ``ResidualConvolution``, over the components of two rows.
+
+Shapes: n components a number, D numbers a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.models.scorer_options import image_shape
+from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
+from kge_torchrec.models.scorers.base import DotScorer, Side
+
+
+class ConvE(DotScorer):
+    """h and r as images, one above the other, are convolved with w and mapped back by W.
+
+    D numbers a row are an image of height x width.  Normalization is by layer where the authors'
+    code has BatchNorm, and their bias of each entity, which is not in the paper's formula, is left
+    out.  Answers tail queries only.  Raises ValueError when not reciprocal, when height does not
+    divide D or the filters do not fit the image.
+
+    feature_dropout: of whole feature maps.  hidden_dropout: of the query, after its ReLU.
+    """
+
+    name = "conve"
+    formula = (
+        "ConvE (Dettmers et al. 2018): score(h, r, t) = <f(vec(f([h; r] * w)) W), t>, f = ReLU."
+    )
+
+    def __init__(
+        self,
+        num_relations: int,
+        dim: int,
+        reciprocal: bool = True,
+        *,
+        channels: int = 32,
+        kernel_size: int = 3,
+        feature_dropout: float = 0.0,
+        height: int | None = None,
+        **shared: Any,
+    ):
+        options = {"channels": channels, "kernel_size": kernel_size, "height": height,
+                   "feature_dropout": feature_dropout}  # fmt: skip
+        super().__init__(num_relations, dim, reciprocal, options=options, **shared)
+        self.height, self.width = image_shape(dim, height)
+        cells = (2 * self.height - kernel_size + 1) * (self.width - kernel_size + 1)
+        self.image_norm = nn.GroupNorm(1, 1)
+        self.convolution = nn.Conv2d(1, channels, kernel_size)
+        self.map_norm = nn.GroupNorm(1, channels)
+        self.feature_dropout = nn.Dropout2d(feature_dropout)
+        self.linear = nn.Linear(channels * cells, dim)
+        self.query_norm = nn.LayerNorm(dim)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        anchor, relation = torch.broadcast_tensors(anchor, relation)
+        image = torch.cat([anchor, relation], -1).reshape(-1, 1, 2 * self.height, self.width)
+        maps = self.map_norm(self.convolution(self.image_norm(image))).relu()
+        flat = self.feature_dropout(maps).flatten(1)
+        return self.query_norm(self.linear(flat)).relu().view(anchor.shape)
+
+
+class ResidualConvolution(nn.Module):
+    """f(vec(f([h; r] * w)) W): an image of 2 n rows, one for each component, of D/n numbers.
+
+    Filters are padded to keep the image's size.  f is ReLU after a normalization by layer, which
+    the authors' code does by batch.  feature_dropout: of whole feature maps.
+    """
+
+    def __init__(
+        self, dim: int, units: int, channels: int, kernel_size: int, feature_dropout: float,
+        outputs: int,
+    ):  # fmt: skip
+        super().__init__()
+        self.units = units
+        self.convolution = nn.Conv2d(1, channels, kernel_size, padding=kernel_size // 2)
+        self.map_norm = nn.GroupNorm(1, channels)
+        self.feature_dropout = nn.Dropout2d(feature_dropout)
+        self.linear = nn.Linear(channels * 2 * dim, outputs)
+        self.output_norm = nn.LayerNorm(outputs)
+
+    def forward(self, head: Tensor, relation: Tensor) -> Tensor:
+        """(..., D), (..., D) -> (..., outputs)"""
+        head, relation = torch.broadcast_tensors(head, relation)
+        parts = [components(x, self.units).transpose(-1, -2) for x in (head, relation)]
+        image = torch.cat(parts, -2)  # (..., 2 n, D/n)
+        maps = self.map_norm(self.convolution(image.reshape(-1, 1, *image.shape[-2:]))).relu()
+        out = self.output_norm(self.linear(self.feature_dropout(maps).flatten(1))).relu()
+        return out.view(*head.shape[:-1], out.shape[-1])
+
+
+class ConvolvedScorer(DotScorer):
+    """A scorer that joins a product of h and r with conv(h, r).  Answers tail queries only.
+
+    units: n; outputs: numbers that the convolution returns, in D.  Raises ValueError when not
+    reciprocal.
+    """
+
+    units: int
+    outputs = 1
+
+    def __init__(
+        self, num_relations: int, dim: int, reciprocal: bool = True, *, channels: int = 32,
+        kernel_size: int = 3, feature_dropout: float = 0.0, **shared: Any,
+    ):  # fmt: skip
+        options = {"channels": channels, "kernel_size": kernel_size,
+                   "feature_dropout": feature_dropout}  # fmt: skip
+        super().__init__(num_relations, dim, reciprocal, options=options, **shared)
+        self.convolution = ResidualConvolution(
+            dim, self.units, channels, kernel_size, feature_dropout, self.outputs * dim
+        )
+
+
+class ConEx(ConvolvedScorer):
+    """D real numbers a row make D/2 complex ones, stored (re, im, re, im, ...).
+
+    Answers tail queries only.  Raises ValueError when D is odd or not reciprocal.
+    """
+
+    name = "conex"
+    formula = "ConEx (Demir and Ngonga Ngomo 2021): ComplEx with conv(h, r) as a fourth factor."
+    units = 2
+    is_complex = relation_is_complex = True
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        c_re, c_im = components(self.convolution(anchor, relation), 2).unbind(-1)
+        (h_re, h_im), (r_re, r_im) = (components(x, 2).unbind(-1) for x in (anchor, relation))
+        real = c_re * h_re * r_re - c_im * h_im * r_im
+        imaginary = c_re * h_re * r_im + c_im * h_im * r_re
+        return torch.stack([real, imaginary], -1).flatten(-2)
+
+
+class AConEx(ConvolvedScorer):
+    """D real numbers a row make D/2 complex ones, stored (re, im, re, im, ...).
+
+    Answers tail queries only.  Raises ValueError when D is odd or not reciprocal.
+    """
+
+    name = "aconex"
+    formula = "AConEx (dice-embeddings): ComplEx with conv(h, r) added to its four products."
+    units, outputs = 2, 2
+    is_complex = relation_is_complex = True
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        a, b, c, d = self.convolution(anchor, relation).chunk(4, -1)  # D/2 each
+        (h_re, h_im), (r_re, r_im) = (components(x, 2).unbind(-1) for x in (anchor, relation))
+        real = (a + h_re * r_re) - (d + h_im * r_im)
+        imaginary = (b + h_re * r_im) + (c + h_im * r_re)
+        return torch.stack([real, imaginary], -1).flatten(-2)
+
+
+class ConvQ(ConvolvedScorer):
+    """QMult whose product is multiplied, number by number, by a convolution of h and r.
+
+    D real numbers a row make D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
+    Answers tail queries only.  Raises ValueError when D is no multiple of 4 or not reciprocal.
+    """
+
+    name = "convq"
+    formula = "ConvQ (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, quaternions."
+    units, levels = 4, 2
+    table: Tensor  # of the product, (units, units, units)
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        self.register_buffer("table", cayley_dickson(self.levels), persistent=False)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return self.convolution(anchor, relation) * product(anchor, relation, self.table)
+
+
+class ConvO(ConvQ):
+    """OMult whose product is multiplied, number by number, by a convolution of h and r.
+
+    D real numbers a row make D/8 octonions, eight components after another.  Answers tail queries
+    only.  Raises ValueError when D is no multiple of 8 or not reciprocal.
+    """
+
+    name = "convo"
+    formula = "ConvO (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, octonions."
+    units, levels = 8, 3

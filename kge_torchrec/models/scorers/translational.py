@@ -1,0 +1,230 @@
+"""Scorers that move a point by the relation and measure how far the answer is from there.
+
+Their score(h, r, t):
+
+    TransE  Bordes et al. 2013           -||h + r - t||_p, p = 1 or 2
+    TransH  Wang et al. 2014             -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>
+    MuRE    Balazevic et al. 2019        -||R_r h - (t + v_r)||^2 + b_h + c_t
+    PairRE  Chao et al. 2021             -||h * r_head - t * r_tail||_1, |h| = |t| = 1
+    Pyke    Demir and Ngonga Ngomo 2019  -(||h - r|| + ||r - t||) / 2
+
+Shapes: D numbers a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.models.ops import euclidean, manhattan, pairwise
+from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
+
+
+class TransE(QueryScorer):
+    """Relations are translations.  The tail query is h + r, the head query t - r.
+
+    The paper's entities of length 1 are model.normalization unit.
+    """
+
+    formula = "TransE (Bordes et al. 2013): score(h, r, t) = -||h + r - t||_p, p = 1 or 2."
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return anchor + relation if side == "tail" else anchor - relation
+
+
+class TransEL1(TransE):
+    name = "transe_l1"
+
+    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -torch.linalg.vector_norm(query - rows, ord=1, dim=-1)
+
+    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -manhattan(query, rows)
+
+
+class TransEL2(TransE):
+    name = "transe_l2"
+
+    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -torch.linalg.vector_norm(query - rows, dim=-1)
+
+    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -euclidean(query, rows)
+
+
+class Projected(NamedTuple):
+    """A point and the normal of the hyperplane on which rows are compared with it."""
+
+    point: Tensor  # (..., D)
+    normal: Tensor  # (..., D), of length 1
+
+
+class TransH(QueryScorer):
+    """Translations on a hyperplane of each relation.
+
+    A relation's row is its normal w_r (used at length 1), then its translation d_r, D numbers
+    each.  Where the paper penalises a d_r that leaves the hyperplane, d_r is projected here: the
+    score is minus the squared length of (h + d_r - t)'.  The paper's entities of length 1 are
+    model.normalization unit.
+    """
+
+    name = "transh"
+    formula = (
+        "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
+    )
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, relation_dim=2 * dim, **shared)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Projected:
+        normal, shift = relation.chunk(2, -1)
+        point = anchor + shift if side == "tail" else anchor - shift
+        return Projected(point, nn.functional.normalize(normal, dim=-1))
+
+    def similarity(self, query: Projected, rows: Tensor) -> Tensor:
+        return _hyperplane_score(*query, rows)
+
+    def similarity_matrix(self, query: Projected, rows: Tensor) -> Tensor:
+        return pairwise(_hyperplane_score, query, [rows], self.dim)
+
+
+def _hyperplane_score(point: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
+    difference = point - rows
+    along = (difference * normal).sum(-1, keepdim=True)
+    return -(difference - along * normal).square().sum(-1)
+
+
+class Weighted(NamedTuple):
+    """-||point - scale * vector of row||^2 + bias + the row's own bias."""
+
+    point: Tensor  # (..., D - 2)
+    scale: Tensor | None  # (..., D - 2); None is 1
+    bias: Tensor  # (..., 1)
+
+
+class MuRE(QueryScorer):
+    """R_r is diagonal, v_r a translation.
+
+    An entity's row is its vector of D - 2 numbers, then its biases b as a head and c as a tail,
+    which start as the vector does (at 0 in the authors' code).  A relation's row is the diagonal,
+    then the translation.  Raises ValueError when D < 3.
+    """
+
+    name = "mure"
+    formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
+    bias_columns = 2
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, relation_dim=2 * (dim - 2), **shared)
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Translations take the configured draw, diagonals start uniform in [-1, 1)."""
+        super().reset_parameters(fill, stream)
+        uniform(self.relations[:, : self.dim - 2], 1.0, stream)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Weighted:
+        vector, as_head, as_tail = _vector_and_biases(anchor)
+        scale, shift = relation.chunk(2, -1)
+        if side == "tail":
+            return Weighted(vector * scale - shift, None, as_head)
+        return Weighted(vector + shift, scale, as_tail)
+
+    def similarity(self, query: Weighted, rows: Tensor) -> Tensor:
+        vector, as_head, as_tail = _vector_and_biases(rows)
+        if query.scale is None:
+            distance, own = (query.point - vector).square().sum(-1), as_tail
+        else:
+            distance, own = -_weighted_score(query.point, query.scale, vector), as_head
+        return query.bias[..., 0] + own[..., 0] - distance
+
+    def similarity_matrix(self, query: Weighted, rows: Tensor) -> Tensor:
+        vector, as_head, as_tail = _vector_and_biases(rows)
+        if query.scale is None:
+            score, own = -euclidean(query.point, vector).square(), as_tail
+        else:
+            score = pairwise(_weighted_score, [query.point, query.scale], [vector], self.dim)
+            own = as_head
+        return score + query.bias + own.transpose(-1, -2)
+
+
+def _vector_and_biases(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Vector (..., D - 2), bias as a head (..., 1), bias as a tail (..., 1)."""
+    return rows.split([rows.shape[-1] - 2, 1, 1], -1)
+
+
+def _weighted_score(point: Tensor, scale: Tensor, vector: Tensor) -> Tensor:
+    return -(point - scale * vector).square().sum(-1)
+
+
+class Scaled(NamedTuple):
+    """-||point - scale * row||_1"""
+
+    point: Tensor  # (..., D)
+    scale: Tensor  # (..., D)
+
+
+class PairRE(QueryScorer):
+    """A relation's row is its vector for heads, then that for tails, D numbers each.
+
+    Entities are used at Euclidean length 1, whatever model.normalization says.
+    """
+
+    name = "pairre"
+    formula = (
+        "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
+    )
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, relation_dim=2 * dim, **shared)
+
+    def entity(self, rows: Tensor) -> Tensor:
+        return nn.functional.normalize(super().entity(rows), dim=-1)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Scaled:
+        of_head, of_tail = relation.chunk(2, -1)
+        if side == "tail":
+            return Scaled(anchor * of_head, of_tail)
+        return Scaled(anchor * of_tail, of_head)
+
+    def similarity(self, query: Scaled, rows: Tensor) -> Tensor:
+        return _scaled_score(*query, rows)
+
+    def similarity_matrix(self, query: Scaled, rows: Tensor) -> Tensor:
+        return pairwise(_scaled_score, query, [rows], self.dim)
+
+
+def _scaled_score(point: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    return -(point - scale * rows).abs().sum(-1)
+
+
+class Midway(NamedTuple):
+    """offset - ||point - row|| / 2"""
+
+    point: Tensor  # (..., D)
+    offset: Tensor  # (..., 1)
+
+
+class Pyke(QueryScorer):
+    """Head and tail are drawn to the relation, which lies in the same space of D numbers.
+
+    The paper moves embeddings by forces between co-occurring subjects, predicates and objects,
+    without a score; this is the score by which dice-embeddings trains them, without its constant
+    margin, which belongs to the loss.  Symmetric in head and tail; tails rank alike for all heads.
+    """
+
+    name = "pyke"
+    formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Midway:
+        distance = torch.linalg.vector_norm(anchor - relation, dim=-1, keepdim=True)
+        return Midway(relation, -distance / 2)
+
+    def similarity(self, query: Midway, rows: Tensor) -> Tensor:
+        return query.offset[..., 0] - torch.linalg.vector_norm(query.point - rows, dim=-1) / 2
+
+    def similarity_matrix(self, query: Midway, rows: Tensor) -> Tensor:
+        return query.offset - euclidean(query.point, rows) / 2
