@@ -183,11 +183,13 @@ class _SharedGroup:
 
     def __init__(self) -> None:
         self._users, self._made_here = 0, False
+        self._started = 0  # groups so far, the same on every rank
 
     def enter(self, device: torch.device) -> None:
         if not dist.is_initialized():
-            _start(device)
+            _start(device, self._started)
             self._made_here = True
+            self._started += 1
         self._users += 1
 
     def leave(self) -> None:
@@ -217,12 +219,13 @@ def _device(name: str, local_rank: int) -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def _start(device: torch.device) -> None:
+def _start(device: torch.device, number: int) -> None:
     # gloo besides NCCL: checkpoints and small objects travel between CPUs.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         store, rank, world = next(dist.rendezvous("env://", timeout=TIMEOUT))
-        store = dist.PrefixStore(_attempt(), store)
+        # A store outlives groups: the next one would find the addresses of the one before.
+        store = dist.PrefixStore(f"{_attempt()}-group-{number}", store)
     else:
         store, rank, world = dist.HashStore(), 0, 1  # in memory: no free port, host name or file
     store.set_timeout(TIMEOUT)

@@ -16,10 +16,10 @@ from kge_torchrec import api
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def torchrun(arguments: list[str]) -> subprocess.CompletedProcess:
+def torchrun(arguments: list[str], script: str = "scripts/train.py") -> subprocess.CompletedProcess:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     return subprocess.run(
-        [*command, "scripts/train.py", *arguments],
+        [*command, script, *arguments],
         cwd=ROOT,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -41,6 +41,24 @@ def test_two_processes_equal_one(tmp_path):
     for side, ties in one.results["test"].items():
         for kind, values in ties.items():
             assert two["test"][side][kind]["mrr"] == pytest.approx(values["mrr"], abs=1e-4)
+
+
+GROUPS = """
+import time
+from kge_torchrec.parallel.processes import processes
+
+for number in range(3):
+    with processes("cpu") as ranks:
+        assert ranks.gather((number, ranks.rank)) == [(number, 0), (number, 1)]
+    time.sleep(0.7 * ranks.rank)  # so that rank 0 looks for the address of rank 1 too early
+"""
+
+
+def test_groups_one_after_another_do_not_meet(tmp_path):
+    """torchrun's store keeps what groups have written into it, when they are gone."""
+    (tmp_path / "groups.py").write_text(GROUPS)
+    ended = torchrun([], str(tmp_path / "groups.py"))
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_bad_input_ends_all_processes_with_one_message(tmp_path):
