@@ -4,7 +4,7 @@ Each figure is of a process of its own: the most anonymous memory (not the pages
 which all processes of a host share) beyond that before the work, sampled every millisecond.
 Prints one line per figure: name, value, unit.
 
-    python scripts/bench_data_memory.py --folder /tmp/made-up
+    python scripts/bench_data_memory.py --folder FOLDER
 """
 
 from __future__ import annotations
