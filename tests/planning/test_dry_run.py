@@ -183,6 +183,16 @@ def test_micro_batches_need_less_and_look_more_up():
     assert cut.traffic.total("dense") == whole.traffic.total("dense")
 
 
+@pytest.mark.parametrize("key", ["clip_norm", "clip_value"])
+def test_clipping_holds_the_sum_of_each_rows_gradients(key):
+    def rows(**keys) -> float:
+        return planned(workload(10**6, triples=10**6, **keys), "2xCPU").memory[0]["rows and ids"]
+
+    plain = rows()
+    clipped = rows(**{f"train__{key}": 1.0})
+    assert 1.1 * plain.main < clipped.main < 1.5 * plain.main
+
+
 def test_16_bit_products_are_faster_on_gpus():
     keys = {"train__batch_size": 65536, "negatives__count": 8192, "model__dim": 512}
     plain, half, tf32 = (

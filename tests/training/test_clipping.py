@@ -71,7 +71,9 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     for limit, parts in cases:
         config = variant(store, limit, parts, folder / f"{limit}-{parts}")
         with kernels_of_cuda(parts == "fbgemm"):
-            found[limit, parts] = fit(config, without_checkpoints).parameters
+            session = fit(config, without_checkpoints)
+        assert session.engine.state()["table_step"] == 20  # micro-batches are none
+        found[limit, parts] = session.parameters
     return found
 
 
