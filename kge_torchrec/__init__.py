@@ -12,10 +12,10 @@ _HOMES = {
     # what to call
     "compare": "kge_torchrec.comparison.command",
     "evaluate": "kge_torchrec.api",
-    "load_config": "kge_torchrec.config_parser",
+    "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.api",
-    "plan": "kge_torchrec.plan_command",
+    "plan": "kge_torchrec.planning.command",
     "prepare": "kge_torchrec.data.prepare",
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
@@ -36,8 +36,8 @@ _HOMES = {
     "KGEError": "kge_torchrec.errors",
     "CheckpointError": "kge_torchrec.training.checkpoints",
     "ConfigError": "kge_torchrec.config",
-    "DataError": "kge_torchrec.data.errors",
-    "PlanDoesNotFit": "kge_torchrec.planning.planner",
+    "DataError": "kge_torchrec.errors",
+    "PlanDoesNotFit": "kge_torchrec.embeddings.torchrec.planner",
 }
 _WITHOUT_TORCHREC = ("KGEError", "load_model")  # the rest of the set may be missing
 

@@ -14,27 +14,25 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config_parser import AnyConfig, Overrides, as_config
+from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data.report import notes
-from kge_torchrec.export.folder import ExportFolder
-from kge_torchrec.export.plain_model import Prediction
-from kge_torchrec.export.plain_model import load_model as load_model
-from kge_torchrec.parallel.processes import (
+from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
     on_first_rank,
     processes,
 )
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.plain_model import Prediction
+from kge_torchrec.export.plain_model import load_model as load_model
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
-from kge_torchrec.training.metrics_log import MetricsLog
-from kge_torchrec.training.progress import Progress
-from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import BEST, FILTERS, Session, selection_of
-from kge_torchrec.training.sources import remove_prepared
+from kge_torchrec.training.run_folder import MetricsLog, RunFolder
+from kge_torchrec.training.session import BEST, FILTERS, Session, remove_prepared, selection_of
+from kge_torchrec.training.state import Progress
 
 if TYPE_CHECKING:
-    from kge_torchrec.training.fit import Callback
+    from kge_torchrec.training.trainer import Callback
 
 # What the tensors of a checkpoint and the position in the data mean depends on these.
 FIXED = (
@@ -355,8 +353,8 @@ def _fit(
     callbacks: Sequence[Callback],
     resumed_at: int | None,
 ) -> None:
-    from kge_torchrec.training.fit import Fit  # these load TorchRec, which a trained run can do
-    from kge_torchrec.training.run_plan import write_run_plan  # without
+    from kge_torchrec.planning.run_plan import write_run_plan  # without
+    from kge_torchrec.training.trainer import Fit  # these load TorchRec, which a trained run can do
 
     ranks, folder = session.processes, session.folder
     write_run_plan(session)
@@ -382,7 +380,7 @@ def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
 
 
 def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
-    from kge_torchrec.training.fit import peak_memory_bytes
+    from kge_torchrec.training.trainer import peak_memory_bytes
 
     ranked = progress  # the parameters at hand
     if progress.best_checkpoint not in (None, name_of(progress)):

@@ -242,7 +242,7 @@ def _train(arguments: list[str]) -> int:
     arguments = [re.sub(r"^--plan(?=$|=)", "--run.plan", word) for word in arguments]
     if arguments[0] == "--resume":
         return _resume(arguments[1:])
-    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.config.parser import load_config
 
     name, overrides = None, arguments
     if not arguments[0].startswith("-"):
@@ -256,7 +256,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _train_help() -> str:
-    from kge_torchrec.config_parser import build_parser, published
+    from kge_torchrec.config.parser import build_parser, published
 
     names = textwrap.fill(", ".join(published()), width=98, **_INDENT)
     description = _TRAIN_DESCRIPTION.format(published=names)
@@ -264,7 +264,7 @@ def _train_help() -> str:
 
 
 def _resume(arguments: list[str]) -> int:
-    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.config.parser import load_config
 
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("train --resume needs the folder of a run")
@@ -299,7 +299,7 @@ def _report(run) -> None:
 
 
 def _plan(arguments: list[str]) -> int:
-    from kge_torchrec.plan_command import run
+    from kge_torchrec.planning.command import run
 
     return run(arguments)
 

@@ -2,6 +2,12 @@
 
 All of them derive from KGEError, so whoever shows messages in place of tracebacks catches that one
 class (and OSError) and needs no list that a new error could be missing from.
+
+
+What can go wrong between a user's files and a triple store.
+
+
+What can go wrong between a trained run and its plain files.
 """
 
 from __future__ import annotations
@@ -39,3 +45,21 @@ class KGEError(Exception):
         if self._settings:
             ending = " ".join(style(name, value) for name, value in self._settings.items())
             self.args = (f"{self._message} {ending}",)
+
+
+class DataError(KGEError, ValueError):
+    """The input data is unusable; the message names the file, the line and the remedy."""
+
+
+class StoreError(DataError):
+    """A path does not hold a readable triple store, or must not be written to."""
+
+
+class UnknownLabelError(DataError, LookupError):
+    """A label is not in the vocabulary; the message lists close matches."""
+
+
+class ExportError(KGEError, RuntimeError):
+    """An export could not be written or read; the message says which and why."""
+
+    on_every_rank = True  # one rank may speak for all

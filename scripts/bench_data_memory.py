@@ -40,7 +40,7 @@ def make(folder: Path) -> None:
     """A store with hubs of many answers to relation 0, and random triples."""
     import pyarrow as pa
 
-    from kge_torchrec.data.known import SIDES, build_side
+    from kge_torchrec.data.filter_index import SIDES, build_side
     from kge_torchrec.data.store import write_store
 
     stream = np.random.default_rng(0)
@@ -67,7 +67,7 @@ def make(folder: Path) -> None:
 def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
     import torch
 
-    from kge_torchrec.entities.contract import EntityShard
+    from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.models.scorers import SCORERS
     from kge_torchrec.ranking.exact import rank_triples
 
@@ -99,13 +99,13 @@ def all_answers_ranked(store):
 
 def popularity_planned(store):
     """What rank 0 makes of the degrees for the plan of every run."""
-    from kge_torchrec.planning.popularity import Popularity
+    from kge_torchrec.planning.workload import Popularity
 
     return lambda: Popularity.of_degrees(store.degrees())
 
 
 def config_of(store, **keys):
-    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.config.parser import load_config
 
     return load_config(None, {"data.path": str(store.path), **keys})
 
@@ -114,7 +114,7 @@ def degree_sampler(store):
     """What each rank makes for degree sampling; held to the end."""
     import torch
 
-    from kge_torchrec.parallel.processes import Processes
+    from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.training.assembly import build_batches
 
     ranks = Processes(0, 1, 1, torch.device("cpu"))
@@ -132,8 +132,8 @@ def queries_listed(store):
 def hubs_asked(store):
     """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
     from kge_torchrec.data.queries import DistinctQueries
-    from kge_torchrec.entities.contract import EntityShard
-    from kge_torchrec.training.directions import Direction
+    from kge_torchrec.embeddings.backend import EntityShard
+    from kge_torchrec.training.query_shards import Direction
 
     class Rows:
         shape, device = (ENTITIES, 4), "cpu"
@@ -153,8 +153,8 @@ def hubs_asked(store):
 def hub_sampled(store):
     """A kvssample step of the query with 10 million answers."""
     from kge_torchrec.data.negatives import NegativeSampler
-    from kge_torchrec.data.order import EpochOrder
-    from kge_torchrec.data.query_samples import QuerySampleBuilder
+    from kge_torchrec.data.queries import QuerySampleBuilder
+    from kge_torchrec.data.shuffle import EpochOrder
 
     known, options = store.known(("train",)), {"max_answers": 1024}
     sampler = NegativeSampler(ENTITIES, 512, 0)

@@ -23,9 +23,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kge_torchrec.config_parser import load_config
+from kge_torchrec.config.parser import load_config
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import keep_large_blocks, set_threads
-from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.assembly import build_batches, build_engine, build_pipeline
 
 RELATIONS, TRIPLES = 200, 100_000

@@ -62,14 +62,13 @@ def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
 
     limit_spinning()  # as the command line does, before torch is loaded
 
-    from kge_torchrec.comparison.split import split_of_a_step
-    from kge_torchrec.config_parser import load_config
-    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.comparison.speed import split_of_a_step
+    from kge_torchrec.config.parser import load_config
+    from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.assembly import build_batches
     from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
-    from kge_torchrec.training.steps import build_pipeline
-    from kge_torchrec.training.update import Update
+    from kge_torchrec.training.step import Update, build_pipeline
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as ranks:
         config = load_config(None, settings(data, batch, chunk, folder))

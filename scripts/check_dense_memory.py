@@ -31,13 +31,13 @@ def rank_memory(wrapper: str) -> dict[str, float]:
     import torch
     from torch.distributed.tensor import DTensor
 
-    from kge_torchrec.config_parser import load_config
-    from kge_torchrec.data.batches import BatchBuilder
+    from kge_torchrec.config.parser import load_config
+    from kge_torchrec.data.loader import BatchBuilder
     from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.distributed.processes import processes
     from kge_torchrec.environment import set_threads
-    from kge_torchrec.parallel.processes import processes
     from kge_torchrec.training.assembly import build_engine
-    from kge_torchrec.training.steps import build_pipeline
+    from kge_torchrec.training.step import build_pipeline
 
     set_threads(1, 1)
     settings = {

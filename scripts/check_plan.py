@@ -62,13 +62,12 @@ def settings_of(options: argparse.Namespace, store: Path) -> dict:
 
 def predict(settings: dict, world_size: int) -> dict:
     """What the planner says of every rank."""
-    from kge_torchrec.config_parser import load_config
+    from kge_torchrec.config.parser import load_config
     from kge_torchrec.data.store import TripleStore
     from kge_torchrec.planning.choice import Choice
     from kge_torchrec.planning.devices import parse_devices
-    from kge_torchrec.planning.dry_run import plan_training
-    from kge_torchrec.planning.popularity import Popularity
-    from kge_torchrec.planning.workload import Workload
+    from kge_torchrec.planning.plan import plan_training
+    from kge_torchrec.planning.workload import Popularity, Workload
     from kge_torchrec.training.assembly import build_objective
 
     store = TripleStore.open(settings["data.path"])
@@ -118,13 +117,12 @@ def work(task: dict) -> None:
 
     prepare_process()
 
-    from kge_torchrec.config_parser import load_config
-    from kge_torchrec.parallel.processes import processes
-    from kge_torchrec.training.fit import Fit, peak_memory_bytes
-    from kge_torchrec.training.metrics_log import MetricsLog
-    from kge_torchrec.training.progress import Progress
-    from kge_torchrec.training.run_folder import RunFolder
+    from kge_torchrec.config.parser import load_config
+    from kge_torchrec.distributed.processes import processes
+    from kge_torchrec.training.run_folder import MetricsLog, RunFolder
     from kge_torchrec.training.session import Session
+    from kge_torchrec.training.state import Progress
+    from kge_torchrec.training.trainer import Fit, peak_memory_bytes
 
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:
         folder = RunFolder(ranks.broadcast(name))
@@ -150,7 +148,7 @@ def state_bytes(engine) -> int:
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_leaves
 
-    from kge_torchrec.entities.contract import ENTITY_WEIGHT
+    from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 
     states = engine.state()["optimizer"]["state"]
     found = [x for name, state in states.items() if ENTITY_WEIGHT in name for x in
@@ -161,7 +159,7 @@ def state_bytes(engine) -> int:
 
 def sent_in_a_step(fit, world_size: int) -> dict[str, float]:
     """Bytes that this rank sends in a step, by kind, watched over a few full steps."""
-    from kge_torchrec.planning.watch_collectives import WatchCollectives
+    from kge_torchrec.planning.operations import WatchCollectives
 
     stream, full = fit.batches.epoch(1), fit.batches.examples // fit.batches.batch_size
     steps = min(10, full - 1)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from kge_torchrec.comparison.split import PARTS
-from kge_torchrec.comparison.summary import summarize
+from kge_torchrec.comparison.report import summarize
+from kge_torchrec.comparison.speed import PARTS
 from kge_torchrec.config import Config
 
 LEARNING_RATE = Config().train.lr  # 0.1

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from kge_torchrec.comparison.launch import Reporter, run_world
 from kge_torchrec.comparison.speed import _peak_resident_bytes
-from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.distributed.processes import Processes
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 

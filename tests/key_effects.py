@@ -20,17 +20,15 @@ from training_runs import random_triples, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.config import Config
-from kge_torchrec.entities.handrolled import sparse_optimizer
-from kge_torchrec.entities.handrolled.background import Background
-from kge_torchrec.entities.handrolled.table import HandrolledTable
-from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.distributed import dense
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.all_to_all import sparse_optimizer
+from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
+from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.errors import KGEError
-from kge_torchrec.parallel import dense
-from kge_torchrec.parallel.processes import Processes
-from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
-from kge_torchrec.training.sources import open_store
+from kge_torchrec.training.session import Session, open_store
+from kge_torchrec.training.trainer import Fit
 
 
 def make_graphs(folder: Path) -> Path:

@@ -19,7 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.order import ROUNDS, EpochOrder, draw_distinct
+from kge_torchrec.data.shuffle import ROUNDS, EpochOrder, draw_distinct
 from kge_torchrec.data.store import TripleStore
 
 Query = tuple[str, int, int]  # side asked for, anchor, relation

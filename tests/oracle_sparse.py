@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from oracle_table import NAMES
 
-from kge_torchrec.entities.handrolled.options import SparseOptions
-from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
-from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.embeddings.all_to_all.options import SparseOptions
+from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 ADAMS = ("adam", "rowwise_adam")
 ADAGRADS = ("adagrad", "rowwise_adagrad")

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.shuffle import EpochOrder
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.entities.table_optimizer import TableOptimizer
+from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 SIDE_CODES = {"head": 0, "tail": 1}
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kge_torchrec.config_parser import load_config
+from kge_torchrec.config.parser import load_config
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster, parse_devices
-from kge_torchrec.planning.dry_run import plan_training
-from kge_torchrec.planning.popularity import Popularity
-from kge_torchrec.planning.training_plan import TrainingPlan
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.plan import TrainingPlan, plan_training
+from kge_torchrec.planning.workload import Popularity, Workload
 from kge_torchrec.training.assembly import build_objective
 
 

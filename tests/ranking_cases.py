@@ -4,9 +4,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kge_torchrec.data.answers import Answers, Ranges
-from kge_torchrec.data.known import KnownTriples, build_side
-from kge_torchrec.entities.contract import EntityShard
+from kge_torchrec.data.filter_index import Answers, KnownTriples, Ranges, build_side
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.base import Scorer
 

@@ -19,8 +19,8 @@ from training_runs import QUIET, config_of, random_triples, tiny_store
 import kge_torchrec
 from kge_torchrec import api, cli
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.errors import UnknownLabelError
 from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.errors import UnknownLabelError
 from kge_torchrec.training.checkpoints import CheckpointError
 
 

@@ -19,8 +19,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
 from kge_torchrec.training.checkpoints import CheckpointError
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.losses_seen import NonFiniteLoss
+from kge_torchrec.training.trainer import Fit, NonFiniteLoss
 
 QUICK = {**QUIET, "model.dim": 16, "train.batch_size": 256, "train.epochs": 3,
          "evaluation.every": 2}  # fmt: skip

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config_parser import CONFIGS, build_parser, config_from_dict, load_config
+from kge_torchrec.config.parser import CONFIGS, build_parser, config_from_dict, load_config
 
 DEFAULTS = {
     f"{group}.{name}" if name else group: value
@@ -136,14 +136,14 @@ def test_the_default_config_lists_the_defaults():
 
 def test_a_published_config_is_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "demo.yaml").write_text("seed: 9\n")
-    monkeypatch.setattr("kge_torchrec.config_parser.CONFIGS", tmp_path)
+    monkeypatch.setattr("kge_torchrec.config.parser.CONFIGS", tmp_path)
     assert load_config("demo").seed == load_config("demo.yaml").seed == 9
     assert error_of(path="dmo") == "no config file 'dmo'; there are demo"
 
 
 def test_a_config_is_read_without_torch():
     """So that a wrong key is reported at once, options of scorers included."""
-    code = "import sys; from kge_torchrec.config_parser import load_config; load_config()"
+    code = "import sys; from kge_torchrec.config.parser import load_config; load_config()"
     subprocess.run([sys.executable, "-c", f"{code}; assert 'torch' not in sys.modules"], check=True)
 
 

@@ -55,7 +55,7 @@ def state():
 
 before = state()
 import kge_torchrec
-for name in ("cli", "config_parser", "environment"):
+for name in ("cli", "config.parser", "environment"):
     import_module(f"kge_torchrec.{name}")
 assert state() == before and "torch" not in sys.modules
 """

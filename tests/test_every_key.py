@@ -17,7 +17,7 @@ from key_effects import Effects, changed, make_graphs, restored
 from training_runs import QUIET
 
 from kge_torchrec.config import Config, all_keys
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.distributed.processes import processes
 
 BASE = {**QUIET, "data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
         "train.log_every": 1, "checkpoint.every_epochs": 0,

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.metrics_log import MetricsLog
-from kge_torchrec.training.progress import Progress
-from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.state import Progress
+from kge_torchrec.training.trainer import Fit
 
 QUIET = {
     "threads": 1,

@@ -14,11 +14,11 @@ import torch
 import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
-from kge_torchrec.config_parser import load_config
-from kge_torchrec.data.order import EpochOrder
-from kge_torchrec.entities.row_update import update_rows
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.ranking.counting import count_block
+from kge_torchrec.config.parser import load_config
+from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.row_kernels import update_rows
+from kge_torchrec.ranking.exact import count_block
 
 
 def load_kernels() -> None:

@@ -8,16 +8,15 @@ from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
 
-from kge_torchrec.data.batches import as_feature
-from kge_torchrec.entities.contract import ENTITY
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.entities.torchrec.collection import (
+from kge_torchrec.data.loader import as_feature
+from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
 )
-from kge_torchrec.entities.torchrec.fused_params import fused_params
-from kge_torchrec.entities.torchrec.sharder import EntitySharder
-from kge_torchrec.planning.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 
 class TableModel(nn.Module):

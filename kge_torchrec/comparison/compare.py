@@ -23,19 +23,15 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from kge_torchrec.comparison.files import write_json
-from kge_torchrec.comparison.launch import RankFailed, run_world
+from kge_torchrec.comparison.launch import RankFailed, machine_facts, run_world, write_json
 from kge_torchrec.comparison.lockstep import train_side_by_side
-from kge_torchrec.comparison.machine import machine_facts
 from kge_torchrec.comparison.plots import draw
+from kge_torchrec.comparison.report import describe, summarize, tables, verdict
 from kge_torchrec.comparison.speed import Timing, measure_speed
-from kge_torchrec.comparison.summary import summarize
-from kge_torchrec.comparison.tables import tables
-from kge_torchrec.comparison.verdict import describe, verdict
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.parallel.processes import Processes
-from kge_torchrec.training.sources import open_store
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.training.session import open_store
 
 FORMAT_VERSION = 1
 INTERRUPTED = "it was interrupted"

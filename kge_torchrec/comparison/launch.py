@@ -4,12 +4,21 @@ A world is W processes on this host that join one process group as they would un
 world is fresh, so that one measurement cannot disturb the next; it is forked from a server that has
 torch and TorchRec imported (on CUDA spawned, since a forked process cannot use CUDA), which costs a
 tenth of a second.  What a rank finds travels as JSON files, which survive a rank that is killed.
+
+
+What a comparison was measured on, without names of hosts or people.
+
+
+JSON files that are written whole or not at all.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import multiprocessing
 import os
+import platform
 import signal
 import tempfile
 import threading
@@ -17,19 +26,20 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
-from kge_torchrec.comparison.files import read_json, write_json
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.errors import KGEError
-from kge_torchrec.parallel.processes import processes
 
 POLL_SECONDS = 0.2
 _PRELOADED = ["kge_torchrec.comparison.lockstep", "kge_torchrec.comparison.speed"]
@@ -209,3 +219,46 @@ def _result(folder: Path, rank: int) -> Path:
 
 def _failure(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.json"
+
+
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
+
+
+def machine_facts() -> dict[str, Any]:
+    """Cores, GPUs and the versions that matter."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {
+        "cores": cores,
+        "gpus": gpus,
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replaces the file; a number that is not finite becomes null, which JSON has in its place."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(_finite(value), indent=1) + "\n", encoding="utf-8")
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> Any:
+    """What ``write_json`` wrote."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -2,6 +2,11 @@
 
 All live in one world, so they see the same store, batches and ranks, and their parameters can be
 compared while they train.
+
+
+How far the parameters of two sessions lie apart.
+
+Shapes: N entities, D numbers per entity.
 """
 
 from __future__ import annotations
@@ -10,18 +15,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from kge_torchrec.comparison.differences import largest_differences, measured_steps
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches import Batch
-from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.data.loader import Batch
+from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import build_batches, build_pipeline
-from kge_torchrec.training.dropout import seed_dropout
-from kge_torchrec.training.losses_seen import LossesSeen, NonFiniteLoss
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.schedule import Schedule
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.step import seed_dropout
+from kge_torchrec.training.trainer import LossesSeen, NonFiniteLoss, Schedule
 
 
 def train_side_by_side(
@@ -123,3 +127,46 @@ class _Lockstep:
             self.found["losses"][trainee.name] += trainee.losses(epoch, step)
         self.found["steps"] = self.step
         self.reporter.keep(self.found)
+
+
+CHUNK_NUMBERS = 1 << 22  # of the table that are compared at once: 16 MiB of each
+
+
+@torch.no_grad()
+def largest_differences(one: Session, other: Session) -> dict[str, float]:
+    """{"entities", "dense"}: the largest absolute difference between parameters.
+
+    NaN where either has one.  Collective; no rank holds more than a part of the table.
+    """
+    return {"entities": _of_tables(one, other), "dense": _of_dense(one, other)}
+
+
+def _of_tables(one: Session, other: Session) -> float:
+    first, second = one.engine.shard(), other.engine.shard()
+    device, largest = first.rows.device, torch.zeros((), device=first.rows.device)
+    step = max(1, CHUNK_NUMBERS // first.dim)
+    for start in range(0, first.num_entities, step):
+        ids = torch.arange(start, min(start + step, first.num_entities), device=device)
+        largest = torch.maximum(largest, _largest(first.fetch(ids), second.fetch(ids)))
+    return float(largest)
+
+
+def _of_dense(one: Session, other: Session) -> float:
+    with one.whole_scorer() as ours, other.whole_scorer() as others:
+        values = dict(others.named_parameters())
+        pairs = [(mine, values[name]) for name, mine in ours.named_parameters()]
+        largest = [_largest(mine, theirs) for mine, theirs in pairs if mine.numel()]
+    return float(torch.stack(largest).max()) if largest else 0.0
+
+
+def _largest(one: Tensor, other: Tensor) -> Tensor:
+    return (one.float() - other.float()).abs().max()
+
+
+def measured_steps(last: int) -> list[int]:
+    """0, 1, 2, 5, 10, 20, 50, ... and the last step."""
+    found, unit = {0, last}, 1
+    while unit < last:
+        found.update(step for step in (unit, 2 * unit, 5 * unit) if step < last)
+        unit *= 10
+    return sorted(found)

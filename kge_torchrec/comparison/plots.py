@@ -15,8 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kge_torchrec.comparison.split import PARTS
-from kge_torchrec.comparison.tables import largest
+from kge_torchrec.comparison.report import largest
+from kge_torchrec.comparison.speed import PARTS
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 PART_COLOURS = ("#88CCEE", "#DDCC77", "#999933", "#882255", "#44AA99")

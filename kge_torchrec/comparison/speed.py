@@ -1,30 +1,55 @@
-"""One contender alone in a fresh world: its speed, memory, split of a step, and traffic."""
+"""One contender alone in a fresh world: its speed, memory, split of a step, and traffic.
+
+
+Where the time of a training step goes, with its parts run one after another.
+
+    data      the batch is built
+    lookup    it goes to the device, its ids to their owners, their rows come back
+    score     scorer and loss
+    backward  gradients, and what of them is exchanged
+    update    the optimizers of table and dense parameters
+
+FBGEMM's table steps inside backward on CUDA, in one kernel with the gradient, and stays there.
+
+
+What a rank sends, seen where every engine must pass: the collectives that torch dispatches.
+
+Works as torch.distributed.tensor.debug.CommDebugMode does, which counts collectives but not their
+bytes.  Collectives of backward are seen as well, those of DistributedDataParallel included.
+
+Shapes: W ranks, D numbers an entity.
+"""
 
 from __future__ import annotations
 
 import re
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
-from kge_torchrec.comparison.split import split_of_a_step
-from kge_torchrec.comparison.traffic import Traffic
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches import Batch, BatchBuilder
-from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.data.loader import Batch, BatchBuilder
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.backend import EntityEngine
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.steps import Pipeline, build_pipeline
-from kge_torchrec.training.update import Update
+from kge_torchrec.training.step import Pipeline, Update, build_pipeline
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -176,3 +201,176 @@ def _peak_resident_bytes() -> int:
             return int(kib[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+PARTS = ("data", "lookup", "score", "backward", "update")
+
+
+def split_of_a_step(
+    engine: EntityEngine,
+    update: Update,
+    batches: Iterator[Batch],
+    steps: int,
+    device: torch.device,
+) -> dict[str, float]:
+    """Median milliseconds of each part, over so many steps.
+
+    The micro-batches of a step are added up.  Collective.  To be called before a pipeline takes
+    the engine's lookup over.
+    """
+    clock = _clock(device)
+    found: list[dict[str, float]] = []
+
+    def train_one() -> Tensor:
+        marks.clear()
+        times = [clock()]
+        batch = next(batches)
+        times.append(clock())
+        batch = engine.prepare(batch).to(device, non_blocking=True)
+        update.zero_grad()
+        loss, detached = engine.model(batch)
+        times += marks
+        loss.backward()
+        times.append(clock())
+        update.step()
+        times.append(clock())
+        for part, start, stop in zip(PARTS, times, times[1:], strict=False):
+            found[-1][part] += stop - start
+        return detached
+
+    with _marks_of_forward(engine, clock) as marks:
+        for _ in range(steps):
+            found.append(dict.fromkeys(PARTS, 0.0))
+            update.group(train_one)
+    return {part: 1e3 * statistics.median(step[part] for step in found) for part in PARTS}
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, once the device has done what it was asked for."""
+    if device.type != "cuda":
+        return time.perf_counter
+
+    def after_device() -> float:
+        torch.cuda.synchronize(device)
+        return time.perf_counter()
+
+    return after_device
+
+
+@contextmanager
+def _marks_of_forward(engine: EntityEngine, clock: Callable[[], float]) -> Iterator[list[float]]:
+    """A list that each forward appends two times to: when scoring begins and when it ends."""
+    marks: list[float] = []
+
+    def mark(*_: object) -> None:
+        marks.append(clock())
+
+    hooks = [
+        engine.knowledge.objective.register_forward_pre_hook(mark),
+        engine.knowledge.objective.register_forward_hook(mark),
+    ]
+    try:
+        yield marks
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+_NAMESPACES = ("c10d", "_c10d_functional")
+# Beginning of an operator's name -> kind; of two that fit, the first one counts.
+_KINDS = {
+    "alltoall": "all_to_all",
+    "all_to_all": "all_to_all",
+    "allreduce": "all_reduce",
+    "all_reduce": "all_reduce",
+    "allgather": "all_gather",
+    "all_gather": "all_gather",
+    "reduce_scatter": "reduce_scatter",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+    "gather": "gather",
+    "scatter": "scatter",
+    "send": "send",
+    "isend": "send",
+}
+
+
+class Traffic(TorchDispatchMode):
+    """While entered, counts this rank's collectives.
+
+    collectives: by kind, how many.
+    payload_bytes: by kind, the size of what was handed to them, this rank's own part included.
+    rows_sent, integers_sent: what all_to_all carried to other ranks: rows of floats (of the table
+        on their way to who asked, of gradients on their way back), and ids with the counts that
+        announce them.
+    bytes_sent: of both.
+    """
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+        self.collectives: dict[str, int] = defaultdict(int)
+        self.payload_bytes: dict[str, int] = defaultdict(int)
+        self.bytes_sent = self.integers_sent = self._floats_sent = 0
+
+    @property
+    def rows_sent(self) -> float:
+        return self._floats_sent / self.dim
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        kind = _kind(func)
+        if kind is not None:
+            names = [argument.name for argument in func._schema.arguments]
+            self._count(kind, dict(zip(names, args, strict=False)) | kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, kind: str, arguments: dict[str, Any]) -> None:
+        inputs = _inputs(arguments)
+        self.collectives[kind] += 1
+        self.payload_bytes[kind] += sum(tensor.nbytes for tensor in inputs)
+        if kind == "all_to_all":
+            for tensor, elements in zip(inputs, _leaving(inputs, arguments), strict=True):
+                self.bytes_sent += elements * tensor.element_size()
+                if tensor.is_floating_point():
+                    self._floats_sent += elements
+                else:
+                    self.integers_sent += elements
+
+    def per_step(self, steps: int) -> dict[str, Any]:
+        """The counts as means over ``steps`` steps."""
+        return {
+            "rows_sent": self.rows_sent / steps,
+            "integers_sent": self.integers_sent / steps,
+            "bytes_sent": self.bytes_sent / steps,
+            "collectives": {kind: n / steps for kind, n in self.collectives.items()},
+            "payload_bytes": {kind: n / steps for kind, n in self.payload_bytes.items()},
+        }
+
+
+def _kind(func) -> str | None:
+    """The kind of collective that an operator starts; None for waits, barriers and all others."""
+    if func.namespace not in _NAMESPACES:
+        return None
+    name = func.overloadpacket.__name__.lstrip("_")
+    return next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+
+
+def _inputs(arguments: dict[str, Any]) -> list[Tensor]:
+    """What a collective is handed: its input, or the tensors it works on in place."""
+    names = [name for name in arguments if name.startswith("input")] or list(arguments)
+    leaves = tree_leaves([arguments[name] for name in names])
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def _leaving(inputs: list[Tensor], arguments: dict[str, Any]) -> list[int]:
+    """Elements of each input of an all_to_all that go to other ranks."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if len(inputs) == world and "input_tensors" in arguments:  # one tensor a rank
+        return [0 if to == rank else tensor.numel() for to, tensor in enumerate(inputs)]
+    (tensor,) = inputs
+    splits = arguments.get("input_split_sizes")
+    if not splits:  # equal parts
+        return [tensor.numel() - tensor.numel() // world]
+    others = sum(splits) - splits[rank]
+    return [others * (tensor.numel() // max(1, tensor.shape[0]))]

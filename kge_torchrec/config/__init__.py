@@ -14,9 +14,15 @@ import yaml
 
 from kge_torchrec.config.checks import ConfigError, at_least, one_of
 from kge_torchrec.config.data import DataConfig, NegativesConfig
-from kge_torchrec.config.dense import DenseConfig
-from kge_torchrec.config.entities import ENGINE_NAMES, EntitiesConfig
-from kge_torchrec.config.model import INIT_NAMES, SCORER_NAMES, LossConfig, ModelConfig
+from kge_torchrec.config.model import (
+    ENGINE_NAMES,
+    INIT_NAMES,
+    SCORER_NAMES,
+    DenseConfig,
+    EntitiesConfig,
+    LossConfig,
+    ModelConfig,
+)
 from kge_torchrec.config.training import (
     OPTIMIZER_NAMES,
     CheckpointConfig,

@@ -1,11 +1,19 @@
-"""Settings of scorer and loss."""
+"""Settings of scorer and loss.
+
+
+Settings of the dense parameters: relations and all others of the scorer.
+
+
+Settings of the engine that holds the entity table.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field
+from typing import Any, Optional
 
 from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
+from kge_torchrec.embeddings.all_to_all.options import FBGEMM, SparseOptions, choose
 from kge_torchrec.models.scorer_options import (
     DECLARATIONS,
     ScorerOptions,
@@ -109,3 +117,116 @@ class LossConfig:
         check(0 <= smooth < 1, "loss.label_smoothing", "in [0, 1)", smooth)
         if smooth and self.name not in ("softmax", "bce"):
             raise ConfigError(f"loss.label_smoothing has no meaning for loss.name {self.name!r}")
+
+
+WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
+COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+
+
+@dataclass(frozen=True)
+class DenseConfig:
+    """How the dense parameters (relations and all others of the scorer) lie on the ranks.
+
+    Args:
+        wrapper: none (one rank only), ddp (every rank holds all), fsdp (every rank holds a part),
+            hybrid (parts within groups of ranks that repeat each other), or auto: none on one
+            rank, ddp on several.
+        sharding: Of fsdp and hybrid: full holds whole parameters only while a forward or a
+            backward runs, grad_op from forward to the end of backward.
+        replicas: Of hybrid: groups of ranks that each hold all; null makes each host one.
+        cpu_offload: Of fsdp and hybrid: parts, their gradients and optimizer state lie in main
+            memory.
+        compile: Compile scorer and loss with torch.compile.
+        compile_mode: What torch.compile is after: default; reduce-overhead (on CUDA the kernels of
+            a loss are replayed as one graph, which launches faster and keeps their memory); or
+            max-autotune and max-autotune-no-cudagraphs (kernels are timed first, with or without
+            graphs).
+    """
+
+    wrapper: str = "auto"
+    sharding: str = "full"
+    replicas: Optional[int] = None  # noqa: UP045
+    cpu_offload: bool = False
+    compile: bool = False
+    compile_mode: str = "default"
+
+    def __post_init__(self) -> None:
+        one_of("dense.wrapper", self.wrapper, WRAPPERS)
+        one_of("dense.sharding", self.sharding, ("full", "grad_op"))
+        one_of("dense.compile_mode", self.compile_mode, COMPILE_MODES)
+        if self.compile_mode != "default" and not self.compile:
+            raise ConfigError("dense.compile_mode is of dense.compile true; set that too")
+        if self.replicas is not None:
+            at_least("dense.replicas", self.replicas, 1)
+            if self.wrapper != "hybrid":
+                raise ConfigError("dense.replicas is of dense.wrapper hybrid; set that too")
+        if self.wrapper not in ("fsdp", "hybrid"):
+            if self.sharding != "full":
+                raise ConfigError("dense.sharding is of dense.wrapper fsdp or hybrid; set one")
+            if self.cpu_offload:
+                raise ConfigError("dense.cpu_offload needs dense.wrapper fsdp or hybrid")
+
+
+ENGINE_NAMES = ("torchrec", "handrolled")
+
+
+@dataclass(frozen=True)
+class EntitiesConfig:
+    """The engine that holds the entity table.
+
+    Args:
+        engine: torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare
+            with).
+        deduplicate: Look every entity of a batch up once; false sends duplicates as well.
+        preset: Of handrolled: fbgemm, dicee or dgl, what the keys below are when null.
+        duplicates: sum or mean of the gradients of one row.
+        bias_correction: Steps that adam counts: table, row or shard.
+        epsilon: outside or inside the root, or uncorrected (adam).
+        state_dtype: fp32 or bf16 optimizer state.
+        state_rounding: Of bf16: stochastic or nearest.
+        state_device: same (as the table) or cpu.
+        async_step: Step in a thread while the next batch is loaded.
+    """
+
+    engine: str = "torchrec"
+    deduplicate: bool = True
+    preset: str = "fbgemm"
+    duplicates: Optional[str] = None  # noqa: UP045
+    bias_correction: Optional[str] = None  # noqa: UP045
+    epsilon: Optional[str] = None  # noqa: UP045
+    state_dtype: Optional[str] = None  # noqa: UP045
+    state_rounding: Optional[str] = None  # noqa: UP045
+    state_device: Optional[str] = None  # noqa: UP045
+    async_step: Optional[bool] = None  # noqa: UP045
+
+    def __post_init__(self) -> None:
+        one_of("entities.engine", self.engine, ENGINE_NAMES)
+
+    def sparse_options(self, optimizer: str) -> SparseOptions:
+        """The preset with the keys that are set.
+
+        Raises ConfigError, naming the key, when they contradict each other, the optimizer or the
+        engine.
+        """
+        keys = {name: getattr(self, name) for name in asdict(FBGEMM)}
+        try:
+            options = choose(self.preset, optimizer, **keys)
+        except ValueError as error:
+            raise ConfigError(f"entities.{error}") from None
+        if self.engine == "torchrec" and options != FBGEMM:
+            _refuse_for_fbgemm(self.preset, options)
+        return options
+
+
+def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
+    if preset != "fbgemm":
+        raise ConfigError(
+            f"entities.preset {preset!r} is of the hand-rolled engine; "
+            "set entities.engine handrolled"
+        )
+    ours, theirs = asdict(options), asdict(FBGEMM)
+    key = next(name for name in ours if ours[name] != theirs[name])
+    raise ConfigError(
+        f"entities.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, has "
+        f"{theirs[key]!r} only; set entities.engine handrolled"
+    )

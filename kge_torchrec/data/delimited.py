@@ -8,9 +8,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data.errors import DataError
-from kge_torchrec.data.header import COLUMNS, places, role, roles, unclear
-from kge_torchrec.data.streams import OnBytes, lines, open_bytes, unreadable
+from kge_torchrec.data.streams import (
+    COLUMNS,
+    OnBytes,
+    lines,
+    open_bytes,
+    places,
+    role,
+    roles,
+    unclear,
+    unreadable,
+)
+from kge_torchrec.errors import DataError
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
 BLOCK_BYTES = 32 << 20

@@ -7,11 +7,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data.ahead import map_ahead
 from kge_torchrec.data.delimited import BLOCK_BYTES
-from kge_torchrec.data.errors import DataError
-from kge_torchrec.data.header import COLUMNS
-from kge_torchrec.data.streams import OnBytes, lines, open_bytes, unreadable
+from kge_torchrec.data.prefetch import map_ahead
+from kge_torchrec.data.streams import COLUMNS, OnBytes, lines, open_bytes, unreadable
+from kge_torchrec.errors import DataError
 
 _IRI = r"<(?P<{}>[^<>\s]+)>"
 _BLANK_NODE = r"_:[^\s<>]*[^\s<>.]"

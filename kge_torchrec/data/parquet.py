@@ -7,9 +7,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from kge_torchrec.data.errors import DataError
-from kge_torchrec.data.header import COLUMNS, places, unclear
-from kge_torchrec.data.streams import OnBytes
+from kge_torchrec.data.streams import COLUMNS, OnBytes, places, unclear
+from kge_torchrec.errors import DataError
 
 BATCH_ROWS = 1 << 20
 

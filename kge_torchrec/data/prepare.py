@@ -1,24 +1,39 @@
-"""From files of string triples to a `TripleStore`."""
+"""From files of string triples to a `TripleStore`.
 
-from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+
+From batches of labels to integer ids, in bounded memory and without a Python object per label.
+
+Each batch is dictionary-encoded on its own, several at a time; the small dictionaries of the
+batches are then themselves dictionary-encoded, which gives the map from batch ids to final ids.
+
+
+Dividing triples into train, valid and test at random.
+
+
+Triples that are already in memory, to record batches.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.divide import check_ratio, divide
-from kge_torchrec.data.encode import encode
-from kge_torchrec.data.errors import DataError
-from kge_torchrec.data.known import SIDES, build_side
-from kge_torchrec.data.memory import InMemory, batches_of
-from kge_torchrec.data.ordering import repeats
-from kge_torchrec.data.readers import read_triples
-from kge_torchrec.data.sources import SPLITS, WHOLE, Sources, find_sources
+from kge_torchrec.data.filter_index import SIDES, build_side
+from kge_torchrec.data.prefetch import map_ahead
+from kge_torchrec.data.readers import SPLITS, WHOLE, Sources, find_sources, read_triples
+from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
+from kge_torchrec.data.streams import COLUMNS
+from kge_torchrec.errors import DataError
 
 Batches = Iterable[tuple[str, pa.RecordBatch]]
 LITERALS = ("drop", "keep")
@@ -201,3 +216,157 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
         "learnt for them. Correct the files, or keep them with",
         allow_unseen_relations=True,
     )
+
+
+# Dictionaries of batches are merged when they hold this much, so that they never hold all text.
+MERGE_BYTES = 1 << 30
+
+
+def encode(
+    batches: Iterable[tuple[str, pa.RecordBatch]],
+) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
+    """Numbers labels by their first appearance, batch by batch.
+
+    Args:
+        batches: (split, batch of the large_string columns head, relation, tail).
+
+    Returns:
+        entity labels (N,), relation labels (R,), and per split the ids (T, 3) int32.
+    """
+    entities, relations = _Labels(), _Labels()
+    blocks: dict[str, list[np.ndarray]] = defaultdict(list)
+    filled = (item for item in batches if item[1].num_rows)
+    for split, new_entities, new_relations, codes in map_ahead(_encode_batch, filled):
+        entities.add(new_entities, codes[:, 0::2])
+        relations.add(new_relations, codes[:, 1:2])
+        blocks[split].append(codes)
+    entities.merge()
+    relations.merge()
+    # One split at a time, so that only one is held twice.
+    triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
+    return entities.values, relations.values, triples
+
+
+class _Labels:
+    """One vocabulary in the making."""
+
+    def __init__(self):
+        self.values = pa.array([], pa.large_string())
+        self._pending: list[tuple[pa.Array, np.ndarray]] = []
+
+    def add(self, labels: pa.Array, codes: np.ndarray) -> None:
+        """Labels of one batch and the codes into them, which `merge` will overwrite."""
+        self._pending.append((labels, codes))
+        # Waiting for as much as there is already keeps the repeated merging linear.
+        waiting = sum(pending.nbytes for pending, _ in self._pending)
+        if waiting > max(MERGE_BYTES, self.values.nbytes):
+            self.merge()
+
+    def merge(self) -> None:
+        if not self._pending:
+            return
+        labels = [self.values, *(pending for pending, _ in self._pending)]
+        encoded = pa.chunked_array(labels, pa.large_string()).dictionary_encode()
+        final = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
+        # The labels so far come first and are distinct, hence keep their ids.
+        start = len(self.values)
+        for pending, codes in self._pending:
+            codes[:] = final[start : start + len(pending)][codes]
+            start += len(pending)
+        self.values = encoded.chunk(0).dictionary
+        self._pending = []
+
+
+def _encode_batch(item: tuple[str, pa.RecordBatch]) -> tuple[str, pa.Array, pa.Array, np.ndarray]:
+    """Split, labels of the entities and relations of a batch, and its triples as codes (T, 3)."""
+    split, batch = item
+    ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
+    relations = batch["relation"].dictionary_encode()
+    codes = np.empty((batch.num_rows, 3), np.int32)
+    codes[:, 0] = ends.chunk(0).indices
+    codes[:, 1] = relations.indices
+    codes[:, 2] = ends.chunk(1).indices
+    return split, ends.chunk(0).dictionary, relations.dictionary, codes
+
+
+def check_ratio(ratio: Sequence[float]) -> None:
+    """Raises DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
+    if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
+        raise DataError(
+            f"ratio {tuple(ratio)}: give the shares of train, valid and test, which sum to 1, "
+            "such as (0.9, 0.05, 0.05)"
+        )
+
+
+def divide(
+    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
+) -> dict[str, np.ndarray]:
+    """Random splits of ``triples`` (T, 3), each in the order of the input.
+
+    In a random order, the first triple of each entity and of each relation is bound to train;
+    valid and test are drawn from the others, hence come out smaller than asked for where few
+    others are left.
+    """
+    total = len(triples)
+    order = np.random.default_rng(seed).permutation(total)
+    bound = np.zeros(total, bool)
+    for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
+        first = np.full(size, total)
+        for start in range(0, total, CHUNK):
+            rows = triples.take(order[start : start + CHUNK], axis=0)
+            places = np.arange(start, start + len(rows))
+            for column in columns:
+                np.minimum.at(first, rows[:, column], places)
+        bound[first[first < total]] = True
+    free = order[~bound]
+    num_valid, num_test = (round(total * share) for share in ratio[1:])
+    if num_valid + num_test > len(free):
+        num_valid = len(free) * num_valid // (num_valid + num_test)
+        num_test = len(free) - num_valid
+    split_of = np.zeros(total, np.int8)
+    split_of[free[:num_valid]] = 1
+    split_of[free[num_valid : num_valid + num_test]] = 2
+    del order, bound, free  # before the triples are held twice
+    return {
+        split: triples.take(np.flatnonzero(split_of == index), axis=0)
+        for index, split in enumerate(SPLITS)
+    }
+
+
+InMemory = pa.Table | np.ndarray | Iterable[tuple[str, str, str]]
+
+
+def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
+    """Batches of the string columns head, relation, tail; none if there are no rows.
+
+    Raises:
+        DataError: naming split and triple: not three fields, or a label that is no string.
+    """
+    try:
+        table = _table(split, rows).cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
+        table.validate(full=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"{split}: labels must be strings: {error}") from error
+    for role in COLUMNS:
+        missing = pc.fill_null(pc.equal(pc.binary_length(table[role]), 0), True)
+        position = pc.index(missing, True).as_py()
+        if position >= 0:
+            raise DataError(f"{split}: triple {position}: the {role} is empty")
+    yield from table.to_batches()
+
+
+def _table(split: str, rows: InMemory) -> pa.Table:
+    if isinstance(rows, pa.Table):
+        columns = rows.columns
+    elif isinstance(rows, np.ndarray):
+        columns = [pa.array(column) for column in rows.T]
+    else:
+        rows = list(rows)
+        for position, row in enumerate(rows):
+            if len(row) != 3:
+                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
+        columns = [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)]
+        columns = columns or [pa.array([], pa.large_string())] * 3
+    if len(columns) != 3:
+        raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
+    return pa.table(list(columns), list(COLUMNS))

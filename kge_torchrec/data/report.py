@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.known import KnownTriples, SideIndex
-from kge_torchrec.data.ordering import id_counts
-from kge_torchrec.data.sources import SPLITS
+from kge_torchrec.data.filter_index import KnownTriples, SideIndex
+from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.sort import id_counts
 
 EXAMPLES = 5
 

@@ -14,7 +14,7 @@ FEW = 8  # queries
 def find_ranges(indptr, row_relations, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
     """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
     if len(anchors) > FEW:
-        from kge_torchrec.data import compiled_search
+        from kge_torchrec.data import compiled_index as compiled_search
 
         return compiled_search.find_ranges(indptr, row_relations, anchors, relations)
     rows = list(zip(indptr[anchors].tolist(), indptr[anchors + 1].tolist(), strict=True))
@@ -25,7 +25,7 @@ def find_ranges(indptr, row_relations, anchors, relations) -> tuple[np.ndarray, 
 def narrow(ids, starts, stops, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
     """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
     if len(starts) > FEW:
-        from kge_torchrec.data import compiled_search
+        from kge_torchrec.data import compiled_index as compiled_search
 
         return compiled_search.narrow(ids, starts, stops, first, last)
     ranges = list(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -36,7 +36,7 @@ def narrow(ids, starts, stops, first: int, last: int) -> tuple[np.ndarray, np.nd
 def mark_members(entities, starts, stops, candidates, found) -> None:
     """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     if len(starts) > FEW:
-        from kge_torchrec.data import compiled_search
+        from kge_torchrec.data import compiled_index as compiled_search
 
         compiled_search.mark_members(entities, starts, stops, candidates, found)
         return

@@ -1,12 +1,18 @@
-"""Opening a data file, compressed or not, as one stream of bytes."""
+"""Opening a data file, compressed or not, as one stream of bytes.
+
+
+Which column is which: the rule that recognises a header.
+"""
+
+from __future__ import annotations
 
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
 
-from kge_torchrec.data.errors import DataError
+from kge_torchrec.errors import DataError
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -63,3 +69,58 @@ def lines(path: Path):
 
 def unreadable(path: Path, error: OSError) -> DataError:
     return DataError(f"{path}: cannot be read or decompressed: {error}")
+
+
+COLUMNS = ("head", "relation", "tail")
+
+_WORDS = {
+    "head": "head h subject subj s source src from head_id subject_id source_id "
+    "head_entity entity1 entity_1 e1 node1",
+    "relation": "relation rel r predicate pred p property edge edge_type relation_type type label "
+    "relation_id predicate_id relationship",
+    "tail": "tail t object obj o target dst dest destination to tail_id object_id target_id "
+    "tail_entity entity2 entity_2 e2 node2",
+}
+_ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
+
+
+def role(field: str) -> str | None:
+    """``head``, ``relation`` or ``tail`` if the column name means one of them.
+
+    Case, surrounding blanks and a leading ``#`` or ``:`` do not matter.
+    """
+    return _ROLES.get(field.strip().lstrip("#:").strip().lower())
+
+
+def roles(fields: Sequence[str]) -> list[str] | None:
+    """The roles of a header's three fields in file order, or None if this is no header.
+
+    The rule: three fields are a header if each is a word for a different one of head, relation
+    and tail (``subject predicate object``, ``h r t``, ``source type target``, ...). The columns
+    may come in any order: ``head,tail,relation`` is read as such.
+    """
+    found = [role(field) for field in fields]
+    return found if len(found) == 3 and set(found) == set(COLUMNS) else None
+
+
+def places(names: Sequence[str]) -> list[int] | None:
+    """Positions of head, relation and tail among any number of column names, or None.
+
+    They are those called exactly so, or else the only ones that mean them.
+    """
+    if all(names.count(wanted) == 1 for wanted in COLUMNS):
+        return [names.index(wanted) for wanted in COLUMNS]
+    meant = [role(name) for name in names]
+    if all(meant.count(wanted) == 1 for wanted in COLUMNS):
+        return [meant.index(wanted) for wanted in COLUMNS]
+    return None
+
+
+def unclear(names: Sequence[str]) -> str:
+    """Why ``places`` found none, as a clause."""
+    meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
+    for wanted, found in meant.items():
+        if len(found) > 1:
+            return f"{' and '.join(map(repr, found))} both stand for the {wanted}"
+    missing = [wanted for wanted, found in meant.items() if not found]
+    return f"no column stands for the {' or the '.join(missing)}"

@@ -18,7 +18,8 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.vocabulary import Vocabulary
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import ExportError
 from kge_torchrec.export.description import (
     ENTITIES,
     PARAMETERS,
@@ -26,9 +27,8 @@ from kge_torchrec.export.description import (
     model_config,
     read_description,
 )
-from kge_torchrec.export.errors import ExportError
-from kge_torchrec.export.labels import read_labels
-from kge_torchrec.export.tables import FORMATS, open_table
+from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.text import read_labels
 from kge_torchrec.models.scorers import SIDES, Scorer, Side, build_scorer
 
 Ids = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor  # labels, or ids

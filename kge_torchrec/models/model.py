@@ -1,12 +1,298 @@
-"""A knowledge-graph model: the entity lookup, then the objective."""
+"""Scorer and loss together: from looked-up rows and a batch's indices to one number.
+
+With what the number is made of besides the loss: penalties on the rows that a batch touches, so
+that they cost O(batch), never O(table); relation prediction as an auxiliary objective (Chen et al.
+2021); and the taking of rows, whose gradients meet in one buffer.
+
+Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, K
+negatives a chunk and side, R relation rows (twins included).
+
+
+Scorer and loss of queries with any number of answers.
+
+Shapes: U unique entities of the batch, D numbers a row, Q queries, M answers, K sampled entities a
+side; q and m of one side.
+
+
+A knowledge-graph model: the entity lookup, then the objective.
+"""
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Protocol
 
-from kge_torchrec.data.batches import ENTITY
+import torch
+from torch import Tensor, nn, promote_types
+from torch.nn.functional import cross_entropy
+
+from kge_torchrec.data.loader import ENTITY
 from kge_torchrec.models.loss_scaling import HeldRows, LossScale
-from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.ops import parts
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+
+
+class TripleBatch(Protocol):
+    """What the objective reads of a batch; entities are positions in the batch's unique ids."""
+
+    entities: Tensor  # (2 C b + sides C K): heads, tails, then the negatives side by side
+    relation: Tensor  # (C, b)
+    weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
+    known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
+    known_tail: Tensor
+    deduplicated: bool  # False: there is a row for each of ``entities``, in their order
+
+
+REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CUDA graphs
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Weights of the penalties on touched rows (0 = off)."""
+
+    n3: float = 0.0
+    l2: float = 0.0
+
+    @property
+    def any(self) -> bool:
+        """Whether there is one at all."""
+        return bool(self.n3 or self.l2)
+
+    def of(self, rows: Tensor, is_complex: bool) -> Tensor:
+        """(..., D) rows -> (...): their weighted penalties."""
+        out = torch.zeros(rows.shape[:-1], device=rows.device)
+        if self.n3:
+            out = out + self.n3 * n3(rows, is_complex)
+        if self.l2:
+            out = out + self.l2 * l2(rows)
+        return out
+
+
+class Objective(nn.Module):
+    """Mean over the batch's triples and sides of the loss, plus penalties.
+
+    All dense parameters of a model live below this module, which is what the dense wrappers wrap.
+
+    precision: scores are computed under autocast to it; losses and penalties are float32.
+    """
+
+    def __init__(
+        self,
+        scorer: Scorer,
+        loss: nn.Module,
+        sides: tuple[Side, ...] = SIDES,
+        penalties: Penalties | None = None,
+        relation_weight: float = 0.0,
+        precision: torch.dtype = torch.float32,
+    ):
+        super().__init__()
+        self.scorer, self.loss, self.sides = scorer, loss, sides
+        self.penalties = penalties or Penalties()
+        self.relation_weight, self.precision = relation_weight, precision
+        self._replays_graphs = False
+
+    def compile_parts(self, device: str, mode: str = "default") -> None:
+        """Compiles scorer and loss; the looking up of rows around them stays as it is.
+
+        device: "cpu" or "cuda", where they will run.  mode: as torch.compile takes it.
+        """
+        for name in self.scorer.uncompiled if device == "cpu" else ():
+            setattr(self.scorer, name, torch.compiler.disable(getattr(self.scorer, name)))
+        self._loss_of_side = torch.compile(self._loss_of_side, mode=mode)
+        self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
+
+    def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
+        """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
+        if self._replays_graphs:  # both sides are one step: neither may overwrite the other
+            torch.compiler.cudagraph_mark_step_begin()
+        chunks, triples = batch.relation.shape
+        count = chunks * triples
+        if count == 0:  # a rank without triples still takes part in every exchange
+            return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
+        ids, sides = batch.entities, len(self.sides)
+        sizes = [count, count, *[(ids.numel() - 2 * count) // sides] * sides]
+        taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
+        targets = dict(zip(SIDES, ids.split(sizes)[:2], strict=True))
+        negative_ids = ids.split(sizes)[2:]
+
+        total = rows.new_zeros(())
+        for position, side in enumerate(self.sides):
+            anchor, target = (head, tail) if side == "tail" else (tail, head)
+            # The accidental positive is no negative: a drawn entity that is the answer itself.
+            candidates = taken[2 + position].view(chunks, -1, rows.shape[1])
+            candidate_ids = negative_ids[position].view(chunks, 1, -1)
+            counted = candidate_ids != targets[side].view(chunks, triples, 1)
+            known = batch.known_tail if side == "tail" else batch.known_head
+            if known.numel():
+                counted &= ~known
+            rows_of_side = anchor, batch.relation, target, candidates
+            total = total + self._loss_of_side(*rows_of_side, counted, batch.weight, side)
+        return total / len(self.sides)
+
+    def _loss_of_side(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        target: Tensor,
+        candidates: Tensor,
+        counted: Tensor,
+        weight: Tensor,
+        side: Side,
+    ) -> Tensor:
+        """The weighted sum over the queries of one side; rows (C, b, D) and (C, K, D)."""
+        with self._autocast(anchor.device):
+            scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
+        positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
+        loss = self.loss(positive, negative, counted)
+        if self.relation_weight:
+            with self._autocast(anchor.device):
+                told = relation_prediction(self.scorer, anchor, relation, target, side)
+            loss = loss + self.relation_weight * told
+        if self.penalties.any:
+            factors = self.scorer.relation_factors(relation, side)
+            loss = loss + self._penalty(anchor, factors, target)
+        return (loss * weight).sum()
+
+    def _autocast(self, device: torch.device):
+        if self.precision == torch.float32:
+            return nullcontext()
+        return torch.autocast(device.type, self.precision)
+
+    def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
+        """(C, b): the weighted penalties of a triple's three rows."""
+        of_entities = [self.penalties.of(x, self.scorer.is_complex) for x in (anchor, target)]
+        return sum(of_entities) + self.penalties.of(factors, self.scorer.relation_is_complex)
+
+
+def relation_prediction(
+    scorer: Scorer, anchor: Tensor, relation: Tensor, target: Tensor, side: Side
+) -> Tensor:
+    """-log p(r | h, t): cross-entropy of a triple's relation among all, given its two entities.
+
+    anchor, target: (C, b, D); relation: (C, b) int64 ids.  Returns (C, b).  With reciprocal
+    relations the choice is among relations and twins, and on side "head" the twin is right, as if
+    the inverse triples were in the data; else both sides are the same but for dropout.
+    """
+    scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    answer, _ = scorer.direct(relation, side)
+    return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")
+
+
+def n3(rows: Tensor, is_complex: bool) -> Tensor:
+    """Nuclear 3-norm penalty (Lacroix et al. 2018): sum of |x|^3.  (C, b, D) -> (C, b)
+
+    For complex scorers |x| is the modulus.
+    """
+    if not is_complex:
+        return rows.abs().pow(3).sum(-1)
+    real, imaginary = parts(rows)
+    # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
+    return (real.square() + imaginary.square() + 1e-30).pow(1.5).sum(-1)
+
+
+def l2(rows: Tensor) -> Tensor:
+    """Sum of squares.  (C, b, D) -> (C, b)"""
+    return rows.square().sum(-1)
+
+
+def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    """rows[index] in parts of the given sizes: (U, D), (M,) int64 -> (size, D) each.
+
+    Indexing separately would give autograd one gradient of all rows per part, to be added up.
+    On a CPU duplicate indices sum their gradients in a fixed order, so that runs repeat bitwise.
+    """
+    return _TakeRows.apply(rows, index, sizes)
+
+
+class _TakeRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+        ctx.save_for_backward(index)
+        ctx.count, ctx.sizes = rows.shape[0], sizes
+        return tuple(rows.index_select(0, part) for part in index.split(sizes))
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (index,) = ctx.saved_tensors
+        out = grads[0].new_zeros(ctx.count, grads[0].shape[1])
+        for part, grad in zip(index.split(ctx.sizes), grads, strict=True):
+            out.index_add_(0, part, grad)
+        return out, None, None
+
+
+class SampledQueries(Protocol):
+    """What the objective reads of a batch; everything side after side."""
+
+    entities: Tensor  # (Q + M + sides K): anchors, answers, sampled entities
+    relation: Tensor  # (Q,)
+    query: Tensor  # (M,) which query of its side an answer belongs to
+    known: Tensor  # (Q, K) bool: answers among the entities sampled for the query's side
+    weight: Tensor  # (): share of a query in the global mean
+    queries: tuple[int, ...]  # of each side
+    answers: tuple[int, ...]  # of each side
+    deduplicated: bool  # False: there is a row for each of ``entities``, in their order
+
+
+class QueryObjective(Objective):
+    """Mean over the batch's queries of a loss of ``answer_losses``, plus penalties.
+
+    The scorer is a QueryScorer.  Answers are penalised by their mean, as if each query were one
+    triple.
+    """
+
+    def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:
+        """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
+        if batch.relation.numel() == 0:  # a rank without queries takes part in every exchange
+            return self._nothing(rows)
+        sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
+        ids = batch.entities
+        taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        count = len(self.sides)
+        parts = zip(
+            taken[:count],
+            batch.relation.split(batch.queries),
+            taken[count : 2 * count],
+            batch.query.split(batch.answers),
+            taken[2 * count :],
+            batch.known.split(batch.queries),
+            self.sides,
+            strict=True,
+        )
+        return sum(self._loss_of_side(*part) for part in parts) * batch.weight
+
+    def _nothing(self, rows: Tensor) -> Tensor:
+        """0, with a gradient for everything."""
+        return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
+
+    def _loss_of_side(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        answer: Tensor,
+        query: Tensor,
+        sampled: Tensor,
+        known: Tensor,
+        side: Side,
+    ) -> Tensor:
+        """The sum over the queries of one side; anchor (q, D), answer (m, D), sampled (K, D)."""
+        if relation.numel() == 0:
+            return self._nothing(sampled)
+        with self._autocast(anchor.device):
+            scores = self.scorer.score_answers(anchor, relation, answer, query, sampled, side)
+        positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
+        total = self.loss(positive, query, negative, ~known).sum()
+        if self.penalties.any:
+            factors = self.scorer.relation_factors(relation, side)
+            share = 1 / torch.bincount(query, minlength=len(anchor)).index_select(0, query)
+            total = total + self.penalties.of(anchor, self.scorer.is_complex).sum()
+            total = total + self.penalties.of(factors, self.scorer.relation_is_complex).sum()
+            of_answers = self.penalties.of(answer, self.scorer.is_complex)
+            total = total + (of_answers * share).sum()
+        return total
 
 
 class KnowledgeGraphModel(nn.Module):

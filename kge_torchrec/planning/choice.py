@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.planner import SHARDINGS
-from kge_torchrec.planning.table_memory import (
+from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     FUSED,
+    SHARDINGS,
     UVM,
     UVM_CACHING,
     VALUE_BYTES,
     TableForm,
 )
+from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.workload import Workload
 
 KERNELS = (FUSED, UVM, UVM_CACHING)

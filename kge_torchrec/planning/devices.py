@@ -2,6 +2,9 @@
 
 Presets are the vendors' data sheets, with the memory that CUDA reports as total; others come from a
 YAML file.  The speeds only feed the model of a step's time; what fits depends on memory alone.
+
+
+Collectives as rings: each rank sends to the next one, on its host or not.
 """
 
 from __future__ import annotations
@@ -13,11 +16,11 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.planning.describe import GIB
-from kge_torchrec.planning.planner import host_memory
+from kge_torchrec.embeddings.torchrec.planner import GIB, host_memory
 
 GB = 10**9
 
@@ -253,3 +256,25 @@ def _find(name: str, known: Mapping[str, Device]) -> Device:
 
 def _plain(name: str) -> str:
     return name.lower().removesuffix("gib").removesuffix("gb")
+
+
+@dataclass(frozen=True)
+class Ring:
+    """Some ranks of a cluster, in their order."""
+
+    cluster: Cluster
+    ranks: np.ndarray
+
+    def send(self, size: float, within: np.ndarray, between: np.ndarray) -> None:
+        """Adds ``size`` bytes, sent by every rank to the next, to (W,) bytes sent by each rank."""
+        if len(self.ranks) < 2:
+            return
+        hosts = self.ranks // self.cluster.local_world_size
+        leaves = hosts != np.roll(hosts, -1)
+        within[self.ranks] += np.where(leaves, 0, size)
+        between[self.ranks] += np.where(leaves, size, 0)
+
+    def all_reduce(self, size: float, within: np.ndarray, between: np.ndarray) -> None:
+        """The same for an all-reduce of ``size`` bytes: each rank sends 2 (n - 1) / n of them."""
+        count = len(self.ranks)
+        self.send(2 * (count - 1) / count * size, within, between)

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.full_losses import (
+from kge_torchrec.embeddings.torchrec.planner import TableForm
+from kge_torchrec.models.losses import (
     KEPT_BYTES,
     BlockAnswers,
     FullBinaryCrossEntropy,
@@ -19,20 +20,18 @@ from kge_torchrec.models.full_losses import (
     block_bytes_of,
     score_blocks,
 )
-from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.model import Objective
 from kge_torchrec.models.ops import planning_for
 from kge_torchrec.models.scorers import Side
-from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.ring import Ring
-from kge_torchrec.planning.step_time import (
+from kge_torchrec.planning.communication import Traffic, no_traffic
+from kge_torchrec.planning.cost import (
     sending_seconds,
     starting_seconds,
     table_optimizer_seconds,
     work_seconds,
 )
-from kge_torchrec.planning.table_memory import TableForm
-from kge_torchrec.planning.traffic import Traffic, no_traffic
-from kge_torchrec.planning.watch_operations import Cost, WatchOperations
+from kge_torchrec.planning.devices import Cluster, Ring
+from kge_torchrec.planning.operations import Cost, WatchOperations
 from kge_torchrec.planning.workload import Workload
 
 # More queries than this are a straight line on a CPU, where some scorers take them one by one; a

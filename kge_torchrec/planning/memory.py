@@ -10,15 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kge_torchrec.data.degrees import STEP as DEGREE_STEP
-from kge_torchrec.data.query_list import STEP as QUERY_STEP
-from kge_torchrec.entities.pieces import PIECE_BYTES
+from kge_torchrec.data.compiled_index import STEP as QUERY_STEP
+from kge_torchrec.data.negatives import STEP as DEGREE_STEP
+from kge_torchrec.embeddings.chunks import PIECE_BYTES
+from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.choice import Choice
-from kge_torchrec.planning.dense_layout import DenseLayout
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.shards import Shard
-from kge_torchrec.planning.table_memory import Bytes, table_memory
-from kge_torchrec.planning.watch_operations import Cost
+from kge_torchrec.planning.layout import DenseLayout, Shard
+from kge_torchrec.planning.operations import Cost
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 MIB = 1 << 20

@@ -11,10 +11,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from kge_torchrec.planning.describe import GIB, amount
+from kge_torchrec.embeddings.torchrec.planner import GIB, amount
 from kge_torchrec.planning.memory import PARTS, SHARED
+from kge_torchrec.planning.plan import Limit, TrainingPlan
 from kge_torchrec.planning.report import rank_groups, ranks_text
-from kge_torchrec.planning.training_plan import Limit, TrainingPlan
 
 MOST_COLUMNS = 16  # more ranks are drawn as groups that hold the same
 _SMALL = 0.1  # a host's memory that is filled less than this is a line of text

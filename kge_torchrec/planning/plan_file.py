@@ -19,11 +19,10 @@ from typing import Any
 from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.planning.advice import Advice
-from kge_torchrec.planning.faster import Faster
-from kge_torchrec.planning.shards import Shard, sharding_plan
-from kge_torchrec.planning.traffic import KINDS, Traffic
-from kge_torchrec.planning.training_plan import TrainingPlan
+from kge_torchrec.planning.advice import Advice, Faster
+from kge_torchrec.planning.communication import KINDS, Traffic
+from kge_torchrec.planning.layout import Shard, sharding_plan
+from kge_torchrec.planning.plan import TrainingPlan
 
 FORMAT = "kge-torchrec plan"
 VERSION = 1

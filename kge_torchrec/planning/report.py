@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kge_torchrec.planning.advice import Advice, fill
-from kge_torchrec.planning.describe import amount, runs
-from kge_torchrec.planning.faster import (
+from kge_torchrec.embeddings.torchrec.planner import amount, runs
+from kge_torchrec.planning.advice import (
+    Advice,
     Faster,
     batch_of_rank,
     examples_per_second,
+    fill,
     fixed_share,
 )
+from kge_torchrec.planning.communication import KINDS
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
-from kge_torchrec.planning.traffic import KINDS
-from kge_torchrec.planning.training_plan import TrainingPlan
+from kge_torchrec.planning.plan import TrainingPlan
 
 Rows = list[list[str]]
 

@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kge_torchrec.data.answers import Answers
+from kge_torchrec.data.filter_index import Answers
 from kge_torchrec.environment import without_tf32
 from kge_torchrec.models.scorers.base import Scorer, Side
 
 if TYPE_CHECKING:  # it imports TorchRec, which an exported model does without
-    from kge_torchrec.entities.shard import EntityShard
+    from kge_torchrec.embeddings.backend import EntityShard
 
 SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, more leaves room for threads
 CPU_BLOCK_BYTES = 8 << 20  # about what stays in cache until the scores are counted

@@ -5,23 +5,30 @@ answer and how many tie with it; the counts are summed over the ranks once per s
 size T x N is ever held, only one block of scores.
 
 Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
+
+
+How many scores of a block lie below a query's true score, and how many equal it.
+
+Comparisons with NaN are false, so a NaN is counted neither as less nor as equal: whoever takes
+the rest for better candidates lets a NaN count against the model.
+
+Shapes: B queries, n candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+import numba
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.data.answers import Answers
-from kge_torchrec.data.known import KnownTriples
-from kge_torchrec.entities.shard import EntityShard
+from kge_torchrec.data.filter_index import Answers, KnownTriples
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
-from kge_torchrec.ranking.counting import count_block
 from kge_torchrec.ranking.metrics import Ranks
 
 FETCH_BYTES = 32 << 20  # entity rows fetched by one collective, for several batches
@@ -152,3 +159,30 @@ class _Targets:
         column = self._ids - first
         query = ((column >= 0) & (column < scores.shape[1])).nonzero()[:, 0]
         scores[query, column[query]] = self.true[query]
+
+
+def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> None:
+    """Adds the counts of one block to the running counts, in place.
+
+    scores: (B, n) float32, contiguous; true: (B,) float32; less, equal: (B,) int64.
+    """
+    if scores.device.type == "cpu":
+        _count(scores.numpy(), true.numpy(), less.numpy(), equal.numpy())
+    else:
+        less += (scores < true[:, None]).sum(1)
+        equal += (scores == true[:, None]).sum(1)
+
+
+# One thread on purpose: a pass over scores still in cache takes a few percent of the matrix
+# product that made them, while a second thread pool beside torch's slows both down.
+@numba.njit(nogil=True, cache=True)
+def _count(scores, true, less, equal):
+    for i in range(scores.shape[0]):
+        threshold = true[i]
+        below = 0
+        same = 0
+        for j in range(scores.shape[1]):
+            below += scores[i, j] < threshold
+            same += scores[i, j] == threshold
+        less[i] += below
+        equal[i] += same

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.data.answers import Answers
-from kge_torchrec.entities.shard import EntityShard
+from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 

@@ -12,41 +12,42 @@ from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
-from kge_torchrec.data.batches import LOOKUP_BAGS, BatchBuilder, as_feature
-from kge_torchrec.data.degrees import DegreeDraw
-from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.loader import LOOKUP_BAGS, BatchBuilder, as_feature
+from kge_torchrec.data.negatives import DegreeDraw, NegativeSampler
 from kge_torchrec.data.queries import (
     DistinctQueries,
     EveryQuery,
     Examples,
     QueryBatches,
+    QuerySampleBuilder,
     TripleQueries,
 )
-from kge_torchrec.data.query_samples import QuerySampleBuilder
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.entities.contract import EntityEngine
-from kge_torchrec.entities.handrolled.engine import HandrolledEngine
-from kge_torchrec.entities.initialize import EntityInit
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.entities.torchrec.engine import TorchRecEngine
+from kge_torchrec.distributed.dense import dense_wrapper
+from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.embeddings.all_to_all.backend import HandrolledEngine
+from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.embeddings.init import EntityInit
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.backend import TorchRecEngine
 from kge_torchrec.environment import quiet_dependencies
-from kge_torchrec.models.answer_losses import AnswersBinaryCrossEntropy, AnswersSoftmax
-from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, FullSoftmax
 from kge_torchrec.models.losses import (
+    AnswersBinaryCrossEntropy,
+    AnswersSoftmax,
     BinaryCrossEntropyLoss,
+    FullBinaryCrossEntropy,
+    FullLoss,
+    FullSoftmax,
     MarginLoss,
     SelfAdversarialLoss,
     SoftmaxLoss,
 )
-from kge_torchrec.models.objective import Objective, Penalties
-from kge_torchrec.models.query_objective import QueryObjective
+from kge_torchrec.models.model import Objective, Penalties, QueryObjective
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
-from kge_torchrec.parallel.dense import dense_wrapper
-from kge_torchrec.parallel.processes import Processes, on_first_rank
 from kge_torchrec.planning.plan_file import read_plan
-from kge_torchrec.training import steps
+from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
-from kge_torchrec.training.steps import Pipeline
+from kge_torchrec.training.step import Pipeline
 
 log = logging.getLogger(__name__)
 

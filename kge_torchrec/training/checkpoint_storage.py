@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from kge_torchrec.entities.pieces import in_pieces
+from kge_torchrec.embeddings.chunks import in_pieces
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.checkpoint_index import (
     Damaged,

@@ -21,11 +21,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.data.errors import StoreError
-from kge_torchrec.errors import KGEError
-from kge_torchrec.parallel.processes import Processes, is_lost_connection, on_first_rank
+from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
+from kge_torchrec.errors import KGEError, StoreError
 from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, read_whole
-from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.state import Progress
 
 FORMAT_VERSION = 2  # 1 was torch's own format
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"

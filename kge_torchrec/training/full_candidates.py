@@ -32,20 +32,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data.queries import QueryBatch
-from kge_torchrec.entities.contract import EntityEngine, EntityShard
-from kge_torchrec.entities.row_gradients import RowGradients
-from kge_torchrec.models.full_losses import (
+from kge_torchrec.embeddings.backend import EntityEngine, EntityShard
+from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.models.losses import (
     KEPT_BYTES,
     BlockAnswers,
     FullLoss,
     block_bytes_of,
     score_blocks,
 )
-from kge_torchrec.models.objective import relation_prediction
+from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.scorers.base import QueryScorer
-from kge_torchrec.training.directions import Direction, directed
-from kge_torchrec.training.dropout import seed_generators
-from kge_torchrec.training.fetched_rows import FetchedRows
+from kge_torchrec.training.query_shards import Direction, FetchedRows, directed
+from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
 _FOLDED, _PAIRS, _RELATIONS = range(3)  # what is drawn for

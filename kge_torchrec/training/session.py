@@ -1,31 +1,38 @@
-"""A run in memory: its data, engine and checkpoints, for training, ranking and prediction."""
+"""A run in memory: its data, engine and checkpoints, for training, ranking and prediction.
+
+
+From the config's data.path to an open store.
+"""
 
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 
-from kge_torchrec.config import Config
-from kge_torchrec.data.store import TripleStore
-from kge_torchrec.entities.contract import EntityEngine
-from kge_torchrec.entities.trained import TrainedModel
+from kge_torchrec.config import Config, DataConfig
+from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
+from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.embeddings.trained import TrainedModel
 from kge_torchrec.environment import (
     allow_tf32,
     keep_large_blocks,
     quiet_dependencies,
     set_threads,
 )
+from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
-from kge_torchrec.parallel.processes import Processes
 from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
-from kge_torchrec.training.progress import Progress
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.sources import open_store
+from kge_torchrec.training.state import Progress
 
 BEST, NEWEST = "best", "newest"  # of a run's checkpoints
 log = logging.getLogger(__name__)
@@ -200,3 +207,54 @@ class Session:
                 progress=bar.update,
             )
         return metrics(ranks)
+
+
+EMBEDDED = "countries"
+
+
+def open_store(
+    config: DataConfig, seed: int, prepared: Path, processes: Processes, progress: bool
+) -> TripleStore:
+    """The store that data.path names; raw files are prepared into ``prepared`` first, once.
+
+    Collective; rank 0 finds or prepares it, the others wait, then all map the same files.
+    Raises DataError on bad input, OtherRankFailed where another rank cannot read the store.
+    """
+
+    def find_or_prepare() -> Path:
+        # Rank 0 looks for all: one that looks later would find what rank 0 has just prepared.
+        if (Path(config.path) / META).is_file():
+            return Path(config.path)
+        if not (prepared / META).is_file():
+            _prepare(config, seed, prepared, progress)
+        return prepared
+
+    path = on_first_rank(processes, find_or_prepare)
+    return on_all_ranks(processes, lambda: TripleStore.open(path))
+
+
+def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> None:
+    if config.path == EMBEDDED and not Path(EMBEDDED).exists():
+        from kge_torchrec.data.countries import country_splits
+
+        prepare_triples(country_splits(), prepared)
+        return
+    try:
+        prepare(
+            config.path,
+            prepared,
+            ratio=config.ratio,
+            seed=seed,
+            has_header=config.has_header,
+            allow_unseen_relations=config.allow_unseen_relations,
+            literals=config.literals,
+            progress=progress,
+        )
+    except DataError as error:
+        error.spell(lambda name, value: f"--data.{name} {str(value).lower()}")  # as train's keys
+        raise
+
+
+def remove_prepared(prepared: Path) -> None:
+    """Drops a store that was prepared for a run which then did not start."""
+    shutil.rmtree(prepared, ignore_errors=True)

@@ -12,8 +12,8 @@ import threading
 import time
 from types import FrameType
 
+from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.parallel.processes import Processes
 
 EXIT_CODE = 75  # sysexits.h: temporary failure, to be tried again
 SECONDS_BETWEEN = 1.0

@@ -11,8 +11,8 @@ import torch
 from gpu_checks.report import Report
 from gpu_checks.runs import config_of
 from kge_torchrec import api
-from kge_torchrec.config_parser import config_from_dict
-from kge_torchrec.entities.shard import EntityShard
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.ranking.topk import top_k

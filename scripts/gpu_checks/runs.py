@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.config_parser import config_from_dict
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 SHARED = {
     "model.dim": 16,

@@ -14,17 +14,16 @@ from gpu_checks.ranking import scorer_of, triples_of
 from gpu_checks.report import Report
 from gpu_checks.speed import config_of, graph, rows_drawn_on_the_device, train_at_scale
 from gpu_checks.timing import synchronize
-from kge_torchrec.entities.shard import EntityShard
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import PRESETS, Cluster
-from kge_torchrec.planning.dry_run import plan_training
-from kge_torchrec.planning.popularity import Popularity
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.plan import plan_training
+from kge_torchrec.planning.workload import Popularity, Workload
 from kge_torchrec.ranking.exact import rank_triples
 from kge_torchrec.training.assembly import build_engine, build_objective
 from kge_torchrec.training.checkpoints import Checkpoints
-from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.state import Progress
 
 ENTITIES, RELATIONS, DIM = 86_000_000, 14_824, 100
 ENOUGH_TRIPLES = 3e6  # a second, with batches of 65,536

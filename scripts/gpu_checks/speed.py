@@ -11,14 +11,13 @@ import torch
 
 from gpu_checks.report import Report
 from gpu_checks.timing import Waited, counted, step_seconds
-from kge_torchrec.comparison.split import split_of_a_step
+from kge_torchrec.comparison.speed import split_of_a_step
 from kge_torchrec.config import Config, DenseConfig
-from kge_torchrec.config_parser import config_from_dict
-from kge_torchrec.entities.torchrec import engine as engine_module
-from kge_torchrec.parallel.processes import Processes, processes
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.embeddings.torchrec import backend as engine_module
 from kge_torchrec.training.assembly import build_batches, build_engine
-from kge_torchrec.training.steps import Pipeline, build_pipeline
-from kge_torchrec.training.update import Update
+from kge_torchrec.training.step import Pipeline, Update, build_pipeline
 
 
 def graph(entities: int, relations: int, triples: int) -> SimpleNamespace:

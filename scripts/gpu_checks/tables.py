@@ -16,19 +16,18 @@ from torchrec.distributed.types import ShardingEnv
 
 from gpu_checks.report import Report
 from gpu_checks.timing import seconds
-from kge_torchrec.entities.contract import ENTITY
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.entities.torchrec import collection
-from kge_torchrec.entities.torchrec.collection import (
+from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec import collection
+from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
     set_table_step,
     table_step,
 )
-from kge_torchrec.entities.torchrec.fused_params import fused_params
-from kge_torchrec.entities.torchrec.sharder import EntitySharder
-from kge_torchrec.parallel.processes import Processes, processes
-from kge_torchrec.planning.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 STEPS, ROWS, DIM = 8, 300, 16
 # Of 131k rows of 100 numbers, forward, backward and step: launches, and some 0.3 GB to move.  A
@@ -163,11 +162,11 @@ def bags(report: Report) -> None:
 
 def _bags_of_training(report: Report) -> None:
     """The bags that batches come in."""
-    from kge_torchrec.data import batches
+    from kge_torchrec.data import loader as batches
 
     known = getattr(batches, "LOOKUP_BAGS", None)
     if known is None:
-        report.passes("bags of training", report.small, "data/batches.py knows one bag only")
+        report.passes("bags of training", report.small, "data/loader.py knows one bag only")
         return
     number = known[report.device.type]
     report.passes("bags of training", report.small or number >= 1024, f"{number:,}")

@@ -13,12 +13,12 @@ from gpu_checks.runs import config_of, parameters_of, trained
 from gpu_checks.tables import local
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.entities.torchrec import collection
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.models.loss_scaling import LossScale
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 # Sums in another order, over 50 steps of learning rate 0.05.

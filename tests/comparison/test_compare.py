@@ -20,7 +20,7 @@ from training_runs import QUIET, config_of
 import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.comparison import compare
-from kge_torchrec.comparison.contenders import contenders
+from kge_torchrec.comparison.command import contenders
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 

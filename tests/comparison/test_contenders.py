@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 from training_runs import config_of
 
-from kge_torchrec.comparison.command import run
+from kge_torchrec.comparison.command import CONTENDERS, contenders, run
 from kge_torchrec.comparison.compare import Extent
-from kge_torchrec.comparison.contenders import CONTENDERS, contenders
 from kge_torchrec.config import Config, ConfigError, TrainConfig
-from kge_torchrec.data.errors import DataError
+from kge_torchrec.errors import DataError
 
 
 def test_each_changes_engine_and_preset_only():

@@ -9,11 +9,10 @@ import pytest
 from training_runs import config_of, fit, parameters, tiny_store
 from worlds import run_world as run_test_world
 
-from kge_torchrec.comparison import differences
-from kge_torchrec.comparison.differences import measured_steps
+from kge_torchrec.comparison import lockstep as differences
 from kge_torchrec.comparison.launch import RankFailed, run_world
-from kge_torchrec.comparison.lockstep import train_side_by_side
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.comparison.lockstep import measured_steps, train_side_by_side
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 

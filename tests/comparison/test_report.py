@@ -7,10 +7,9 @@ import json
 import pytest
 from comparison_made_up import comparison, measurement, training
 
-from kge_torchrec.comparison.files import read_json, write_json
+from kge_torchrec.comparison.launch import read_json, write_json
 from kge_torchrec.comparison.plots import draw
-from kge_torchrec.comparison.summary import summarize, traffic
-from kge_torchrec.comparison.tables import tables
+from kge_torchrec.comparison.report import summarize, tables, traffic
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

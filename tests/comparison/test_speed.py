@@ -16,14 +16,14 @@ from training_runs import config_of, tiny_store
 
 from kge_torchrec.comparison import speed
 from kge_torchrec.comparison.launch import Reporter, run_world
-from kge_torchrec.comparison.split import PARTS, split_of_a_step
-from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.comparison.speed import PARTS, split_of_a_step
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.models.model import KnowledgeGraphModel
-from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.update import Update
+from kge_torchrec.training.step import Update
 
 DELAY = 0.05  # seconds, far above what any part of a step of a tiny graph takes
 

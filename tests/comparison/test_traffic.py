@@ -14,9 +14,8 @@ from training_runs import config_of, tiny_store
 from worlds import run_world
 
 from kge_torchrec.comparison.launch import run_world as run_world_of_package
-from kge_torchrec.comparison.speed import Timing, measure_speed
-from kge_torchrec.comparison.traffic import Traffic
-from kge_torchrec.parallel.processes import Processes
+from kge_torchrec.comparison.speed import Timing, Traffic, measure_speed
+from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import build_batches
 
 FEW = Timing(steps=2, blocks=2, warm_up=1, split=2, settling=1, traffic=3)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from comparison_made_up import LEARNING_RATE, comparison, measurement, training
 
-from kge_torchrec.comparison.summary import Spread, ratio, triples_per_second
-from kge_torchrec.comparison.verdict import verdict
+from kge_torchrec.comparison.report import Spread, ratio, triples_per_second, verdict
 
 
 def repeats(*medians: float) -> list[dict]:

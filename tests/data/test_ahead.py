@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from kge_torchrec.data.ahead import BATCH_WORKERS, batches_ahead
+from kge_torchrec.data.prefetch import BATCH_WORKERS, batches_ahead
 
 
 @pytest.fixture

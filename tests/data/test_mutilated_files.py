@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.readers import read_triples
+from kge_torchrec.errors import DataError
 
 ROWS = [(f"e{i}", f"r{i % 2}", f"e{i * 7 % 5}") for i in range(5)]
 TSV = "".join("\t".join(row) + "\n" for row in ROWS).encode()

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
 
-from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import read_triples
+from kge_torchrec.errors import DataError
 
 
 def write_all(directory, files):

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.shuffle import EpochOrder
 
 SEEDS = st.integers(0, 2**40)
 HUGE = 2**33 + 7

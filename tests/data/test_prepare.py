@@ -10,19 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
-from kge_torchrec.config_parser import config_from_dict
-from kge_torchrec.data import divide as divide_module
-from kge_torchrec.data import encode, ordering
-from kge_torchrec.data.divide import divide
-from kge_torchrec.data.errors import DataError, StoreError
-from kge_torchrec.data.known import build_side
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data import prepare as divide_module
+from kge_torchrec.data import prepare as encode
+from kge_torchrec.data import sort as ordering
+from kge_torchrec.data.filter_index import build_side
+from kge_torchrec.data.prepare import divide, prepare, prepare_triples
+from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
 from kge_torchrec.data.report import unseen_relations
-from kge_torchrec.data.sources import SPLITS, find_sources
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.sources import open_store
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.errors import DataError, StoreError
+from kge_torchrec.training.session import open_store
 
 REAL = Path(__file__).parents[2].parent / "shared" / "data"
 

@@ -3,10 +3,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.known import SIDES, KnownTriples, build_side
-from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.compiled_index import QueryList
+from kge_torchrec.data.filter_index import SIDES, KnownTriples, build_side
 from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
-from kge_torchrec.data.query_list import QueryList
+from kge_torchrec.data.shuffle import EpochOrder
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.known import SIDES, KnownTriples, build_side
+from kge_torchrec.data.filter_index import SIDES, KnownTriples, build_side
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.query_samples import QuerySampleBuilder
+from kge_torchrec.data.queries import QuerySampleBuilder
 
 ENTITIES, RELATIONS, COUNT = 9, 3, 4
 IDS = [st.integers(0, size - 1) for size in (ENTITIES, RELATIONS, ENTITIES)]

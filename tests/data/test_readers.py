@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import delimited
-from kge_torchrec.data.errors import DataError
 from kge_torchrec.data.readers import read_triples
+from kge_torchrec.errors import DataError
 
 ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]
 

@@ -5,10 +5,9 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from kge_torchrec.data.errors import StoreError, UnknownLabelError
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.data.store import FORMAT_VERSION, TripleStore
-from kge_torchrec.data.vocabulary import Vocabulary
+from kge_torchrec.data.store import FORMAT_VERSION, TripleStore, Vocabulary
+from kge_torchrec.errors import StoreError, UnknownLabelError
 
 TRAIN = [("ann", "knows", "bob"), ("bob", "knows", "eve"), ("eve", "likes", "eve")]
 
@@ -147,7 +146,7 @@ def test_unknown_label():
 
 
 def test_unknown_label_among_many(monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.vocabulary.MAX_COMPARED", 100)
+    monkeypatch.setattr("kge_torchrec.data.store.MAX_COMPARED", 100)
     words = vocabulary([f"/m/{i:06d}" for i in range(1000)] + ["United_Kingdom"])
     assert words.close_to("united_kingdon") == ["United_Kingdom"]
     assert words.close_to("Untied_Kingdom") == ["United_Kingdom"]

@@ -20,10 +20,10 @@ from worlds import WorldError, run_world
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.export import rows
-from kge_torchrec.export.errors import ExportError
-from kge_torchrec.export.folder import ExportFolder
-from kge_torchrec.export.tables import FORMATS, open_table
+from kge_torchrec.errors import ExportError
+from kge_torchrec.export import write as rows
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.formats import FORMATS, open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.training.checkpoints import CheckpointError

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kge_torchrec.data.vocabulary import Vocabulary
-from kge_torchrec.export import labels
-from kge_torchrec.export.errors import ExportError
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import ExportError
+from kge_torchrec.export import text as labels
 
 
 def vocabulary(words) -> Vocabulary:

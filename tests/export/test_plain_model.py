@@ -15,9 +15,8 @@ from training_runs import config_of
 
 from kge_torchrec import api, load_model
 from kge_torchrec.config import SCORER_NAMES, ConfigError, ModelConfig
-from kge_torchrec.data.errors import UnknownLabelError
+from kge_torchrec.errors import ExportError, UnknownLabelError
 from kge_torchrec.export.description import describe
-from kge_torchrec.export.errors import ExportError
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.models.scorers import build_scorer
 

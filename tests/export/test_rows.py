@@ -13,12 +13,12 @@ import torch
 from ranking_cases import my_shard
 from worlds import run_world
 
-from kge_torchrec.entities.contract import EntityShard
-from kge_torchrec.export import rows
-from kge_torchrec.export.folder import ExportFolder
-from kge_torchrec.export.tables import open_table
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.export import write as rows
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.formats import open_table
 from kge_torchrec.export.write import write_entities
-from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training.session import Session  # noqa: F401 - loaded before memory is read
 
 N, D = 23, 3

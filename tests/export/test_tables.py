@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from kge_torchrec.export.errors import ExportError
-from kge_torchrec.export.tables import FORMATS, open_table
+from kge_torchrec.errors import ExportError
+from kge_torchrec.export.formats import FORMATS, open_table
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 7
 LABELS = pa.array("abcde", pa.large_string())

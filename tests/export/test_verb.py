@@ -7,7 +7,7 @@ import pytest
 
 from kge_torchrec import load_model
 from kge_torchrec.cli import main
-from kge_torchrec.export.folder import ExportFolder
+from kge_torchrec.export.description import ExportFolder
 
 
 def refused(capsys, arguments, *expected):

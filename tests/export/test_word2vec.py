@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from kge_torchrec.data.vocabulary import Vocabulary
-from kge_torchrec.export import word2vec
-from kge_torchrec.export.errors import ExportError
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import ExportError
+from kge_torchrec.export import text as word2vec
 
 
 def labels(words) -> pa.Array:

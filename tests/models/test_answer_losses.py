@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from kge_torchrec.models.answer_losses import AnswersBinaryCrossEntropy, AnswersSoftmax
+from kge_torchrec.models.losses import AnswersBinaryCrossEntropy, AnswersSoftmax
 
 LOSSES = {
     "softmax": AnswersSoftmax,

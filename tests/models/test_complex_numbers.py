@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.models.model import Objective, Penalties
 from kge_torchrec.models.ops import rotated, times
 from kge_torchrec.models.scorers import SCORERS
 

@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.batches import BatchBuilder
-from kge_torchrec.data.known import KnownTriples, build_side
+from kge_torchrec.data.filter_index import KnownTriples, build_side
+from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.order import EpochOrder
+from kge_torchrec.data.shuffle import EpochOrder
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
-from kge_torchrec.models.objective import Objective, Penalties, relation_prediction, take_rows
+from kge_torchrec.models.model import Objective, Penalties, relation_prediction, take_rows
 from kge_torchrec.models.scorers import SCORERS, SIDES
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_direction, make, normal
 
-from kge_torchrec.models.objective import relation_prediction
+from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.scorers import SCORERS
 
 

@@ -12,7 +12,7 @@ from training_runs import config_of, fit, largest_difference, parameters, tiny_s
 from worlds import run_world
 
 from kge_torchrec.config import SCORER_NAMES, RunConfig
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.trainer import Fit
 
 OPTIONS = {
     "coke": {"model__options__layers": 1},

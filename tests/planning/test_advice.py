@@ -11,7 +11,7 @@ from planned_runs import freebase, planned, workload
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.dry_run import plan_training
+from kge_torchrec.planning.plan import plan_training
 
 
 def found(advice, start: str):

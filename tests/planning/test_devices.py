@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.planning.describe import GIB
+from kge_torchrec.embeddings.torchrec.planner import GIB, host_memory
 from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
-from kge_torchrec.planning.planner import host_memory
 
 
 @pytest.mark.parametrize(

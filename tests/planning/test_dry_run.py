@@ -9,14 +9,13 @@ from planned_runs import clustered, freebase, planned, workload
 from training_runs import tiny_store
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.degrees import DegreeDraw
-from kge_torchrec.entities.table_optimizer import TABLE_OPTIMIZERS
+from kge_torchrec.data.negatives import DegreeDraw
+from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
+from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
 from kge_torchrec.planning.choice import Choice
-from kge_torchrec.planning.describe import GIB
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.dry_run import alternatives, plan_training
 from kge_torchrec.planning.memory import PARTS
-from kge_torchrec.planning.table_memory import Bytes
+from kge_torchrec.planning.plan import alternatives, plan_training
 
 
 @pytest.fixture(scope="module")

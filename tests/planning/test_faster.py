@@ -7,9 +7,7 @@ from dataclasses import replace
 import pytest
 from planned_runs import freebase, planned, workload
 
-from kge_torchrec.planning.choice import Choice
-from kge_torchrec.planning.dry_run import plan_training
-from kge_torchrec.planning.faster import (
+from kge_torchrec.planning.advice import (
     MOST_FIXED,
     TOO_FEW_STEPS,
     TOO_LARGE,
@@ -17,6 +15,8 @@ from kge_torchrec.planning.faster import (
     faster,
     fixed_share,
 )
+from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.plan import plan_training
 from kge_torchrec.planning.plan_file import plan_content
 from kge_torchrec.planning.report import report
 

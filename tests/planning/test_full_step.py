@@ -11,17 +11,16 @@ from worlds import run_world
 from kge_torchrec.config import SCORER_NAMES, ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.models.full_losses import score_blocks
+from kge_torchrec.models.losses import score_blocks
 from kge_torchrec.planning import full_step as module
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.dry_run import alternatives, plan_training
 from kge_torchrec.planning.full_step import full_cost, queries_of
-from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.planning.operations import WatchCollectives
+from kge_torchrec.planning.plan import alternatives, plan_training
 from kge_torchrec.planning.report import report
-from kge_torchrec.planning.watch_collectives import WatchCollectives
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.workload import Popularity, Workload
 
 STEPS = 5
 
@@ -127,7 +126,7 @@ def test_blocks_cover_all_rows():
 
 def sent(config) -> float:
     """On a rank: bytes that it sends in a step."""
-    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.assembly import build_batches, build_engine, build_pipeline
 
     with processes("cpu") as ranks:

@@ -7,8 +7,8 @@ import torch
 from planned_runs import workload
 
 from kge_torchrec.config import SCORER_NAMES, ConfigError
-from kge_torchrec.planning import objective_cost as module
-from kge_torchrec.planning.objective_cost import objective_cost
+from kge_torchrec.planning import cost as module
+from kge_torchrec.planning.cost import objective_cost
 
 
 def cost(is_cuda: bool = True, world_size: int = 1, **keys):

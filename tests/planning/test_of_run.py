@@ -8,10 +8,10 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.planning.of_run import plan_run
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec.planner import host_memory
 from kge_torchrec.planning.plan_file import plan_content, read_plan, write_plan
-from kge_torchrec.planning.planner import host_memory
+from kge_torchrec.planning.run_plan import plan_run
 
 
 def trained(config, plan: str | None):
@@ -19,7 +19,7 @@ def trained(config, plan: str | None):
 
     plan: a file to take the sharding from, in place of asking the planner.
     """
-    from kge_torchrec.entities.torchrec import engine
+    from kge_torchrec.embeddings.torchrec import backend as engine
 
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)

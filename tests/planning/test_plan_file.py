@@ -9,12 +9,11 @@ from planned_runs import planned, workload
 from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.entities.torchrec.fused_params import fused_params
-from kge_torchrec.entities.torchrec.sharder import EntitySharder
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.plan_file import VERSION, plan_content, read_plan, write_plan
-from kge_torchrec.planning.planner import plan_row_wise
 
 RUN = {
     "num_entities": 1001,

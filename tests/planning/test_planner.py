@@ -7,16 +7,15 @@ from torch import nn
 from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.entities.torchrec.fused_params import fused_params
-from kge_torchrec.entities.torchrec.sharder import EntitySharder
-from kge_torchrec.planning.planner import (
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.planner import (
     GIB,
     PlanDoesNotFit,
     describe_plan,
     host_memory,
     plan_row_wise,
 )
+from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 BIG = (86_000_000, 400)  # 128 GiB of values
 

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.batches import BatchBuilder
-from kge_torchrec.data.degrees import DegreeDraw, Degrees
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.planning.popularity import Popularity
+from kge_torchrec.data.loader import BatchBuilder
+from kge_torchrec.data.negatives import DegreeDraw, Degrees, NegativeSampler
+from kge_torchrec.planning.workload import Popularity
 
 
 def term_by_term(count: int, exponent: float, positives: int, negatives: int) -> float:

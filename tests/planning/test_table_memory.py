@@ -8,10 +8,9 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import ComputeDevice, EmbeddingLocation
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import construct_split_state
 
-from kge_torchrec.entities.table_optimizer import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.entities.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.entities.torchrec.fused_params import fused_params
-from kge_torchrec.planning.table_memory import (
+from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     STATE_NUMBERS,
     UVM,
@@ -20,6 +19,7 @@ from kge_torchrec.planning.table_memory import (
     TableForm,
     table_memory,
 )
+from kge_torchrec.embeddings.torchrec.sharder import fused_params
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)

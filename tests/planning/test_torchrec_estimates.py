@@ -14,11 +14,10 @@ from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import CacheParams
 
-from kge_torchrec.entities.table_optimizer import TableOptimizer
-from kge_torchrec.entities.torchrec.collection import entity_collection
-from kge_torchrec.entities.torchrec.fused_params import fused_params
-from kge_torchrec.planning.planner import UNLIMITED, _topology
-from kge_torchrec.planning.table_memory import TableForm, table_memory
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.collection import entity_collection
+from kge_torchrec.embeddings.torchrec.planner import UNLIMITED, TableForm, _topology, table_memory
+from kge_torchrec.embeddings.torchrec.sharder import fused_params
 
 ROWS, DIM, WORLD = 1_000_000, 128, 8
 SHARD = ROWS // WORLD

@@ -12,19 +12,18 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.dry_run import plan_training
-from kge_torchrec.planning.popularity import Popularity
-from kge_torchrec.planning.watch_collectives import WatchCollectives
-from kge_torchrec.planning.workload import Workload
+from kge_torchrec.planning.operations import WatchCollectives
+from kge_torchrec.planning.plan import plan_training
+from kge_torchrec.planning.workload import Popularity, Workload
 
 STEPS = 15
 
 
 def sent(config) -> dict:
     """On a rank: bytes that it sends in a step."""
-    from kge_torchrec.parallel.processes import processes
+    from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.assembly import build_batches, build_engine
-    from kge_torchrec.training.steps import build_pipeline
+    from kge_torchrec.training.step import build_pipeline
 
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)

@@ -16,9 +16,9 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.batches import BatchBuilder
+from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.trainer import Fit
 
 # By the number of ranks; the first is the whole batch on one rank, which all are compared with.
 PARTS = {1: (1, 3), 2: (1, 2, 3, 4, 8), 4: (1, 3, 8)}

@@ -10,8 +10,8 @@ from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config_parser import load_config
-from kge_torchrec.plan_command import run as plan
+from kge_torchrec.config.parser import load_config
+from kge_torchrec.planning.command import run as plan
 
 MILLION = 10**6
 

@@ -18,7 +18,7 @@ from training_runs import config_of, fit, largest_difference, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.checkpoint_storage import TorchReader
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
 
@@ -179,7 +179,7 @@ def rank_unpickles_nothing(store: Path, run: Path) -> int:
     api.train(config_of(store, run / f"{0}", **KEYS)).close()
     with pytest.MonkeyPatch.context() as patch:
         nothing_unpickles(patch)
-        patch.setattr("kge_torchrec.parallel.processes._sendable", lambda error: error)
+        patch.setattr("kge_torchrec.distributed.processes._sendable", lambda error: error)
         with api.resume(run / f"{0}", {"train.epochs": 2}) as opened:
             opened.evaluate()
     return rank()

@@ -14,13 +14,12 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.errors import StoreError
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.errors import StoreError
 from kge_torchrec.training.checkpoints import CheckpointError
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.losses_seen import NonFiniteParameters
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit, NonFiniteParameters
 
 FOUR = [f"step-{step:012d}" for step in (5, 10, 15, 20)]
 

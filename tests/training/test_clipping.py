@@ -15,11 +15,11 @@ from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.entities.torchrec import sharder
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 LIMITS = {
     "norm": {"train__clip_norm": 0.05},

@@ -11,7 +11,7 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.models.scorers import rotational
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.trainer import Fit
 
 
 @pytest.fixture(scope="module")

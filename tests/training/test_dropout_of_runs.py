@@ -6,7 +6,7 @@ import pytest
 from training_runs import config_of, fit, tiny_store
 from worlds import run_world
 
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.trainer import Fit
 
 REGIMES = ("sampled", "kvssample", "1vsall")
 STEPS = 4

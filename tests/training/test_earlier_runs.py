@@ -8,9 +8,10 @@ import pytest
 import yaml
 from training_runs import config_of, tiny_store
 
-from kge_torchrec import api, plan_command
+from kge_torchrec import api
 from kge_torchrec.comparison import command as compare_command
 from kge_torchrec.config import ConfigError
+from kge_torchrec.planning import command as plan_command
 
 
 def rewrite(run: api.Run, change) -> None:

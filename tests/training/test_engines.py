@@ -187,7 +187,7 @@ def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, chang
 
 
 def test_a_failing_thread_ends_training_in_words(tmp_path, monkeypatch):
-    from kge_torchrec.entities.handrolled.sparse_optimizer import SparseOptimizer
+    from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 
     def fail(*_):
         raise MemoryError("the table's step found no memory")

@@ -15,10 +15,10 @@ from worlds import run_world
 
 from kge_torchrec.config import ENGINE_NAMES, OPTIMIZER_NAMES, Config, RunConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 SCORERS = ("complex", "transe_l2", "keci", "distmult")  # of oracle_full_candidates.score
 PAIRS = [

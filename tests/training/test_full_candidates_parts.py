@@ -19,22 +19,19 @@ from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueries
-from kge_torchrec.entities.contract import EntityShard
-from kge_torchrec.models.full_losses import FullSoftmax
-from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.objective import Objective, Penalties
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.models.losses import FullSoftmax, SoftmaxLoss
+from kge_torchrec.models.model import Objective, Penalties
 from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training import full_candidates
-from kge_torchrec.training.directions import Direction
-from kge_torchrec.training.fetched_rows import FetchedRows, _all_but
-from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.full_candidates import FullCandidates
-from kge_torchrec.training.losses_seen import NonFiniteLoss
-from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.query_shards import Direction, FetchedRows, _all_but
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.state import Progress
+from kge_torchrec.training.trainer import Fit, NonFiniteLoss
 
 ENTITIES = 11
 CPU = torch.device("cpu")

@@ -11,17 +11,17 @@ from host_waits import host_waits
 from training_runs import config_of, tiny_store
 from worlds import run_world
 
-from kge_torchrec.data.batches import LOOKUP_BAGS
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.data.loader import LOOKUP_BAGS
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 # What stays on the host on a GPU too, or is of the CPU's own table.
 ON_THE_HOST = {
     "keyed.step",  # number of the dense optimizer's step, which torch keeps on the host
-    "batches.batch", "query_samples.batch",  # threads that build batches ahead
-    "row_update.update_rows", "row_update._two_dimensional",
+    "loader.batch", "queries.batch",  # threads that build batches ahead
+    "row_kernels.update_rows", "row_kernels._two_dimensional",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
 OF_TRAVEL = {
@@ -35,11 +35,11 @@ CASES = {
     "kvssample": ({"negatives__regime": "kvssample"}, {}),
     "clipped": (
         {"train__clip_norm": 1.0, "train__clip_value": 1.0},
-        {"unique in row_gradients.sums": 1, "_unique2 in row_gradients.sums": 1},
+        {"unique in pending.sums": 1, "_unique2 in pending.sums": 1},
     ),
     "fp16": (
         {"train__precision": "fp16"},  # whether it overflowed
-        {"__bool__ in update._any_rank": 1, "_local_scalar_dense in update._any_rank": 1},
+        {"__bool__ in step._any_rank": 1, "_local_scalar_dense in step._any_rank": 1},
     ),
     "1vsall": ({"negatives__regime": "1vsall"}, {}),
 }

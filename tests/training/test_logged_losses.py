@@ -16,10 +16,10 @@ from worlds import run_world
 
 from kge_torchrec.config import Config, RunConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 # Of penalties and of telling relations a rank knows its own share only.
 CASES = {

@@ -9,11 +9,10 @@ import pytest
 from training_runs import config_of, fit, rank, tiny_store
 from worlds import run_world
 
-from kge_torchrec.parallel.processes import processes
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.losses_seen import NonFiniteLoss, NonFiniteParameters, check_finite
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit, NonFiniteLoss, NonFiniteParameters, check_finite
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ from worlds import run_world
 
 from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.training.fit import Fit
+from kge_torchrec.training.trainer import Fit
 
 SCORERS = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")  # of oracle_training.score
 PAIRS = list(itertools.product(OPTIMIZER_NAMES, SCORERS))

@@ -11,10 +11,10 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.entities.contract import ENTITY
+from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.models.model import KnowledgeGraphModel
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.steps import NotPipelined
+from kge_torchrec.training.step import NotPipelined
+from kge_torchrec.training.trainer import Fit
 
 
 @pytest.fixture(scope="module")

@@ -16,16 +16,16 @@ from training_runs import config_of, fit, largest_difference, parameters, rank, 
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config_parser import config_from_dict
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.objective import Objective
+from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.parallel.dense import local_part
-from kge_torchrec.parallel.processes import processes
 from kge_torchrec.training import assembly
-from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
 
 ONE_AND_TWO = [("torchrec", 1), ("torchrec", 2), ("handrolled", 2), ("fsdp", 2)]
 WAYS = {

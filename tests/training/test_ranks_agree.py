@@ -12,15 +12,15 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.parallel.processes import (
+from kge_torchrec.distributed.processes import (
     OtherRankFailed,
     on_all_ranks,
     on_first_rank,
     processes,
 )
-from kge_torchrec.training import run_plan, sources
-from kge_torchrec.training.metrics_log import MetricsLog
-from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.planning import run_plan
+from kge_torchrec.training import session as sources
+from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
 
 TWO = [0, 1]

@@ -18,12 +18,12 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training import stop_signal
-from kge_torchrec.training.fit import Fit
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
+from kge_torchrec.training.trainer import Fit
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -18,8 +18,8 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.progress import Progress
+from kge_torchrec.training.state import Progress
+from kge_torchrec.training.trainer import Fit
 
 TIMES = {"seconds", "triples_per_second"}
 

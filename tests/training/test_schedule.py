@@ -10,9 +10,8 @@ import pytest
 from training_runs import config_of, fit, tiny_store
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.training.fit import Fit
-from kge_torchrec.training.progress import Progress
-from kge_torchrec.training.schedule import Schedule
+from kge_torchrec.training.state import Progress
+from kge_torchrec.training.trainer import Fit, Schedule
 
 
 @pytest.fixture(scope="module")

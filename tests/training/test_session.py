@@ -11,9 +11,9 @@ from key_effects import restored
 from oracle_ranking import oracle_ranks
 from training_runs import config_of, tiny_store
 
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import allow_tf32
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.parallel.processes import processes
 from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.run_folder import RunFolder

@@ -45,7 +45,7 @@ def test_two_processes_equal_one(tmp_path):
 
 GROUPS = """
 import time
-from kge_torchrec.parallel.processes import processes
+from kge_torchrec.distributed.processes import processes
 
 for number in range(3):
     with processes("cpu") as ranks:

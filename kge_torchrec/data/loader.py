@@ -1,0 +1,260 @@
+"""What a batch needs to move between host and device, as TorchRec's pipeline asks for it.
+
+
+The steps of an epoch, in an order that is a function of (seed, epoch).
+
+
+Batches: this rank's share of every global batch, with its negatives, ready for the lookup.
+
+A global batch is a run of positions of the epoch order; rank r takes the r-th part of it.  Triples
+are grouped into chunks that share negatives; chunks are cut at fixed positions of the global
+batch, so what is trained does not depend on the world size.
+
+Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique entities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, Generic, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from kge_torchrec.data import ENTITY
+from kge_torchrec.data.filter_index import KnownTriples
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.prefetch import batches_ahead
+from kge_torchrec.data.shuffle import EpochOrder
+
+
+class Movable(Pipelineable):
+    """A dataclass whose tensors (and jagged tensors) move together; other fields stay."""
+
+    def _map(self, change) -> Movable:
+        return replace(self, **{name: change(getattr(self, name)) for name in self._tensors()})
+
+    def _tensors(self) -> list[str]:
+        names = (field.name for field in fields(self))
+        return [name for name in names if hasattr(getattr(self, name), "record_stream")]
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
+        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Movable:
+        return self._map(lambda x: x.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        for name in self._tensors():
+            getattr(self, name).record_stream(stream)
+
+
+B = TypeVar("B", bound=Movable)
+
+
+class EpochBatches(Generic[B]):
+    """One rank's batches; subclasses say how many ``examples`` there are and build a ``batch``.
+
+    batch_size: examples a step over all ranks.
+    ahead: build a few batches ahead in threads, in pinned memory where there is CUDA; for GPUs,
+        which would wait otherwise.
+    accumulation: micro-batches that a rank's share of a step comes in.
+    """
+
+    def __init__(self, batch_size: int, seed: int, ahead: bool, accumulation: int):
+        self.batch_size, self.seed = batch_size, seed
+        self.ahead, self.accumulation = ahead, accumulation
+        if self.examples == 0:
+            raise ValueError("there are no training triples")
+
+    @property
+    def examples(self) -> int:
+        """What an epoch passes through."""
+        raise NotImplementedError
+
+    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> B:
+        """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
+        raise NotImplementedError
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps an epoch, the same on every rank; the last one may be smaller."""
+        return -(-self.examples // self.batch_size)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[B]:
+        """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
+        order = EpochOrder(self.examples, self.seed, epoch)
+        parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
+
+        def build(part: int) -> B:
+            return self.batch(order, epoch, *divmod(part, self.accumulation))
+
+        if not self.ahead:
+            yield from map(build, parts)
+        else:
+            yield from batches_ahead(lambda part: _pinned(build(part)), parts)
+
+
+def _pinned(batch: B) -> B:
+    return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+SIDE_CODES = {"head": 0, "tail": 1}
+
+# Bags that the ids of a lookup are dealt into.  What they mean is the same in any number of them,
+# but FBGEMM's CUDA kernels give each bag one thread or one warp: a batch in one bag would be walked
+# by a single one.  The same number on all ranks and in all steps: TorchRec takes anything else for
+# batches of variable size, which it sends in another, slower way.
+LOOKUP_BAGS = {"cpu": 1, "cuda": 4096}
+
+
+@dataclass
+class Batch(Movable):
+    """One rank's share of a step.
+
+    Entities are de-duplicated, so that the lookup fetches each id once, unless asked otherwise.
+    """
+
+    ids: KeyedJaggedTensor  # the U unique entity ids, ascending, under one key
+    entities: Tensor  # (2 C b + sides C K) positions in ids: heads, tails, negatives by side
+    relation: Tensor  # (C, b)
+    weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
+    known_head: Tensor  # (C, b, K) bool: known facts among the head negatives; empty if unused
+    known_tail: Tensor
+    # False: ids holds every entity of ``entities``, in that order, duplicates included
+    deduplicated: bool = True
+
+
+@dataclass(frozen=True)
+class Share:
+    """Which positions of a global batch a rank trains, laid out in chunks."""
+
+    positions: np.ndarray  # (C, b) positions in the global batch
+    counted: np.ndarray  # (C, b) bool, False on padding
+    first_chunk: int
+
+
+def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
+    """Rank's share of a global batch of ``batch`` triples.
+
+    Positions are dealt in equal runs.  A run that reaches over several chunks is padded to whole
+    chunks; one inside a single chunk is not.
+    """
+    start, stop = batch * rank // world_size, batch * (rank + 1) // world_size
+    if start == stop:
+        empty = np.zeros((0, 0), dtype=np.int64)
+        return Share(empty, empty.astype(bool), 0)
+    first, last = start // chunk_size, (stop - 1) // chunk_size
+    if first == last:
+        positions = np.arange(start, stop)[None]
+        return Share(positions, np.ones_like(positions, dtype=bool), first)
+    grid = np.arange(first * chunk_size, (last + 1) * chunk_size).reshape(-1, chunk_size)
+    counted = (grid >= start) & (grid < stop)
+    return Share(np.clip(grid, start, stop - 1), counted, first)
+
+
+class BatchBuilder(EpochBatches[Batch]):
+    """Builds batch (epoch, step) for one rank.
+
+    triples: (T, 3) integer array (memory-mapped is fine), columns head, relation, tail.
+    chunk_size: triples that share negatives; 1 gives each its own, 0 shares over the whole batch.
+    known: facts never used as negatives, or None.
+    ahead: build a few batches ahead in threads, in pinned memory where there is CUDA; for GPUs,
+        which would wait otherwise.
+    deduplicate: look each entity of a batch up once; False asks for every one of them, which costs
+        more traffic and is there to be measured.
+    bags: that the ids are dealt into, see LOOKUP_BAGS.
+    accumulation: micro-batches that a rank's share of a step comes in.  They hold the same triples,
+        negatives and weights as the share in one piece, so their gradients sum to its gradient.
+    """
+
+    def __init__(
+        self,
+        triples: np.ndarray,
+        batch_size: int,
+        sampler: NegativeSampler,
+        *,
+        sides: Sequence[str] = ("head", "tail"),
+        chunk_size: int = 0,
+        known: KnownTriples | None = None,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        ahead: bool = False,
+        deduplicate: bool = True,
+        bags: int = 1,
+        accumulation: int = 1,
+    ):
+        self.triples, self.sampler = triples, sampler
+        super().__init__(batch_size, seed, ahead, accumulation)
+        self.sides, self.known = tuple(sides), known
+        self.chunk_size = chunk_size or batch_size
+        self.rank, self.world_size = rank, world_size
+        self.deduplicate, self.bags = deduplicate, bags
+
+    @property
+    def examples(self) -> int:
+        """What an epoch passes through: the T triples."""
+        return len(self.triples)
+
+    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> Batch:
+        """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
+        start = step * self.batch_size
+        size = min(self.batch_size, len(self.triples) - start)
+        # A rank's parts are what as many ranks more would take.
+        number, parts = self.rank * self.accumulation + part, self.world_size * self.accumulation
+        share = share_of(size, self.chunk_size, number, parts)
+        index = order(start + share.positions.reshape(-1))
+        rows = self.triples[index].astype(np.int64)
+        chunks, triples = share.positions.shape
+        negatives = {
+            side: self.sampler.draw(epoch, step, SIDE_CODES[side], share.first_chunk, chunks)
+            for side in self.sides
+        }
+        head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
+        every = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
+        every = torch.from_numpy(every)
+        unique, entities = torch.unique(every, return_inverse=True)
+        masks = {side: self._known(side, rows, negatives, chunks) for side in SIDE_CODES}
+        weight = share.counted.astype(np.float32) * (self.world_size / size)
+        return Batch(
+            ids=as_feature(unique if self.deduplicate else every, self.bags),
+            entities=entities,
+            relation=torch.from_numpy(relation.reshape(chunks, triples)),
+            weight=torch.from_numpy(weight),
+            known_head=masks["head"],
+            known_tail=masks["tail"],
+            deduplicated=self.deduplicate,
+        )
+
+    def _known(self, side: str, rows: np.ndarray, negatives: dict, chunks: int) -> Tensor:
+        """(C, b, K) bool: which negatives of the side make a known fact; empty if not asked."""
+        if self.known is None or side not in negatives or len(rows) == 0:
+            return torch.zeros(0, dtype=torch.bool)
+        anchors = rows[:, 0] if side == "tail" else rows[:, 2]
+        per_triple = np.repeat(negatives[side], len(rows) // chunks, axis=0)
+        mask = self.known.contains(side, anchors, rows[:, 1], per_triple)
+        return torch.from_numpy(mask.reshape(chunks, -1, per_triple.shape[1]))
+
+
+def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:
+    """Entity ids (M,) as the input of the lookup, dealt evenly into bags; M may be 0.
+
+    The rows come back as ``collection(...)[ENTITY].values()``, (M, D), in the order of the ids.
+    """
+    count = ids.numel()
+    lengths = torch.full((bags,), count // bags, dtype=torch.int64)
+    lengths[: count % bags] += 1
+    return KeyedJaggedTensor(
+        keys=[ENTITY],
+        values=ids,
+        lengths=lengths,
+        stride=bags,
+        # said, because TorchRec would else ask the device for them
+        length_per_key=[count],
+        offset_per_key=[0, count],
+    )

@@ -1,0 +1,223 @@
+"""How the dense parameters (relations and other scorer parameters) are kept equal on all ranks.
+
+    none    one rank: nothing to keep equal
+    ddp     every rank holds all, gradients are averaged
+    fsdp    every rank holds a part of each parameter; whole ones exist while the objective runs
+    hybrid  the same within groups of ranks; the groups repeat each other
+
+All of them average gradients over all ranks, under the same parameter names, in every engine.
+
+Shapes: W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from kge_torchrec.config import ConfigError, DenseConfig
+from kge_torchrec.distributed.processes import Processes
+
+if TYPE_CHECKING:
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+    from kge_torchrec.models.model import KnowledgeGraphModel
+
+
+class DenseWrapper:
+    """One rank alone, and what the others share."""
+
+    name = "none"
+
+    def wrap(self, model: KnowledgeGraphModel) -> nn.Module:
+        """The model to train.  The entity table in it is left alone."""
+        self.objective = model.objective
+        return model
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What the dense optimizer steps."""
+        return list(self.objective.parameters())
+
+    def synchronised(self, last: bool):
+        """A context for a forward and backward; gradients travel at the ``last`` of several."""
+        return nullcontext()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """A context in which this rank has whole parameters to read.  Collective."""
+        yield
+
+    def sum_of_parts(self, sums: Tensor) -> Tensor:
+        """Sums over this rank's parts of the parameters -> over whole parameters.  Collective."""
+        return sums
+
+    def describe(self) -> str:
+        """For people: which rank holds what of each parameter."""
+        lines = [f"dense parameters: {self._title()}"]
+        for name, parameter in self.objective.named_parameters():
+            size = " x ".join(f"{n:,}" for n in parameter.shape)
+            lines.append(f"  objective.{name}: {size}{self._place(parameter)}")
+        return "\n".join(lines)
+
+    def _title(self) -> str:
+        return "one rank"
+
+    def _place(self, parameter: nn.Parameter) -> str:
+        return ""
+
+
+class Replicated(DenseWrapper):
+    """DistributedDataParallel."""
+
+    name = "ddp"
+
+    def __init__(self, processes: Processes):
+        self.processes = processes
+
+    def wrap(self, model: KnowledgeGraphModel) -> nn.Module:
+        super().wrap(model)
+        device = self.processes.device
+        dense = {f"objective.{name}" for name, _ in model.objective.named_parameters()}
+        others = [name for name, _ in model.named_parameters() if name not in dense]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, others)
+        self._model = DistributedDataParallel(
+            model,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=self.processes.group,
+            gradient_as_bucket_view=True,
+            broadcast_buffers=False,
+        )
+        return self._model
+
+    def synchronised(self, last: bool):
+        return nullcontext() if last else self._model.no_sync()
+
+    def _title(self) -> str:
+        return f"ddp, all of them on each of {self.processes.world_size} ranks"
+
+
+class Sharded(DenseWrapper):
+    """FSDP2 (``fully_shard``) of the whole objective, over the last dimension of ``mesh``.
+
+    mesh: ("shard",), or ("replicate", "shard") for hybrid.
+    frees_between: whole parameters are freed between forward and backward.
+    offload: parts, their gradients and their optimizer state lie in main memory.
+    """
+
+    def __init__(self, mesh: DeviceMesh, frees_between: bool, offload: bool):
+        self.mesh, self._frees_between, self._offload = mesh, frees_between, offload
+        self.name = "fsdp" if mesh.ndim == 1 else "hybrid"
+
+    def wrap(self, model: KnowledgeGraphModel) -> nn.Module:
+        super().wrap(model)
+        pin = self.mesh.device_type == "cuda"
+        fully_shard(
+            model.objective,
+            mesh=self.mesh,
+            reshard_after_forward=self._frees_between,
+            offload_policy=CPUOffloadPolicy(pin_memory=pin) if self._offload else OffloadPolicy(),
+        )
+        return model
+
+    def synchronised(self, last: bool):
+        self.objective.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        self.objective.unshard()
+        try:
+            yield
+        finally:
+            self.objective.reshard()
+
+    def sum_of_parts(self, sums: Tensor) -> Tensor:
+        dist.all_reduce(sums, group=self.mesh.get_group("shard"))
+        return sums
+
+    def _title(self) -> str:
+        sizes = " x ".join(str(n) for n in self.mesh.shape)
+        sharding = "full" if self._frees_between else "grad_op"
+        offload = ", in main memory" if self._offload else ""
+        order = "replicas x parts, " if self.mesh.ndim == 2 else ""
+        return f"{self.name}, {sharding}{offload}, ranks {order}{sizes}"
+
+    def _place(self, parameter: nn.Parameter) -> str:
+        parts = self.mesh.shape[-1]
+        each = -(-parameter.shape[0] // parts)  # as torch.chunk
+        starts = [min(part * each, parameter.shape[0]) for part in range(parts + 1)]
+        ranges = (f"{start:,} to {stop:,}" for start, stop in pairwise(starts))
+        return f", rows {', '.join(ranges)}"
+
+
+def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:
+    """The wrapper that ``dense.wrapper`` names.  Collective.
+
+    Raises ConfigError when it does not fit the number of ranks.
+    """
+    ranks, name = processes.world_size, config.wrapper
+    if name == "auto":
+        name = "none" if ranks == 1 else "ddp"
+    if name == "none":
+        if ranks > 1:
+            raise ConfigError(
+                f"dense.wrapper none would let the relations of {ranks} ranks drift apart; use "
+                "auto, ddp, fsdp or hybrid"
+            )
+        return DenseWrapper()
+    if name == "ddp":
+        return Replicated(processes)
+    mesh = _mesh(config, processes) if name == "hybrid" else _line(processes)
+    return Sharded(mesh, config.sharding == "full", config.cpu_offload)
+
+
+def _line(processes: Processes) -> DeviceMesh:
+    kind = processes.device.type
+    return init_device_mesh(kind, (processes.world_size,), mesh_dim_names=("shard",))
+
+
+def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
+    ranks = processes.world_size
+    replicas = config.replicas or max(1, ranks // processes.local_world_size)
+    if ranks % replicas:
+        raise ConfigError(
+            f"dense.replicas: {ranks} ranks cannot be dealt to {replicas} groups of equal size; "
+            "use a divisor of the number of ranks, or dense.wrapper fsdp"
+        )
+    sizes, names = (replicas, ranks // replicas), ("replicate", "shard")
+    return init_device_mesh(processes.device.type, sizes, mesh_dim_names=names)
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's part of a sharded tensor, as a view; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def start_optimizer_state(optimizer: KeyedOptimizerWrapper) -> None:
+    """Makes a dense optimizer's state as it is before the first step, unless it exists.
+
+    A checkpoint can only fill in state that exists.  TorchRec makes it by a step with zero
+    gradients, which moves what weight decay or momentum moves and counts as a step: both are taken
+    back.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if all(optimizer.state.get(p) for p in parameters):
+        return
+    before = [p.clone() for p in parameters]
+    optimizer.init_state()
+    optimizer.zero_grad()
+    for parameter, values in zip(parameters, before, strict=True):
+        parameter.copy_(values)
+        for state in optimizer.state.get(parameter, {}).values():
+            state.zero_()

@@ -1,0 +1,158 @@
+"""The hand-rolled engine: the same model as TorchRec's, with its own table and exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
+
+from kge_torchrec.data.loader import Batch
+from kge_torchrec.distributed.dense import DenseWrapper, start_optimizer_state
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.all_to_all.options import SparseOptions
+from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
+from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
+from kge_torchrec.embeddings.chunks import row_sharded
+from kge_torchrec.embeddings.init import EntityInit, fill_rows
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.models.model import KnowledgeGraphModel, Objective
+
+DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+class _StepBoth:
+    """Dense parameters first: an asynchronous step of the table then runs beside what follows."""
+
+    def __init__(self, table: HandrolledTable, dense: KeyedOptimizerWrapper):
+        self._table, self._dense = table, dense
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._table.zero_grad()
+        self._dense.zero_grad(set_to_none)
+
+    def step(self) -> None:
+        self._dense.step()
+        self._table.step()
+
+
+class HandrolledEngine:
+    """Entities in a HandrolledTable, dense parameters as ``dense`` lays them out.
+
+    Collective: every rank builds it with the same arguments.
+    """
+
+    has_sparse_dist = False
+
+    def __init__(
+        self,
+        num_entities: int,
+        objective: Objective,
+        table_optimizer: TableOptimizer,
+        options: SparseOptions,
+        dense_optimizer: DenseOptimizer,
+        processes: Processes,
+        *,
+        dense: DenseWrapper,
+        init: EntityInit,
+        seed: int,
+        scales_loss: bool = False,
+    ):
+        self.table = HandrolledTable(
+            num_entities, objective.scorer.dim, table_optimizer, options, processes
+        )
+        fill_rows(self.shard(), seed, init)
+        objective = objective.to(processes.device)
+        self.knowledge = KnowledgeGraphModel(self.table, objective, scales_loss)
+        self.scorer = objective.scorer
+        self.dense, self.pending = dense, self.table.pending
+        self.model = dense.wrap(self.knowledge)
+        parameters = dict(self.knowledge.named_parameters())
+        self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
+        self.optimizer = _StepBoth(self.table, self._dense)
+        self._base_rates = [group["lr"] for group in self._dense.param_groups]
+        self._base_table_rate = table_optimizer.lr
+        self.layout = f"{_describe(self.table)}\n{dense.describe()}"
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Routes the ids while they are on the host.  Collective."""
+        return replace(batch, ids=self.table.route(batch))
+
+    def shard(self) -> EntityShard:
+        """This rank's rows, current as of the last finished step."""
+        return self.table.shard()
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step of the table's optimizer on rows of this rank, without a lookup."""
+        self.table.step_rows(gradients)
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Multiplies the base learning rates of the steps that follow."""
+        self.table.lr = self._base_table_rate * factor
+        for group, base in zip(self._dense.param_groups, self._base_rates, strict=True):
+            group["lr"] = base * factor
+
+    def skip_step(self) -> None:
+        """Nothing: only steps are counted."""
+
+    def parameter_state(self) -> dict[str, Any]:
+        """The parameters for a distributed checkpoint."""
+        return {ENTITY_WEIGHT: self._sharded(self.shard().rows), **self.knowledge.state_dict()}
+
+    def load_parameter_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``parameter_state`` gave; the rows were filled in place."""
+        dense = {name: value for name, value in state.items() if name != ENTITY_WEIGHT}
+        self.knowledge.load_state_dict(dense)
+
+    def state(self) -> dict[str, Any]:
+        """Table, scorer and optimizer state for a distributed checkpoint."""
+        start_optimizer_state(self._dense)
+        table = {
+            f"{ENTITY}.{name}": self._sharded(state)
+            for name, state in self.table.optimizer.states.items()
+        }
+        return {
+            "model": self.parameter_state(),
+            "optimizer": {"state": {ENTITY_WEIGHT: table, **self._dense.state_dict()["state"]}},
+            "table_step": self._steps(),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Takes back what ``state`` gave, once a distributed load has filled it in."""
+        self.load_parameter_state(state["model"])
+        dense = {k: v for k, v in state["optimizer"]["state"].items() if k != ENTITY_WEIGHT}
+        rates = [group["lr"] for group in self._dense.param_groups]
+        self._dense.load_state_dict(self._dense.state_dict() | {"state": dense})
+        for group, rate in zip(self._dense.param_groups, rates, strict=True):
+            group["lr"] = rate  # the schedule sets it, from config and step
+        self.table.optimizer.steps = int(state["table_step"])
+
+    def _steps(self) -> Tensor:
+        """Steps counted; with ``bias_correction: shard`` the most that any shard has counted."""
+        steps = torch.tensor(self.table.optimizer.steps)
+        if self.table.ranges.world_size > 1:
+            dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)
+        return steps
+
+    def _sharded(self, local: Tensor):
+        shard = self.shard()
+        return row_sharded(local, shard.first_row, shard.num_entities, self.table.group)
+
+
+def _describe(table: HandrolledTable) -> str:
+    """For people: rows and bytes of every rank."""
+    ranges, rows = table.ranges, table.shard().rows
+    state = sum(s.element_size() * s[:1].numel() for s in table.optimizer.states.values())
+    lines = [f"{ENTITY_WEIGHT}: row_wise, hand-rolled, {ranges.world_size} shards"]
+    for rank in range(ranges.world_size):
+        start, stop = ranges.range_of(rank)
+        size = (stop - start) * (rows.shape[1] * rows.element_size() + state)
+        lines.append(
+            f"  rank {rank}: rows {start:,} to {stop:,} x {rows.shape[1]}, {size / 2**20:,.2f} MiB"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,300 @@
+"""The entity table by hand: rows fetched from their owners and gradients sent home by all_to_all.
+
+    forward   counts, ids to their owners, rows back
+    backward  gradients to the owners, kept until ``step``
+    step      the sparse optimizer on the rows that got a gradient
+
+Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
+dice-embeddings' TorchFSDPTrainer, which sends every duplicate; here batches are de-duplicated
+unless entities.deduplicate is false.
+
+Shapes: n rows on this rank, D numbers a row, M ids of this rank's batch, R ids asked of this rank,
+W ranks.
+
+
+Which rank owns which row, and the way of a batch's ids to their owners.
+
+Shapes: N rows, W ranks, M ids of this rank's batch, R ids that this rank is asked for.
+
+
+Work in a thread while the next batch is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import JaggedTensor, KeyedJaggedTensor
+from torchrec.streamable import Pipelineable
+
+from kge_torchrec.data.loader import Batch
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.all_to_all.options import SparseOptions
+from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.backend import ENTITY, EntityShard
+from kge_torchrec.embeddings.init import zeros_on_huge_pages
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
+
+
+class _Lookup(torch.autograd.Function):
+    """Rows in forward; in backward their gradients travel to the owners."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
+        rows, ctx.asked = table.fetch(route)
+        ctx.table, ctx.route = table, route
+        return rows
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad: Tensor):
+        ctx.table.send_home(grad, ctx.route, ctx.asked)
+        return None, None, None
+
+
+class HandrolledTable(nn.Module):
+    """This rank's rows of an (N, D) table and the optimizer that steps them.
+
+    Called like an EmbeddingCollection: ``table(ids)[ENTITY].values()`` is (M, D), in the order of
+    the ids.  Gradients are divided by W, as TorchRec does, so that a loss of W times a rank's
+    share of the global mean gives the global gradient.
+    """
+
+    def __init__(
+        self,
+        num_entities: int,
+        dim: int,
+        optimizer: TableOptimizer,
+        options: SparseOptions,
+        processes: Processes,
+    ) -> None:
+        super().__init__()
+        self.ranges = RowRanges(num_entities, processes.world_size)
+        start, stop = self.ranges.range_of(processes.rank)
+        self.group = processes.group
+        rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
+        self._shard = EntityShard(rows, start, num_entities)
+        self.optimizer = SparseOptimizer(optimizer, options, rows, start)
+        self.lr = optimizer.lr  # of the next step; one under way in the thread keeps its own
+        self.counts_places = options.duplicates == "mean"
+        self._updates = Background() if options.async_step else None
+        self.pending = PendingGradients()
+        # makes autograd call our backward
+        self._anchor = torch.empty(0, device=processes.device, requires_grad=True)
+
+    def shard(self) -> EntityShard:
+        """The rows, once the step under way is done."""
+        self.join()
+        return self._shard
+
+    def route(self, batch: Batch) -> Route:
+        """Where the ids of a batch, still on the CPU, go.  Collective."""
+        ids, places = batch.ids.values(), None
+        if self.counts_places:
+            places = torch.ones_like(ids)
+            if batch.deduplicated:
+                places = torch.bincount(batch.entities, minlength=ids.numel())
+        return self._route(ids, batch.deduplicated, places)
+
+    def forward(self, ids: KeyedJaggedTensor | Route) -> dict[str, JaggedTensor]:
+        """Rows of the ids, given as a route or (any ids, any order) as the feature ENTITY."""
+        if isinstance(ids, KeyedJaggedTensor):
+            values = ids.values().cpu()
+            places = torch.ones_like(values) if self.counts_places else None
+            ids = self._route(values, False, places).to(self._shard.rows.device)
+        if torch.is_grad_enabled():
+            rows = _Lookup.apply(self._anchor, self, ids)
+        else:
+            rows, _ = self.fetch(ids)
+        return {ENTITY: JaggedTensor(rows, lengths=ids.ids.new_tensor([rows.shape[0]]))}
+
+    def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
+        """(M, D) rows of the ids; and what was asked of this rank.
+
+        That is (R, 1), rows of this shard, or (R, 2), with the places each of them stands for.
+        """
+        wanted = [route.ids, route.occurrences] if self.counts_places else [route.ids]
+        asked = self._exchange(torch.stack(wanted, dim=1), route.send, route.receive)
+        asked[:, 0] -= self._shard.first_row
+        self.join()  # the ids travel while the last step ends; rows are read after it
+        rows = self._shard.rows.index_select(0, asked[:, 0])
+        rows = self._exchange(rows, route.receive, route.send)
+        if route.order.numel():
+            rows = torch.empty_like(rows).index_copy_(0, route.order, rows)
+        return rows, asked
+
+    def send_home(self, grad: Tensor, route: Route, asked: Tensor) -> None:
+        """Sends the gradients (M, D) of fetched rows to their owners, for the next step."""
+        if route.order.numel():
+            grad = grad.index_select(0, route.order)
+        arrived = self._exchange(grad.contiguous(), route.send, route.receive)
+        if self.ranges.world_size > 1:
+            arrived.div_(self.ranges.world_size)
+        places = asked[:, 1] if self.counts_places else None
+        distinct = route.distinct and self.ranges.world_size == 1
+        self.pending.add(RowGradients(asked[:, 0], arrived, places, distinct))
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients that no step has used."""
+        self.pending.clear()
+
+    def step(self) -> None:
+        """Steps the rows that got gradients since the last step, all of them as one sum."""
+        if not self.pending:
+            return
+        gradients, lr = self.pending.take(), self.lr
+        if self._updates is None:
+            self.update(gradients, lr)
+        else:
+            self._updates.start(lambda: self.update(gradients, lr))
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step with gradients of this rank's rows, each row once, that no lookup brought."""
+        self.join()
+        self.optimizer.lr = self.lr
+        self.optimizer.step_parts(gradients)
+
+    @torch.no_grad()
+    def update(self, gradients: RowGradients, lr: float) -> None:
+        """The sparse optimizer's step."""
+        self.optimizer.lr = lr
+        self.optimizer.step(*gradients)
+
+    def join(self) -> None:
+        """Waits for the step that runs in the thread; raises what it raised."""
+        if self._updates is not None:
+            self._updates.join()
+
+    def _route(self, ids: Tensor, ascending: bool, places: Tensor | None) -> Route:
+        return make_route(ids, self.ranges, self.group, ascending=ascending, occurrences=places)
+
+    def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
+        """Rows in runs of ``send`` by rank -> rows in runs of ``receive`` by rank."""
+        if self.ranges.world_size == 1:
+            return rows
+        arrived = rows.new_empty(sum(receive), *rows.shape[1:])
+        dist.all_to_all_single(arrived, rows, receive, send, group=self.group)
+        return arrived
+
+
+@dataclass(frozen=True)
+class RowRanges:
+    """N rows dealt to W ranks in runs whose lengths differ by at most one; N < W leaves some empty.
+
+    Raises ValueError for less than one row or rank.
+    """
+
+    num_rows: int
+    world_size: int
+
+    def __post_init__(self) -> None:
+        if self.num_rows < 1 or self.world_size < 1:
+            raise ValueError(f"{self.num_rows} rows on {self.world_size} ranks")
+
+    def range_of(self, rank: int) -> tuple[int, int]:
+        """Rows [start, stop) of a rank."""
+        start, stop = (self.num_rows * r // self.world_size for r in (rank, rank + 1))
+        return start, stop
+
+    def starts(self) -> Tensor:
+        """(W,) first row of each rank; empty ranks start where the next one does."""
+        return torch.tensor([self.range_of(rank)[0] for rank in range(self.world_size)])
+
+    def owners(self, ids: Tensor) -> Tensor:
+        """(M,) rank of each id in [0, N)."""
+        # A start that several ranks share belongs to the last of them: the others are empty.
+        return torch.bucketize(ids, self.starts().to(ids.device), right=True) - 1
+
+
+@dataclass
+class Route(Pipelineable):
+    """A batch's ids on their way: grouped by owner, with the counts that both ends know.
+
+    It is made on the host before the batch moves to its device, so no exchange of a step waits for
+    the device to tell a count.
+    """
+
+    ids: Tensor  # (M,) grouped by owner
+    occurrences: Tensor  # (M,) places of the batch that each id stands for; empty: not needed
+    order: Tensor  # (M,) place in the batch of each grouped id; empty: the same order
+    send: list[int]  # (W,) ids for each rank
+    receive: list[int]  # (W,) ids from each rank; they sum to R
+    distinct: bool  # no id occurs twice in ``ids``
+
+    def _map(self, change) -> Route:
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
+        changed = {k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)}
+        return replace(self, **changed)
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Route:
+        return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> Route:
+        return self._map(lambda x: x.pin_memory())
+
+    def record_stream(self, stream: Any) -> None:
+        for tensor in (self.ids, self.occurrences, self.order):
+            tensor.record_stream(stream)
+
+
+_NOTHING = torch.empty(0, dtype=torch.int64)
+
+
+def make_route(
+    ids: Tensor,
+    ranges: RowRanges,
+    group: dist.ProcessGroup | None,
+    *,
+    ascending: bool,
+    occurrences: Tensor | None = None,
+) -> Route:
+    """The route of ids (M,) on the CPU; M may be 0.  Collective when there are several ranks.
+
+    ascending: the ids are strictly increasing, so they are grouped by owner as they are.
+    """
+    order = _NOTHING
+    if ranges.world_size == 1:
+        counts = [ids.numel()]
+        return Route(ids, _or_nothing(occurrences), order, counts, counts, ascending)
+    if ascending:
+        below = torch.searchsorted(ids, ranges.starts())
+        counts = torch.diff(below, append=torch.tensor([ids.numel()]))
+    else:
+        owners = ranges.owners(ids)
+        order = torch.argsort(owners, stable=True)
+        counts = torch.bincount(owners, minlength=ranges.world_size)
+        ids = ids[order]
+        occurrences = None if occurrences is None else occurrences[order]
+    asked = torch.empty_like(counts)
+    dist.all_to_all_single(asked, counts, group=group)
+    return Route(ids, _or_nothing(occurrences), order, counts.tolist(), asked.tolist(), ascending)
+
+
+def _or_nothing(occurrences: Tensor | None) -> Tensor:
+    return _NOTHING if occurrences is None else occurrences
+
+
+class Background:
+    """At most one piece of work at a time; its exception surfaces at the next ``join``."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="table-step")
+        self._work: Future | None = None
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Runs ``work`` in the thread, once the work before it is done (and raises its error)."""
+        self.join()
+        self._work = self._threads.submit(work)
+
+    def join(self) -> None:
+        """Waits for the work under way; raises what it raised."""
+        work, self._work = self._work, None
+        if work is not None:
+            work.result()

@@ -1,0 +1,299 @@
+"""Sparse optimizer steps on CPU tables: one pass over the touched rows.
+
+The formulas are those of FBGEMM's fused kernels (its ``codegen/genscript/optimizers.py``), so a
+CPU run and a GPU run follow the same arithmetic up to rounding:
+
+    adam             m = b1 m + (1-b1) g;  v = b2 v + (1-b2) g^2
+                     w -= lr (m/c1 / (sqrt(v/c2) + eps) + wd w),  ci = 1 - bi^t (power in float32)
+    rowwise_adam     the same with one v a row, the running mean of mean_d(g^2)
+    adagrad          s += g^2;  w -= lr g / (sqrt(s) + eps)
+    rowwise_adagrad  g += wd w;  s += mean_d(g^2), one s a row;  w -= lr g / (sqrt(s) + eps)
+    sgd              w -= lr g
+
+g is the sum of a row's gradients over its duplicates, in the order they came, so runs repeat bit
+for bit whatever the number of threads.
+
+Shapes: n rows in the table, D numbers a row, M gradients, U distinct rows among them.
+
+
+Asks for a table row a little before it is needed.
+
+Rows of an entity table lie at random, so the processor cannot guess the next one; asking for it
+two rows ahead makes a sparse optimizer step about 1.5 times as fast.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic
+from torch import Tensor
+
+KINDS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
+_ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)
+
+# Below this many gradient numbers waking a second thread costs more than it saves.
+_SERIAL_NUMBERS = 1 << 17
+
+_AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
+
+_JIT = {"cache": True, "nogil": True, "error_model": "numpy"}
+
+
+class _Step(NamedTuple):
+    """The numbers of one step, all float32 so that the inner loops stay in float32."""
+
+    lr: np.float32
+    beta1: np.float32
+    beta2: np.float32
+    one_minus_beta1: np.float32
+    one_minus_beta2: np.float32
+    inverse_correction1: np.float32
+    inverse_correction2: np.float32
+    eps: np.float32
+    weight_decay: np.float32
+
+
+def _step_numbers(optimizer, lr: float, step: int) -> _Step:
+    beta1, beta2 = (np.float32(beta) for beta in optimizer.betas)
+    # As FBGEMM: the power in float32, the subtraction in float64.
+    corrections = [1.0 - float(np.power(beta, np.float32(step))) for beta in (beta1, beta2)]
+    numbers = (
+        lr,
+        beta1,
+        beta2,
+        1.0 - float(beta1),
+        1.0 - float(beta2),
+        1.0 / max(corrections[0], 1e-38),
+        1.0 / max(corrections[1], 1e-38),
+        optimizer.eps,
+        optimizer.weight_decay,
+    )
+    return _Step(*(np.float32(number) for number in numbers))
+
+
+@njit(fastmath={"reassoc", "nsz"}, **_JIT)  # only lets the sum run in vector lanes
+def _mean_square(g):
+    total = np.float32(0)
+    for d in range(g.shape[0]):
+        total += g[d] * g[d]
+    return total / np.float32(g.shape[0])
+
+
+@njit(**_JIT)
+def _adam_row(g, w, m, v, step):
+    for d in range(g.shape[0]):
+        m_d = step.beta1 * m[d] + step.one_minus_beta1 * g[d]
+        v_d = step.beta2 * v[d] + step.one_minus_beta2 * g[d] * g[d]
+        m[d] = m_d
+        v[d] = v_d
+        denominator = np.sqrt(v_d * step.inverse_correction2) + step.eps
+        change = m_d * step.inverse_correction1 / denominator + step.weight_decay * w[d]
+        w[d] -= step.lr * change
+
+
+@njit(**_JIT)
+def _rowwise_adam_row(g, w, m, v, step):
+    v[0] = step.beta2 * v[0] + step.one_minus_beta2 * _mean_square(g)
+    denominator = np.sqrt(v[0] * step.inverse_correction2) + step.eps
+    scale = step.inverse_correction1 / denominator
+    for d in range(g.shape[0]):
+        m_d = step.beta1 * m[d] + step.one_minus_beta1 * g[d]
+        m[d] = m_d
+        w[d] -= step.lr * (m_d * scale + step.weight_decay * w[d])
+
+
+@njit(**_JIT)
+def _adagrad_row(g, w, s, step):
+    for d in range(g.shape[0]):
+        s_d = s[d] + g[d] * g[d]
+        s[d] = s_d
+        w[d] -= step.lr * g[d] / (np.sqrt(s_d) + step.eps)
+
+
+@njit(**_JIT)
+def _rowwise_adagrad_row(g, w, s, total, step):
+    """``total`` is scratch (D,): the gradient with its weight decay."""
+    for d in range(g.shape[0]):
+        total[d] = g[d] + step.weight_decay * w[d]
+    s[0] += _mean_square(total)
+    scale = step.lr / (np.sqrt(s[0]) + step.eps)
+    for d in range(g.shape[0]):
+        w[d] -= scale * total[d]
+
+
+@njit(**_JIT)
+def _sum_gradients(grad, places, total):
+    total[:] = np.float32(0)
+    for place in places:
+        g = grad[place]
+        for d in range(g.shape[0]):
+            total[d] += g[d]
+
+
+@njit(**_JIT)
+def _update_range(kind, start, stop, rows, places, bounds, grad, weights, first, second, step):
+    """Updates the distinct rows number ``start`` to ``stop``.
+
+    Distinct row u has its gradients at places[bounds[u]:bounds[u + 1]].  When both are empty,
+    ``rows`` is strictly increasing: row u has the gradient u.
+    """
+    total = np.empty(grad.shape[1], np.float32)
+    scratch = np.empty(grad.shape[1], np.float32)
+    distinct = bounds.shape[0] == 0
+    for u in range(start, stop):
+        ahead = u + _AHEAD
+        if ahead < stop:
+            row = rows[ahead if distinct else places[bounds[ahead]]]
+            prefetch_row(weights, row)
+            if kind != _SGD:
+                prefetch_row(first, row)
+            if kind in (_ADAM, _ROWWISE_ADAM):
+                prefetch_row(second, row)
+        low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
+        place = u if distinct else places[low]
+        row = rows[place]
+        g = grad[place]
+        if high - low > 1:
+            _sum_gradients(grad, places[low:high], total)
+            g = total
+        w = weights[row]
+        if kind == _ADAM:
+            _adam_row(g, w, first[row], second[row], step)
+        elif kind == _ROWWISE_ADAM:
+            _rowwise_adam_row(g, w, first[row], second[row], step)
+        elif kind == _ADAGRAD:
+            _adagrad_row(g, w, first[row], step)
+        elif kind == _ROWWISE_ADAGRAD:
+            _rowwise_adagrad_row(g, w, first[row], scratch, step)
+        else:
+            for d in range(g.shape[0]):
+                w[d] -= step.lr * g[d]
+
+
+@njit(parallel=True, **_JIT)
+def _update_parallel(
+    kind, threads, count, rows, places, bounds, grad, weights, first, second, step
+):
+    for thread in prange(threads):
+        start, stop = count * thread // threads, count * (thread + 1) // threads
+        _update_range(kind, start, stop, rows, places, bounds, grad, weights, first, second, step)
+
+
+@njit(**_JIT)
+def _strictly_increasing(rows):
+    for i in range(1, rows.shape[0]):  # noqa: SIM110 (numba has no all() over generators)
+        if rows[i] <= rows[i - 1]:
+            return False
+    return True
+
+
+@njit(**_JIT)
+def _group_bounds(rows, places):
+    """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
+    bounds = np.empty(places.shape[0] + 1, np.int64)
+    count = 0
+    for i in range(places.shape[0]):
+        if i == 0 or rows[places[i]] != rows[places[i - 1]]:
+            bounds[count] = i
+            count += 1
+    bounds[count] = places.shape[0]
+    return bounds[: count + 1]
+
+
+_NOTHING = np.empty(0, np.int64)
+
+
+def _group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """(places, bounds, U): the gradients of each distinct row, in the order they came."""
+    if _strictly_increasing(rows):
+        return _NOTHING, _NOTHING, rows.size
+    # numpy's stable sort is a merge of runs: what arrives from W ranks is W sorted runs.
+    places = np.argsort(rows, kind="stable")
+    bounds = _group_bounds(rows, places)
+    return places, bounds, bounds.size - 1
+
+
+def update_rows(
+    optimizer,
+    lr: float,
+    step: int,
+    rows: Tensor,
+    grad: Tensor,
+    weights: Tensor,
+    first: Tensor | None = None,
+    second: Tensor | None = None,
+) -> None:
+    """One optimizer step on the rows that have a gradient; all others stay as they are.
+
+    Args:
+        optimizer: a TableOptimizer; its own ``lr`` is not read.
+        lr: the learning rate of this step.
+        step: number of this step, from 1; only the Adams read it.
+        rows: (M,) integers, row of each gradient, in [0, n): not checked here.
+        grad: (M, D) float32.
+        weights: (n, D) float32, written in place.
+        first: (n, D) the first moment (Adams) or the sum of squares (adagrad); (n,) for
+            rowwise_adagrad; None for sgd.  float32, written in place.
+        second: (n, D) the second moment of adam; (n,) for rowwise_adam; None for the others.
+    """
+    if rows.numel() == 0:
+        return
+    rows_array = rows.long().numpy()  # one compiled form for every kind of id
+    places, bounds, count = _group(rows_array)
+    table = weights.numpy()
+    arguments = (
+        rows_array,
+        places,
+        bounds,
+        grad.contiguous().numpy(),
+        table,
+        table if first is None else _two_dimensional(first),
+        table if second is None else _two_dimensional(second),
+        _step_numbers(optimizer, lr, step),
+    )
+    kind = KINDS.index(optimizer.name)
+    threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, count)
+    if threads == 1 or grad.numel() < _SERIAL_NUMBERS:
+        _update_range(kind, 0, count, *arguments)
+        return
+    numba.set_num_threads(threads)
+    _update_parallel(kind, threads, count, *arguments)
+
+
+def _two_dimensional(state: Tensor) -> np.ndarray:
+    """One number a row as (n, 1), so that every state has the same type inside the kernels."""
+    return (state if state.dim() == 2 else state.unsqueeze(1)).numpy()
+
+
+_LINE = 16  # float32 numbers in a cache line
+
+
+@intrinsic
+def _prefetch(typing_context, array, index):
+    """llvm.prefetch of the cache line that holds the flat element ``index`` of ``array``."""
+
+    def generate(context, builder, signature, arguments):
+        data = context.make_array(signature.args[0])(context, builder, arguments[0]).data
+        byte, word = ir.IntType(8).as_pointer(), ir.IntType(32)
+        address = builder.bitcast(builder.gep(data, [arguments[1]]), byte)
+        kind = ir.FunctionType(ir.VoidType(), [byte, word, word, word])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0i8")
+        # for writing, to stay in the nearest cache, data (not instructions)
+        builder.call(function, [address, word(1), word(3), word(1)])
+        return context.get_dummy_value()
+
+    return types.void(array, types.int64), generate
+
+
+@njit(cache=True, nogil=True)
+def prefetch_row(table, row):
+    """``table``: (n, D) float32, contiguous.  Changes nothing."""
+    for d in range(0, table.shape[1], _LINE):
+        _prefetch(table, row * table.shape[1] + d)

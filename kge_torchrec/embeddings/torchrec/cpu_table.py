@@ -1,0 +1,117 @@
+"""The entity table on CPU, in place of FBGEMM's table op.
+
+FBGEMM's CPU op has neither Adam nor tables without rows.  This one has the part of
+``SplitTableBatchedEmbeddingBagsCodegen`` that TorchRec touches, for one table.
+
+Shapes: n rows on this rank, D numbers a row, M ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from torch import Tensor, nn
+
+from kge_torchrec.embeddings.init import zeros_on_huge_pages
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.pending import PendingGradients, RowGradients, recorded_lookup
+from kge_torchrec.embeddings.row_kernels import update_rows
+
+# Names as FBGEMM gives them to the optimizer's states.  A state is (n, D), or (n,) if row-wise.
+_STATES = {
+    "adam": {"exp_avg": False, "exp_avg_sq": False},
+    "rowwise_adam": {"exp_avg": False, "exp_avg_sq": True},
+    "adagrad": {"sum": False},
+    "rowwise_adagrad": {"sum": True},
+    "sgd": {},
+}
+
+
+class CpuFusedTable(nn.Module):
+    """A table of n rows whose optimizer steps when it is told to, not in backward.
+
+    All gradients since the last step are one sum, so that accumulating, clipping and scaling are
+    exact.  Unlike FBGEMM, which counts every lookup as an iteration, this counts steps, so ranking
+    in the middle of training changes nothing.
+    """
+
+    def __init__(self, num_rows: int, dim: int, optimizer: TableOptimizer) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+        self.learning_rate = optimizer.lr
+        self.iteration = 0
+        # TorchRec slices the table itself and wants it flat, under FBGEMM's names.
+        self.embedding_specs = [(num_rows, dim, EmbeddingLocation.HOST, None)]
+        self.weights_physical_offsets = [0]
+        self.weights_precision = SparseType.FP32
+        weights = zeros_on_huge_pages(num_rows * dim)
+        self.register_buffer("weights_host", weights, persistent=False)
+        for name, rowwise in _STATES[optimizer.name].items():
+            shape = (num_rows,) if rowwise else (num_rows, dim)
+            self.register_buffer(name, zeros_on_huge_pages(*shape), persistent=False)
+        self.pending = PendingGradients()
+
+    @property
+    def rows(self) -> Tensor:
+        """(n, D) view of the table."""
+        num_rows, dim, *_ = self.embedding_specs[0]
+        return self.weights_host.view(num_rows, dim)
+
+    def forward(self, indices: Tensor, offsets: Tensor | None = None) -> Tensor:
+        """(M, D) rows of the local ids (M,); ``offsets`` says nothing for a single table.
+
+        Raises IndexError on an id outside [0, n).
+        """
+        return recorded_lookup(self.rows, indices, self.pending)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets gradients that no step has used."""
+        self.pending.clear()
+
+    def step(self) -> None:
+        """One step on the rows looked up since the last one; none if nothing was."""
+        if self.pending:
+            self.iteration += 1
+            self.update(self.pending.take())
+
+    def step_rows(self, gradients: Iterable[RowGradients]) -> None:
+        """One step with gradients of distinct rows that no lookup brought, in parts."""
+        self.iteration += 1
+        for part in gradients:
+            self.update(part)
+
+    @torch.no_grad()
+    def update(self, gradients: RowGradients) -> None:
+        """The optimizer's step number ``iteration``."""
+        numbers = self.optimizer, self.learning_rate, self.iteration
+        update_rows(*numbers, gradients.ids, gradients.grad, self.rows, *self._states().values())
+
+    def _states(self) -> dict[str, Tensor]:
+        return {name: self.get_buffer(name) for name in _STATES[self.optimizer.name]}
+
+    # What TorchRec's kernel wrapper and its EmbeddingFusedOptimizer call.
+
+    def split_embedding_weights(self) -> list[Tensor]:
+        return [self.rows]
+
+    def get_optimizer_state(self) -> list[dict[str, Tensor]]:
+        states = self._states()
+        return [states] if states else []  # as FBGEMM: stateless sgd has no entry for its table
+
+    def get_learning_rate(self) -> float:
+        return self.learning_rate
+
+    def set_learning_rate(self, lr: float) -> None:
+        self.learning_rate = float(lr)
+
+    def set_optimizer_step(self, step: int) -> None:
+        self.iteration = int(step)
+
+    def flush(self) -> None:
+        """Nothing is cached."""
+
+    def reset_cache_states(self) -> None:
+        """Nothing is cached."""

@@ -1,0 +1,438 @@
+"""Where the rows of the entity table go, and whether they fit: TorchRec's planner, asked quietly.
+
+Needs no process group and no GPU, so a plan for 64 GPUs can be looked at on a laptop.  The planner
+is told the bytes of ``table_memory`` in place of its own estimate.
+
+Shapes: N entities, D numbers per entity, W ranks.
+
+
+Bytes of a shard of the entity table: values, optimizer state and cache, and where they lie.
+
+After FBGEMM's split_table_batched_embeddings_ops_training (1.6 to 1.8): state is float32 whatever
+the values are; with rows in main memory ("unified virtual memory", UVM) state of D numbers a row
+lies there too, while state of one number a row stays on the GPU; the cache holds values only.
+TorchRec's own estimate (1.8) counts the state in the type of the values, in the cache as well.
+
+Shapes: n rows and d columns of a shard.
+
+
+Plans in words: bytes, ranks that hold the same, and the few lines that training prints.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torchrec import EmbeddingCollection
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner import types as planner_types
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
+from torchrec.distributed.planner.shard_estimators import EmbeddingPerfEstimator
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    ShardEstimator,
+    Storage,
+)
+from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
+from kge_torchrec.errors import KGEError
+
+__all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
+
+UNLIMITED = 1 << 60  # bytes, for a plan whose fit is looked at afterwards
+SHARDINGS = tuple(
+    kind.value
+    for kind in (
+        ShardingType.ROW_WISE,
+        ShardingType.COLUMN_WISE,
+        ShardingType.TABLE_WISE,
+        ShardingType.DATA_PARALLEL,
+    )
+)
+
+
+class PlanDoesNotFit(KGEError, RuntimeError):
+    """The table and its optimizer state need more memory than a rank has."""
+
+
+def device_memory() -> int:
+    """Bytes of the current CUDA device, or 0 without one."""
+    if not torch.cuda.is_available():
+        return 0
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+
+
+def host_memory() -> int:
+    """Bytes of main memory of this machine, or of the container it runs in."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))
+
+
+def plan_row_wise(
+    model: nn.Module,
+    sharder: EmbeddingCollectionSharder,
+    world_size: int,
+    local_world_size: int,
+    device_type: str,
+    *,
+    process_group: dist.ProcessGroup | None = None,
+    **options,
+) -> ShardingPlan:
+    """``plan_table`` by rows over all ranks, as training has it.
+
+    process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
+    collective call).  Raises ConfigError for a D that FBGEMM's CUDA kernels cannot have.
+    """
+    width = _find_collection(model)[1].embeddings[ENTITY].weight.shape[1]
+    if device_type == "cuda" and width % 4:
+        raise ConfigError(
+            f"model.dim: on CUDA it must be a multiple of 4, not {width} (FBGEMM reads four "
+            "numbers at a time; entities.engine handrolled takes any)"
+        )
+    arguments = (model, sharder, world_size, local_world_size, device_type)
+    if process_group is None:
+        return plan_table(*arguments, **options)
+    return _on_rank_0(process_group, lambda: plan_table(*arguments, **options))
+
+
+def plan_table(
+    model: nn.Module,
+    sharder: EmbeddingCollectionSharder,
+    world_size: int,
+    local_world_size: int,
+    device_type: str,
+    *,
+    sharding: str = "row_wise",
+    kernel: str = "fused",
+    cache_load_factor: float | None = None,
+    device_bytes: int | None = None,
+    host_bytes: int | None = None,
+    reserve: float = 0.05,
+    ids_per_batch: int = 4096,
+) -> ShardingPlan:
+    """The plan that splits the entity table of ``model`` over all ranks.
+
+    Args:
+        model: holds one EmbeddingCollection with the table ENTITY, on the meta device.
+        sharder: its ``fused_params`` say which optimizer state to count.
+        world_size, local_world_size: ranks in all, and on one machine.
+        device_type: "cpu" or "cuda".
+        sharding: one of SHARDINGS.
+        kernel: "fused" (rows on the device), "fused_uvm" (rows in main memory),
+            "fused_uvm_caching" (main memory with a cache on the device), or, for data_parallel
+            only, "dense".
+        cache_load_factor: share of the rows that the cache of fused_uvm_caching holds.
+        device_bytes: memory of one GPU; default, the current one's.
+        host_bytes: main memory of one machine, which its ranks share; default, this one's.
+        reserve: share of the memory to keep for everything else (scorer, activations).
+        ids_per_batch: distinct entity ids that a rank looks up in a step.
+
+    Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit.
+    """
+    name, collection = _find_collection(model)
+    table = collection.embeddings[ENTITY].weight
+    host = (host_memory() if host_bytes is None else host_bytes) // local_world_size
+    device = device_memory() if device_bytes is None else device_bytes
+    room = Bytes(int(device * (1 - reserve)), int(host * (1 - reserve)))
+    topology = _topology(world_size, local_world_size, device_type, room.device, room.main)
+    form = TableForm(
+        from_fused_params(sharder.fused_params or {}).name,
+        kernel,
+        cache_load_factor or 0.0,
+        table.element_size(),
+    )
+    constraints = {
+        ENTITY: ParameterConstraints(
+            sharding_types=[sharding],
+            compute_kernels=[kernel],
+            pooling_factors=[float(ids_per_batch)],
+            min_partition=-(-table.shape[1] // world_size),  # columns: no more shards than ranks
+            cache_params=CacheParams(load_factor=cache_load_factor) if cache_load_factor else None,
+        )
+    }
+    storage = _TableStorage(topology, constraints, form)
+    estimators = [EmbeddingPerfEstimator(topology, constraints), storage]
+    batch_size = 1  # one bag a rank, which holds the step's distinct ids
+    planner = EmbeddingShardingPlanner(
+        topology=topology,
+        batch_size=batch_size,
+        enumerator=EmbeddingEnumerator(topology, batch_size, constraints, estimators),
+        constraints=constraints,
+        storage_reservation=FixedPercentageStorageReservation(0.0),
+        stats=NoopEmbeddingStats(),
+        debug=False,
+    )
+    try:
+        with _quiet():
+            return planner.plan(model, [sharder])
+    except PlannerError as error:
+        rows, parts = storage.largest
+        need = sum(parts.values(), Bytes())
+        if need.device <= room.device and need.main <= room.main:
+            raise  # some other complaint
+        raise PlanDoesNotFit(_explain(name, sharding, world_size, rows, parts, room)) from error
+
+
+class _TableStorage(ShardEstimator):
+    """Tells TorchRec's planner the bytes of each shard."""
+
+    def __init__(self, topology: Topology, constraints, form: TableForm) -> None:
+        self._form, self._is_cuda = form, topology.compute_device == "cuda"
+        self.largest: tuple[int, dict[str, Bytes]] = (0, {})  # rows and parts of a shard
+
+    def estimate(self, sharding_options, *_, **__) -> None:
+        for option in sharding_options:
+            for shard in option.shards:
+                parts = table_memory(*shard.size, self._form, self._is_cuda)
+                need = sum(parts.values(), Bytes())
+                shard.storage = Storage(hbm=need.device, ddr=need.main)
+                if shard.size[0] > self.largest[0]:
+                    self.largest = shard.size[0], parts
+
+
+def _explain(
+    name: str, sharding: str, world_size: int, rows: int, parts: dict[str, Bytes], room: Bytes
+) -> str:
+    need = sum(parts.values(), Bytes())
+    on_host = need.main > room.main
+    of = {part: size.main if on_host else size.device for part, size in parts.items()}
+    spread = f"by {sharding.split('_')[0]}s" if sharding.endswith("_wise") else "on every rank"
+    listed = ", ".join(f"{part} {amount(size)}" for part, size in of.items() if size)
+    return (
+        f"the entity table {name!r} does not fit {spread} on {world_size} ranks: rank 0 gets "
+        f"{rows:,} rows and needs {amount(sum(of.values()))} ({listed}) of "
+        f"{'main' if on_host else 'device'} memory, of which it has "
+        f"{amount(room.main if on_host else room.device)}. Use more ranks, a row-wise optimizer, "
+        "16-bit values or, on GPUs, the kernel fused_uvm_caching; `kge-torchrec plan` computes "
+        "what would fit."
+    )
+
+
+def _topology(
+    world_size: int, local_world_size: int, device_type: str, device: int, host: int
+) -> Topology:
+    memory = {"hbm_cap_bytes": device if device_type == "cuda" else 0, "ddr_cap_bytes": host}
+    if not hasattr(planner_types, "TopologyFactory"):  # before TorchRec 1.8
+        return Topology(
+            world_size=world_size,
+            local_world_size=local_world_size,
+            compute_device=device_type,
+            hbm_cap=memory["hbm_cap_bytes"],
+            ddr_cap=memory["ddr_cap_bytes"],
+        )
+    return planner_types.TopologyFactory.create_topology(
+        planner_types.TrainerConfig(
+            world_size=world_size, local_world_size=local_world_size, **memory
+        ),
+        kernel_config=planner_types.KernelConfig(compute_device=device_type),
+    )
+
+
+def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
+    found = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, EmbeddingCollection) and ENTITY in module.embeddings
+    ]
+    if len(found) != 1:
+        raise ValueError(
+            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(found)}"
+        )
+    return found[0]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Planning warns of things that are meant, such as a replicated table without shards."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def _on_rank_0(group: dist.ProcessGroup, work):
+    """Rank 0's result or error on every rank: an error on one alone would leave others waiting."""
+    box = [None, None]
+    if dist.get_rank(group) == 0:
+        try:
+            box[0] = work()
+        except Exception as caught:
+            caught.on_every_rank = True  # so that one of them may speak for all
+            box[1] = caught
+    if dist.get_world_size(group) > 1:
+        dist.broadcast_object_list(box, group=group, group_src=0)
+    result, error = box
+    if error is not None:
+        raise error
+    return result
+
+
+# Numbers of state for each number of the table, and for each row.
+STATE_NUMBERS = {
+    "adam": (2, 0),
+    "rowwise_adam": (1, 1),
+    "adagrad": (1, 0),
+    "rowwise_adagrad": (0, 1),
+    "sgd": (0, 0),
+}
+VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
+
+_CACHE_WAYS = 32  # rows of a set; the cache holds whole sets
+
+
+@dataclass(frozen=True)
+class Bytes:
+    """Bytes on the GPU and in main memory; a CPU's ranks have main memory only."""
+
+    device: int = 0
+    main: int = 0
+
+    def __add__(self, other: Bytes) -> Bytes:
+        return Bytes(self.device + other.device, self.main + other.main)
+
+
+@dataclass(frozen=True)
+class TableForm:
+    """How rows and optimizer state are kept.
+
+    kernel: FUSED (rows on the device), UVM (rows in main memory), UVM_CACHING (main memory with a
+        cache on the GPU), or DENSE (data-parallel: whole gradients and torch's own optimizer).
+    cache_ratio: share of the rows that the cache of UVM_CACHING holds.
+    state_bytes: of one number of state; 2 for the hand-rolled engine's bfloat16 state.
+    counts_rows: whether each row counts its steps in an int32 (the hand-rolled engine's
+        bias_correction row).
+    state_in_main: whether all state is kept in main memory (its state_device cpu).
+    """
+
+    optimizer: str
+    kernel: str = FUSED
+    cache_ratio: float = 0.0
+    value_bytes: int = 4
+    state_bytes: int = 4
+    counts_rows: bool = False
+    state_in_main: bool = False
+
+    def row_state_bytes(self, columns: int) -> int:
+        """Bytes of state of one row of a shard."""
+        each, row = STATE_NUMBERS[self.optimizer]
+        return (each * columns + row) * self.state_bytes + (4 if self.counts_rows else 0)
+
+
+def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
+    """Bytes of a shard of n rows by part: "weights", "optimizer state", "cache", "gradients"."""
+    values = rows * columns * form.value_bytes
+    if form.kernel == DENSE:
+        return _dense_table(rows * columns, form, is_cuda)
+    state = rows * form.row_state_bytes(columns)
+    if not is_cuda:
+        return {"weights": Bytes(main=values), "optimizer state": Bytes(main=state)}
+    parts = {"weights": _in(form.kernel == FUSED, values)}
+    _, row = STATE_NUMBERS[form.optimizer]
+    if form.state_in_main:
+        parts["optimizer state"] = Bytes(main=state)
+    elif form.kernel == FUSED:
+        parts["optimizer state"] = Bytes(device=state)
+    else:
+        by_row = rows * row * form.state_bytes
+        parts["optimizer state"] = Bytes(device=by_row, main=state - by_row)
+    if form.kernel == UVM_CACHING:
+        parts["cache"] = Bytes(device=_cache(rows, columns, form))
+    return parts
+
+
+def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
+    """A replica that DDP keeps equal: its gradient has the size of the table.
+
+    Its optimizer is the dense one, which has no state by row.
+    """
+    return {
+        "weights": _in(is_cuda, numbers * form.value_bytes),
+        "optimizer state": _in(is_cuda, numbers * 4 * dense_state_numbers(form.optimizer)),
+        "gradients": _in(is_cuda, numbers * form.value_bytes),
+    }
+
+
+def dense_state_numbers(optimizer: str) -> int:
+    """Numbers of state for each dense parameter: those of the optimizer without state by row."""
+    return {"adam": 2, "rowwise_adam": 2, "adagrad": 1, "rowwise_adagrad": 1, "sgd": 0}[optimizer]
+
+
+def _cache(rows: int, columns: int, form: TableForm) -> int:
+    """Cached values, their ids and use (int64 each a slot), and the table of each row (int32)."""
+    if not rows:
+        return 0
+    sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS))
+    slots = sets * _CACHE_WAYS
+    return slots * (columns * form.value_bytes + 16) + 4 * rows
+
+
+def _in(on_device: bool, size: int) -> Bytes:
+    return Bytes(device=size) if on_device else Bytes(main=size)
+
+
+GIB = 1 << 30
+Value = TypeVar("Value")
+
+
+def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None = None) -> str:
+    """A few lines for people: per table its sharding, rows and bytes of every rank.
+
+    Bytes are those of float32 values, with the optimizer's state if ``sharder`` is given.
+    """
+    lines = []
+    optimizer = from_fused_params(sharder.fused_params or {}).name if sharder else "sgd"
+    form = TableForm(optimizer)
+    for module, tables in plan.plan.items():
+        for table, sharding in tables.items():
+            shards = sharding.sharding_spec.shards
+            lines.append(
+                f"{module}.{table}: {sharding.sharding_type}, kernel {sharding.compute_kernel}, "
+                f"{len(shards)} shards"
+            )
+            rows = [shard.shard_sizes[0] for shard in shards]
+            dim = shards[0].shard_sizes[1]
+            row_bytes = 4 * dim + form.row_state_bytes(dim)
+            for first, last, count in runs(rows):
+                ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+                lines.append(f"  {ranks}: {count:,} rows x {dim}, {amount(count * row_bytes)} each")
+    return "\n".join(lines)
+
+
+def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
+    """(first, last, value) of neighbours that are equal."""
+    first = 0
+    for at in range(1, len(values) + 1):
+        if at == len(values) or values[at] != values[first]:
+            yield first, at - 1, values[first]
+            first = at
+
+
+def amount(size: float) -> str:
+    """Bytes for people: 96.11 GiB."""
+    if size >= 10 << 40:
+        return f"{size / (1 << 40):.2f} TiB"
+    for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if size >= unit / 10:
+            return f"{size / unit:.2f} {name}"
+    return f"{size:.0f} bytes"

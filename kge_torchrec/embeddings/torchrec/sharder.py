@@ -1,0 +1,272 @@
+"""TorchRec's row-wise sharding with our kernels and ways put in.
+
+TorchRec builds a table's kernel, and what carries ids to it and rows back, at the end of a chain of
+factories; each class here overrides one link.
+
+    EmbeddingCollectionSharder -> ShardedEmbeddingCollection -> RwSequenceEmbeddingSharding
+        -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding: CpuFusedTable where FBGEMM has no
+           kernel, DeferredEmbedding on CUDA where the step has to wait
+        -> RwSparseFeaturesDist, RwSequenceEmbeddingDist: nothing to carry on a single rank
+
+
+A TableOptimizer in the words of TorchRec's sharder, and back.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec.distributed.batched_embedding_kernel import (
+    BaseBatchedEmbedding,
+    BatchedFusedEmbedding,
+    EmbeddingFusedOptimizer,
+)
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.sharding.dp_sequence_sharding import DpSequenceEmbeddingDist
+from torchrec.distributed.sharding.dp_sharding import DpSparseFeaturesDist
+from torchrec.distributed.sharding.rw_sequence_sharding import (
+    RwSequenceEmbeddingDist,
+    RwSequenceEmbeddingSharding,
+)
+from torchrec.distributed.types import ShardingType
+from torchrec.types import DataType
+
+from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+
+
+class _CpuFusedEmbedding(BatchedFusedEmbedding):
+    def __init__(self, config: GroupedEmbeddingConfig, pg=None, device=None) -> None:
+        # Not BatchedFusedEmbedding's own __init__, which would build FBGEMM's table.
+        BaseBatchedEmbedding.__init__(self, config, pg, device)
+        _check(config)
+        optimizer = from_fused_params(config.fused_params or {})
+        self._emb_module = CpuFusedTable(self._local_rows[0], self._local_cols[0], optimizer)
+        self._optim = _FusedOptimizer(config, self._emb_module, pg)
+        self.pending = self._emb_module.pending
+        self.init_parameters()
+
+
+class _FusedOptimizer(EmbeddingFusedOptimizer):
+    """Steps the table when it is stepped itself.
+
+    TorchRec takes a second state of one number for a scalar of the whole shard.  On a rank with a
+    single row that is wrong for rowwise_adam's second moment, and no checkpoint could be written.
+    A first state is never taken for that, so the state is described as one.
+    """
+
+    def __init__(self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg) -> None:
+        super().__init__(config, table, pg)
+        self._table = table
+        for states in table.get_optimizer_state():
+            for name, state in list(states.items())[1:]:
+                if state.numel() == 1:
+                    alone = EmbeddingFusedOptimizer(
+                        config, table, pg, all_optimizer_states=[{name: state}]
+                    )
+                    (described,) = next(iter(alone.state.values())).values()
+                    next(iter(self.state.values()))[f"{ENTITY}.{name}"] = described
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        super().zero_grad(set_to_none)
+        self._table.zero_grad()
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)  # gives the table its learning rate
+        self._table.step()
+
+
+def _check(config: GroupedEmbeddingConfig) -> None:
+    if len(config.embedding_tables) != 1:
+        names = ", ".join(table.name for table in config.embedding_tables)
+        raise ValueError(f"the CPU table holds one table, not several ({names})")
+    if config.data_type != DataType.FP32:
+        raise ValueError(
+            f"the CPU table holds float32 numbers, not {config.data_type.value}; "
+            "16-bit tables run on CUDA only"
+        )
+
+
+class _Lookup(GroupedEmbeddingsLookup):
+    def _create_embedding_kernel(self, config, pg, device, *args, **kwargs):
+        kernel = None
+        if config.compute_kernel == EmbeddingComputeKernel.FUSED:
+            on_cpu = device is None or device.type == "cpu"
+            kernel = kernel_of(on_cpu, is_deferred(config.fused_params))
+        config = replace(config, fused_params=of_fbgemm(config.fused_params))
+        if kernel is not None:
+            return kernel(config, pg, device)
+        return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
+
+
+def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | None:
+    """The kernel of a fused table; None: TorchRec's own."""
+    if on_cpu:
+        return _CpuFusedEmbedding
+    return DeferredEmbedding if deferred else None
+
+
+class _RowWiseSharding(RwSequenceEmbeddingSharding):
+    def create_lookup(self, device=None, fused_params=None, feature_processor=None):
+        return _Lookup(
+            grouped_configs=self._grouped_embedding_configs,
+            pg=self._pg,
+            device=device if device is not None else self._device,
+            env=self._env,
+        )
+
+    def create_input_dist(self, device=None):
+        if self._world_size == 1:
+            return DpSparseFeaturesDist()
+        return super().create_input_dist(device)
+
+    def create_output_dist(self, device=None):
+        if self._world_size == 1:
+            return DpSequenceEmbeddingDist()
+        ascending = all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
+        return (_OrderedOutputDist if ascending else RwSequenceEmbeddingDist)(
+            self._pg,
+            self._get_num_features(),
+            device if device is not None else self._device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+        )
+
+
+class _OrderedOutputDist(RwSequenceEmbeddingDist):
+    """Leaves out the final permutation of rows, for ids that ascend.
+
+    They are still in order once they are grouped by rank, so their rows come back in order;
+    permuting them anyway costs as much as the optimizer step.
+    """
+
+    def forward(self, local_embs, sharding_ctx=None):
+        sharding_ctx = copy.copy(sharding_ctx)
+        sharding_ctx.unbucketize_permute_tensor = None
+        return super().forward(local_embs, sharding_ctx)
+
+
+class _ShardedEntityCollection(ShardedEmbeddingCollection):
+    @classmethod
+    def create_embedding_sharding(
+        cls, sharding_type, sharding_infos, env, device=None, qcomm_codecs_registry=None
+    ):
+        if sharding_type != ShardingType.ROW_WISE.value:
+            return super().create_embedding_sharding(
+                sharding_type, sharding_infos, env, device, qcomm_codecs_registry
+            )
+        return _RowWiseSharding(
+            sharding_infos=sharding_infos,
+            env=env,
+            device=device,
+            qcomm_codecs_registry=qcomm_codecs_registry,
+        )
+
+
+class EntitySharder(EmbeddingCollectionSharder):
+    """Shards an EmbeddingCollection by rows: FBGEMM's table on CUDA, CpuFusedTable on CPU.
+
+    Args as EmbeddingCollectionSharder; ``fused_params`` from fused_params(table_optimizer, ...).
+    """
+
+    def shard(
+        self, module, params, env, device: torch.device | None = None, module_fqn: str | None = None
+    ) -> ShardedEmbeddingCollection:
+        return _ShardedEntityCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )
+
+    @property
+    def sharded_module_type(self):
+        return _ShardedEntityCollection
+
+
+_FBGEMM_NAMES = {
+    "adam": EmbOptimType.ADAM,
+    "rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
+    "adagrad": EmbOptimType.EXACT_ADAGRAD,
+    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    "sgd": EmbOptimType.EXACT_SGD,
+}
+# Not FBGEMM's: TorchRec hands the table's settings from the sharder down to its kernel in one
+# dictionary, and these ride along.
+_ASCENDING, _DEFERRED = "ascending_ids", "deferred"
+_NAMES = {fbgemm: name for name, fbgemm in _FBGEMM_NAMES.items()}
+
+
+def fused_params(
+    optimizer: TableOptimizer, *, ascending_ids: bool = False, deferred: bool = False
+) -> dict[str, Any]:
+    """The arguments of EmbeddingCollectionSharder(fused_params=...).
+
+    ascending_ids: every lookup asks for distinct ids in ascending order.
+    deferred: the table steps when its optimizer does, not inside backward; the CPU table always.
+    """
+    params: dict[str, Any] = {
+        _ASCENDING: ascending_ids,
+        _DEFERRED: deferred,
+        "optimizer": _FBGEMM_NAMES[optimizer.name],
+        "learning_rate": optimizer.lr,
+        "beta1": optimizer.betas[0],
+        "beta2": optimizer.betas[1],
+        "eps": optimizer.eps,
+        "weight_decay": optimizer.weight_decay,
+    }
+    if optimizer.name == "rowwise_adagrad" and optimizer.weight_decay:
+        # FBGEMM ignores weight_decay there unless it is told which kind.
+        params["weight_decay_mode"] = WeightDecayMode.L2
+    return params
+
+
+def asks_ascending(params: dict[str, Any] | None) -> bool:
+    """Whether ``fused_params`` was told of ascending ids."""
+    return bool(params and params.get(_ASCENDING))
+
+
+def is_deferred(params: dict[str, Any] | None) -> bool:
+    """Whether ``fused_params`` was told to defer the step."""
+    return bool(params and params.get(_DEFERRED))
+
+
+def of_fbgemm(params: dict[str, Any] | None) -> dict[str, Any]:
+    """What of it FBGEMM's table takes."""
+    return {k: v for k, v in (params or {}).items() if k not in (_ASCENDING, _DEFERRED)}
+
+
+def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
+    """The inverse of ``fused_params``; keys that only FBGEMM's own table reads are ignored.
+
+    Raises ValueError for an optimizer that the CPU table does not have.
+    """
+    fbgemm_name = params.get("optimizer", EmbOptimType.EXACT_SGD)
+    if fbgemm_name not in _NAMES:
+        raise ValueError(
+            f"name: FBGEMM's {fbgemm_name} has no CPU table here; "
+            f"there are {', '.join(_FBGEMM_NAMES)}"
+        )
+    default = {field.name: field.default for field in fields(TableOptimizer)}
+    return TableOptimizer(
+        name=_NAMES[fbgemm_name],
+        lr=params.get("learning_rate", default["lr"]),
+        betas=(
+            params.get("beta1", default["betas"][0]),
+            params.get("beta2", default["betas"][1]),
+        ),
+        eps=params.get("eps", default["eps"]),
+        weight_decay=params.get("weight_decay", 0.0),
+    )

@@ -1,0 +1,158 @@
+"""Labels as plain text: one a line, in order of id, UTF-8.
+
+So that a line is always a label, a backslash, a newline and a carriage return inside of one are
+written as a backslash followed by a backslash, an n and an r.
+
+
+The entity table as word2vec text: a line "N D", then "label v1 ... vD" for every entity.
+
+Numbers have as many digits as it takes to read the same float32 back.  A label is one word here:
+each of its whitespace characters is written as an underscore.
+
+Shapes: N entities, D numbers per entity, m rows.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
+
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import ExportError
+
+BLOCK = 1 << 16  # labels
+_ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
+_PLAIN = {written: plain for plain, written in _ESCAPES.items()}
+_NEWLINE = 10
+
+
+def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
+    """The text of a label file, in blocks."""
+    for first in range(0, len(vocabulary), BLOCK):
+        labels = vocabulary.array[first : first + BLOCK]
+        for plain, written in _ESCAPES.items():
+            labels = pc.replace_substring(labels, plain, written)
+        yield text_of(with_newlines(labels))
+
+
+def with_newlines(strings: pa.Array) -> pa.Array:
+    """Every string with a newline at its end."""
+    nothing, newline = (pa.scalar(text, strings.type) for text in ("", "\n"))
+    return pc.binary_join_element_wise(strings, nothing, newline)
+
+
+def text_of(strings: pa.Array) -> memoryview:
+    """All strings one after another, UTF-8, not copied."""
+    width = np.int64 if pa.types.is_large_string(strings.type) else np.int32
+    offsets = np.frombuffer(strings.buffers()[1], width)
+    start, stop = offsets[strings.offset], offsets[strings.offset + len(strings)]
+    return memoryview(strings.buffers()[2] or b"")[start:stop]
+
+
+def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
+    """The labels of a file that ``label_lines`` wrote, held in memory; N of them are expected.
+
+    kind: "entity" or "relation", for messages.  Raises ExportError if the file is no such text.
+    """
+    data = np.fromfile(file, np.uint8)
+    ends = np.flatnonzero(data == _NEWLINE) + 1
+    if len(ends) != count or data.size != (ends[-1] if count else 0):
+        raise ExportError(f"{file} should hold {count:,} lines, one label each; export again")
+    offsets = np.concatenate([[0], ends])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    lines = pa.Array.from_buffers(pa.large_string(), count, buffers)
+    try:
+        lines.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise ExportError(f"{file} is not valid UTF-8 ({error}); export again") from error
+    return Vocabulary(_unescaped(pc.replace_substring(lines, "\n", "")), kind)
+
+
+def _unescaped(labels: pa.Array) -> pa.Array:
+    escaped = pc.match_substring(labels, "\\")
+    plain = [
+        re.sub(r"\\[\\nr]", lambda match: _PLAIN[match[0]], label)
+        for label in labels.filter(escaped).to_pylist()
+    ]
+    return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
+
+
+_WHITESPACE = r"[\x09-\x0d\x1c-\x1f\x{85}\pZ]"  # all that str.isspace and str.split know
+_LINES = 4096  # at once: text takes several times the room of the numbers
+
+
+def header(num_entities: int, dim: int) -> bytes:
+    return f"{num_entities} {dim}\n".encode()
+
+
+def body(rows: np.ndarray, labels: pa.Array) -> Iterator[memoryview]:
+    """The lines of rows (m, D) float32 and their labels (m,), in blocks."""
+    for first in range(0, len(rows), _LINES):
+        block = slice(first, first + _LINES)
+        words = _words(labels[block]).cast(pa.string())
+        numbers = pc.cast(pa.array(rows[block].reshape(-1)), pa.string())
+        starts = np.arange(len(words) + 1, dtype=np.int32) * rows.shape[1]
+        vectors = pc.binary_join(pa.ListArray.from_arrays(starts, numbers), " ")
+        yield text_of(with_newlines(pc.binary_join_element_wise(words, vectors, " ")))
+
+
+def check(entities: Vocabulary) -> None:
+    """Raises ExportError if two labels would become the same word.
+
+    Holds the labels with whitespace in memory meanwhile.
+    """
+    labels = entities.array
+    spaced = labels.filter(pc.match_substring_regex(labels, _WHITESPACE))
+    if not len(spaced):
+        return
+    words = _words(spaced)
+    counts = words.value_counts()
+    twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+    also_labels = labels.filter(pc.is_in(labels, value_set=words))
+    for word in pa.chunked_array([twice[:1], also_labels[:1]]).to_pylist():
+        one, other, *_ = labels.filter(pc.equal(_words(labels), word)).to_pylist()
+        raise ExportError(
+            f"the labels {one!r} and {other!r} would both be {word!r} in word2vec text, which has "
+            "no whitespace within a label; export to npy or safetensors"
+        )
+
+
+def read(file: Path, num_entities: int, dim: int) -> np.ndarray:
+    """The table (N, D) float32 of a file, in memory; labels are not looked at.
+
+    Raises ExportError if the file is no such text.
+    """
+    columns = [str(d) for d in range(dim)]
+    table, filled = np.empty((num_entities, dim), np.float32), 0
+    try:
+        with file.open("rb") as opened:
+            if opened.readline() != header(num_entities, dim):
+                raise ExportError(f"{file} does not begin with '{num_entities} {dim}'")
+        for batch in csv.open_csv(
+            file,
+            csv.ReadOptions(skip_rows=1, column_names=["label", *columns]),
+            csv.ParseOptions(delimiter=" ", quote_char=False),
+            csv.ConvertOptions(
+                include_columns=columns,
+                column_types=dict.fromkeys(columns, pa.float32()),
+                null_values=[],
+            ),
+        ):
+            for column, numbers in enumerate(batch.columns):
+                table[filled : filled + len(numbers), column] = numbers
+            filled += batch.num_rows
+    except (pa.ArrowInvalid, ValueError) as error:
+        raise ExportError(f"{file} is no word2vec text: {error}") from error
+    if filled != num_entities:
+        raise ExportError(f"{file} holds {filled:,} vectors instead of {num_entities:,}")
+    return table
+
+
+def _words(labels: pa.Array) -> pa.Array:
+    return pc.replace_substring_regex(labels, _WHITESPACE, "_")

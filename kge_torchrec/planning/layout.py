@@ -1,0 +1,157 @@
+"""The table's shards, to and from TorchRec's ShardingPlan.
+
+
+How the dense parameters lie on the ranks, in bytes: what ``parallel.dense`` does, planned.
+
+Shapes: P numbers in the dense parameters, W ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharding_spec import EnumerableShardingSpec
+from torchrec.distributed.planner.utils import placement
+from torchrec.distributed.types import (
+    CacheParams,
+    EmbeddingModuleShardingPlan,
+    ParameterSharding,
+    ShardingPlan,
+)
+
+from kge_torchrec.config import ConfigError, DenseConfig
+from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.embeddings.torchrec.planner import Bytes, dense_state_numbers
+from kge_torchrec.planning.devices import Cluster, Ring
+
+MODULE = "entities"  # where the model holds its EmbeddingCollection
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A block of the table on one rank."""
+
+    rank: int
+    first_row: int
+    rows: int
+    first_column: int
+    columns: int
+
+
+def shards_of(plan: ShardingPlan, num_entities: int, dim: int) -> list[Shard]:
+    """The shards of a plan's entity table, by rank; a data-parallel table is whole on each rank."""
+    (tables,) = plan.plan.values()
+    table = tables[ENTITY]
+    if table.sharding_spec is None:
+        return [Shard(rank, 0, num_entities, 0, dim) for rank in table.ranks]
+    shards = [
+        Shard(
+            rank,
+            first_row=shard.shard_offsets[0],
+            rows=shard.shard_sizes[0],
+            first_column=shard.shard_offsets[1],
+            columns=shard.shard_sizes[1],
+        )
+        for rank, shard in zip(table.ranks, table.sharding_spec.shards, strict=True)
+    ]
+    return sorted(shards, key=lambda shard: (shard.rank, shard.first_row, shard.first_column))
+
+
+def sharding_plan(
+    shards: Sequence[Shard],
+    sharding: str,
+    kernel: str,
+    device_type: str,
+    local_world_size: int,
+    cache_ratio: float = 0.0,
+) -> ShardingPlan:
+    """The inverse of ``shards_of``, as DistributedModelParallel takes it."""
+    spec = None
+    if sharding != "data_parallel":
+        spec = EnumerableShardingSpec(
+            [
+                ShardMetadata(
+                    shard_offsets=[shard.first_row, shard.first_column],
+                    shard_sizes=[shard.rows, shard.columns],
+                    placement=placement(device_type, shard.rank, local_world_size),
+                )
+                for shard in shards
+            ]
+        )
+    table = ParameterSharding(
+        sharding_type=sharding,
+        compute_kernel=kernel,
+        ranks=[shard.rank for shard in shards],
+        sharding_spec=spec,
+        cache_params=CacheParams(load_factor=cache_ratio) if cache_ratio else None,
+    )
+    return ShardingPlan({MODULE: EmbeddingModuleShardingPlan({ENTITY: table})})
+
+
+@dataclass(frozen=True)
+class DenseLayout:
+    """Copies of all parameters, each split over some ranks.
+
+    splits: neighbouring ranks that hold a copy together; 1 if every rank holds all.
+    is_sharded: fsdp or hybrid, which gather whole parameters to run.
+    gathers: how often they do for a forward and backward.
+    offload: parts, their gradients and optimizer state lie in main memory.
+    """
+
+    splits: int = 1
+    is_sharded: bool = False
+    gathers: int = 0
+    offload: bool = False
+
+    @classmethod
+    def of(cls, config: DenseConfig, cluster: Cluster) -> DenseLayout:
+        """Raises ConfigError where training would, when the ranks do not allow it."""
+        ranks = cluster.world_size
+        if config.wrapper == "none" and ranks > 1:
+            raise ConfigError(f"dense.wrapper none is of one rank, not of {ranks}; use auto")
+        if config.wrapper not in ("fsdp", "hybrid"):
+            return cls()
+        copies = (config.replicas or cluster.hosts) if config.wrapper == "hybrid" else 1
+        if ranks % copies:
+            raise ConfigError(
+                f"dense.replicas: {ranks} ranks cannot be dealt to {copies} groups of equal size"
+            )
+        gathers = 2 if config.sharding == "full" else 1
+        return cls(ranks // copies, True, gathers, config.cpu_offload)
+
+    def collectives(self, cluster: Cluster) -> int:
+        """Of a step, on several ranks: an all-reduce; or gathers, a scatter and a sum of copies."""
+        if not self.is_sharded:
+            return 1
+        copies = cluster.world_size // self.splits
+        return self.gathers + (2 if copies > 1 else 1)
+
+    def memory(self, numbers: int, optimizer: str, is_cuda: bool) -> Bytes:
+        """A rank's parameters, gradients and optimizer state of P numbers, all float32.
+
+        DDP's buckets are views of the gradients.  FSDP gathers whole parameters; the whole
+        gradients that it scatters are among the activations, as backward makes them.
+        """
+        each = 4 * (2 + dense_state_numbers(optimizer))
+        kept = -(-numbers // self.splits) * each
+        whole = 4 * numbers if self.is_sharded else 0
+        if not is_cuda:
+            return Bytes(main=kept + whole)
+        return Bytes(device=whole, main=kept) if self.offload else Bytes(device=kept + whole)
+
+    def send(self, numbers: int, cluster: Cluster, micro_batches: int, within, between) -> None:
+        """Adds the bytes that each rank sends in a step, (W,), all collectives being rings.
+
+        Parameters are gathered for every micro-batch, gradients travel at the last.
+        """
+        size, ranks = 4 * numbers, np.arange(cluster.world_size)
+        copies = cluster.world_size // self.splits
+        part = size / self.splits
+        for group in np.split(ranks, copies):
+            passes = self.gathers * micro_batches + 1 if self.is_sharded else 0
+            Ring(cluster, group).send(passes * (self.splits - 1) * part, within, between)
+        for group in ranks.reshape(copies, self.splits).T:
+            Ring(cluster, group).all_reduce(part, within, between)

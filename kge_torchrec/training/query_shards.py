@@ -1,0 +1,177 @@
+"""The queries of one step that a scorer answers in one direction, seen from one rank.
+
+Shapes: q queries, m rows of a block, D numbers a row.
+
+
+Rows that every rank needs for a moment, and their gradients on the way home.
+
+Shapes: F rows, repeats included, A distinct ones that live on this rank, m rows of a block, D
+numbers a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.data.queries import Asked
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.models.losses import BlockAnswers
+from kge_torchrec.models.scorers.base import QueryScorer, Scorer
+
+
+def directed(asked: Sequence[Asked], scorer: Scorer) -> list[Asked]:
+    """The queries by direction: with reciprocal relations all are tail queries, in one product."""
+    if not scorer.reciprocal:
+        return list(asked)
+    twins = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
+    return [
+        Asked(
+            "tail",
+            np.concatenate([part.anchor for part in asked]),
+            np.concatenate(twins),
+            Answers.joined([part.answers for part in asked]),
+        )
+    ]
+
+
+def to_device(array: np.ndarray, device: torch.device) -> Tensor:
+    """A tensor of the array there; a GPU goes on with its work meanwhile.
+
+    From pageable memory it would be waited for; torch keeps pinned memory until it was copied.
+    """
+    tensor = torch.from_numpy(array)
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Direction:
+    """Folded queries, and which of their answers and anchors live here.
+
+    Attributes:
+        relation: (q,) ids.
+        folded: the parts of the folded queries that have gradients, cut off from their graph.
+        graph: the same with their graph, back to anchors and relations.
+        gradients: sums of the gradients of ``folded``.
+    """
+
+    def __init__(self, asked: Asked, shard: EntityShard):
+        device, (start, stop) = shard.rows.device, shard.row_range
+        self.side, self.device = asked.side, device
+        self.relation = to_device(asked.relation, device)
+        self._answers, self._first_row = asked.answers, start
+        self._share = (1 / np.maximum(asked.answers.counts, 1)).astype(np.float32)
+        own = (asked.anchor >= start) & (asked.anchor < stop)
+        self._anchor = np.sort(asked.anchor[own] - start)
+
+    def fold(self, scorer: QueryScorer, anchors: Tensor) -> None:
+        """Folds the queries of anchor rows (q, D)."""
+        folded = scorer.fold(anchors[None], self.relation[None], self.side)
+        self._leaves, self._form = tree_flatten(folded)
+        places = [
+            i for i, x in enumerate(self._leaves) if isinstance(x, Tensor) and x.requires_grad
+        ]
+        self.graph = [self._leaves[i] for i in places]
+        self.folded = [x.detach().requires_grad_() for x in self.graph]
+        self.gradients = [torch.zeros_like(x) for x in self.folded]
+        for i, cut in zip(places, self.folded, strict=True):
+            self._leaves[i] = cut
+
+    def scores(self, scorer: QueryScorer, entities: Tensor) -> Tensor:
+        """(1, q, m) against rows as the scorer takes them, (m, D).
+
+        As it comes: a view of it would be differentiated through a copy once it is overwritten.
+        """
+        query = tree_unflatten(self._leaves, self._form)
+        return scorer.similarity_matrix(query, entities[None])
+
+    def answers(self, block: range) -> BlockAnswers:
+        """The answers among the rows of a block."""
+        first = self._first_row + block.start
+        query, entity = self._answers.between(first, self._first_row + block.stop)
+        arrays = query, entity - first, self._share[query]
+        return BlockAnswers(*(to_device(x, self.device) for x in arrays))
+
+    def touched(self, block: range) -> tuple[Tensor, Tensor]:
+        """Places in a block of anchors and answers, and how much each counts in its query."""
+        found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
+        anchor = to_device(self._anchor[found] - block.start, self.device)
+        _, answer, share = self.answers(block)
+        return torch.cat([anchor, answer]), torch.cat([share.new_ones(len(anchor)), share])
+
+
+class FetchedRows:
+    """Rows of the queries' anchors, and of their answers if asked for.  Collective.
+
+    with_answers: every query has exactly one.
+
+    Attributes:
+        rows: (F, D) float32, on every rank the same; a leaf to differentiate by.
+        anchors: (queries, D) of it for each direction.
+        answers: the same of the answers, nothing without them.
+    """
+
+    def __init__(self, asked: Sequence[Asked], shard: EntityShard, with_answers: bool):
+        self.device, (start, stop) = shard.rows.device, shard.row_range
+        ids = [part.anchor for part in asked]
+        ids += [part.answers.all()[1] for part in asked] if with_answers else []
+        every = np.concatenate(ids)
+        position = np.flatnonzero((every >= start) & (every < stop))
+        # Rows of this shard whose gradient is not complete before all blocks are done.
+        self._held, inverse = np.unique(every[position] - start, return_inverse=True)
+        arrays = self._held, position, inverse
+        self._rows_held, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
+        self._gradients = torch.zeros(len(self._held), shard.dim, device=self.device)
+        self.rows = self._fetch(shard, len(every)).requires_grad_()
+        with torch.enable_grad():
+            parts = self.rows.split([len(part) for part in ids])
+        self.anchors = parts[: len(asked)]
+        self.answers = parts[len(asked) :] or [None] * len(asked)
+
+    def _fetch(self, shard: EntityShard, count: int) -> Tensor:
+        out = torch.zeros(count, shard.dim, device=self.device)
+        own = shard.rows.detach().index_select(0, self._rows_held).float()
+        out.index_copy_(0, self._position, own.index_select(0, self._inverse))
+        return _summed(out)
+
+    def hold_back(self, block: range, grad: Tensor) -> RowGradients:
+        """Gradients (m, D) of a block's rows without those of fetched rows, which are kept."""
+        low, high = np.searchsorted(self._held, (block.start, block.stop))
+        held = self._rows_held[low:high] - block.start
+        rows = _all_but(held, len(block))
+        if low < high:
+            self._gradients[low:high] = grad.index_select(0, held)
+            grad = grad.index_select(0, rows)
+        return RowGradients(rows + block.start, grad, None, True)
+
+    def add(self, grad: Tensor) -> None:
+        """Adds gradients (F, D) of ``rows``, which are this rank's part.  Collective."""
+        own = _summed(grad).index_select(0, self._position)
+        self._gradients.index_add_(0, self._inverse, own)
+
+    def gradients(self) -> RowGradients:
+        """Of the fetched rows that live here."""
+        return RowGradients(self._rows_held, self._gradients, None, True)
+
+
+def _all_but(held: Tensor, count: int) -> Tensor:
+    """The places 0 to count - 1 without some, both ascending; nothing waits for the device."""
+    kept = torch.arange(count - len(held), device=held.device)
+    # Before held[k] there are held[k] - k places that are kept.
+    before = held - torch.arange(len(held), device=held.device)
+    return kept + torch.searchsorted(before, kept, right=True)
+
+
+def _summed(x: Tensor) -> Tensor:
+    """Over all ranks, in place."""
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(x)
+    return x

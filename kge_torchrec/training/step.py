@@ -1,0 +1,228 @@
+"""One training step after another: TorchRec's pipeline, or the same steps in a plain loop.
+
+
+From gradients to a step: micro-batches summed, gradients unscaled, checked and clipped.
+
+    group        backward of every micro-batch of a step; dense gradients travel at the last one
+    unscale      float16: divide by the loss scale, or skip the step on all ranks alike
+    clip_value   each number of each gradient
+    clip_norm    the norm over all dense parameters and all rows of the table, on all ranks
+    step         table and dense parameters
+
+What is clipped is the gradient of the whole step: summed over micro-batches, ranks and a row's
+duplicates, so that nothing depends on how the step was divided.
+
+Shapes: U rows of this rank's shard with a gradient, D numbers a row.
+
+
+What a step drops: a function of where it is in training, not of what was drawn before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
+from kge_torchrec.config import TrainConfig
+from kge_torchrec.data.loader import Batch
+from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.errors import KGEError
+from kge_torchrec.models.loss_scaling import LossScale
+
+
+class Pipeline(Protocol):
+    """Trains the next step of an iterator of micro-batches; StopIteration when all are trained."""
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor: ...
+
+
+class Loop:
+    """batch -> device -> forward -> backward -> step, one after another."""
+
+    def __init__(self, engine: EntityEngine, update: Update, device: torch.device):
+        self.engine, self.update, self.device = engine, update, device
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor:
+        """Trains one step; returns its loss, detached."""
+        return self.update.group(lambda: self._train(batches))
+
+    def _train(self, batches: Iterator[Batch]) -> Tensor:
+        batch = self.engine.prepare(next(batches)).to(self.device, non_blocking=True)
+        self.update.zero_grad()
+        loss, detached = self.engine.model(batch)
+        loss.backward()  # FBGEMM's table steps here on CUDA, all others below
+        self.update.step()
+        return detached
+
+
+class NotPipelined(KGEError, RuntimeError):
+    """TorchRec fell back to looking entities up without the pipeline."""
+
+    on_every_rank = True
+
+
+class SparseDist:
+    """TorchRec's pipeline: the next batch's ids travel while this batch is computed.
+
+    Only ids are sent ahead, rows are looked up after the step before: training is as exact as in
+    ``Loop``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
+    """
+
+    def __init__(self, engine: EntityEngine, update: Update, device: torch.device):
+        # It tells its optimizer of every batch, as an Update wants it.
+        self._pipeline = TrainPipelineSparseDist(
+            engine.model, update, device, execute_all_batches=True
+        )
+        self.update, self._model, self._checked = update, engine.model, False
+
+    def progress(self, batches: Iterator[Batch]) -> Tensor:
+        """Trains one step; returns its loss, detached."""
+        loss = self.update.group(lambda: self._pipeline.progress(batches))
+        if not self._checked:
+            self._check()
+        return loss
+
+    def _check(self) -> None:
+        tables = [m for m in self._model.modules() if isinstance(m, ShardedEmbeddingCollection)]
+        if not (tables and all(table.is_pipelined for table in tables)):
+            raise NotPipelined(
+                "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
+            )
+        self._checked = True
+
+
+def build_pipeline(train: TrainConfig, engine: EntityEngine, device: torch.device) -> Pipeline:
+    """What train.pipeline names; "auto" is sparse_dist where the engine can."""
+    name = train.pipeline
+    if name == "auto":
+        name = "sparse_dist" if engine.has_sparse_dist else "loop"
+    return {"sparse_dist": SparseDist, "loop": Loop}[name](engine, Update(engine, train), device)
+
+
+class Update:
+    """The optimizer of an engine as a pipeline sees it: told of every micro-batch."""
+
+    def __init__(self, engine: EntityEngine, train: TrainConfig):
+        self.engine, self.parts = engine, train.accumulation
+        self.clip_norm, self.clip_value = train.clip_norm, train.clip_value
+        model = engine.knowledge
+        self.scale = model.scale if isinstance(model.scale, LossScale) else None
+        self.held = model.hold
+        self._part = 0
+
+    def group(self, train_one: Callable[[], Tensor]) -> Tensor:
+        """Calls ``train_one`` for every micro-batch of a step; returns the sum of their losses."""
+        if self.parts == 1:
+            return train_one()
+        losses = []
+        for part in range(self.parts):
+            self._part = part
+            with self.engine.dense.synchronised(self._is_last):
+                losses.append(train_one())
+        return torch.stack(losses).sum()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Before a micro-batch: forgets gradients before the first one only."""
+        if self._part == 0:
+            self.engine.optimizer.zero_grad(set_to_none)
+            if self.scale is not None:
+                self.held.drop()
+
+    def step(self) -> None:
+        """After a micro-batch: steps after the last one only.  Collective."""
+        if not self._is_last:
+            return
+        if self.scale is not None and not self._unscale(self.scale):
+            self.engine.skip_step()
+            return
+        if self.clip_value is not None:
+            self._clip_value(self.clip_value)
+        if self.clip_norm is not None:
+            self._clip_norm(self.clip_norm)
+        self.engine.optimizer.step()
+
+    @property
+    def _is_last(self) -> bool:
+        return self._part == self.parts - 1
+
+    def _dense(self) -> Iterator[Tensor]:
+        """This rank's parts of the dense gradients, as views."""
+        for parameter in self.engine.dense.parameters():
+            if parameter.grad is not None:
+                yield local_part(parameter.grad)
+
+    def _unscale(self, scale: LossScale) -> bool:
+        """Divides by the scale and ends the table's backward; False if a gradient overflowed."""
+        factor = 1 / scale.value
+        overflow = self._any_rank(~_is_finite([*self._dense(), *self.held.gradients()]))
+        scale.after_step(overflow)
+        if overflow:
+            self.held.drop()
+            return False
+        for gradient in self._dense():
+            gradient.mul_(factor)
+        self.held.release(factor)
+        return True
+
+    def _clip_value(self, limit: float) -> None:
+        for gradient in self._dense():
+            gradient.clamp_(-limit, limit)
+        self.engine.pending.sums().clamp_(-limit, limit)
+
+    def _clip_norm(self, limit: float) -> None:
+        rows = self.engine.pending.sums()
+        dense = list(self._dense())
+        device = self.engine.shard().rows.device
+        of_dense = sum((g.square().sum().to(device) for g in dense), torch.zeros((), device=device))
+        squares = self.engine.dense.sum_of_parts(of_dense)
+        of_rows = rows.square().sum().to(device)
+        if dist.get_world_size() > 1:
+            dist.all_reduce(of_rows)
+        norm = (squares + of_rows).sqrt()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        for gradient in [*dense, rows]:
+            gradient.mul_(factor.to(gradient.device))
+
+    def _any_rank(self, flag: Tensor) -> bool:
+        """Whether a flag () is true on any rank."""
+        found = flag.float()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return bool(found)
+
+
+def _is_finite(gradients: list[Tensor]) -> Tensor:
+    """() bool."""
+    device = gradients[-1].device  # of the looked-up rows
+    return torch.stack([g.isfinite().all().to(device) for g in gradients]).all()
+
+
+_STREAM = 0xD60  # keeps these draws apart from others of the same seed
+
+
+def seed_dropout(seed: int, step: int, rank: int) -> None:
+    """Seeds torch's generators, on all devices, for step number ``step`` of a run on this rank.
+
+    So a resumed run drops what the uninterrupted one does; another number of ranks does not.
+    """
+    seed_generators(seed, _STREAM, step, rank)
+
+
+def seed_generators(*words: int) -> None:
+    """Makes what torch draws next a function of the words.
+
+    ``torch.manual_seed`` would do, but where CUDA is not in use it formats the call stack each
+    time, in case CUDA will be: a millisecond.
+    """
+    seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed_all(seed)

@@ -1,0 +1,392 @@
+"""The training loop: epochs of steps, validation, early stopping, checkpoints, final results.
+
+One step reads: set the learning rate, train the next batch, remember its loss.  Everything that
+waits for the device happens at intervals.
+
+
+The learning rate as a factor of its base value: a function of the step, so it resumes itself.
+
+
+Noticing that training has gone astray: losses and parameters that are no finite numbers.
+
+Losses are kept on the device until somebody asks, so that no step waits.  Parameters are looked at
+before they are saved: the last step's update is in no loss yet.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from tqdm import tqdm
+
+from kge_torchrec.config import TrainConfig
+from kge_torchrec.data.loader import Batch
+from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training.assembly import build_batches, build_pipeline
+from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.run_folder import MetricsLog
+from kge_torchrec.training.session import Session, selection_of
+from kge_torchrec.training.state import Progress
+from kge_torchrec.training.step import seed_dropout
+from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
+
+# Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
+Callback = Callable[[str, dict[str, Any]], object]
+
+
+class Fit:
+    """Trains a session from ``progress`` on.  Collective."""
+
+    def __init__(
+        self,
+        session: Session,
+        progress: Progress,
+        metrics: MetricsLog | None,
+        callbacks: Sequence[Callback] = (),
+    ):
+        self.session, self.config = session, session.config
+        self.progress, self.metrics = progress, metrics
+        self.batches = build_batches(self.config, session.store, session.processes)
+        self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
+        self.pipeline = build_pipeline(self.config, session.engine, session.processes)
+        self.losses = LossesSeen()
+        self.stop = StopSignal(session.processes)
+        self.callbacks = list(callbacks)
+
+    def run(self) -> Progress:
+        """Trains until the last epoch or early stopping; returns the final progress.
+
+        Raises NonFiniteLoss, NonFiniteParameters or CheckpointError; checkpoints written before
+        stay.  SIGTERM or SIGUSR1 to any rank ends it by TrainingStopped, after a checkpoint.
+        """
+        epochs, progress = self.config.train.epochs, self.progress
+        self._forget_other_selections()
+        with self._bar() as bar, self.stop:
+            while progress.epoch < epochs and not self._stop_early():
+                self._epoch(bar)
+                last = progress.epoch == epochs
+                improved = self._validate() if self._due(last) else False
+                every = self.config.checkpoint.every_epochs
+                ending = last or self._stop_early()
+                stopping = self.stop.now()
+                if improved or ending or stopping or (every and progress.epoch % every == 0):
+                    self._save()
+                if stopping:
+                    raise self._stopped()
+        return progress
+
+    def _forget_other_selections(self) -> None:
+        """A best value of another metric, or of other triples, is no value to compare with."""
+        before = self.progress.selection
+        if self.progress.select_by(selection_of(self.config, self.session.store)):
+            self._say(
+                f"models were selected by {before} so far and are by {self.progress.selection} "
+                "from here on: the next validation is the best"
+            )
+
+    def _epoch(self, bar: tqdm) -> None:
+        progress = self.progress
+        bar.set_description(f"epoch {progress.epoch + 1}/{self.config.train.epochs}", refresh=False)
+        batches = self.batches.epoch(progress.epoch, progress.step)
+        started = self._seconds()
+        start_seconds, start_triples = progress.seconds, progress.triples
+        while progress.step < self.batches.steps_per_epoch:
+            bar.update(self._step(batches))
+            stopping = self.stop.after_step()
+            saving = stopping or self._saves_here()
+            if not (saving or self._reads_here()):
+                continue
+            losses = self.losses.read(progress.epoch, progress.step)
+            progress.seconds += self._seconds() - started
+            progress.epoch_loss += sum(losses)
+            self._log_interval(sum(losses) / len(losses), bar)
+            if saving:
+                self._save()
+            if stopping:
+                raise self._stopped()
+            started = self._seconds()
+        seconds = max(progress.seconds - start_seconds, 1e-9)
+        self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
+
+    def _step(self, batches: Iterator[Batch]) -> int:
+        """Trains the next batch; returns its number of triples, over all ranks."""
+        progress, batch_size = self.progress, self.config.train.batch_size
+        factor = self.schedule.factor(progress.global_step, progress.plateaus)
+        self.session.engine.set_learning_rate(factor)
+        seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
+        self.losses.add(self.pipeline.progress(batches))
+        trained = min(batch_size, self.batches.examples - progress.step * batch_size)
+        progress.step += 1
+        progress.global_step += 1
+        progress.triples += trained
+        return trained
+
+    def _reads_here(self) -> bool:
+        """Whether the losses are read after this step: at intervals and at the epoch's end."""
+        step = self.progress.step
+        return step % self.config.train.log_every == 0 or step == self.batches.steps_per_epoch
+
+    def _saves_here(self) -> bool:
+        """Whether a checkpoint within the epoch is due after this step."""
+        every, step = self.config.checkpoint.every_steps, self.progress.step
+        return bool(every) and step % every == 0 and step < self.batches.steps_per_epoch
+
+    def _log_interval(self, loss: float, bar: tqdm) -> None:
+        progress = self.progress
+        bar.set_postfix(loss=f"{loss:.4f}", refresh=False)
+        factor = self.schedule.factor(progress.global_step - 1, progress.plateaus)
+        self._write(
+            "step",
+            {
+                "epoch": progress.epoch + 1,
+                "loss": loss,
+                "lr": self.config.train.lr * factor,
+                "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
+            },
+        )
+
+    def _end_epoch(self, seconds: float, triples_per_second: float) -> None:
+        progress = self.progress
+        loss = progress.epoch_loss / progress.step
+        progress.epoch, progress.step, progress.epoch_loss = progress.epoch + 1, 0, 0.0
+        self._write(
+            "epoch",
+            {
+                "epoch": progress.epoch,
+                "loss": loss,
+                "seconds": seconds,
+                "triples_per_second": triples_per_second,
+            },
+        )
+        if not sys.stderr.isatty():  # where a file or a pipe shows no bar
+            self._say(
+                f"loss {loss:.4f}, {triples_per_second:,.0f} {self.config.negatives.examples}/s"
+            )
+
+    def _due(self, last: bool) -> bool:
+        every = self.config.evaluation.every
+        return bool(every and len(self.session.store.valid)) and (
+            last or self.progress.epoch % every == 0
+        )
+
+    def _validate(self) -> bool:
+        """Ranks valid; True if this is the best model so far."""
+        progress, metric = self.progress, self.config.evaluation.metric
+        results = self.session.validate()
+        value = results["both"]["realistic"][metric]
+        better = progress.is_better(metric, value)
+        if better:
+            name = name_of(progress) if self.config.checkpoint.keep else None
+            progress.best_metric, progress.best_checkpoint = value, name
+        progress.bad_validations = 0 if better else progress.bad_validations + 1
+        self._plateau(better)
+        ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
+        counts = {"epoch": progress.epoch, "triples": ranked, "of": total}
+        self._write("valid", {**counts, **results})
+        sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
+        self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}")
+        return better
+
+    def _plateau(self, better: bool) -> None:
+        progress = self.progress
+        progress.plateau_wait = 0 if better else progress.plateau_wait + 1
+        if progress.plateau_wait > self.config.train.plateau_patience:
+            progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
+
+    def _stop_early(self) -> bool:
+        patience = self.config.evaluation.patience
+        return bool(patience) and self.progress.bad_validations >= patience
+
+    def _save(self) -> None:
+        """Writes a checkpoint, unless none are; that all numbers are finite holds in any case."""
+        self.progress.loss_scale = self.session.loss_scale
+        state = self.session.engine.state()
+        check_finite(state, self.session.processes)
+        if self.config.checkpoint.keep:
+            self.session.checkpoints.save(state, self.progress)
+
+    def _stopped(self) -> TrainingStopped:
+        if not self.config.checkpoint.keep:
+            return TrainingStopped("stopped by a signal; with checkpoint.keep 0 nothing is kept")
+        name, folder = name_of(self.progress), self.session.folder.path
+        return TrainingStopped(
+            f"stopped by a signal; checkpoint {name} is written. `train --resume {folder}` goes on."
+        )
+
+    def _write(self, kind: str, values: dict[str, Any]) -> None:
+        """To the logs, on rank 0, and the callbacks, which may differ by rank.  Collective."""
+
+        def write() -> None:
+            if self.metrics is not None:
+                self.metrics.write(kind, self.progress.global_step, values)
+            for callback in self.callbacks:
+                callback(kind, values)
+
+        on_all_ranks(self.session.processes, write)
+
+    def _say(self, text: str) -> None:
+        """A line on stderr, above the bar."""
+        if self.session.show:
+            tqdm.write(f"epoch {self.progress.epoch}: {text}", file=sys.stderr)
+
+    def _bar(self) -> tqdm:
+        """One bar for all epochs."""
+        progress, size = self.progress, self.batches.examples
+        return tqdm(
+            total=self.config.train.epochs * size,
+            initial=progress.epoch * size + progress.step * self.config.train.batch_size,
+            unit=f" {self.config.negatives.examples}",
+            unit_scale=True,
+            disable=self.session.hide_bars,
+        )
+
+    def _seconds(self) -> float:
+        if self.session.processes.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def peak_memory_bytes() -> int:
+    """The largest resident size of any rank so far.  Collective."""
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
+    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Factor on every learning rate, table and dense alike."""
+
+    name: str
+    warmup_steps: int
+    total_steps: int
+    steps_per_epoch: int
+    decay: float
+
+    @classmethod
+    def of(cls, config: TrainConfig, steps_per_epoch: int) -> Schedule:
+        """The schedule of a run of ``config.epochs`` epochs."""
+        return cls(
+            config.schedule,
+            config.warmup_steps,
+            max(1, config.epochs * steps_per_epoch),
+            steps_per_epoch,
+            config.decay,
+        )
+
+    def factor(self, step: int, plateaus: int = 0) -> float:
+        """The factor for the step-th step (from 0) after ``plateaus`` decays by plateau."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
+        if self.name == "linear":
+            return max(0.0, 1 - done)
+        if self.name == "cosine":
+            return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+        if self.name == "exponential":
+            return self.decay ** (step // self.steps_per_epoch)
+        if self.name == "plateau":
+            return self.decay**plateaus
+        return 1.0
+
+
+class NonFiniteLoss(KGEError, RuntimeError):
+    """Training met a loss that is no finite number; the message says when and on which rank."""
+
+    on_every_rank = True
+
+
+class NonFiniteParameters(KGEError, RuntimeError):
+    """A parameter or its optimizer state holds NaN or infinity; the message says which."""
+
+    on_every_rank = True
+
+
+class LossesSeen:
+    """Collects a loss a step and reads them all at once.
+
+    Each rank's loss is its share of the global mean, times the world size.
+    """
+
+    def __init__(self) -> None:
+        self._losses: list[Tensor] = []
+
+    def add(self, loss: Tensor) -> None:
+        """Remembers the loss of a step."""
+        self._losses.append(loss)
+
+    def read(self, epoch: int, last_step: int) -> list[float]:
+        """The global losses of the steps since the last read, the newest at ``last_step``.
+
+        Collective.  Raises NonFiniteLoss, on every rank, naming the first bad step and its rank.
+        """
+        if not self._losses:
+            return []
+        mine = torch.stack(self._losses).double()
+        self._losses.clear()
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        every = [mine]
+        if world > 1:
+            every = [torch.empty_like(mine) for _ in range(world)]
+            dist.all_gather(every, mine)
+        losses = torch.stack(every).cpu()  # (ranks, steps)
+        bad = ~losses.isfinite()
+        if bad.any():
+            column = int(bad.any(0).nonzero()[0])
+            rank = int(bad[:, column].nonzero()[0])
+            step = last_step - losses.shape[1] + column + 1
+            raise NonFiniteLoss(
+                f"the loss is {losses[rank, column].item()} at epoch {epoch + 1}, step {step}, "
+                f"rank {rank}; training stops, the last good checkpoint is kept. A smaller "
+                "train.lr or model.init_scale usually helps."
+            )
+        return losses.mean(0).tolist()
+
+
+@torch.no_grad()
+def check_finite(state: dict[str, Any], processes: Processes) -> None:
+    """Raises NonFiniteParameters, on every rank, if a tensor of a nested state has NaN or infinity.
+
+    Collective.  One pass over this rank's parts, in no memory of their size.
+    """
+    bad = [name for name, part in _local_parts(state) if not _is_finite(part)]
+    found = [names[0] if names else None for names in processes.gather(bad)]
+    for rank, name in enumerate(found):
+        if name is not None:
+            raise NonFiniteParameters(
+                f"{name} holds NaN or infinity (rank {rank}); training stops, the last good "
+                "checkpoint is kept. A smaller train.lr or model.init_scale, or train.clip_norm, "
+                "usually helps."
+            )
+
+
+def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors by dotted name."""
+    if isinstance(state, dict):
+        for key, value in state.items():
+            yield from _local_parts(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(state, DTensor):
+        local = state.to_local()
+        for part in local.local_shards() if hasattr(local, "local_shards") else [local]:
+            yield name, part
+    elif isinstance(state, Tensor):
+        yield name, state
+
+
+def _is_finite(values: Tensor) -> bool:
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both

@@ -1,0 +1,46 @@
+"""The process group lasts as long as its last user, and groups of others are left alone."""
+
+import gc
+
+import torch.distributed as dist
+from worlds import run_world
+
+from kge_torchrec.distributed.processes import processes
+
+
+def test_a_group_of_one_is_made_and_ended():
+    assert not dist.is_initialized()
+    with processes("cpu") as ranks:
+        assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
+        assert ranks.broadcast("value") == "value"
+    assert not dist.is_initialized()
+
+
+def test_the_group_outlives_whoever_made_it():
+    first, second = processes("cpu"), processes("cpu")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert dist.is_initialized()
+    second.__exit__(None, None, None)
+    assert not dist.is_initialized()
+
+
+def test_an_abandoned_user_does_not_end_the_group_of_another():
+    abandoned = processes("cpu")
+    abandoned.__enter__()
+    with processes("cpu"):
+        del abandoned
+        gc.collect()
+        assert dist.is_initialized()
+    assert not dist.is_initialized()
+
+
+def group_left_alone() -> bool:
+    with processes("cpu"):
+        pass
+    return dist.is_initialized()
+
+
+def test_a_group_of_others_is_left_alone():
+    assert run_world(2, group_left_alone) == [True, True]

@@ -1,0 +1,123 @@
+"""The CPU table op by itself: lookups, counting, empty tables, settings."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from oracle_table import NAMES
+from oracle_table import settings as optimizer_settings
+
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.sharder import from_fused_params, fused_params
+
+
+@pytest.fixture
+def table() -> CpuFusedTable:
+    table = CpuFusedTable(6, 4, TableOptimizer("sgd", lr=1.0))
+    table.rows.copy_(torch.arange(24.0).view(6, 4))
+    return table
+
+
+def test_lookup_gives_rows_in_the_order_asked(table):
+    assert torch.equal(table(torch.tensor([5, 0, 5]))[:, 0].detach(), torch.tensor([20.0, 0, 20]))
+
+
+def test_int32_ids_look_up_and_train(table):
+    table(torch.tensor([5, 0, 5], dtype=torch.int32)).sum().backward()
+    table.step()
+    assert table.rows[:, 0].tolist() == [-1, 4, 8, 12, 16, 18]
+
+
+def test_lookup_is_a_copy_that_the_step_leaves_alone(table):
+    out = table(torch.tensor([1]))
+    before = out.detach().clone()
+    out.sum().backward()
+    table.step()
+    assert torch.equal(out.detach(), before)
+    assert torch.equal(table.rows[1], before[0] - 1)
+
+
+def test_only_steps_after_a_backward_count_as_iterations(table):
+    with torch.no_grad():
+        table(torch.tensor([1]))
+    table(torch.tensor([1]))
+    table.step()
+    assert table.iteration == 0
+    table(torch.tensor([1])).sum().backward()
+    table(torch.tensor([], dtype=torch.int64)).sum().backward()
+    table.step()
+    table.step()
+    assert table.iteration == 1
+
+
+def test_several_backwards_are_one_sum_and_zero_grad_forgets(table):
+    for ids in ([5, 0], [5], [2]):
+        table(torch.tensor(ids)).sum().backward()
+    assert table.rows[:, 0].tolist() == [0, 4, 8, 12, 16, 20]
+    table.step()
+    assert table.rows[:, 0].tolist() == [-1, 4, 7, 12, 16, 18]
+    table(torch.tensor([3])).sum().backward()
+    table.zero_grad()
+    table.step()
+    assert table.rows[3, 0] == 12
+
+
+@pytest.mark.parametrize("bad", [6, -1])
+def test_an_id_outside_the_table_is_an_error(table, bad):
+    with pytest.raises((IndexError, RuntimeError)):
+        table(torch.tensor([bad]))
+
+
+def test_a_gradient_that_is_not_contiguous_or_expanded(table):
+    out = table(torch.tensor([0, 1]))
+    out.backward(torch.tensor([[1.0], [2.0]]).expand(2, 4))
+    table.step()
+    assert table.rows[:2].tolist() == [[-1, 0, 1, 2], [2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_table_without_rows_and_a_lookup_without_ids(name):
+    table = CpuFusedTable(0, 4, TableOptimizer(**optimizer_settings(name)))
+    out = table(torch.tensor([], dtype=torch.int64))
+    assert out.shape == (0, 4)
+    out.sum().backward()
+    table.step()
+    assert all(len(state) == 0 for entry in table.get_optimizer_state() for state in entry.values())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fused_params_and_back(name):
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    params = fused_params(optimizer) | {"cache_load_factor": 0.1}  # a key that is not ours
+    restored = from_fused_params(params)
+    if name.endswith("adam"):
+        assert restored == optimizer
+    assert fused_params(restored) == fused_params(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("name", "lamb"),
+        ("lr", -1.0),
+        ("lr", math.nan),
+        ("eps", -1e-8),
+        ("eps", math.inf),
+        ("weight_decay", -0.1),
+        ("betas", (0.9, 1.0)),
+        ("betas", (0.9, math.nan)),
+        ("betas", (0.9,)),
+    ],
+)
+def test_a_senseless_value_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        TableOptimizer(**{field: value})
+
+
+@pytest.mark.parametrize("name", ["adagrad", "sgd"])
+def test_weight_decay_that_fbgemm_does_not_have_is_refused(name):
+    with pytest.raises(ValueError, match="rowwise_adagrad"):
+        TableOptimizer(name, weight_decay=0.1)

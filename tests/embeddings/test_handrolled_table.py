@@ -1,0 +1,218 @@
+"""The hand-rolled table on 1, 2 and 4 ranks against an index into a dense table.
+
+Shapes: N rows, D numbers a row, W ranks, M ids of a rank.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from worlds import run_world
+
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.all_to_all.options import SparseOptions, preset
+from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
+from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+
+DIM, LR = 3, 0.5
+WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
+
+
+def values(num_rows: int) -> Tensor:
+    return torch.randn(num_rows, DIM, generator=torch.Generator().manual_seed(num_rows))
+
+
+def gradient(count: int, seed: int) -> Tensor:
+    return torch.randn(count, DIM, generator=torch.Generator().manual_seed(seed))
+
+
+def build(num_rows: int, name: str = "sgd", options: SparseOptions | None = None):
+    """The table with ``values``."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    processes = Processes(rank, world_size, world_size, torch.device("cpu"))
+    optimizer = TableOptimizer(name, lr=LR)
+    table = HandrolledTable(num_rows, DIM, optimizer, options or SparseOptions(), processes)
+    shard = table.shard()
+    shard.rows.copy_(values(num_rows)[slice(*shard.row_range)])
+    return table
+
+
+def feature(ids: list[int]) -> KeyedJaggedTensor:
+    return KeyedJaggedTensor(
+        [ENTITY], torch.tensor(ids, dtype=torch.int64), torch.tensor([len(ids)]), stride=1
+    )
+
+
+def look_up(table: HandrolledTable, ids: list[int]) -> Tensor:
+    return table(feature(ids))[ENTITY].values()
+
+
+def whole(table: HandrolledTable) -> Tensor:
+    return table.shard().fetch(torch.arange(table.shard().num_entities))
+
+
+Case = tuple[int, list[list[int]]]  # N, the ids that each rank wants
+
+
+def steps(cases: list[Case]) -> list[tuple[Tensor, Tensor, int]]:
+    return [one_step(*case) for case in cases]
+
+
+def one_step(num_rows: int, wanted: list[list[int]]) -> tuple[Tensor, Tensor, int]:
+    """Rows of this rank's ids; the whole table after a step of sgd; how many rows lie here."""
+    table = build(num_rows)
+    rank = dist.get_rank()
+    rows = look_up(table, wanted[rank])
+    rows.backward(gradient(len(wanted[rank]), rank))
+    table.step()
+    return rows.detach(), whole(table), table.shard().rows.shape[0]
+
+
+def check(world_size: int, *cases: Case) -> None:
+    ranks = run_world(world_size, steps, list(cases))
+    for number, (num_rows, wanted) in enumerate(cases):
+        check_case(num_rows, wanted, [results[number] for results in ranks])
+
+
+def check_case(num_rows: int, wanted: list[list[int]], found: list) -> None:
+    before = values(num_rows)
+    expected = before.double().clone()
+    for rank, ids in enumerate(wanted):
+        grad = gradient(len(ids), rank).double() / len(wanted)
+        expected.index_add_(0, torch.tensor(ids, dtype=torch.int64), -LR * grad)
+    for (rows, after, _), ids in zip(found, wanted, strict=True):
+        assert torch.equal(rows, before[torch.tensor(ids, dtype=torch.int64)])
+        assert float((after.double() - expected).abs().max()) < 1e-6
+        assert torch.equal(after, found[0][1])
+    assert sum(count for *_, count in found) == num_rows
+
+
+def cases(world_size: int) -> st.SearchStrategy[Case]:
+    def wanted(num_rows: int) -> st.SearchStrategy[Case]:
+        ids = st.lists(st.integers(0, num_rows - 1), max_size=25)
+        every = st.lists(ids, min_size=world_size, max_size=world_size)
+        return st.tuples(st.just(num_rows), every)
+
+    return st.integers(1, 40).flatmap(wanted)
+
+
+@WORLDS
+@settings(max_examples=4, deadline=None)
+@given(data=st.data())
+def test_rows_out_and_gradients_home(world_size, data):
+    check(world_size, *data.draw(st.lists(cases(world_size), min_size=10, max_size=20)))
+
+
+@WORLDS
+def test_nobody_asks_for_anything(world_size):
+    check(world_size, (6, [[]] * world_size))
+
+
+def test_fewer_rows_than_ranks():
+    check(4, *((rows, [[0], [], [0, rows - 1, 0], [rows - 1]]) for rows in (1, 3)))
+
+
+def test_a_rank_nobody_asks_and_one_that_asks_nothing():
+    check(2, (10, [[7, 8, 9], []]))
+
+
+def gradients_of_two_batches() -> tuple[Tensor, Tensor]:
+    """Two backwards before one step, and the same in one batch."""
+    rank = dist.get_rank()
+    apart, together = build(9, "adagrad"), build(9, "adagrad")
+    first, second = [rank, 3, 3], [3, 8 - rank]
+    for ids in (first, second):
+        look_up(apart, ids).backward(gradient(5, rank)[: len(ids)])
+    grads = torch.cat([gradient(5, rank)[: len(ids)] for ids in (first, second)])
+    look_up(together, first + second).backward(grads)
+    apart.step()
+    together.step()
+    return whole(apart), whole(together)
+
+
+@WORLDS
+def test_several_backwards_make_one_step(world_size):
+    for apart, together in run_world(world_size, gradients_of_two_batches):
+        assert (apart - values(9)).abs().max() > 0.1
+        assert torch.allclose(apart, together, atol=1e-6)
+
+
+def what_does_not_step() -> tuple[int, Tensor]:
+    table = build(5, "adam")
+    with torch.no_grad():
+        look_up(table, [1, 2])
+    table.step()
+    look_up(table, [1]).sum().backward()
+    table.zero_grad()
+    table.step()
+    return table.optimizer.steps, whole(table)
+
+
+def test_a_lookup_without_gradients_and_forgotten_ones_do_not_step():
+    ((steps, table),) = run_world(1, what_does_not_step)
+    assert steps == 0 and torch.equal(table, values(5))
+
+
+def in_a_thread(asynchronous: bool) -> Tensor:
+    table = build(20, "adam", SparseOptions(async_step=asynchronous))
+    for step in range(10):
+        table.lr = 0.1 * (step + 1)  # a step under way keeps the rate it started with
+        look_up(table, [step, 3, dist.get_rank()]).backward(gradient(3, step))
+        table.step()
+    return whole(table)
+
+
+@WORLDS
+def test_the_asynchronous_step_changes_nothing(world_size):
+    waited, ahead = (run_world(world_size, in_a_thread, flag) for flag in (False, True))
+    for one, other in zip(waited, ahead, strict=True):
+        assert torch.equal(one, other)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def failing_step(how: str) -> str:
+    table = build(4, "adam", SparseOptions(async_step=True))
+
+    def fail(*_):
+        raise Broken("no room")
+
+    table.optimizer.step = fail
+    look_up(table, [1]).sum().backward()
+    table.step()  # does not raise: the thread has it
+    try:
+        {"lookup": lambda: look_up(table, [0]), "shard": table.shard}[how]()
+    except Broken as error:
+        return str(error)
+    return "swallowed"
+
+
+@pytest.mark.parametrize("how", ["lookup", "shard"])
+def test_an_exception_in_the_thread_surfaces_at_the_next_join(how):
+    assert run_world(1, failing_step, how) == ["no room"]
+
+
+def mean_of_places() -> Tensor:
+    table = build(4, "sgd", preset("dgl", "adam"))
+    table.optimizer = type(table.optimizer)(
+        TableOptimizer("sgd", lr=LR), SparseOptions(duplicates="mean"), table.shard().rows
+    )
+    rank = dist.get_rank()
+    look_up(table, [2] * (rank + 1)).backward(torch.ones(rank + 1, DIM))
+    table.step()
+    return whole(table)
+
+
+@WORLDS
+def test_mean_over_all_places_of_all_ranks(world_size):
+    for table in run_world(world_size, mean_of_places):
+        moved = (values(4) - table)[2]
+        assert torch.allclose(moved, torch.full((DIM,), LR / world_size))

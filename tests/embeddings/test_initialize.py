@@ -1,0 +1,121 @@
+"""Initial values are a function of (seed, global row), whatever the sharding."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from worlds import run_world
+from worlds_table import sharded_table
+
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.collection import entity_shard
+
+DISTRIBUTIONS = ("normal", "uniform", "xavier_normal", "xavier_uniform")
+
+
+def filled(start: int, stop: int, dim: int = 2, seed: int = 0, dtype=torch.float32, **init):
+    rows = torch.full((stop - start, dim), torch.nan, dtype=dtype)
+    fill_rows(EntityShard(rows, start, num_entities=10**9), seed, EntityInit(**init))
+    return rows
+
+
+@given(
+    distribution=st.sampled_from(DISTRIBUTIONS),
+    start=st.integers(CHUNK_ROWS - 100, CHUNK_ROWS + 50),
+    count=st.integers(0, 200),
+)
+@settings(max_examples=30, deadline=None)
+def test_any_slice_is_a_slice_of_the_whole(distribution, start, count):
+    whole = filled(0, CHUNK_ROWS + 300, distribution=distribution)
+    part = filled(start, start + count, distribution=distribution)
+    assert torch.equal(part, whole[start : start + count])
+
+
+@pytest.fixture
+def threads():
+    """Sets the number, and puts it back."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_any_number_of_threads_draws_the_same(threads, dtype, monkeypatch):
+    drawn, stream = set(), np.random.Generator
+
+    def watched(bits):
+        drawn.add(threading.get_ident())
+        time.sleep(0.01)  # so that no thread has done all before the others are there
+        return stream(bits)
+
+    monkeypatch.setattr(np.random, "Generator", watched)
+    tables = []
+    for number in (1, 4):
+        threads(number)
+        drawn.clear()
+        rows = torch.full((5 * CHUNK_ROWS + 7, 2), torch.nan, dtype=dtype).requires_grad_()
+        fill_rows(EntityShard(rows, 11, num_entities=10**9), 0, EntityInit())
+        tables.append(rows.detach())
+        assert len(drawn) == number
+    assert torch.equal(*tables) and tables[0].isfinite().all()
+
+
+def test_an_error_in_a_thread_is_raised(monkeypatch):
+    monkeypatch.setattr(EntityInit, "draw", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        filled(0, 3)
+
+
+def test_seeds_and_chunks_have_streams_of_their_own():
+    first = filled(0, 2 * CHUNK_ROWS, seed=0)
+    assert not torch.equal(first[:CHUNK_ROWS], first[CHUNK_ROWS:])
+    assert not torch.equal(first, filled(0, 2 * CHUNK_ROWS, seed=1))
+
+
+@pytest.mark.parametrize(
+    ("distribution", "deviation", "bound"),
+    [
+        ("normal", 0.5, math.inf),
+        ("uniform", 0.5 / math.sqrt(3), 0.5),
+        ("xavier_normal", 0.5 * math.sqrt(2 / 16), math.inf),
+        ("xavier_uniform", 0.5 * math.sqrt(2 / 16), 0.5 * math.sqrt(6 / 16)),
+    ],
+)
+def test_spread(distribution, deviation, bound):
+    rows = filled(0, 20_000, dim=16, distribution=distribution, scale=0.5)
+    assert rows.std().item() == pytest.approx(deviation, rel=0.01)
+    assert rows.mean().abs() < 0.01 * deviation
+    assert rows.abs().max() <= bound
+
+
+def test_16_bit_tables_get_the_rounded_float32_values():
+    assert torch.equal(filled(3, 50, dtype=torch.bfloat16), filled(3, 50).bfloat16())
+
+
+def rank_initializes() -> torch.Tensor:
+    model = sharded_table(11, 4, TableOptimizer())
+    fill_rows(entity_shard(model), 5, EntityInit())
+    return entity_shard(model).rows.clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_any_world_starts_equal(world_size):
+    rows = torch.cat(run_world(world_size, rank_initializes))
+    assert torch.equal(rows, filled(0, 11, dim=4, seed=5))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("distribution", "xavier"), ("scale", -1.0), ("scale", math.nan)]
+)
+def test_a_senseless_value_is_named(field, value):
+    with pytest.raises(ValueError, match=field):
+        EntityInit(**{field: value})

@@ -1,0 +1,43 @@
+"""Shards cut into pieces: the same numbers, in any number of ranks and engine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from training_runs import config_of, fit, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec.embeddings.chunks import in_pieces
+from kge_torchrec.training import checkpoint_storage
+
+ROW_BYTES = 8 * 4
+
+
+def trains(store: Path, run: Path, changes: dict, piece_bytes: int) -> dict:
+    checkpoint_storage.in_pieces = lambda state: in_pieces(state, piece_bytes)
+    return fit(config_of(store, run, **changes)).parameters
+
+
+@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+def test_any_pieces_resume_as_any_others(tmp_path, engine):
+    store = tiny_store(tmp_path / "store").path
+    changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}
+    whole = run_world(1, trains, store, tmp_path / "whole", changes, 1 << 20)[0]
+    for ranks, epochs, rows in ((2, 1, 3), (4, 2, 5), (1, 3, 1), (2, 4, 1000)):
+        more = changes | {"train__epochs": epochs}
+        found = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]
+    assert largest_difference(found, whole) < 1e-5
+
+
+def test_no_piece_is_larger(tmp_path):
+    store = tiny_store(tmp_path / "store").path
+    run_world(2, trains, store, tmp_path / "run", {"train__optimizer": "adam"}, 3 * ROW_BYTES + 1)
+    newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))
+    stored = json.loads((newest / "index.json").read_text())["tensors"].values()
+    tables = [entry["pieces"] for entry in stored if entry["size"] == [37, 8]]
+    assert len(tables) == 3  # rows and two moments
+    for pieces in tables:
+        assert max(piece["size"][0] for piece in pieces) == 3
+        assert sum(piece["size"][0] for piece in pieces) == 37

@@ -1,0 +1,54 @@
+"""Gradients between backward and step: sums over rows, and what is written into them."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
+
+
+def pending(*parts: list[int], counted: bool = False) -> tuple[PendingGradients, torch.Tensor]:
+    """Random gradients (D = 3) of the rows in each part, and their dense sum over 8 rows."""
+    found, dense = PendingGradients(), torch.zeros(8, 3)
+    random = torch.Generator().manual_seed(0)
+    for ids in parts:
+        rows = torch.tensor(ids, dtype=torch.int64)
+        grad = torch.randn(len(ids), 3, generator=random)
+        occurrences = torch.full((len(ids),), 2) if counted else None
+        found.add(RowGradients(rows, grad, occurrences))
+        dense.index_add_(0, rows, grad)
+    return found, dense
+
+
+@given(st.lists(st.lists(st.integers(0, 7), max_size=6), min_size=1, max_size=3))
+def test_sums_are_those_of_a_dense_gradient(parts):
+    gradients, dense = pending(*parts)
+    gradients.sums().mul_(2)
+    ids, grad, occurrences, distinct = gradients.take()
+    assert sorted({*chain(*parts)}) == ids.tolist()
+    assert occurrences is None and distinct and not gradients
+    torch.testing.assert_close(torch.zeros(8, 3).index_add_(0, ids, grad), 2 * dense)
+
+
+def test_counted_places_make_a_mean():
+    gradients, dense = pending([1, 3, 1], [3, 1], counted=True)
+    torch.testing.assert_close(gradients.sums(), dense[[1, 3]] / torch.tensor([[6.0], [4]]))
+
+
+def test_a_sum_does_not_write_into_what_autograd_gave():
+    grad = torch.ones(2, 3)
+    gradients = PendingGradients()
+    gradients.add(RowGradients(torch.tensor([0, 1]), grad, None, True))
+    gradients.sums().zero_()
+    assert torch.equal(grad, torch.ones(2, 3))
+    assert not gradients.take().grad.any()
+
+
+def test_one_part_is_taken_as_it_is():
+    gradients, _ = pending([2, 2, 0])
+    assert gradients.take().ids.tolist() == [2, 2, 0] and not gradients
+    assert gradients.sums().numel() == 0

@@ -1,0 +1,157 @@
+"""The CPU optimizer kernels against the dense formulas and against FBGEMM's own CPU ops."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    ComputeDevice,
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_table import NAMES, DenseTable
+from oracle_table import settings as optimizer_settings
+
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.sharder import fused_params, of_fbgemm
+
+
+def cpu_table(values: torch.Tensor, optimizer: TableOptimizer) -> CpuFusedTable:
+    table = CpuFusedTable(*values.shape, optimizer)
+    table.rows.copy_(values)
+    return table
+
+
+def train(table, batches) -> None:
+    for ids, grad in batches:
+        offsets = torch.arange(len(ids) + 1)
+        table(ids, offsets).backward(grad)
+        if isinstance(table, CpuFusedTable):  # FBGEMM's own steps in backward
+            table.step()
+
+
+def random_batches(rows: int, dim: int, count: int, steps: int, seed: int = 0):
+    random = torch.Generator().manual_seed(seed)
+    return [
+        (
+            torch.randint(0, rows, (count,), generator=random),
+            torch.randn(count, dim, generator=random),
+        )
+        for _ in range(steps)
+    ]
+
+
+def assert_equals_oracle(table: CpuFusedTable, oracle: DenseTable) -> None:
+    close = {"rtol": 1e-5, "atol": 1e-4 * oracle.lr}
+    torch.testing.assert_close(table.rows.double(), oracle.weights, **close)
+    states = [state for entry in table.get_optimizer_state() for state in entry.values()]
+    expected = list(oracle.states().values())
+    assert len(states) == len(expected)
+    for state, wanted in zip(states, expected, strict=True):
+        torch.testing.assert_close(state.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_with_duplicates_equal_the_formula(name):
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    values = torch.randn(40, 12, generator=torch.Generator().manual_seed(1))
+    table, oracle = cpu_table(values, optimizer), DenseTable(values, optimizer)
+    for ids, grad in random_batches(40, 12, 30, steps=20):
+        train(table, [(ids, grad)])
+        oracle.step(ids, grad)
+    assert_equals_oracle(table, oracle)
+
+
+@given(
+    name=st.sampled_from(NAMES),
+    dim=st.sampled_from([1, 3, 8, 17]),
+    batches=st.lists(st.lists(st.integers(0, 6), max_size=12), min_size=1, max_size=4),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=80, deadline=None)
+def test_any_ids_equal_the_formula(name, dim, batches, seed):
+    random = torch.Generator().manual_seed(seed)
+    optimizer = TableOptimizer(**optimizer_settings(name))
+    values = torch.randn(7, dim, generator=random)
+    table, oracle = cpu_table(values, optimizer), DenseTable(values, optimizer)
+    for ids in batches:
+        ids = torch.tensor(ids, dtype=torch.int64)
+        grad = torch.randn(len(ids), dim, generator=random)
+        train(table, [(ids, grad)])
+        oracle.step(ids, grad)
+    assert_equals_oracle(table, oracle)
+
+
+@pytest.mark.parametrize("name", ["adagrad", "rowwise_adagrad", "sgd"])
+def test_equals_fbgemms_own_cpu_op(name):
+    changes = {"weight_decay": 0.1} if name == "rowwise_adagrad" else {}
+    optimizer = TableOptimizer(**optimizer_settings(name, **changes))
+    values = torch.randn(50, 8, generator=torch.Generator().manual_seed(1))
+    ours = cpu_table(values, optimizer)
+    theirs = SplitTableBatchedEmbeddingBagsCodegen(
+        [(50, 8, EmbeddingLocation.HOST, ComputeDevice.CPU)],
+        pooling_mode=PoolingMode.NONE,
+        **of_fbgemm(fused_params(optimizer)),
+    )
+    theirs.split_embedding_weights()[0].copy_(values)
+    batches = random_batches(50, 8, 60, steps=10)
+    train(ours, batches)
+    train(theirs, batches)
+    close = {"rtol": 1e-6, "atol": 2e-6}
+    torch.testing.assert_close(ours.rows, theirs.split_embedding_weights()[0], **close)
+    our_states, their_states = ours.get_optimizer_state(), theirs.get_optimizer_state()
+    assert [list(state) for state in our_states] == [list(state) for state in their_states]
+    for state in their_states[0] if their_states else []:
+        torch.testing.assert_close(our_states[0][state], their_states[0][state], **close)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_without_a_gradient_keep_every_bit(name):
+    values = torch.randn(20, 8)
+    table = cpu_table(values, TableOptimizer(**optimizer_settings(name)))
+    train(table, random_batches(10, 8, 30, steps=5))
+    assert torch.equal(table.rows[10:], values[10:])
+    for state in (state for entry in table.get_optimizer_state() for state in entry.values()):
+        assert torch.equal(state[10:], torch.zeros_like(state[10:]))
+
+
+@pytest.mark.parametrize("sorted_ids", [True, False])
+def test_bits_do_not_depend_on_the_number_of_threads(sorted_ids):
+    ids = torch.arange(4000) if sorted_ids else torch.randint(0, 3000, (4000,))
+    grad = torch.randn(4000, 64)  # enough numbers for two threads
+    values = torch.randn(4000, 64)
+    tables = []
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 2):
+            torch.set_num_threads(threads)
+            tables.append(cpu_table(values, TableOptimizer()))
+            train(tables[-1], [(ids, grad)] * 3)
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(tables[0].rows, tables[1].rows)
+    assert torch.equal(tables[1].rows, tables[2].rows)
+
+
+def test_sorted_distinct_ids_take_the_same_step_as_shuffled_ones():
+    ids = torch.arange(0, 60, 2)
+    grad, values = torch.randn(30, 8), torch.randn(60, 8)
+    order = torch.from_numpy(np.random.default_rng(0).permutation(30))
+    straight, shuffled = (cpu_table(values, TableOptimizer()) for _ in range(2))
+    train(straight, [(ids, grad)])
+    train(shuffled, [(ids[order], grad[order])])
+    assert torch.equal(straight.rows, shuffled.rows)
+
+
+def test_adam_late_in_training_has_no_bias_to_correct():
+    optimizer = TableOptimizer("adam", lr=0.1)
+    table = cpu_table(torch.zeros(1, 4), optimizer)
+    table.set_optimizer_step(5_000_000)
+    train(table, [(torch.tensor([0]), torch.ones(1, 4))])
+    # m = 0.1, v = 0.001, both corrections 1
+    expected = torch.full((1, 4), -0.1 * 0.1 / 0.001**0.5)
+    torch.testing.assert_close(table.rows, expected, rtol=1e-4, atol=0)

@@ -1,0 +1,289 @@
+"""The sharded table at 1, 2 and 4 ranks against the dense table in one process."""
+
+from __future__ import annotations
+
+import functools
+from itertools import chain
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle_table import NAMES, DenseTable
+from oracle_table import settings as optimizer_settings
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from worlds import WorldError, run_world
+from worlds_table import sharded_table
+
+from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.collection import (
+    entity_collection,
+    entity_shard,
+    set_table_step,
+    table_step,
+)
+
+DIM, BATCH, STEPS = 8, 24, 20
+SIZES = (101, 5, 3)  # 5 rows on 4 ranks: 2, 2, 1, 0; 3 rows: 1, 1, 1, 0
+WEIGHT = f"table.embeddings.{ENTITY}.weight"
+
+
+def start_values(num_entities: int) -> Tensor:
+    return torch.randn(num_entities, DIM, generator=torch.Generator().manual_seed(1))
+
+
+def global_batch(num_entities: int, step: int) -> tuple[Tensor, Tensor]:
+    """Ids (B,), hot ones often, and targets (B, D) of all ranks together."""
+    random = torch.Generator().manual_seed(100 + step)
+    ids = torch.randint(0, num_entities, (BATCH,), generator=random)
+    hot = torch.rand(BATCH, generator=random) < 0.3
+    return ids.where(~hot, ids % 3), torch.randn(BATCH, DIM, generator=random)
+
+
+def loss_of(rows: Tensor, targets: Tensor) -> Tensor:
+    return (torch.sin(rows) * targets).sum(1).mean()
+
+
+def train_sharded(model: nn.Module, num_entities: int, steps: range) -> None:
+    """Each rank takes its share of the global batch, ids made distinct as collation does."""
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    for step in steps:
+        ids, targets = (part.chunk(world_size)[rank] for part in global_batch(num_entities, step))
+        distinct, inverse = torch.unique(ids, return_inverse=True)
+        loss_of(model(distinct)[inverse], targets).backward()
+        model.fused_optimizer.step()
+
+
+def train_dense(table: DenseTable, steps: range) -> None:
+    for step in steps:
+        ids, targets = global_batch(len(table.weights), step)
+        rows = table.weights[ids].requires_grad_()
+        (grad,) = torch.autograd.grad(loss_of(rows, targets.double()), rows)
+        table.step(ids, grad)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a value in a state_dict."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.to_local()
+    return torch.cat(tensor.local_shards()) if hasattr(tensor, "local_shards") else tensor
+
+
+def parameters_and_states(model: nn.Module) -> dict[str, Tensor]:
+    states = model.fused_optimizer.state_dict()["state"][WEIGHT]
+    return {
+        "rows": entity_shard(model).rows.clone(),
+        **{name: local(state).clone() for name, state in states.items()},
+    }
+
+
+def assert_equals_dense(per_rank: list[dict[str, Tensor]], dense: DenseTable) -> None:
+    whole = {key: torch.cat([part[key] for part in per_rank]) for key in per_rank[0]}
+    assert set(whole) == {"rows", *dense.states()}
+    close = {"rtol": 1e-5, "atol": 1e-4 * dense.optimizer.lr}
+    torch.testing.assert_close(whole["rows"].double(), dense.weights, **close)
+    for name, state in dense.states().items():
+        torch.testing.assert_close(whole[name].double(), state, rtol=1e-5, atol=1e-6)
+
+
+def rank_trains_every_table() -> dict:
+    results = {}
+    for name in NAMES:
+        for size in SIZES:
+            optimizer = TableOptimizer(**optimizer_settings(name))
+            model = sharded_table(size, DIM, optimizer, start_values(size))
+            train_sharded(model, size, range(STEPS))
+            results[name, size] = parameters_and_states(model)
+    return results
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict]:
+    return run_world(world_size, rank_trains_every_table)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", NAMES)
+def test_twenty_steps_equal_the_dense_table(name, size, world_size):
+    dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+    train_dense(dense, range(STEPS))
+    assert_equals_dense([part[name, size] for part in trained(world_size)], dense)
+
+
+def rank_looks_around() -> dict:
+    model = sharded_table(101, DIM, TableOptimizer("sgd", lr=1.0), start_values(101))
+    seen = {"keys": list(model.state_dict()), "steps": [table_step(model)]}
+    model(torch.tensor([1, 2])).sum().mul(0).backward()
+    model.fused_optimizer.step()
+    with torch.no_grad():
+        model(torch.tensor([1, 2]))
+    seen["steps"].append(table_step(model))
+    empty = model(torch.tensor([], dtype=torch.int64))
+    empty.sum().backward()
+    model.fused_optimizer.step()
+    seen["empty"] = empty.shape
+    seen["steps"].append(table_step(model))
+    set_table_step(model, 7)
+    seen["steps"].append(table_step(model))
+
+    shard = entity_shard(model)
+    seen["range"] = shard.row_range
+    seen["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
+    shard.rows[:] = 0.0
+    with torch.no_grad():
+        seen["after write"] = model(torch.tensor([0, 60, 100]))
+    return seen
+
+
+def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dict]:
+    """Each case: optimizer, N, and the ids that each rank looks up, in one step repeated twice."""
+    results = []
+    for name, size, ids_per_rank in cases:
+        optimizer = TableOptimizer(**optimizer_settings(name))
+        model = sharded_table(size, DIM, optimizer, start_values(size))
+        ids = torch.tensor(ids_per_rank[dist.get_rank()], dtype=torch.int64) % size
+        for _ in range(2):
+            model(ids).square().sum().backward()
+            model.fused_optimizer.step()
+        results.append(parameters_and_states(model))
+    return results
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(NAMES),
+            st.integers(1, 13),
+            st.lists(st.lists(st.integers(0, 12), max_size=6), min_size=4, max_size=4),
+        ),
+        min_size=4,
+        max_size=8,
+    )
+)
+@settings(max_examples=3, deadline=None)
+def test_any_sizes_and_ids_on_four_ranks(cases):
+    """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
+    results = run_world(4, rank_trains_cases, cases)
+    for number, (name, size, ids_per_rank) in enumerate(cases):
+        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+        ids = torch.tensor([*chain(*ids_per_rank)], dtype=torch.int64) % size
+        for _ in range(2):
+            dense.step(ids, 2 * dense.weights[ids] / 4)
+        assert_equals_dense([part[number] for part in results], dense)
+
+
+def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
+    model = sharded_table(10, DIM, TableOptimizer("sgd", lr=1.0), start_values(10))
+    ids = torch.tensor([9, 0, 5, 9, 3])
+    looked_up = model(ids)
+    copy = looked_up.detach().clone()
+    looked_up.backward(torch.arange(5.0)[:, None].expand(5, DIM))
+    model.fused_optimizer.step()
+    return copy, entity_shard(model).rows.clone()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unsorted_and_repeated_ids(world_size):
+    results = run_world(world_size, rank_asks_out_of_order)
+    expected = start_values(10)
+    for looked_up, _ in results:
+        assert torch.equal(looked_up, expected[[9, 0, 5, 9, 3]])
+    # The ranks' gradients are averaged; each has 0 + 3 for row 9.
+    expected[[9, 0, 5, 3]] -= torch.tensor([3.0, 1, 2, 4])[:, None]
+    torch.testing.assert_close(torch.cat([rows for _, rows in results]), expected)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_steps_keys_views_and_empty_batches(world_size):
+    for rank, seen in enumerate(run_world(world_size, rank_looks_around)):
+        assert seen["keys"] == [WEIGHT]
+        assert seen["steps"] == [0, 1, 2, 7]
+        assert seen["empty"] == (0, DIM)
+        block = -(-101 // world_size)
+        assert seen["range"] == (rank * block, min(101, (rank + 1) * block))
+        assert torch.equal(seen["fetched"], start_values(101)[[100, 0, 51]])
+        assert not seen["after write"].any()
+
+
+def rank_changes_learning_rate() -> Tensor:
+    model = sharded_table(4, DIM, TableOptimizer("sgd", lr=1.0), torch.zeros(4, DIM))
+    model.fused_optimizer.param_groups[0]["lr"] = 0.25
+    model(torch.arange(4)).sum().backward()
+    model.fused_optimizer.step()
+    return entity_shard(model).rows.clone()
+
+
+def test_a_new_learning_rate_reaches_the_kernel():
+    (rows,) = run_world(1, rank_changes_learning_rate)
+    assert torch.equal(rows, torch.full((4, DIM), -0.25))
+
+
+def state_of(model: nn.Module) -> dict:
+    return {"model": model.state_dict(), "table": model.fused_optimizer.state_dict()}
+
+
+def rank_saves(folder: str, size: int) -> None:
+    for name in NAMES:
+        optimizer = TableOptimizer(**optimizer_settings(name))
+        model = sharded_table(size, DIM, optimizer, start_values(size))
+        train_sharded(model, size, range(STEPS // 2))
+        dcp.save(state_of(model), checkpoint_id=f"{folder}/{name}")
+        assert table_step(model) == STEPS // 2
+
+
+def rank_loads_and_goes_on(folder: str, size: int) -> dict:
+    results = {}
+    for name in NAMES:
+        model = sharded_table(size, DIM, TableOptimizer(**optimizer_settings(name)))
+        state = state_of(model)
+        dcp.load(state, checkpoint_id=f"{folder}/{name}")
+        model.load_state_dict(state["model"])
+        model.fused_optimizer.load_state_dict(state["table"])
+        set_table_step(model, STEPS // 2)
+        train_sharded(model, size, range(STEPS // 2, STEPS))
+        results[name] = parameters_and_states(model)
+    return results
+
+
+@pytest.mark.parametrize(("saved_on", "loaded_on", "size"), [(2, 4, 5), (4, 2, 5), (4, 1, 101)])
+def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_on, size):
+    run_world(saved_on, rank_saves, str(tmp_path), size)
+    resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)
+    for name in NAMES:
+        dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
+        train_dense(dense, range(STEPS))
+        assert_equals_dense([part[name] for part in resumed], dense)
+
+
+def rank_asks_for_a_missing_entity() -> None:
+    sharded_table(5, DIM, TableOptimizer())(torch.tensor([5]))
+
+
+def test_an_id_outside_the_table_is_an_error():
+    with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
+        run_world(1, rank_asks_for_a_missing_entity)
+
+
+def rank_builds_a_16_bit_table() -> None:
+    sharded_table(5, DIM, TableOptimizer(), dtype=torch.bfloat16)
+
+
+def test_a_16_bit_table_on_cpu_is_refused_in_words():
+    with pytest.raises(WorldError, match="16-bit tables run on CUDA only"):
+        run_world(1, rank_builds_a_16_bit_table)
+
+
+def test_a_model_without_a_sharded_table_is_named():
+    with pytest.raises(ValueError, match="found 0"):
+        entity_shard(nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(("rows", "dim", "dtype"), [(0, 4, None), (4, 0, None), (4, 4, torch.int8)])
+def test_a_senseless_collection_is_refused(rows, dim, dtype):
+    with pytest.raises(ValueError):
+        entity_collection(rows, dim, dtype or torch.float32)

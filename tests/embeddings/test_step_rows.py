@@ -1,0 +1,110 @@
+"""Steps on rows whose gradients come in parts, without a lookup."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracle_table import NAMES, DenseTable
+from oracle_table import settings as optimizer_settings
+from training_runs import config_of, largest_difference, tiny_store
+
+from kge_torchrec.config import OPTIMIZER_NAMES
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.all_to_all.options import PRESETS, SparseOptions, preset
+from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Fit
+
+ROWS, DIM = 13, 4
+
+
+def start_and_gradients(steps=3):
+    seed = torch.Generator().manual_seed(2)
+    start = torch.randn(ROWS, DIM, generator=seed)
+    return start, [torch.randn(ROWS, DIM, generator=seed) for _ in range(steps)]
+
+
+def in_parts(grad):
+    """All rows in three parts, one of them empty."""
+    odd, even = torch.arange(1, ROWS, 2), torch.arange(0, ROWS, 2)
+    for ids in (odd, odd[:0], even):
+        yield RowGradients(ids, grad[ids], None, True)
+
+
+def stepped(name, step_rows, start, gradients) -> DenseTable:
+    """The dense table after the same steps."""
+    dense = DenseTable(start, TableOptimizer(**optimizer_settings(name)))
+    for grad in gradients:
+        step_rows(in_parts(grad))
+        dense.step(torch.arange(ROWS), grad)
+    return dense
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_the_cpu_table_are_one_step(name):
+    start, gradients = start_and_gradients()
+    table = CpuFusedTable(ROWS, DIM, TableOptimizer(**optimizer_settings(name)))
+    table.rows.copy_(start)
+    dense = stepped(name, table.step_rows, start, gradients)
+    assert table.iteration == len(gradients)
+    assert (table.rows - dense.weights).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_parts_of_the_sparse_optimizer_are_one_step(name):
+    start, gradients = start_and_gradients()
+    optimizer = SparseOptimizer(
+        TableOptimizer(**optimizer_settings(name)), SparseOptions(), start.clone()
+    )
+    dense = stepped(name, optimizer.step_parts, start, gradients)
+    assert optimizer.steps == len(gradients)
+    assert (optimizer.rows - dense.weights).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_take_parts_as_they_take_the_whole(name):
+    start, gradients = start_and_gradients()
+    optimizers = [
+        SparseOptimizer(TableOptimizer("adam", lr=0.1), preset(name, "adam"), start.clone())
+        for _ in range(2)
+    ]
+    for grad in gradients:
+        optimizers[0].step(torch.arange(ROWS), grad, distinct=True)
+        optimizers[1].step_parts(in_parts(grad))
+    assert torch.equal(optimizers[0].rows, optimizers[1].rows)
+    assert optimizers[0].steps == optimizers[1].steps
+
+
+def test_a_shard_without_rows_counts_as_it_does_in_training():
+    nothing = torch.empty(0, DIM)
+    for counting, steps in (("table", 2), ("shard", 0)):
+        options = SparseOptions(bias_correction=counting)
+        optimizer = SparseOptimizer(TableOptimizer("adam"), options, nothing)
+        for _ in range(2):
+            optimizer.step_parts([])
+        assert optimizer.steps == steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
+@pytest.mark.parametrize("blocks", ["whole", "small"])
+def test_fbgemms_table_steps_as_the_cpu_table(tmp_path, optimizer, blocks):
+    store = tiny_store(tmp_path / "store").path
+    ends = []
+    for device in ("cpu", "cuda"):
+        config = config_of(store, tmp_path / device, negatives__regime="1vsall", device=device,
+                           train__optimizer=optimizer, train__epochs=2)  # fmt: skip
+        with processes(device) as ranks:
+            session = Session(config, RunFolder(config.run.dir), ranks)
+            loop = Fit(session, session.restore(), None)
+            loop._save = lambda: None
+            if blocks == "small":
+                loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 1000
+            loop.run()
+            dense = {k: p.detach().cpu() for k, p in session.scorer.named_parameters()}
+            ends.append({"entities": session.engine.shard().rows.cpu().clone(), **dense})
+    assert largest_difference(*ends) < 1e-4
