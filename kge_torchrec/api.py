@@ -29,7 +29,7 @@ from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import BEST, FILTERS, Session, remove_prepared, selection_of
-from kge_torchrec.training.state import Progress
+from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
@@ -63,7 +63,7 @@ class Run:
         self._ranks: Processes | None = None
         self._session: Session | None = None
         self._loaded: str | None = None  # the checkpoint asked for
-        self._progress: Progress | None = None  # of the checkpoint in the session
+        self._progress: TrainState | None = None  # of the checkpoint in the session
 
     @property
     def path(self) -> Path:
@@ -109,11 +109,11 @@ class Run:
         side, anchor = ("tail", head) if tail is None else ("head", tail)
         store, session = self.session.store, self.session
         anchors, relations = store.entities.ids([anchor]), store.relations.ids([relation])
-        exclude = None if known else store.known().answers(side, anchors, relations)
+        exclude = None if known else store.filter_index().answers(side, anchors, relations)
         with session.whole_scorer() as scorer:
             scores, ids = top_k(
                 scorer,
-                session.engine.shard(),
+                session.backend.shard(),
                 torch.from_numpy(anchors),
                 torch.from_numpy(relations),
                 side,
@@ -294,7 +294,7 @@ def _begin(
         raise
     if session.config != config:  # train.batch_size as it was resolved
         on_first_rank(ranks, lambda: folder.save_config(session.config))
-    _fit(session, Progress(data=session.store.fingerprint), callbacks, resumed_at=None)
+    _fit(session, TrainState(data=session.store.fingerprint), callbacks, resumed_at=None)
 
 
 def _continue(
@@ -349,18 +349,20 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def _fit(
     session: Session,
-    progress: Progress,
+    progress: TrainState,
     callbacks: Sequence[Callback],
     resumed_at: int | None,
 ) -> None:
     from kge_torchrec.planning.run_plan import write_run_plan  # without
-    from kge_torchrec.training.trainer import Fit  # these load TorchRec, which a trained run can do
+    from kge_torchrec.training.trainer import (
+        Trainer,  # these load TorchRec, which a trained run can do
+    )
 
     ranks, folder = session.processes, session.folder
     write_run_plan(session)
     metrics = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
-        progress = Fit(session, progress, metrics, callbacks).run()
+        progress = Trainer(session, progress, metrics, callbacks).run()
         results = _final_results(session, progress)
 
         def write() -> None:
@@ -379,7 +381,7 @@ def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     return MetricsLog(session.folder, session.config.run.tensorboard, resumed_at)
 
 
-def _final_results(session: Session, progress: Progress) -> dict[str, Any]:
+def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
     from kge_torchrec.training.trainer import peak_memory_bytes
 
     ranked = progress  # the parameters at hand
@@ -408,7 +410,7 @@ def _splits_of_answers(store, side: str, anchors, relations, ids) -> list[str | 
     """The split that holds each of the ids (K,) as an answer, the first of several."""
     splits: list[str | None] = [None] * len(ids)
     for split in ("test", "valid", "train"):
-        (known,) = store.known((split,)).contains(side, anchors, relations, ids)
+        (known,) = store.filter_index((split,)).contains(side, anchors, relations, ids)
         splits = [split if here else before for here, before in zip(known, splits, strict=True)]
     return splits
 

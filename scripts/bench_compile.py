@@ -36,7 +36,7 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
     from kge_torchrec.data.loader import BatchBuilder
     from kge_torchrec.data.negatives import NegativeSampler
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_engine
+    from kge_torchrec.training.assembly import build_backend
     from kge_torchrec.training.step import build_pipeline
 
     keep_large_blocks()
@@ -55,7 +55,7 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
     with processes("cpu") as ranks:
         config = load_config(None, settings)
         graph = SimpleNamespace(num_entities=ENTITIES, num_relations=RELATIONS)
-        engine = build_engine(config, graph, ranks)
+        engine = build_backend(config, graph, ranks)
         sampler = NegativeSampler(ENTITIES, NEGATIVES, 0)
         batches = BatchBuilder(triples, batch, sampler, chunk_size=64).epoch(0)
         pipeline = build_pipeline(config.train, engine, ranks.device)

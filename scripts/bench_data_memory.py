@@ -74,7 +74,7 @@ def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
     torch.set_num_threads(1)
     scorer = SCORERS["distmult"](RELATIONS, 4)
     shard = EntityShard(torch.rand(ENTITIES, 4), 0, ENTITIES)
-    known = store.known()
+    known = store.filter_index()
 
     def rank() -> None:
         rank_triples(scorer, shard, triples.astype(np.int64), known, sides=("tail",))
@@ -99,9 +99,9 @@ def all_answers_ranked(store):
 
 def popularity_planned(store):
     """What rank 0 makes of the degrees for the plan of every run."""
-    from kge_torchrec.planning.workload import Popularity
+    from kge_torchrec.planning.workload import EntityFrequency
 
-    return lambda: Popularity.of_degrees(store.degrees())
+    return lambda: EntityFrequency.of_degrees(store.degrees())
 
 
 def config_of(store, **keys):
@@ -126,14 +126,14 @@ def queries_listed(store):
     """What each rank makes for kvsall and kvssample; held to the end."""
     from kge_torchrec.data.queries import DistinctQueries
 
-    return lambda: DistinctQueries(store.known(("train",)), ("head", "tail"))
+    return lambda: DistinctQueries(store.filter_index(("train",)), ("head", "tail"))
 
 
 def hubs_asked(store):
     """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
     from kge_torchrec.data.queries import DistinctQueries
     from kge_torchrec.embeddings.backend import EntityShard
-    from kge_torchrec.training.query_shards import Direction
+    from kge_torchrec.training.query_shards import QueryShard
 
     class Rows:
         shape, device = (ENTITIES, 4), "cpu"
@@ -141,11 +141,11 @@ def hubs_asked(store):
         def __len__(self) -> int:
             return ENTITIES
 
-    queries = DistinctQueries(store.known(("train",)), ("tail",))
+    queries = DistinctQueries(store.filter_index(("train",)), ("tail",))
 
     def ask() -> None:
         (asked,) = queries.ask(np.arange(HUBS + 1))
-        Direction(asked, EntityShard(Rows(), 0, ENTITIES)).answers(range(8192))
+        QueryShard(asked, EntityShard(Rows(), 0, ENTITIES)).answers(range(8192))
 
     return ask
 
@@ -154,15 +154,15 @@ def hub_sampled(store):
     """A kvssample step of the query with 10 million answers."""
     from kge_torchrec.data.negatives import NegativeSampler
     from kge_torchrec.data.queries import QuerySampleBuilder
-    from kge_torchrec.data.shuffle import EpochOrder
+    from kge_torchrec.data.shuffle import EpochShuffle
 
-    known, options = store.known(("train",)), {"max_answers": 1024}
+    known, options = store.filter_index(("train",)), {"max_answers": 1024}
     sampler = NegativeSampler(ENTITIES, 512, 0)
     try:
         batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), **options)
     except TypeError:  # before there was a limit
         batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",))
-    order = EpochOrder(batches.examples, 0, 0)
+    order = EpochShuffle(batches.examples, 0, 0)
     every = order(np.arange(batches.examples))
     step = int(np.flatnonzero(every == HUBS)[0])
     del every

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import keep_large_blocks, set_threads
-from kge_torchrec.training.assembly import build_batches, build_engine, build_pipeline
+from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 
 RELATIONS, TRIPLES = 200, 100_000
 
@@ -48,7 +48,7 @@ def main() -> None:
         set_threads(options.threads, ranks.local_world_size)
         memory = [_resident("VmRSS")]
         config, store = load_config(None, settings), _graph(options.entities)
-        engine = build_engine(config, store, ranks)
+        engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config, engine, ranks)
         if options.kept_mib is not None:
             pipeline.kept_bytes = options.kept_mib << 20

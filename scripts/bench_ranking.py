@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kge_torchrec.data.filter_index import KnownTriples, build_side
+from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.ranking.exact import rank_triples
@@ -100,7 +100,7 @@ def ranking(name: str, splits: dict[str, np.ndarray], entities: int, relations: 
         {side: build_side(side, triples, entities, relations) for side in SIDES}
         for triples in splits.values()
     ]
-    known = KnownTriples(indices, entities, relations)
+    known = FilterIndex(indices, entities, relations)
     return lambda: rank_triples(scorer, shard, splits["test"], known)
 
 

@@ -53,7 +53,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
     from kge_torchrec.data.loader import BatchBuilder
     from kge_torchrec.data.negatives import NegativeSampler
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_engine
+    from kge_torchrec.training.assembly import build_backend
     from kge_torchrec.training.step import build_pipeline
 
     settings = {
@@ -73,7 +73,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
         base = resident()
         graph = SimpleNamespace(num_entities=entities, num_relations=RELATIONS)
         config = load_config(None, settings)
-        engine = build_engine(config, graph, ranks)
+        engine = build_backend(config, graph, ranks)
         batches = BatchBuilder(
             data, BATCH, NegativeSampler(entities, NEGATIVES, 0), sides=("tail",)
         )

@@ -68,7 +68,7 @@ def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
     from kge_torchrec.training.assembly import build_batches
     from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
-    from kge_torchrec.training.step import Update, build_pipeline
+    from kge_torchrec.training.step import StepOptimizer, build_pipeline
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as ranks:
         config = load_config(None, settings(data, batch, chunk, folder))
@@ -76,9 +76,9 @@ def ours(data: Path, batch: int, chunk: int, steps: int, pipeline: str) -> dict:
         batches = build_batches(config, session.store, ranks)
         # before the pipeline takes over
         train = replace(config.train, pipeline=pipeline)
-        update = Update(session.engine, train)
-        parts = split_of_a_step(session.engine, update, batches.epoch(999), 60, ranks.device)
-        trainer = build_pipeline(train, session.engine, ranks.device)
+        update = StepOptimizer(session.backend, train)
+        parts = split_of_a_step(session.backend, update, batches.epoch(999), 60, ranks.device)
+        trainer = build_pipeline(train, session.backend, ranks.device)
         rates = []
         for epoch in range(5):
             stream = batches.epoch(epoch)

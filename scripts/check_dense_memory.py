@@ -36,7 +36,7 @@ def rank_memory(wrapper: str) -> dict[str, float]:
     from kge_torchrec.data.negatives import NegativeSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.environment import set_threads
-    from kge_torchrec.training.assembly import build_engine
+    from kge_torchrec.training.assembly import build_backend
     from kge_torchrec.training.step import build_pipeline
 
     set_threads(1, 1)
@@ -55,7 +55,7 @@ def rank_memory(wrapper: str) -> dict[str, float]:
         base = resident()
         config = load_config(None, settings)
         graph = SimpleNamespace(num_entities=ENTITIES, num_relations=RELATIONS)
-        engine = build_engine(config, graph, ranks)
+        engine = build_backend(config, graph, ranks)
         batches = BatchBuilder(triples, 64, NegativeSampler(ENTITIES, 16, 0), rank=ranks.rank,
                                world_size=ranks.world_size).epoch(0)  # fmt: skip
         pipeline = build_pipeline(config.train, engine, ranks.device)

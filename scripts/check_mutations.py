@@ -87,8 +87,8 @@ FAULTS = [
           "divmod(self.shard.first_row + places.start, CELL)", "divmod(places.start, CELL)",
           "tests/training/test_full_candidates_parts.py -k dropped_does"),
     Fault("a dropout mask an answer instead of a query", "models/scorers/base.py",
-          "self.picked(folded, query)",
-          "self.fold(anchor[query][None], relation[query][None], side)",
+          "self.picked(encoded, query)",
+          "self.encode_query(anchor[query][None], relation[query][None], side)",
           "tests/models/test_dropout.py -k folded_once"),
     # what ranks do together
     Fault("reported loss summed over ranks", "training/trainer.py",
@@ -208,7 +208,7 @@ FAULTS = [
           'if metric == "mr" else', 'if metric == "none" else',
           "tests/training/test_resume.py -k better_when_lower"),
     # what a config may ask
-    Fault("one side trained with twin relations", SESSION, "config.check_trainable()", "pass",
+    Fault("one side trained with inverse relations", SESSION, "config.check_trainable()", "pass",
           "tests/training/test_earlier_runs.py -k one_side"),
 ]  # fmt: skip
 

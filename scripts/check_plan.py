@@ -67,7 +67,7 @@ def predict(settings: dict, world_size: int) -> dict:
     from kge_torchrec.planning.choice import Choice
     from kge_torchrec.planning.devices import parse_devices
     from kge_torchrec.planning.plan import plan_training
-    from kge_torchrec.planning.workload import Popularity, Workload
+    from kge_torchrec.planning.workload import EntityFrequency, Workload
     from kge_torchrec.training.assembly import build_objective
 
     store = TripleStore.open(settings["data.path"])
@@ -77,7 +77,7 @@ def predict(settings: dict, world_size: int) -> dict:
         store.num_relations,
         len(store.train),
         build_objective,
-        Popularity.of_degrees(store.degrees()),
+        EntityFrequency.of_degrees(store.degrees()),
     )
     plan = plan_training(workload, parse_devices(f"{world_size}xCPU"), Choice())
     return {
@@ -121,22 +121,22 @@ def work(task: dict) -> None:
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.run_folder import MetricsLog, RunFolder
     from kge_torchrec.training.session import Session
-    from kge_torchrec.training.state import Progress
-    from kge_torchrec.training.trainer import Fit, peak_memory_bytes
+    from kge_torchrec.training.state import TrainState
+    from kge_torchrec.training.trainer import Trainer, peak_memory_bytes
 
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:
         folder = RunFolder(ranks.broadcast(name))
         session = Session(load_config(None, task["settings"]), folder, ranks)
         metrics = MetricsLog(folder, True) if ranks.is_first else None
-        fit = Fit(session, Progress(data=session.store.fingerprint), metrics)
+        fit = Trainer(session, TrainState(data=session.store.fingerprint), metrics)
         fit.run()
         session.rank("test")
-        shard = session.engine.shard()
+        shard = session.backend.shard()
         found = {
             "peak": peak_memory_bytes(),
             "rows": (shard.first_row, shard.rows.shape[0]),
             "weights": shard.rows.numel() * shard.rows.element_size(),
-            "state": state_bytes(session.engine),
+            "state": state_bytes(session.backend),
             "sent": sent_in_a_step(fit, ranks.world_size),
         }
         Path(task["out"], f"{ranks.rank}.json").write_text(json.dumps(found))

@@ -12,7 +12,7 @@ LEARNING_RATE = Config().train.lr  # 0.1
 
 
 def measurement(repeat: int, *rates: float, ranks: int = 1) -> dict[str, Any]:
-    """One contender in one repeat: triples/s of each block, the rest the same for all."""
+    """One variant in one repeat: triples/s of each block, the rest the same for all."""
     traffic = {
         "ids_looked_up": 100.0,
         "rows_sent": 90.0,
@@ -32,7 +32,7 @@ def measurement(repeat: int, *rates: float, ranks: int = 1) -> dict[str, Any]:
 
 
 def training(*differences: float | None, steps: int = 20, mrr: float = 0.5) -> dict[str, Any]:
-    """Two contenders; the differences are at step 0 and, if there are two, at the last one."""
+    """Two variants; the differences are at step 0 and, if there are two, at the last one."""
     at = [0, steps]
     measured = [
         {"step": step, "entities": value, "dense": 0.0}
@@ -51,7 +51,7 @@ def training(*differences: float | None, steps: int = 20, mrr: float = 0.5) -> d
 
 
 def comparison(training_found: dict | None = None, **speed: list[dict]) -> dict[str, Any]:
-    """At world size 2; ``speed``: measurements by contender."""
+    """At world size 2; ``speed``: measurements by variant."""
     by_world_size = {"2": speed} if speed else {}
     return {
         "format": 1,

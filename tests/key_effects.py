@@ -28,7 +28,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, open_store
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 
 def make_graphs(folder: Path) -> Path:
@@ -109,7 +109,7 @@ class Effects:
     def session(self) -> Session:
         session = Session(self.config, RunFolder(self.folder), self.ranks)
         self._start = {
-            "table": plain(session.engine.shard().rows),
+            "table": plain(session.backend.shard().rows),
             "scorer": plain(dict(session.scorer.named_parameters())),
             "threads": torch.get_num_threads(),
             "tf32": torch.backends.cuda.matmul.allow_tf32,
@@ -138,13 +138,13 @@ class Effects:
 
     @property
     def engine(self) -> str:
-        return type(self.session.engine).__name__
+        return type(self.session.backend).__name__
 
     @property
     def dense_wrapper(self) -> tuple[str, set[str]]:
         """Its name, and the classes of the parameters."""
         kinds = {type(parameter).__name__ for parameter in self.session.scorer.parameters()}
-        return self.session.engine.dense.name, kinds
+        return self.session.backend.dense.name, kinds
 
     @cached_property
     def fully_shard(self) -> list:
@@ -191,10 +191,10 @@ class Effects:
     # Training
 
     @cached_property
-    def loop(self) -> Fit:
+    def loop(self) -> Trainer:
         self.lines: list[tuple[str, Any]] = []
         progress = self.session.restore()
-        return Fit(self.session, progress, None, [lambda *line: self.lines.append(line)])
+        return Trainer(self.session, progress, None, [lambda *line: self.lines.append(line)])
 
     @property
     def pipeline(self) -> str:
@@ -216,7 +216,7 @@ class Effects:
         ):
             progress = self.loop.run()
         return {
-            "table": plain(self.session.engine.shard().rows),
+            "table": plain(self.session.backend.shard().rows),
             "scorer": plain(dict(self.session.scorer.named_parameters())),
             "best": progress.best_metric,
             "in_thread": len(in_thread),

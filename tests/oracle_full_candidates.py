@@ -19,7 +19,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import ROUNDS, EpochOrder, draw_distinct
+from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
 from kge_torchrec.data.store import TripleStore
 
 Query = tuple[str, int, int]  # side asked for, anchor, relation
@@ -43,7 +43,7 @@ def train_dense(
     step_count = -(-len(examples) // size)
     every = torch.arange(store.num_entities)
     for epoch in range(config.train.epochs):
-        order = EpochOrder(len(examples), config.seed, epoch)(np.arange(len(examples)))
+        order = EpochShuffle(len(examples), config.seed, epoch)(np.arange(len(examples)))
         for step in range(step_count):
             factor = rate_factor(config, epoch * step_count + step, step_count)
             table.lr = config.train.lr * factor
@@ -133,9 +133,9 @@ def batch_loss(config, num_relations, entities, dense, queries, others) -> Tenso
 def query_loss(config, num_relations, entities, dense, query, answers, others) -> Tensor:
     side, anchor, relation = query
     candidates = entities[torch.tensor([*answers, *others])]
-    twin = config.model.reciprocal and side == "head"
-    relation = relation + num_relations * twin
-    backwards = side == "head" and not twin
+    inverse = config.model.reciprocal and side == "head"
+    relation = relation + num_relations * inverse
+    backwards = side == "head" and not inverse
     factors = dense["relations"][relation]
     head, tail = (candidates, entities[anchor]) if backwards else (entities[anchor], candidates)
     scores = score(config.model.scorer, head, factors, tail, dense)
@@ -148,9 +148,9 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     else:
         label = (1 - smooth) * label + smooth / 2
         loss = binary_cross_entropy_with_logits(scores, label, reduction=config.loss.reduction)
-    penalties = penalty(config, entities[anchor]) + penalty(config, factors, is_relation=True)
+    regularizers = penalty(config, entities[anchor]) + penalty(config, factors, is_relation=True)
     if answers:
-        penalties = penalties + penalty(config, entities[answers]).mean()
+        regularizers = regularizers + penalty(config, entities[answers]).mean()
     if config.loss.relation_weight:
         head, tail = (
             entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))
@@ -158,7 +158,7 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
         told = score(config.model.scorer, head, dense["relations"], tail, dense)[None]
         of_relation = cross_entropy(told, torch.tensor([relation]))
         loss = loss + config.loss.relation_weight * of_relation
-    return loss + penalties
+    return loss + regularizers
 
 
 def score(name: str, head: Tensor, relation: Tensor, tail: Tensor, dense) -> Tensor:

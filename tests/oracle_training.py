@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
@@ -107,7 +107,7 @@ def global_batch(
     """The batch's triples (B, 3) and, by side, each one's negatives (B, K)."""
     size, options = config.train.batch_size, config.negatives
     positions = np.arange(step * size, min((step + 1) * size, len(store.train)))
-    rows = store.train[EpochOrder(len(store.train), config.seed, epoch)(positions)]
+    rows = store.train[EpochShuffle(len(store.train), config.seed, epoch)(positions)]
     by_degree = None
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
@@ -140,19 +140,21 @@ def batch_loss(
     total = torch.zeros((), dtype=torch.float64)
     for side, drawn in negatives.items():
         anchors, answers = (rows[:, 2], rows[:, 0]) if side == "head" else (rows[:, 0], rows[:, 2])
-        twin = config.model.reciprocal and side == "head"
-        relation = relations[rows[:, 1] + (num_relations if twin else 0)]
+        inverse = config.model.reciprocal and side == "head"
+        relation = relations[rows[:, 1] + (num_relations if inverse else 0)]
 
-        def scores(ids: Tensor, anchors=anchors, relation=relation, twin=twin, side=side) -> Tensor:
+        def scores(
+            ids: Tensor, anchors=anchors, relation=relation, inverse=inverse, side=side
+        ) -> Tensor:
             anchor, other = entities[anchors][:, None], entities[ids]
-            backwards = side == "head" and not twin
+            backwards = side == "head" and not inverse
             head, tail = (other, anchor) if backwards else (anchor, other)
             return score(config.model.scorer, head, relation[:, None], tail)
 
-        counted = drawn != answers[:, None]
+        mask = drawn != answers[:, None]
         if config.negatives.filtered:
-            counted &= ~is_known(rows, drawn, side, known)
-        total = total + query_loss(config, scores(answers[:, None]), scores(drawn), counted).sum()
+            mask &= ~is_known(rows, drawn, side, known)
+        total = total + query_loss(config, scores(answers[:, None]), scores(drawn), mask).sum()
         total = total + penalty(config, entities[anchors], relation, entities[answers]).sum()
     return total / (len(rows) * len(negatives))
 
@@ -181,25 +183,25 @@ def score(name: str, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
     return -(turned - tail).abs().sum(-1)
 
 
-def query_loss(config: Config, positive: Tensor, negative: Tensor, counted: Tensor) -> Tensor:
+def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
     """(B, 1) and (B, K) scores -> (B,)"""
     loss, log_sigmoid = config.loss, torch.nn.functional.logsigmoid
-    smooth, count = loss.label_smoothing, counted.sum(1).clamp(min=1)
+    smooth, count = loss.label_smoothing, mask.sum(1).clamp(min=1)
     if loss.name == "softmax":
-        both = torch.cat([positive, negative.masked_fill(~counted, -math.inf)], 1)
+        both = torch.cat([positive, negative.masked_fill(~mask, -math.inf)], 1)
         chances = both.log_softmax(1)
-        choices = torch.cat([torch.ones_like(counted[:, :1]), counted], 1)
+        choices = torch.cat([torch.ones_like(mask[:, :1]), mask], 1)
         spread = chances.masked_fill(~choices, 0).sum(1) / choices.sum(1)
         return -(1 - smooth) * chances[:, 0] - smooth * spread
     if loss.name == "bce":
         low = smooth / 2
         of_positive = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
         of_negative = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
-        total = of_positive[:, 0] + (of_negative * counted).sum(1)
-        return total if loss.reduction == "sum" else total / (1 + counted.sum(1))
+        total = of_positive[:, 0] + (of_negative * mask).sum(1)
+        return total if loss.reduction == "sum" else total / (1 + mask.sum(1))
     if loss.name == "margin":
-        return ((loss.margin - positive + negative).clamp(min=0) * counted).sum(1) / count
-    logits = (loss.temperature * negative.detach()).masked_fill(~counted, -math.inf)
+        return ((loss.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
+    logits = (loss.temperature * negative.detach()).masked_fill(~mask, -math.inf)
     shares = logits.softmax(1).nan_to_num()  # no candidate counts: all are nan
     of_negative = (shares * log_sigmoid(-loss.margin - negative)).sum(1)
     return -(of_negative + log_sigmoid(loss.margin + positive[:, 0])) / 2

@@ -8,7 +8,7 @@ from kge_torchrec.config.parser import load_config
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster, parse_devices
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
-from kge_torchrec.planning.workload import Popularity, Workload
+from kge_torchrec.planning.workload import EntityFrequency, Workload
 from kge_torchrec.training.assembly import build_objective
 
 
@@ -18,7 +18,7 @@ def workload(
     """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
     config = load_config(None, {key.replace("__", "."): value for key, value in keys.items()})
     config = config.with_batch_size(False, 1, triples)
-    popularity = Popularity.zipf(max(1, entities), skew)
+    popularity = EntityFrequency.zipf(max(1, entities), skew)
     return Workload(config, entities, relations, triples, build_objective, popularity)
 
 

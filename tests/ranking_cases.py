@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kge_torchrec.data.filter_index import Answers, KnownTriples, Ranges, build_side
+from kge_torchrec.data.filter_index import Answers, FilterIndex, Ranges, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.base import Scorer
@@ -48,7 +48,7 @@ class RecordingScorer(ColumnScorer):
 def make_known(triples, num_entities, num_relations):
     triples = np.asarray(triples, np.int64).reshape(-1, 3)
     index = {side: build_side(side, triples, num_entities, num_relations) for side in SIDES}
-    return KnownTriples([index], num_entities, num_relations)
+    return FilterIndex([index], num_entities, num_relations)
 
 
 def answers_of(query, entity, queries):

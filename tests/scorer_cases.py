@@ -64,19 +64,21 @@ def case_of(name):
 def directions(case):
     """(side, reciprocal) that a scorer can answer."""
     needs = DECLARATIONS[case[0]].needs_reciprocal
-    return [(side, twins) for side in SIDES for twins in (False, True) if twins or not needs]
+    return [
+        (side, inverses) for side in SIDES for inverses in (False, True) if inverses or not needs
+    ]
 
 
 EVERY = [pytest.param(case, id=identify(case)) for case in CASES]
 EVERY_DIRECTION = [
-    pytest.param(case, side, twins, id=f"{identify(case)}-{side}{'-twins' * twins}")
+    pytest.param(case, side, inverses, id=f"{identify(case)}-{side}{'-inverses' * inverses}")
     for case in CASES
-    for side, twins in directions(case)
+    for side, inverses in directions(case)
 ]
 ONE_EACH = [pytest.param(case_of(name), id=name) for name in SCORERS]
 every_case = pytest.mark.parametrize("case", EVERY)
 every_scorer = pytest.mark.parametrize("case", ONE_EACH)
-every_direction = pytest.mark.parametrize(("case", "side", "twins"), EVERY_DIRECTION)
+every_direction = pytest.mark.parametrize(("case", "side", "inverses"), EVERY_DIRECTION)
 
 
 def make(case, reciprocal=True, dtype=torch.float64, **shared):

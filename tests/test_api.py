@@ -36,7 +36,7 @@ def run(tmp_path_factory):
 def scores_of_all(run: api.Run, relation: str, head=None, tail=None) -> dict[str, float]:
     """Label -> score, one triple at a time from the checkpoint's rows."""
     session, store = run.session, run.session.store
-    rows = session.engine.shard().rows
+    rows = session.backend.shard().rows
     side, anchor = ("tail", head) if tail is None else ("head", tail)
     (anchor,), (relation,) = store.entities.ids([anchor]), store.relations.ids([relation])
     relations = torch.full((len(rows),), int(relation))
@@ -183,8 +183,8 @@ def test_nothing_of_the_session_outlives_training(tmp_path, monkeypatch, resumes
         api.train(config).close()
 
     def note(session, *rest, **named):
-        model = session.engine.model
-        every = [session, session.engine, *model.modules(), *model.parameters()]
+        model = session.backend.model
+        every = [session, session.backend, *model.modules(), *model.parameters()]
         alive[:] = [weakref.ref(x) for x in every]
         return fit(session, *rest, **named)
 

@@ -90,7 +90,7 @@ def test_ties_that_break_fail(tmp_path, monkeypatch):
 
     def broken(scorer, shard, *rest, **options):
         rows = shard.rows.clone()
-        rows[len(rows) // 2 :] *= 1 + 1e-6  # the twins, by a last bit
+        rows[len(rows) // 2 :] *= 1 + 1e-6  # the inverses, by a last bit
         return count(scorer, type(shard)(rows, 0, shard.num_entities), *rest, **options)
 
     monkeypatch.setattr(ranking, "rank_triples", broken)

@@ -19,7 +19,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
 from kge_torchrec.models.loss_scaling import ScaleTooSmall
 from kge_torchrec.training.checkpoints import CheckpointError
-from kge_torchrec.training.trainer import Fit, NonFiniteLoss
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 
 QUICK = {**QUIET, "model.dim": 16, "train.batch_size": 256, "train.epochs": 3,
          "evaluation.every": 2}  # fmt: skip
@@ -317,5 +317,5 @@ def test_failures_while_training_are_sentences_too(tmp_path, capsys, monkeypatch
     def fail(self):
         raise error
 
-    monkeypatch.setattr(Fit, "run", fail)
+    monkeypatch.setattr(Trainer, "run", fail)
     refused(capsys, ["train", *flags(run__dir=tmp_path / "run")], str(error))

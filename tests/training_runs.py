@@ -17,8 +17,8 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.state import Progress
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trainer import Trainer
 
 QUIET = {
     "threads": 1,
@@ -63,7 +63,7 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
     return config_from_dict({**where, **QUIET, **dotted})
 
 
-def fit(config: Config, prepare_fit=None, progress: Progress | None = None) -> Session:
+def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) -> Session:
     """Trains, without the final ranking; ``prepare_fit(fit)`` may change the loop before.
 
     Collective.  Goes on from the newest checkpoint if there is one.
@@ -76,7 +76,7 @@ def fit(config: Config, prepare_fit=None, progress: Progress | None = None) -> S
         if ranks.is_first:
             folder.path.mkdir(parents=True, exist_ok=True)
             metrics = MetricsLog(folder, False, progress.global_step)
-        loop = Fit(session, progress, metrics)
+        loop = Trainer(session, progress, metrics)
         if prepare_fit is not None:
             prepare_fit(loop)
         try:
@@ -91,7 +91,7 @@ def fit(config: Config, prepare_fit=None, progress: Progress | None = None) -> S
 @torch.no_grad()
 def parameters(session: Session) -> dict[str, Tensor]:
     """The whole entity table and the scorer's parameters.  Collective."""
-    shard = session.engine.shard()
+    shard = session.backend.shard()
     table = shard.fetch(torch.arange(shard.num_entities))
     with session.whole_scorer() as scorer:
         dense = {name: p.detach().clone() for name, p in scorer.named_parameters()}

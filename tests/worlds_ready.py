@@ -15,7 +15,7 @@ import training_runs  # noqa: F401 (it imports what trains)
 
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
 from kge_torchrec.ranking.exact import count_block
@@ -23,7 +23,7 @@ from kge_torchrec.ranking.exact import count_block
 
 def load_kernels() -> None:
     """Calls those that nearly every test needs, on a few numbers."""
-    EpochOrder(8, 0, 0)(np.arange(4))
+    EpochShuffle(8, 0, 0)(np.arange(4))
     rows, grad = torch.tensor([0, 1, 1]), torch.ones(3, 4)
     for name in OPTIMIZER_NAMES:
         states = [torch.zeros(2, *shape) for shape in _STATES[name]]

@@ -17,41 +17,41 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
 # name -> (entities.engine, entities.preset)
-CONTENDERS = {
+VARIANTS = {
     "torchrec": ("torchrec", "fbgemm"),
     "handrolled": ("handrolled", "fbgemm"),
     "dicee": ("handrolled", "dicee"),
     "dgl": ("handrolled", "dgl"),
 }
 _DECIDED = ("entities.engine", "entities.preset")
-# To load a config with: takes all that any contender takes, so that what one of them does not take
+# To load a config with: takes all that any variant takes, so that what one of them does not take
 # is refused in that one's name.
 NEUTRAL = ("--entities.engine=handrolled", "--entities.preset=fbgemm")
 
 
 def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
-    """Raises ConfigError unless the names are at least two different contenders.
+    """Raises ConfigError unless the names are at least two different variants.
 
     overrides: arguments of the command line, among which there may be no engine and no preset,
     since the names say both.
     """
     for name in names:
-        if name not in CONTENDERS:
-            raise ConfigError(f"--engines: {name!r} is none of {', '.join(CONTENDERS)}")
+        if name not in VARIANTS:
+            raise ConfigError(f"--engines: {name!r} is none of {', '.join(VARIANTS)}")
         if names.count(name) > 1:
-            raise ConfigError(f"--engines names {name} twice; a contender takes part once")
+            raise ConfigError(f"--engines names {name} twice; a variant takes part once")
     if len(names) < 2:
-        raise ConfigError(f"--engines needs at least two of {', '.join(CONTENDERS)}")
+        raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
     for argument in overrides:
         key = argument.lstrip("-").split("=")[0]
         if key in _DECIDED:
-            raise ConfigError(f"{key}: --engines says it for each contender; leave it out")
+            raise ConfigError(f"{key}: --engines says it for each variant; leave it out")
 
 
-def contenders(config: Config, names: Sequence[str]) -> dict[str, Config]:
-    """The config of each contender: ``config`` with its engine and preset.
+def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
+    """The config of each variant: ``config`` with its engine and preset.
 
-    Raises ConfigError, naming the contender and the key, where another setting contradicts them.
+    Raises ConfigError, naming the variant and the key, where another setting contradicts them.
     """
     check_names(names)
     if config.train.schedule == "plateau":
@@ -61,7 +61,7 @@ def contenders(config: Config, names: Sequence[str]) -> dict[str, Config]:
         )
     found = {}
     for name in names:
-        engine, preset = CONTENDERS[name]
+        engine, preset = VARIANTS[name]
         entities = replace(config.entities, engine=engine, preset=preset)
         try:
             found[name] = replace(config, entities=entities)
@@ -80,7 +80,7 @@ _DESCRIPTION = f"""\
 Trains and measures several engines from the same start on the same batches, and reports in the
 folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its keys
 as in train. All epochs are trained, and ranked at their end only.
-Contenders: {", ".join(CONTENDERS)}."""
+Variants: {", ".join(VARIANTS)}."""
 
 
 def compare(
@@ -134,7 +134,7 @@ def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
     config.check_trainable()
-    configs = contenders(config, engines)
+    configs = variants(config, engines)
 
     from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
     from kge_torchrec.comparison.speed import Timing
@@ -151,7 +151,7 @@ def _parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["torchrec", "handrolled"],
         metavar="NAME",
-        help="contenders; others are compared with the first (default: torchrec handrolled)",
+        help="variants; others are compared with the first (default: torchrec handrolled)",
     )
     parser.add_argument(
         "--world-sizes",
@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=3,
         metavar="N",
-        help="speed measurements of each contender, by turns; 0 measures none (default: 3)",
+        help="speed measurements of each variant, by turns; 0 measures none (default: 3)",
     )
     parser.add_argument(
         "--steps",

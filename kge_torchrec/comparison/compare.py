@@ -1,6 +1,6 @@
 """A comparison from start to report: worlds one after another, the report kept current meanwhile.
 
-For each world size: all contenders train side by side in one world; then each is measured alone in
+For each world size: all variants train side by side in one world; then each is measured alone in
 fresh worlds, by turns, ``repeats`` times.  The folder then holds
 
     comparison.json  everything; rewritten after each measurement, "complete" once all are there
@@ -56,9 +56,9 @@ class Extent:
 
 
 class Comparison:
-    """Compares contenders and writes their report.
+    """Compares variants and writes their report.
 
-    configs: by contender's name; the first is the one that others are compared with.  They differ
+    configs: by variant's name; the first is the one that others are compared with.  They differ
     in what is compared and share data, run.dir and train.epochs.
     Raises ConfigError if run.dir is not empty or the GPUs do not suffice, DataError on bad input.
     """
@@ -156,7 +156,7 @@ class Comparison:
             self._fail(f"speed (repeat {repeat + 1})", name, world_size, repeat, failed)
             raise _Ended from None
         rates = ranks[0]["triples_per_second"]
-        # Contenders keep the order in which they were named, whoever came first this time.
+        # Variants keep the order in which they were named, whoever came first this time.
         empty: dict[str, list] = {one: [] for one in self.configs}
         by_name = self.found["speed"].setdefault(str(world_size), empty)
         by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": ranks})
@@ -170,7 +170,7 @@ class Comparison:
     def _fail(
         self,
         phase: str | None,
-        contender: str | None,
+        variant: str | None,
         world_size: int | None,
         repeat: int | None,
         cause: RankFailed | str,
@@ -178,7 +178,7 @@ class Comparison:
         failed = cause if isinstance(cause, RankFailed) else None
         self.found["failure"] = {
             "phase": phase,
-            "contender": contender,
+            "contender": variant,
             "world_size": world_size,
             "repeat": repeat,
             "rank": failed.rank if failed else None,

@@ -1,4 +1,4 @@
-"""Training side by side: every contender takes step i before any takes step i + 1.
+"""Training side by side: every variant takes step i before any takes step i + 1.
 
 All live in one world, so they see the same store, batches and ranks, and their parameters can be
 compared while they train.
@@ -31,13 +31,13 @@ from kge_torchrec.training.trainer import LossesSeen, NonFiniteLoss, Schedule
 def train_side_by_side(
     reporter: Reporter, ranks: Processes, configs: dict[str, Config]
 ) -> dict[str, Any]:
-    """Trains the contenders for train.epochs epochs; 0 epochs compare their starts only.
+    """Trains the variants for train.epochs epochs; 0 epochs compare their starts only.
 
     configs: by name; they share the data.  Every rank calls it.  Returns, and keeps at intervals
     while training, {"complete", "steps", "threads", "losses": {name: a loss a step},
-    "differences": {name: [{"step", "entities", "dense"}]} from the first contender,
+    "differences": {name: [{"step", "entities", "dense"}]} from the first variant,
     "split": what was ranked at the end or None, "metrics": {name: as Session.rank}}.
-    Raises NonFiniteLoss naming the contender.
+    Raises NonFiniteLoss naming the variant.
     """
     first = next(iter(configs.values()))
     trainees = [_Trainee(name, config, ranks) for name, config in configs.items()]
@@ -47,14 +47,14 @@ def train_side_by_side(
 
 
 class _Trainee:
-    """One contender: its session, its own batches and pipeline."""
+    """One variant: its session, its own batches and pipeline."""
 
     def __init__(self, name: str, config: Config, ranks: Processes):
         self.name = name
         self.session = Session(config, RunFolder(config.run.dir), ranks)
         self.batches = build_batches(config, self.session.store, ranks)
         self.schedule = Schedule.of(config.train, self.batches.steps_per_epoch)
-        self.pipeline = build_pipeline(config, self.session.engine, ranks)
+        self.pipeline = build_pipeline(config, self.session.backend, ranks)
         self._losses = LossesSeen()
 
     def epoch(self, epoch: int) -> Iterator[Batch]:
@@ -62,7 +62,7 @@ class _Trainee:
 
     def step(self, step: int, batches: Iterator[Batch]) -> None:
         """Trains the next batch as step number ``step``, from 0."""
-        self.session.engine.set_learning_rate(self.schedule.factor(step))
+        self.session.backend.set_learning_rate(self.schedule.factor(step))
         seed_dropout(self.session.config.seed, step, self.session.processes.rank)
         self._losses.add(self.pipeline.progress(batches))
 
@@ -142,7 +142,7 @@ def largest_differences(one: Session, other: Session) -> dict[str, float]:
 
 
 def _of_tables(one: Session, other: Session) -> float:
-    first, second = one.engine.shard(), other.engine.shard()
+    first, second = one.backend.shard(), other.backend.shard()
     device, largest = first.rows.device, torch.zeros((), device=first.rows.device)
     step = max(1, CHUNK_NUMBERS // first.dim)
     for start in range(0, first.num_entities, step):

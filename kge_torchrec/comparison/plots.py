@@ -1,7 +1,7 @@
 """The measurements of comparison.json as pictures.
 
-A contender has the same colour in every picture.  Colours are told apart with any colour vision
-(contenders: Okabe and Ito; parts of a step: Paul Tol).
+A variant has the same colour in every picture.  Colours are told apart with any colour vision
+(variants: Okabe and Ito; parts of a step: Paul Tol).
 """
 
 from __future__ import annotations
@@ -145,7 +145,7 @@ def _panels(figure: Figure, world_sizes: list[str]) -> Iterator[tuple[str, Axes]
 
 
 def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str, dict]]:
-    """(place, colour, contender, figures) of each bar; bars stand in groups, one a world size."""
+    """(place, colour, variant, figures) of each bar; bars stand in groups, one a world size."""
     centres, place = [], 0.0
     for by_name in summary.values():
         places = [place + i for i in range(len(by_name))]

@@ -1,6 +1,6 @@
 """Single figures out of the repeats of a measurement.
 
-Works on the ``speed`` part of comparison.json: {world size: {contender: [measurement a repeat]}},
+Works on the ``speed`` part of comparison.json: {world size: {variant: [measurement a repeat]}},
 where a measurement is {"repeat", "triples_per_second": of each block, "ranks": [what
 ``measure_speed`` returned on each rank]}.
 
@@ -89,9 +89,9 @@ def _mean(values: list[Any]) -> Any:
 
 
 def summarize(speed: dict[str, dict[str, Measurements]]) -> dict[str, dict[str, Any]]:
-    """The figures of the tables by world size and contender, for comparison.json.
+    """The figures of the tables by world size and variant, for comparison.json.
 
-    Contenders that were not measured, because the comparison ended, are left out.
+    Variants that were not measured, because the comparison ended, are left out.
     """
     found: dict[str, dict[str, Any]] = {}
     for world_size, all_names in speed.items():
@@ -130,7 +130,7 @@ def tables(comparison: dict[str, Any]) -> str:
 
 
 def _training_table(comparison: dict[str, Any]) -> tuple[Row, list[Row]]:
-    header = ["ranks", "contender", "steps", "last loss", "MRR", "hits@10", "difference"]
+    header = ["ranks", "variant", "steps", "last loss", "MRR", "hits@10", "difference"]
     rows = []
     for world_size, found in comparison["training"].items():
         for name, losses in found["losses"].items():
@@ -156,7 +156,7 @@ def largest(difference: dict[str, Any]) -> float | None:
 
 def _speed_table(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
     device = any(f["peak_device_bytes"] for by_name in summary.values() for f in by_name.values())
-    header = ["ranks", "contender", "triples/s", "lowest", "highest", "ratio", "peak MiB"]
+    header = ["ranks", "variant", "triples/s", "lowest", "highest", "ratio", "peak MiB"]
     rows = []
     for world_size, name, found in _each(summary):
         speed = found["triples_per_second"]
@@ -172,11 +172,11 @@ def _split(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
         parts = found["split_milliseconds"]
         values = [parts[part] for part in PARTS]
         rows.append([world_size, name, *(f"{v:.3g}" for v in values), f"{sum(values):.3g}"])
-    return ["ranks", "contender", *PARTS, "all"], rows
+    return ["ranks", "variant", *PARTS, "all"], rows
 
 
 def _traffic(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
-    header = ["ranks", "contender", "ids", "looked up", "rows sent", "integers", "KiB sent"]
+    header = ["ranks", "variant", "ids", "looked up", "rows sent", "integers", "KiB sent"]
     rows = []
     for world_size, name, found in _each(summary):
         for kind, seen in found["traffic"].items():
@@ -225,7 +225,7 @@ def _table(title: str, header: Row, rows: list[Row]) -> str:
 
 
 # In learning rates: up to the first, differences are float rounding that training carried along;
-# beyond the second, the contenders take other steps.  Between them either may be the reason.
+# beyond the second, the variants take other steps.  Between them either may be the reason.
 ROUNDING, OTHER_STEPS = 1e-3, 0.1
 
 
@@ -278,7 +278,7 @@ def _training(comparison: dict[str, Any], found: dict[str, Any] | None) -> list[
 
 
 def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: float) -> str:
-    """How far one contender's parameters lie from the first's, from start to end."""
+    """How far one variant's parameters lie from the first's, from start to end."""
     start, end = measured[0], measured[-1]
     if largest(start) != 0:
         by = "not numbers" if largest(start) is None else f"{_about(largest(start))} apart"

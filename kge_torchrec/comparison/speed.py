@@ -1,4 +1,4 @@
-"""One contender alone in a fresh world: its speed, memory, split of a step, and traffic.
+"""One variant alone in a fresh world: its speed, memory, split of a step, and traffic.
 
 
 Where the time of a training step goes, with its parts run one after another.
@@ -45,11 +45,11 @@ from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
 from kge_torchrec.data.loader import Batch, BatchBuilder
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.step import Pipeline, Update, build_pipeline
+from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -79,7 +79,7 @@ class Timing:
 def measure_speed(
     reporter: Reporter, ranks: Processes, config: Config, timing: Timing
 ) -> dict[str, Any]:
-    """Measures a contender; every rank calls it.
+    """Measures a variant; every rank calls it.
 
     Returns {"triples_per_second": of each block, "threads", "peak_memory_bytes", "split": {part:
     milliseconds}, "traffic": {"deduplicated" | "duplicated": means a step of this rank}}; on CUDA
@@ -90,7 +90,7 @@ def measure_speed(
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     found["split"] = _split(session, batches, timing, reporter)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
-    pipeline = build_pipeline(config.train, session.engine, ranks.device)
+    pipeline = build_pipeline(config.train, session.backend, ranks.device)
     found["triples_per_second"] = _timed_blocks(session, pipeline, batches, timing, reporter)
     found |= _peak_memory(ranks.device)
     found["traffic"] = _traffic(session, pipeline, timing, reporter)
@@ -102,9 +102,9 @@ def _split(
 ) -> dict[str, float]:
     """The first steps compile kernels and set up buffers; they are trained, but not counted."""
     stream, device = _endless(batches), session.processes.device
-    update = Update(session.engine, session.config.train)
+    update = StepOptimizer(session.backend, session.config.train)
     for steps in (timing.settling, timing.split):
-        found = split_of_a_step(session.engine, update, stream, steps, device)
+        found = split_of_a_step(session.backend, update, stream, steps, device)
         reporter.advance(steps)
     return found
 
@@ -127,7 +127,7 @@ def _timed_blocks(
         triples = sum(islice(sizes, steps))
         started = _seconds_everywhere(session)
         for _ in range(steps):
-            session.engine.set_learning_rate(1.0)
+            session.backend.set_learning_rate(1.0)
             pipeline.progress(stream)
             reporter.advance(1)
         rates.append(triples / (_seconds_everywhere(session) - started))
@@ -140,7 +140,7 @@ def _timed_blocks(
 def _traffic(
     session: Session, pipeline: Pipeline, timing: Timing, reporter: Reporter
 ) -> dict[str, dict[str, Any]]:
-    """Every contender and repeat counts the same batches, the first ones of epoch 0."""
+    """Every variant and repeat counts the same batches, the first ones of epoch 0."""
     found = {}
     for name, deduplicate in (("deduplicated", True), ("duplicated", False)):
         entities = replace(session.config.entities, deduplicate=deduplicate)
@@ -148,7 +148,7 @@ def _traffic(
         batches = build_batches(config, session.store, session.processes)
         counted = list(islice(_endless(batches), timing.traffic * batches.accumulation))
         stream = iter(counted)
-        with Traffic(session.engine.shard().dim) as traffic:
+        with Traffic(session.backend.shard().dim) as traffic:
             for _ in range(timing.traffic):
                 pipeline.progress(stream)
         looked_up = sum(batch.ids.values().numel() for batch in counted) / timing.traffic
@@ -174,7 +174,7 @@ def _sizes(batches: BatchBuilder) -> Iterator[int]:
 def _seconds_everywhere(session: Session) -> float:
     """The time once all ranks have done all their steps, those in threads and on GPUs included."""
     ranks = session.processes
-    session.engine.shard()
+    session.backend.shard()
     if ranks.device.type == "cuda":
         torch.cuda.synchronize(ranks.device)
     ranks.barrier()
@@ -207,8 +207,8 @@ PARTS = ("data", "lookup", "score", "backward", "update")
 
 
 def split_of_a_step(
-    engine: EntityEngine,
-    update: Update,
+    backend: EmbeddingBackend,
+    update: StepOptimizer,
     batches: Iterator[Batch],
     steps: int,
     device: torch.device,
@@ -226,9 +226,9 @@ def split_of_a_step(
         times = [clock()]
         batch = next(batches)
         times.append(clock())
-        batch = engine.prepare(batch).to(device, non_blocking=True)
+        batch = backend.prepare(batch).to(device, non_blocking=True)
         update.zero_grad()
-        loss, detached = engine.model(batch)
+        loss, detached = backend.model(batch)
         times += marks
         loss.backward()
         times.append(clock())
@@ -238,7 +238,7 @@ def split_of_a_step(
             found[-1][part] += stop - start
         return detached
 
-    with _marks_of_forward(engine, clock) as marks:
+    with _marks_of_forward(backend, clock) as marks:
         for _ in range(steps):
             found.append(dict.fromkeys(PARTS, 0.0))
             update.group(train_one)
@@ -258,7 +258,9 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 @contextmanager
-def _marks_of_forward(engine: EntityEngine, clock: Callable[[], float]) -> Iterator[list[float]]:
+def _marks_of_forward(
+    backend: EmbeddingBackend, clock: Callable[[], float]
+) -> Iterator[list[float]]:
     """A list that each forward appends two times to: when scoring begins and when it ends."""
     marks: list[float] = []
 
@@ -266,8 +268,8 @@ def _marks_of_forward(engine: EntityEngine, clock: Callable[[], float]) -> Itera
         marks.append(clock())
 
     hooks = [
-        engine.knowledge.objective.register_forward_pre_hook(mark),
-        engine.knowledge.objective.register_forward_hook(mark),
+        backend.unwrapped_model.objective.register_forward_pre_hook(mark),
+        backend.unwrapped_model.objective.register_forward_hook(mark),
     ]
     try:
         yield marks

@@ -162,8 +162,8 @@ class Config:
     def untrained_side(self) -> str | None:
         """The side whose queries are asked of relations that training never reaches, if any.
 
-        With reciprocal relations tail queries are asked of relations, head queries of their twins;
-        without, both of the same ones.
+        With reciprocal relations tail queries are asked of relations, head queries of their
+        inverses; without, both of the same ones.
         """
         if not self.model.reciprocal:
             return None
@@ -176,7 +176,7 @@ class Config:
         """
         side = self.untrained_side
         if side is not None:
-            asked = "the relations' twins" if side == "head" else "the relations themselves"
+            asked = "the relations' inverses" if side == "head" else "the relations themselves"
             raise ConfigError(
                 f"negatives.sides {self.negatives.sides}: with model.reciprocal true, {side} "
                 f"queries are asked of {asked}, which would never be trained but are ranked; "

@@ -35,13 +35,13 @@ class ModelConfig:
             conex, aconex, convq, convo, coke, shallom or lfmult.
         dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
             numbers).
-        reciprocal: Give every relation a twin for head queries (Lacroix et al. 2018).
+        reciprocal: Give every relation an inverse for head queries (Lacroix et al. 2018).
         init: Distribution of the start: normal, uniform, xavier_normal or xavier_uniform.
         init_scale: Standard deviation (normal) or half width (uniform) of the start.
         normalization: none; unit (entities have Euclidean length 1); or layer (a LayerNorm of
             entities, another of relations).
         input_dropout: Share of the numbers of a query's entity and relation that are dropped.
-        hidden_dropout: Share of the numbers of a folded query that are dropped; of networks, of
+        hidden_dropout: Share of the numbers of an encoded query that are dropped; of networks, of
             their hidden layers too.
         options: Settings of single scorers.
     """

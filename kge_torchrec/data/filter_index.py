@@ -48,7 +48,7 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     return SideIndex(indptr, relations, answers)
 
 
-class KnownTriples:
+class FilterIndex:
     """Known answers over one or more splits.
 
     Queries for side "tail" have heads as anchors and tails as answers; for side "head" tails are

@@ -36,7 +36,7 @@ def layout_of(path: Path) -> Layout | None:
     return LIBKGE if name.endswith(".del") else None
 
 
-def read_numbered(
+def read_id_files(
     path: Path, layout: Layout, on_bytes: OnBytes | None = None
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the string columns head, relation, tail, with labels from the files beside.

@@ -26,26 +26,26 @@ from torchrec import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from kge_torchrec.data import ENTITY
-from kge_torchrec.data.filter_index import KnownTriples
+from kge_torchrec.data.filter_index import FilterIndex
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.prefetch import batches_ahead
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.prefetch import prefetched
+from kge_torchrec.data.shuffle import EpochShuffle
 
 
-class Movable(Pipelineable):
+class Pipelineable(Pipelineable):
     """A dataclass whose tensors (and jagged tensors) move together; other fields stay."""
 
-    def _map(self, change) -> Movable:
+    def _map(self, change) -> Pipelineable:
         return replace(self, **{name: change(getattr(self, name)) for name in self._tensors()})
 
     def _tensors(self) -> list[str]:
         names = (field.name for field in fields(self))
         return [name for name in names if hasattr(getattr(self, name), "record_stream")]
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Movable:
+    def to(self, device: torch.device, non_blocking: bool = False) -> Pipelineable:
         return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Movable:
+    def pin_memory(self) -> Pipelineable:
         return self._map(lambda x: x.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
@@ -53,7 +53,7 @@ class Movable(Pipelineable):
             getattr(self, name).record_stream(stream)
 
 
-B = TypeVar("B", bound=Movable)
+B = TypeVar("B", bound=Pipelineable)
 
 
 class EpochBatches(Generic[B]):
@@ -76,7 +76,7 @@ class EpochBatches(Generic[B]):
         """What an epoch passes through."""
         raise NotImplementedError
 
-    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> B:
+    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> B:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         raise NotImplementedError
 
@@ -87,7 +87,7 @@ class EpochBatches(Generic[B]):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[B]:
         """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
-        order = EpochOrder(self.examples, self.seed, epoch)
+        order = EpochShuffle(self.examples, self.seed, epoch)
         parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
 
         def build(part: int) -> B:
@@ -96,7 +96,7 @@ class EpochBatches(Generic[B]):
         if not self.ahead:
             yield from map(build, parts)
         else:
-            yield from batches_ahead(lambda part: _pinned(build(part)), parts)
+            yield from prefetched(lambda part: _pinned(build(part)), parts)
 
 
 def _pinned(batch: B) -> B:
@@ -113,7 +113,7 @@ LOOKUP_BAGS = {"cpu": 1, "cuda": 4096}
 
 
 @dataclass
-class Batch(Movable):
+class Batch(Pipelineable):
     """One rank's share of a step.
 
     Entities are de-duplicated, so that the lookup fetches each id once, unless asked otherwise.
@@ -134,7 +134,7 @@ class Share:
     """Which positions of a global batch a rank trains, laid out in chunks."""
 
     positions: np.ndarray  # (C, b) positions in the global batch
-    counted: np.ndarray  # (C, b) bool, False on padding
+    mask: np.ndarray  # (C, b) bool, False on padding
     first_chunk: int
 
 
@@ -153,8 +153,8 @@ def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
         positions = np.arange(start, stop)[None]
         return Share(positions, np.ones_like(positions, dtype=bool), first)
     grid = np.arange(first * chunk_size, (last + 1) * chunk_size).reshape(-1, chunk_size)
-    counted = (grid >= start) & (grid < stop)
-    return Share(np.clip(grid, start, stop - 1), counted, first)
+    mask = (grid >= start) & (grid < stop)
+    return Share(np.clip(grid, start, stop - 1), mask, first)
 
 
 class BatchBuilder(EpochBatches[Batch]):
@@ -180,7 +180,7 @@ class BatchBuilder(EpochBatches[Batch]):
         *,
         sides: Sequence[str] = ("head", "tail"),
         chunk_size: int = 0,
-        known: KnownTriples | None = None,
+        known: FilterIndex | None = None,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -201,7 +201,7 @@ class BatchBuilder(EpochBatches[Batch]):
         """What an epoch passes through: the T triples."""
         return len(self.triples)
 
-    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> Batch:
+    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> Batch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         start = step * self.batch_size
         size = min(self.batch_size, len(self.triples) - start)
@@ -220,7 +220,7 @@ class BatchBuilder(EpochBatches[Batch]):
         every = torch.from_numpy(every)
         unique, entities = torch.unique(every, return_inverse=True)
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDE_CODES}
-        weight = share.counted.astype(np.float32) * (self.world_size / size)
+        weight = share.mask.astype(np.float32) * (self.world_size / size)
         return Batch(
             ids=as_feature(unique if self.deduplicate else every, self.bags),
             entities=entities,

@@ -8,7 +8,7 @@ import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.delimited import BLOCK_BYTES
-from kge_torchrec.data.prefetch import map_ahead
+from kge_torchrec.data.prefetch import map_prefetched
 from kge_torchrec.data.streams import COLUMNS, OnBytes, lines, open_bytes, unreadable
 from kge_torchrec.errors import DataError
 
@@ -47,7 +47,7 @@ def read_ntriples(
     count = 0
     try:
         with open_bytes(path, on_bytes) as stream:
-            for triples, is_literal in map_ahead(_parse, _texts(path, stream)):
+            for triples, is_literal in map_prefetched(_parse, _texts(path, stream)):
                 count += triples.num_rows
                 literals = pc.sum(is_literal).as_py()
                 if on_literals and literals:

@@ -17,13 +17,13 @@ WORKERS = max(1, min(4, os.cpu_count() or 1))
 BATCH_WORKERS = 8
 
 
-def map_ahead(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def map_prefetched(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """``map`` with a few results computed ahead, in order; memory for a few items at a time."""
     with ThreadPoolExecutor(WORKERS) as pool:
         yield from _in_order(pool, WORKERS, function, items)
 
 
-def batches_ahead(build: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+def prefetched(build: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
     """The same for batches, beside a GPU: at most 8 workers, which share torch's CPU threads."""
     import torch  # not at the head: preparing triples does without it
 

@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.filter_index import SIDES, build_side
-from kge_torchrec.data.prefetch import map_ahead
+from kge_torchrec.data.prefetch import map_prefetched
 from kge_torchrec.data.readers import SPLITS, WHOLE, Sources, find_sources, read_triples
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
@@ -236,7 +236,7 @@ def encode(
     entities, relations = _Labels(), _Labels()
     blocks: dict[str, list[np.ndarray]] = defaultdict(list)
     filled = (item for item in batches if item[1].num_rows)
-    for split, new_entities, new_relations, codes in map_ahead(_encode_batch, filled):
+    for split, new_entities, new_relations, codes in map_prefetched(_encode_batch, filled):
         entities.add(new_entities, codes[:, 0::2])
         relations.add(new_relations, codes[:, 1:2])
         blocks[split].append(codes)

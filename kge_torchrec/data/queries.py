@@ -26,17 +26,17 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
-from kge_torchrec.data.filter_index import Answers, KnownTriples
-from kge_torchrec.data.loader import SIDE_CODES, EpochBatches, Movable, as_feature
+from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.data.loader import SIDE_CODES, EpochBatches, Pipelineable, as_feature
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.prefetch import batches_ahead
-from kge_torchrec.data.shuffle import ROUNDS, EpochOrder, draw_distinct
+from kge_torchrec.data.prefetch import prefetched
+from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
 
 
 @dataclass(frozen=True)
-class Asked:
+class SideQueries:
     """Queries for one side and their answers."""
 
     side: str
@@ -49,7 +49,7 @@ class Asked:
 class QueryBatch:
     """A whole step, the same on every rank."""
 
-    asked: tuple[Asked, ...]  # one a side, those without queries left out
+    asked: tuple[SideQueries, ...]  # one a side, those without queries left out
     seed: int  # of what the model draws in this step
 
     @property
@@ -63,7 +63,7 @@ class Examples(Protocol):
 
     def __len__(self) -> int: ...
 
-    def ask(self, index: np.ndarray) -> list[Asked]:
+    def ask(self, index: np.ndarray) -> list[SideQueries]:
         """The queries of the examples (E,)."""
 
 
@@ -79,12 +79,12 @@ class TripleQueries:
     def __len__(self) -> int:
         return len(self.triples)
 
-    def ask(self, index: np.ndarray) -> list[Asked]:
+    def ask(self, index: np.ndarray) -> list[SideQueries]:
         """One query a triple and side, with one answer."""
         head, relation, tail = np.ascontiguousarray(self.triples[index].T, dtype=np.int64)
         ends = {"tail": (head, tail), "head": (tail, head)}
         return [
-            Asked(side, ends[side][0], relation, Answers.single(ends[side][1]))
+            SideQueries(side, ends[side][0], relation, Answers.single(ends[side][1]))
             for side in reversed(self.sides)
         ]
 
@@ -95,14 +95,14 @@ class DistinctQueries:
     Queries and answers are read from the index of the only split of ``known``.
     """
 
-    def __init__(self, known: KnownTriples, sides: Sequence[str]):
+    def __init__(self, known: FilterIndex, sides: Sequence[str]):
         self.known = known
         self._queries = {side: known.queries(side) for side in sides}
 
     def __len__(self) -> int:
         return sum(map(len, self._queries.values()))
 
-    def ask(self, index: np.ndarray) -> list[Asked]:
+    def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Example i is the i-th query: those of the first side come first."""
         asked, first = [], 0
         for side, queries in self._queries.items():
@@ -115,14 +115,14 @@ class DistinctQueries:
 class EveryQuery:
     """AllvsAll: every entity with every relation, on every side, answered or not."""
 
-    def __init__(self, known: KnownTriples, sides: Sequence[str]):
+    def __init__(self, known: FilterIndex, sides: Sequence[str]):
         self.known, self.sides = known, tuple(sides)
         self._each_side = known.num_entities * known.num_relations
 
     def __len__(self) -> int:
         return len(self.sides) * self._each_side
 
-    def ask(self, index: np.ndarray) -> list[Asked]:
+    def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Example i is anchor i // R, relation i % R, counted anew on every side."""
         sides, pairs = np.divmod(index, self._each_side)
         asked = []
@@ -132,8 +132,10 @@ class EveryQuery:
         return asked
 
 
-def _answered(known: KnownTriples, side: str, anchor: np.ndarray, relation: np.ndarray) -> Asked:
-    return Asked(side, anchor, relation, known.answers(side, anchor, relation))
+def _answered(
+    known: FilterIndex, side: str, anchor: np.ndarray, relation: np.ndarray
+) -> SideQueries:
+    return SideQueries(side, anchor, relation, known.answers(side, anchor, relation))
 
 
 class QueryBatches:
@@ -160,12 +162,12 @@ class QueryBatches:
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[QueryBatch]:
         """The batches of an epoch, from ``first_step`` on."""
-        order = EpochOrder(self.examples, self.seed, epoch)
+        order = EpochShuffle(self.examples, self.seed, epoch)
         steps = range(first_step, self.steps_per_epoch)
-        build = batches_ahead if self.ahead else map
+        build = prefetched if self.ahead else map
         yield from build(lambda step: self.batch(order, epoch, step), steps)
 
-    def batch(self, order: EpochOrder, epoch: int, step: int) -> QueryBatch:
+    def batch(self, order: EpochShuffle, epoch: int, step: int) -> QueryBatch:
         """The batch of one step of an epoch."""
         start = step * self.batch_size
         positions = np.arange(start, min(start + self.batch_size, self.examples))
@@ -178,7 +180,7 @@ _ANSWER_STREAM = 3  # sets draws of answers apart from the order, the negatives 
 
 
 @dataclass
-class QuerySample(Movable):
+class QuerySample(Pipelineable):
     """One rank's share of a step; everything side after side."""
 
     ids: KeyedJaggedTensor  # the U unique entity ids, ascending, unless ``deduplicated`` is False
@@ -204,7 +206,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
 
     def __init__(
         self,
-        known: KnownTriples,
+        known: FilterIndex,
         batch_size: int,
         sampler: NegativeSampler,
         *,
@@ -229,7 +231,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         """What an epoch passes through: the distinct queries."""
         return len(self._queries)
 
-    def batch(self, order: EpochOrder, epoch: int, step: int, part: int = 0) -> QuerySample:
+    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> QuerySample:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         first = step * self.batch_size
         size = min(self.batch_size, self.examples - first)
@@ -259,7 +261,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
             deduplicated=self.deduplicate,
         )
 
-    def _answers(self, asked: Asked, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+    def _answers(self, asked: SideQueries, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Query (M,), ascending, and entity (M,) of one side's answers, no more than allowed."""
         counts = asked.answers.counts
         if not self.max_answers or counts.max(initial=0) <= self.max_answers:

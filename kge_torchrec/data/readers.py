@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow as pa
 
 from kge_torchrec.data.delimited import read_delimited
-from kge_torchrec.data.id_files import layout_of, read_numbered
+from kge_torchrec.data.id_files import layout_of, read_id_files
 from kge_torchrec.data.ntriples import read_ntriples
 from kge_torchrec.data.parquet import read_parquet
 from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
@@ -53,7 +53,7 @@ def read_triples(
     suffix = Path(bare_name(path)).suffix.lower()
     layout = layout_of(path)
     if layout:
-        return read_numbered(path, layout, on_bytes)
+        return read_id_files(path, layout, on_bytes)
     if suffix in DELIMITERS:
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes)
     if suffix == ".nt":

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.filter_index import KnownTriples, SideIndex
+from kge_torchrec.data.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.sort import id_counts
 
@@ -54,7 +54,7 @@ def leaks(
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
         if len(triples[first]) == 0 or len(triples[second]) == 0:
             continue
-        known = KnownTriples([indices[first]], num_entities, num_relations)
+        known = FilterIndex([indices[first]], num_entities, num_relations)
         heads, relations, tails = triples[second].T
         shared = int(known.contains("tail", heads, relations, tails[:, None]).sum())
         if shared:

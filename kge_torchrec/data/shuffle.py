@@ -14,7 +14,7 @@ import numpy as np
 ROUNDS = 6
 
 
-class EpochOrder:
+class EpochShuffle:
     """A bijection of [0, size) onto itself, different for every (seed, epoch)."""
 
     def __init__(self, size: int, seed: int, epoch: int):

@@ -21,7 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data.filter_index import SIDES, KnownTriples, SideIndex
+from kge_torchrec.data.filter_index import SIDES, FilterIndex, SideIndex
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
@@ -82,13 +82,13 @@ class TripleStore:
             raise ValueError(f"no split {name!r}; there are {', '.join(SPLITS)}")
         return getattr(self, name)
 
-    def known(self, splits: Sequence[str] = SPLITS) -> KnownTriples:
+    def filter_index(self, splits: Sequence[str] = SPLITS) -> FilterIndex:
         """The filter index over the given splits."""
         indices = []
         for split in splits:
             self.split(split)
             indices.append({side: self._side(split, side) for side in SIDES})
-        return KnownTriples(indices, self.num_entities, self.num_relations)
+        return FilterIndex(indices, self.num_entities, self.num_relations)
 
     def degrees(self) -> Degrees:
         """How often each entity is head or tail of a training triple; ``np.asarray`` gives (N,)."""

@@ -31,7 +31,7 @@ from kge_torchrec.distributed.processes import Processes
 if TYPE_CHECKING:
     from torchrec.optim.keyed import KeyedOptimizerWrapper
 
-    from kge_torchrec.models.model import KnowledgeGraphModel
+    from kge_torchrec.models.model import KGEModel
 
 
 class DenseWrapper:
@@ -39,7 +39,7 @@ class DenseWrapper:
 
     name = "none"
 
-    def wrap(self, model: KnowledgeGraphModel) -> nn.Module:
+    def wrap(self, model: KGEModel) -> nn.Module:
         """The model to train.  The entity table in it is left alone."""
         self.objective = model.objective
         return model
@@ -84,7 +84,7 @@ class Replicated(DenseWrapper):
     def __init__(self, processes: Processes):
         self.processes = processes
 
-    def wrap(self, model: KnowledgeGraphModel) -> nn.Module:
+    def wrap(self, model: KGEModel) -> nn.Module:
         super().wrap(model)
         device = self.processes.device
         dense = {f"objective.{name}" for name, _ in model.objective.named_parameters()}
@@ -118,7 +118,7 @@ class Sharded(DenseWrapper):
         self.mesh, self._frees_between, self._offload = mesh, frees_between, offload
         self.name = "fsdp" if mesh.ndim == 1 else "hybrid"
 
-    def wrap(self, model: KnowledgeGraphModel) -> nn.Module:
+    def wrap(self, model: KGEModel) -> nn.Module:
         super().wrap(model)
         pin = self.mesh.device_type == "cuda"
         fully_shard(

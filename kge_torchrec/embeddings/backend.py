@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     from kge_torchrec.data.loader import Batch
     from kge_torchrec.distributed.dense import DenseWrapper
     from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
-    from kge_torchrec.models.model import KnowledgeGraphModel
+    from kge_torchrec.models.model import KGEModel
     from kge_torchrec.models.scorers import Scorer
 
-__all__ = ["ENTITY", "ENTITY_WEIGHT", "EntityEngine", "EntityShard"]
+__all__ = ["ENTITY", "ENTITY_WEIGHT", "EmbeddingBackend", "EntityShard"]
 
 
-class EntityEngine(Protocol):
+class EmbeddingBackend(Protocol):
     """The entity side of a model that is ready to train."""
 
     model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
@@ -42,7 +42,7 @@ class EntityEngine(Protocol):
     has_sparse_dist: bool  # whether TrainPipelineSparseDist can run the model
     layout: str  # which rank holds what, for people
     dense: DenseWrapper  # how the dense parameters lie on the ranks
-    knowledge: KnowledgeGraphModel  # the model inside all wrappers
+    unwrapped_model: KGEModel  # the model inside all wrappers
     scorer: Scorer  # inside that; this rank may hold parts of its parameters only
     # Table gradients between backward and step; None where the kernel steps inside backward.
     pending: PendingGradients | None

@@ -29,7 +29,7 @@ class _Whole:
 class TrainedModel:
     """Rows dealt evenly to the ranks and the whole scorer on each; zeros until they are loaded.
 
-    Has the parts of an ``EntityEngine`` that read.  Everything is float32.
+    Has the parts of an ``EmbeddingBackend`` that read.  Everything is float32.
     """
 
     def __init__(

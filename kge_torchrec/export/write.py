@@ -35,7 +35,7 @@ from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.state import Progress
+from kge_torchrec.training.state import TrainState
 
 
 def check_format(name: str) -> None:
@@ -48,7 +48,7 @@ def export_model(
     session: Session,
     folder: ExportFolder,
     table_format: str,
-    progress: Progress,
+    progress: TrainState,
     with_results: bool,
 ) -> None:
     """Writes the parameters in ``session``, whole or not at all.  Collective; rank 0 writes.
@@ -68,7 +68,7 @@ def export_model(
         write_entities(
             folder,
             table_format,
-            session.engine.shard(),
+            session.backend.shard(),
             store.entities.array,
             ranks,
             session.hide_bars,
@@ -130,7 +130,7 @@ def _finish(
     session: Session,
     folder: ExportFolder,
     table_format: str,
-    progress: Progress,
+    progress: TrainState,
     with_results: bool,
 ) -> None:
     store = session.store

@@ -65,7 +65,7 @@ class LossScale(nn.Module):
             setattr(self, name, value)
 
 
-class HeldRows(nn.Module):
+class GradientBarrier(nn.Module):
     """Stops backward at looked-up rows (U, D), until ``release`` sends it on to the table."""
 
     def __init__(self) -> None:

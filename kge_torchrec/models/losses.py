@@ -1,7 +1,7 @@
 """Losses of a query: one positive score against its candidates' scores.
 
-Every loss maps ``positive`` (C, b), ``negative`` (C, b, K) and ``counted`` (C, b, K) to one loss a
-query, (C, b).  ``counted`` is false where a candidate is no negative (the answer itself, a known
+Every loss maps ``positive`` (C, b), ``negative`` (C, b, K) and ``mask`` (C, b, K) to one loss a
+query, (C, b).  ``mask`` is false where a candidate is no negative (the answer itself, a known
 fact); None means that all count.
 
 Shapes: C chunks, b queries a chunk, K candidates.
@@ -10,7 +10,7 @@ Shapes: C chunks, b queries a chunk, K candidates.
 Losses of a query with any number of answers, among those and some other candidates.
 
 Every loss maps ``positive`` (M,), the scores of all answers of all queries, ``query`` (M,), which
-query each belongs to, ``negative`` (Q, K) and ``counted`` (Q, K), false where a candidate is an
+query each belongs to, ``negative`` (Q, K) and ``mask`` (Q, K), false where a candidate is an
 answer itself, to one loss a query, (Q,).  With one answer they are the losses of ``losses``.
 
 Shapes: Q queries, M answers, K other candidates.
@@ -49,11 +49,11 @@ from torch.nn.functional import logsigmoid, relu, softplus
 from kge_torchrec.models.ops import block_device
 
 
-def _mean_over_counted(values: Tensor, counted: Tensor | None) -> Tensor:
+def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     """Mean over the candidates that count; 0 where none does.  (C, b, K) -> (C, b)"""
-    if counted is None:
+    if mask is None:
         return values.mean(-1)
-    return (values * counted).sum(-1) / counted.sum(-1).clamp(min=1)
+    return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 class SoftmaxLoss(nn.Module):
@@ -66,17 +66,17 @@ class SoftmaxLoss(nn.Module):
         super().__init__()
         self.label_smoothing = label_smoothing
 
-    def forward(self, positive: Tensor, negative: Tensor, counted: Tensor | None) -> Tensor:
-        if counted is not None:
-            negative = negative.masked_fill(~counted, torch.finfo(negative.dtype).min / 2)
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
+        if mask is not None:
+            negative = negative.masked_fill(~mask, torch.finfo(negative.dtype).min / 2)
         normalizer = torch.logaddexp(positive, negative.logsumexp(-1))
         if not self.label_smoothing:
             return normalizer - positive
-        if counted is None:
+        if mask is None:
             total, choices = negative.sum(-1) + positive, negative.shape[-1] + 1
         else:
-            total = negative.masked_fill(~counted, 0.0).sum(-1) + positive
-            choices = counted.sum(-1) + 1
+            total = negative.masked_fill(~mask, 0.0).sum(-1) + positive
+            choices = mask.sum(-1) + 1
         smooth = self.label_smoothing
         return normalizer - (1 - smooth) * positive - smooth * total / choices
 
@@ -92,17 +92,17 @@ class BinaryCrossEntropyLoss(nn.Module):
         super().__init__()
         self.label_smoothing, self.reduction = label_smoothing, reduction
 
-    def forward(self, positive: Tensor, negative: Tensor, counted: Tensor | None) -> Tensor:
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         low = self.label_smoothing / 2
         of_positive, of_negative = softplus(-positive), softplus(negative)
         if low:  # softplus(-x) = softplus(x) - x
             of_positive, of_negative = of_positive + low * positive, of_negative - low * negative
-        if counted is not None:
-            of_negative = of_negative * counted
+        if mask is not None:
+            of_negative = of_negative * mask
         total = of_positive + of_negative.sum(-1)
         if self.reduction == "sum":
             return total
-        return total / (1 + (negative.shape[-1] if counted is None else counted.sum(-1)))
+        return total / (1 + (negative.shape[-1] if mask is None else mask.sum(-1)))
 
 
 class MarginLoss(nn.Module):
@@ -112,8 +112,8 @@ class MarginLoss(nn.Module):
         super().__init__()
         self.margin = margin
 
-    def forward(self, positive: Tensor, negative: Tensor, counted: Tensor | None) -> Tensor:
-        return _mean_over_counted(relu(self.margin - positive[..., None] + negative), counted)
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
+        return _masked_mean(relu(self.margin - positive[..., None] + negative), mask)
 
 
 class SelfAdversarialLoss(nn.Module):
@@ -127,13 +127,13 @@ class SelfAdversarialLoss(nn.Module):
         super().__init__()
         self.margin, self.temperature = margin, temperature
 
-    def forward(self, positive: Tensor, negative: Tensor, counted: Tensor | None) -> Tensor:
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         logits = self.temperature * negative.detach()
-        if counted is not None:
-            logits = logits.masked_fill(~counted, torch.finfo(logits.dtype).min)
+        if mask is not None:
+            logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
         weight = logits.softmax(-1)
-        if counted is not None:
-            weight = weight * counted
+        if mask is not None:
+            weight = weight * mask
         of_negative = -(weight * logsigmoid(-self.margin - negative)).sum(-1)
         return (of_negative - logsigmoid(self.margin + positive)) / 2
 
@@ -153,9 +153,9 @@ class AnswersSoftmax(nn.Module):
         super().__init__()
         self.label_smoothing = label_smoothing
 
-    def forward(self, positive: Tensor, query: Tensor, negative: Tensor, counted: Tensor) -> Tensor:
+    def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
-        others = negative.masked_fill(~counted, torch.finfo(negative.dtype).min / 2).logsumexp(1)
+        others = negative.masked_fill(~mask, torch.finfo(negative.dtype).min / 2).logsumexp(1)
         top = others.detach().index_select(0, query)
         top = torch.maximum(top, positive.detach())
         largest = others.detach().scatter_reduce(0, query, top, "amax")
@@ -167,8 +167,8 @@ class AnswersSoftmax(nn.Module):
         smooth = self.label_smoothing
         if not smooth:
             return normalizer - mean
-        every = _sums(positive, query, queries) + (negative * counted).sum(1)
-        return normalizer - (1 - smooth) * mean - smooth * every / (answers + counted.sum(1))
+        every = _sums(positive, query, queries) + (negative * mask).sum(1)
+        return normalizer - (1 - smooth) * mean - smooth * every / (answers + mask.sum(1))
 
 
 class AnswersBinaryCrossEntropy(nn.Module):
@@ -182,14 +182,14 @@ class AnswersBinaryCrossEntropy(nn.Module):
         super().__init__()
         self.label_smoothing, self.reduction = label_smoothing, reduction
 
-    def forward(self, positive: Tensor, query: Tensor, negative: Tensor, counted: Tensor) -> Tensor:
+    def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         low, queries = self.label_smoothing / 2, len(negative)
         of_positive = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
-        of_negative = ((softplus(negative) - low * negative) * counted).sum(1)
+        of_negative = ((softplus(negative) - low * negative) * mask).sum(1)
         total = _sums(of_positive, query, queries) + of_negative
         if self.reduction == "sum":
             return total
-        return total / (_sums(torch.ones_like(positive), query, queries) + counted.sum(1))
+        return total / (_sums(torch.ones_like(positive), query, queries) + mask.sum(1))
 
 
 KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice

@@ -1,11 +1,11 @@
 """Scorer and loss together: from looked-up rows and a batch's indices to one number.
 
-With what the number is made of besides the loss: penalties on the rows that a batch touches, so
+With what the number is made of besides the loss: regularizers on the rows that a batch touches, so
 that they cost O(batch), never O(table); relation prediction as an auxiliary objective (Chen et al.
 2021); and the taking of rows, whose gradients meet in one buffer.
 
 Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, K
-negatives a chunk and side, R relation rows (twins included).
+negatives a chunk and side, R relation rows (inverses included).
 
 
 Scorer and loss of queries with any number of answers.
@@ -28,7 +28,7 @@ from torch import Tensor, nn, promote_types
 from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data.loader import ENTITY
-from kge_torchrec.models.loss_scaling import HeldRows, LossScale
+from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.ops import parts
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 
@@ -48,7 +48,7 @@ REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CU
 
 
 @dataclass(frozen=True)
-class Penalties:
+class Regularizers:
     """Weights of the penalties on touched rows (0 = off)."""
 
     n3: float = 0.0
@@ -60,7 +60,7 @@ class Penalties:
         return bool(self.n3 or self.l2)
 
     def of(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """(..., D) rows -> (...): their weighted penalties."""
+        """(..., D) rows -> (...): their weighted regularizers."""
         out = torch.zeros(rows.shape[:-1], device=rows.device)
         if self.n3:
             out = out + self.n3 * n3(rows, is_complex)
@@ -70,11 +70,11 @@ class Penalties:
 
 
 class Objective(nn.Module):
-    """Mean over the batch's triples and sides of the loss, plus penalties.
+    """Mean over the batch's triples and sides of the loss, plus regularizers.
 
     All dense parameters of a model live below this module, which is what the dense wrappers wrap.
 
-    precision: scores are computed under autocast to it; losses and penalties are float32.
+    precision: scores are computed under autocast to it; losses and regularizers are float32.
     """
 
     def __init__(
@@ -82,13 +82,13 @@ class Objective(nn.Module):
         scorer: Scorer,
         loss: nn.Module,
         sides: tuple[Side, ...] = SIDES,
-        penalties: Penalties | None = None,
+        regularizers: Regularizers | None = None,
         relation_weight: float = 0.0,
         precision: torch.dtype = torch.float32,
     ):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
-        self.penalties = penalties or Penalties()
+        self.regularizers = regularizers or Regularizers()
         self.relation_weight, self.precision = relation_weight, precision
         self._replays_graphs = False
 
@@ -123,12 +123,12 @@ class Objective(nn.Module):
             # The accidental positive is no negative: a drawn entity that is the answer itself.
             candidates = taken[2 + position].view(chunks, -1, rows.shape[1])
             candidate_ids = negative_ids[position].view(chunks, 1, -1)
-            counted = candidate_ids != targets[side].view(chunks, triples, 1)
+            mask = candidate_ids != targets[side].view(chunks, triples, 1)
             known = batch.known_tail if side == "tail" else batch.known_head
             if known.numel():
-                counted &= ~known
+                mask &= ~known
             rows_of_side = anchor, batch.relation, target, candidates
-            total = total + self._loss_of_side(*rows_of_side, counted, batch.weight, side)
+            total = total + self._loss_of_side(*rows_of_side, mask, batch.weight, side)
         return total / len(self.sides)
 
     def _loss_of_side(
@@ -137,7 +137,7 @@ class Objective(nn.Module):
         relation: Tensor,
         target: Tensor,
         candidates: Tensor,
-        counted: Tensor,
+        mask: Tensor,
         weight: Tensor,
         side: Side,
     ) -> Tensor:
@@ -145,12 +145,12 @@ class Objective(nn.Module):
         with self._autocast(anchor.device):
             scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
         positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
-        loss = self.loss(positive, negative, counted)
+        loss = self.loss(positive, negative, mask)
         if self.relation_weight:
             with self._autocast(anchor.device):
-                told = relation_prediction(self.scorer, anchor, relation, target, side)
-            loss = loss + self.relation_weight * told
-        if self.penalties.any:
+                relation_loss = relation_prediction(self.scorer, anchor, relation, target, side)
+            loss = loss + self.relation_weight * relation_loss
+        if self.regularizers.any:
             factors = self.scorer.relation_factors(relation, side)
             loss = loss + self._penalty(anchor, factors, target)
         return (loss * weight).sum()
@@ -161,9 +161,9 @@ class Objective(nn.Module):
         return torch.autocast(device.type, self.precision)
 
     def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
-        """(C, b): the weighted penalties of a triple's three rows."""
-        of_entities = [self.penalties.of(x, self.scorer.is_complex) for x in (anchor, target)]
-        return sum(of_entities) + self.penalties.of(factors, self.scorer.relation_is_complex)
+        """(C, b): the weighted regularizers of a triple's three rows."""
+        of_entities = [self.regularizers.of(x, self.scorer.is_complex) for x in (anchor, target)]
+        return sum(of_entities) + self.regularizers.of(factors, self.scorer.relation_is_complex)
 
 
 def relation_prediction(
@@ -172,8 +172,8 @@ def relation_prediction(
     """-log p(r | h, t): cross-entropy of a triple's relation among all, given its two entities.
 
     anchor, target: (C, b, D); relation: (C, b) int64 ids.  Returns (C, b).  With reciprocal
-    relations the choice is among relations and twins, and on side "head" the twin is right, as if
-    the inverse triples were in the data; else both sides are the same but for dropout.
+    relations the choice is among relations and inverses, and on side "head" the inverse is right,
+    as if the inverse triples were in the data; else both sides are the same but for dropout.
     """
     scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -238,7 +238,7 @@ class SampledQueries(Protocol):
 
 
 class QueryObjective(Objective):
-    """Mean over the batch's queries of a loss of ``answer_losses``, plus penalties.
+    """Mean over the batch's queries of a loss of ``answer_losses``, plus regularizers.
 
     The scorer is a QueryScorer.  Answers are penalised by their mean, as if each query were one
     triple.
@@ -285,17 +285,17 @@ class QueryObjective(Objective):
             scores = self.scorer.score_answers(anchor, relation, answer, query, sampled, side)
         positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
         total = self.loss(positive, query, negative, ~known).sum()
-        if self.penalties.any:
+        if self.regularizers.any:
             factors = self.scorer.relation_factors(relation, side)
             share = 1 / torch.bincount(query, minlength=len(anchor)).index_select(0, query)
-            total = total + self.penalties.of(anchor, self.scorer.is_complex).sum()
-            total = total + self.penalties.of(factors, self.scorer.relation_is_complex).sum()
-            of_answers = self.penalties.of(answer, self.scorer.is_complex)
+            total = total + self.regularizers.of(anchor, self.scorer.is_complex).sum()
+            total = total + self.regularizers.of(factors, self.scorer.relation_is_complex).sum()
+            of_answers = self.regularizers.of(answer, self.scorer.is_complex)
             total = total + (of_answers * share).sum()
         return total
 
 
-class KnowledgeGraphModel(nn.Module):
+class KGEModel(nn.Module):
     """entities -> rows -> loss.
 
     ``entities`` is called as ``entities(batch.ids)[ENTITY].values()``, (U, D).  The forward stays
@@ -308,7 +308,7 @@ class KnowledgeGraphModel(nn.Module):
     def __init__(self, entities: nn.Module, objective: Objective, scales_loss: bool = False):
         super().__init__()
         self.entities, self.objective = entities, objective
-        self.hold = HeldRows() if scales_loss else nn.Identity()
+        self.hold = GradientBarrier() if scales_loss else nn.Identity()
         self.scale = LossScale() if scales_loss else nn.Identity()
 
     def forward(self, batch) -> tuple[Tensor, Tensor]:

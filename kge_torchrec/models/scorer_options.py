@@ -170,7 +170,7 @@ def check_scorer(scorer: str, dim: int, reciprocal: bool, options: Mapping[str, 
     if declared.needs_reciprocal and not reciprocal:
         raise ValueError(
             f"model.reciprocal must be true for {scorer}: it answers tail queries only, and head "
-            "queries are tail queries of a relation's twin"
+            "queries are tail queries of a relation's inverse"
         )
     if "kernel_size" in options:
         _check_kernel(scorer, dim, options)

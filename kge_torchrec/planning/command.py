@@ -125,30 +125,30 @@ def _check_picture(path: str | None) -> None:
 
 def _workload(config: Config, cluster, options: argparse.Namespace):
     """The sizes of the run: from the options, the rest from the config's data."""
-    from kge_torchrec.planning.workload import TYPICAL_SKEW, Popularity, Workload
+    from kge_torchrec.planning.workload import TYPICAL_SKEW, EntityFrequency, Workload
     from kge_torchrec.training.assembly import build_objective
 
     counts = [options.entities, options.relations, options.triples]
-    popularity = None
+    frequency = None
     if None in counts:
         found, of_data = _sizes_of_data(config, options)
         counts = [own if own is not None else other
                   for own, other in zip(counts, found, strict=True)]  # fmt: skip
         if options.skew is None and options.entities is None:
-            popularity = of_data
-    if popularity is None and counts[0] > 0:
+            frequency = of_data
+    if frequency is None and counts[0] > 0:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
-        popularity = Popularity.zipf(counts[0], skew)
+        frequency = EntityFrequency.zipf(counts[0], skew)
     config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, counts[2])
-    return Workload(config, *counts, build_objective, popularity)
+    return Workload(config, *counts, build_objective, frequency)
 
 
 def _sizes_of_data(config: Config, options: argparse.Namespace):
-    """((entities, relations, triples), popularity) of the config's data, read as training does."""
+    """((entities, relations, triples), frequency) of the config's data, read as training does."""
     import torch
 
     from kge_torchrec.distributed.processes import Processes
-    from kge_torchrec.planning.workload import Popularity
+    from kge_torchrec.planning.workload import EntityFrequency
     from kge_torchrec.training.session import EMBEDDED, open_store
 
     path = config.data.path
@@ -161,7 +161,7 @@ def _sizes_of_data(config: Config, options: argparse.Namespace):
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(config.data, config.seed, Path(folder) / "store", alone, False)
         counts = store.num_entities, store.num_relations, len(store.train)
-        return counts, Popularity.of_degrees(store.degrees())
+        return counts, EntityFrequency.of_degrees(store.degrees())
 
 
 def count(text: str) -> int:

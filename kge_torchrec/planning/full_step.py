@@ -145,9 +145,9 @@ def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> C
         rows = torch.zeros(height, scorer.dim, requires_grad=True)
         places = torch.zeros(height, dtype=torch.int64)
     with WatchOperations() as watch:
-        folded = [scorer.fold(*x) for x in zip(anchors, relations, sides, strict=True)]
+        encoded = [scorer.encode_query(*x) for x in zip(anchors, relations, sides, strict=True)]
         entities = scorer.entity(rows)[None]
-        scores = [scorer.similarity_matrix(query, entities) for query in folded]
+        scores = [scorer.similarity_matrix(query, entities) for query in encoded]
         slopes = [x.detach() for x in scores]
         for x in slopes:
             _to_slopes(loss, x[0])

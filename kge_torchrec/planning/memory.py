@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kge_torchrec.data.compiled_index import STEP as QUERY_STEP
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
-from kge_torchrec.embeddings.chunks import PIECE_BYTES
+from kge_torchrec.embeddings.chunks import CHUNK_BYTES
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster
@@ -99,7 +99,7 @@ def rank_memory(
     parts["process"] += Bytes(main=data_bytes(workload))
     saved = [parts["weights"], parts["optimizer state"]]
     table = sum(size.device + size.main for size in saved)
-    parts["process"] += Bytes(main=min(_PIECES_COPIED * PIECE_BYTES, table))
+    parts["process"] += Bytes(main=min(_PIECES_COPIED * CHUNK_BYTES, table))
     return parts
 
 

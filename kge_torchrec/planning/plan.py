@@ -187,9 +187,9 @@ def _mean_columns(shards: list[Shard]) -> float:
 def _cache_hits(workload: Workload, choice: Choice, batch: RankBatch) -> float:
     if choice.kernel != UVM_CACHING:
         return 0.0
-    popularity = workload.popularity
-    chance = popularity.occurring(batch.positives, batch.negatives, workload.negative_power)
-    return popularity.cache_hits(chance, choice.cache_ratio)
+    frequency = workload.frequency
+    chance = frequency.occurring(batch.positives, batch.negatives, workload.negative_power)
+    return frequency.cache_hits(chance, choice.cache_ratio)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from kge_torchrec.planning.devices import PRESETS, Cluster, Device
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
 from kge_torchrec.planning.plan_file import plan_content, write_plan
 from kge_torchrec.planning.report import report
-from kge_torchrec.planning.workload import Popularity, Workload
+from kge_torchrec.planning.workload import EntityFrequency, Workload
 from kge_torchrec.training.assembly import build_objective
 from kge_torchrec.training.session import Session
 
@@ -44,7 +44,7 @@ def plan_run(
         store.num_relations,
         len(store.train),
         build_objective,
-        Popularity.of_degrees(store.degrees()),
+        EntityFrequency.of_degrees(store.degrees()),
     )
     hosts = max(1, processes.world_size // processes.local_world_size)
     cluster = Cluster(_device(processes.device.type), processes.world_size, hosts)
@@ -73,7 +73,7 @@ def write_run_plan(session: Session) -> None:
     """
     if not session.processes.is_first:
         return
-    folder, layout = session.folder.path, session.engine.layout
+    folder, layout = session.folder.path, session.backend.layout
     try:
         plan = plan_run(session.config, session.store, session.processes, build_objective)
         (folder / "plan.txt").write_text(f"{layout}\n\n{report(plan)}\n", encoding="utf-8")

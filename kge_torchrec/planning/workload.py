@@ -8,7 +8,7 @@ of a rank's batch.
 How many different entities a batch has: what de-duplication saves.
 
 Entities are put into groups that are drawn equally often, so that a billion of them are a few
-thousand numbers.  Ids are taken to be in no order of popularity.
+thousand numbers.  Ids are taken to be in no order of frequency.
 
 Shapes: N entities, G groups.
 """
@@ -51,7 +51,7 @@ class Workload:
 
     build_objective: makes the scorer and its loss from a config and a number of relations, as
         training does.
-    popularity: of the entities in triples.
+    frequency: of the entities in triples.
 
     Raises ConfigError for counts below one.
     """
@@ -61,7 +61,7 @@ class Workload:
     num_relations: int
     num_triples: int
     build_objective: Callable[[Config, int], Objective]
-    popularity: Popularity
+    frequency: EntityFrequency
     costs: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
 
     def __post_init__(self) -> None:
@@ -128,7 +128,7 @@ class Workload:
         batches = []
         for number in range(count):
             share = share_of(self.batch_size, chunk_size, number, count)
-            key = (*share.positions.shape, int(share.counted.sum()))
+            key = (*share.positions.shape, int(share.mask.sum()))
             if key not in cached:
                 cached[key] = self._batch(*key)
             batches.append(cached[key])
@@ -136,7 +136,7 @@ class Workload:
 
     def _batch(self, chunks: int, triples: int, positives: int) -> RankBatch:
         drawn = chunks * self.config.negatives.count * len(self.sides)
-        distinct = self.popularity.distinct(positives, drawn, self.negative_power)
+        distinct = self.frequency.distinct(positives, drawn, self.negative_power)
         return RankBatch(chunks, triples, positives, drawn, distinct)
 
     @cached_property
@@ -195,7 +195,7 @@ TYPICAL_SKEW = 0.7
 
 
 @dataclass(frozen=True)
-class Popularity:
+class EntityFrequency:
     """How often the entities occur in triples.
 
     probability: (G,) chance that one head or tail, drawn from the triples, is one given entity of
@@ -210,7 +210,7 @@ class Popularity:
     triples: int | None = None
 
     @classmethod
-    def zipf(cls, num_entities: int, exponent: float) -> Popularity:
+    def zipf(cls, num_entities: int, exponent: float) -> EntityFrequency:
         """The i-th most popular entity occurs in proportion to i ** -exponent; 0 is uniform."""
         if exponent == 0:
             return cls(np.array([1 / num_entities]), np.array([float(num_entities)]))
@@ -223,7 +223,7 @@ class Popularity:
         return cls(weight / weight.sum() / members, members)
 
     @classmethod
-    def of_degrees(cls, degrees: Degrees) -> Popularity:
+    def of_degrees(cls, degrees: Degrees) -> EntityFrequency:
         """Of a graph, by how often its N entities occur as head or tail."""
         degree, members = degrees.histogram()
         total = int((degree * members).sum())
@@ -234,7 +234,7 @@ class Popularity:
         return float(self.members.sum())
 
     def powered(self, power: float) -> np.ndarray:
-        """(G,) chances of a draw in proportion to popularity ** power, as negatives are drawn."""
+        """(G,) chances of a draw in proportion to frequency ** power, as negatives are drawn."""
         weight = np.where(self.probability > 0, self.probability**power, 0.0)
         return weight / (weight * self.members).sum()
 
@@ -244,7 +244,7 @@ class Popularity:
         """(G,) chance that an entity of the group occurs in a batch.
 
         positives: triples, each with a head and a tail; negatives: entities drawn uniformly, or
-        with ``negative_power`` in proportion to popularity to that power.
+        with ``negative_power`` in proportion to frequency to that power.
         """
         with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss nobody
             if self.triples is None:

@@ -57,7 +57,7 @@ def score_block(
 def _block_scores(
     scorer: Scorer, anchor: Tensor, relation: Tensor, side: Side
 ) -> Callable[[Tensor], Tensor]:
-    """``score_block`` as a function of the rows: a network folds its queries once."""
+    """``score_block`` as a function of the rows: a network encodes its queries once."""
     scores = scorer.prepared(_padded(anchor), _padded(relation), side)
     queries = anchor.shape[0]
     return lambda rows: scores(_padded(rows.float()))[:queries, : len(rows)].float().contiguous()

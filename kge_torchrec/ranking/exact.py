@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.data.filter_index import Answers, KnownTriples
+from kge_torchrec.data.filter_index import Answers, FilterIndex
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
@@ -38,7 +38,7 @@ def rank_triples(
     scorer: Scorer,
     shard: EntityShard,
     triples: Tensor | np.ndarray,
-    known: KnownTriples | None,
+    known: FilterIndex | None,
     *,
     sides: Sequence[Side] = SIDES,
     block_bytes: int | None = None,

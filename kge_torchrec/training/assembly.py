@@ -25,11 +25,11 @@ from kge_torchrec.data.queries import (
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
-from kge_torchrec.embeddings.all_to_all.backend import HandrolledEngine
-from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
+from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.backend import TorchRecEngine
+from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.models.losses import (
     AnswersBinaryCrossEntropy,
@@ -42,7 +42,7 @@ from kge_torchrec.models.losses import (
     SelfAdversarialLoss,
     SoftmaxLoss,
 )
-from kge_torchrec.models.model import Objective, Penalties, QueryObjective
+from kge_torchrec.models.model import Objective, QueryObjective, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.planning.plan_file import read_plan
 from kge_torchrec.training import step as steps
@@ -71,7 +71,7 @@ def build_loss(config: LossConfig) -> nn.Module:
 
 
 @quiet_dependencies()
-def build_engine(config: Config, store: TripleStore, processes: Processes) -> EntityEngine:
+def build_backend(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
     train = config.train
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
@@ -96,7 +96,7 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
         "scales_loss": train.precision == "fp16",
     }
     if config.entities.engine == "torchrec":
-        return TorchRecEngine(
+        return TorchRecBackend(
             *parts,
             dense_optimizer(train),
             processes,
@@ -106,7 +106,7 @@ def build_engine(config: Config, store: TripleStore, processes: Processes) -> En
             deferred=train.steps_on_sums,
         )
     sparse = config.entities.sparse_options(train.optimizer)
-    return HandrolledEngine(*parts, sparse, dense_optimizer(train), processes, **options)
+    return AllToAllBackend(*parts, sparse, dense_optimizer(train), processes, **options)
 
 
 def build_objective(config: Config, num_relations: int) -> Objective:
@@ -117,7 +117,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         build_scorer(config.model, num_relations),
         loss(config.loss),
         sides_of(config.negatives.sides),
-        Penalties(n3=config.loss.n3, l2=config.loss.l2),
+        Regularizers(n3=config.loss.n3, l2=config.loss.l2),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
     )
@@ -179,12 +179,12 @@ def dense_optimizer(
     return build
 
 
-def build_pipeline(config: Config, engine: EntityEngine, processes: Processes) -> Pipeline:
+def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Processes) -> Pipeline:
     """What trains the batches that ``build_batches`` gives."""
     if not config.negatives.is_full:
-        return steps.build_pipeline(config.train, engine, processes.device)
-    loss = build_full_loss(config.loss, engine.shard().num_entities)
-    return FullCandidates(engine, loss, processes.device)
+        return steps.build_pipeline(config.train, backend, processes.device)
+    loss = build_full_loss(config.loss, backend.shard().num_entities)
+    return FullCandidates(backend, loss, processes.device)
 
 
 def build_answers_loss(config: LossConfig) -> nn.Module:
@@ -225,7 +225,7 @@ def build_batches(
         "accumulation": config.train.accumulation,
     }
     if negatives.regime == "kvssample":
-        known = store.known(("train",))
+        known = store.filter_index(("train",))
         return QuerySampleBuilder(
             known, config.train.batch_size, sampler, max_answers=negatives.max_answers, **shared
         )
@@ -234,7 +234,7 @@ def build_batches(
         config.train.batch_size,
         sampler,
         chunk_size=negatives.chunk_size,
-        known=store.known(("train",)) if negatives.filtered else None,
+        known=store.filter_index(("train",)) if negatives.filtered else None,
         **shared,
     )
 
@@ -243,5 +243,5 @@ def _examples(regime: str, store: TripleStore, sides: tuple[Side, ...]) -> Examp
     """What an epoch passes through when every entity is a candidate."""
     if regime == "1vsall":
         return TripleQueries(store.train, sides)
-    known = store.known(("train",))
+    known = store.filter_index(("train",))
     return DistinctQueries(known, sides) if regime == "kvsall" else EveryQuery(known, sides)

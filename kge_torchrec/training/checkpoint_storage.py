@@ -47,7 +47,7 @@ from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemT
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from kge_torchrec.embeddings.chunks import in_pieces
+from kge_torchrec.embeddings.chunks import in_chunks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.checkpoint_index import (
     Damaged,
@@ -71,7 +71,7 @@ def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
     """
     writer = RawWriter(folder)
     with _plain_failures():
-        dcp.save(in_pieces(state), storage_writer=writer, no_dist=alone)
+        dcp.save(in_chunks(state), storage_writer=writer, no_dist=alone)
     return writer.index
 
 
@@ -82,7 +82,7 @@ def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) 
     """
     reader = _reader(folder, index)
     with _plain_failures():
-        dcp.load(in_pieces(state), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+        dcp.load(in_chunks(state), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
 
 
 def names(folder: Path, index: Index | None) -> Iterable[str]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
 from kge_torchrec.errors import KGEError, StoreError
 from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, read_whole
-from kge_torchrec.training.state import Progress
+from kge_torchrec.training.state import TrainState
 
 FORMAT_VERSION = 2  # 1 was torch's own format
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
@@ -47,7 +47,7 @@ def no_checkpoint(run: Path, keep: int) -> CheckpointError:
     )
 
 
-def name_of(progress: Progress) -> str:
+def name_of(progress: TrainState) -> str:
     """The name of the checkpoint at this progress."""
     return f"step-{progress.global_step:012d}"
 
@@ -66,7 +66,7 @@ class Checkpoints:
         """Complete checkpoints, oldest first."""
         return on_first_rank(self.processes, self._names)
 
-    def save(self, engine_state: dict[str, Any], progress: Progress) -> str:
+    def save(self, engine_state: dict[str, Any], progress: TrainState) -> str:
         """Writes a checkpoint and drops the ones no longer kept; returns its name.
 
         Raises CheckpointError when it cannot be written; the earlier ones stay.
@@ -86,7 +86,7 @@ class Checkpoints:
         on_first_rank(ranks, lambda: self._prune(name, progress.best_checkpoint))
         return name
 
-    def load(self, engine_state: dict[str, Any], name: str) -> Progress:
+    def load(self, engine_state: dict[str, Any], name: str) -> TrainState:
         """Fills ``engine_state`` in place; returns the progress stored with it.
 
         Raises CheckpointError if that cannot be read, with some tensors filled in and some not, and
@@ -122,7 +122,7 @@ class Checkpoints:
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
 
-    def load_first(self, engine_state: dict[str, Any], names: list[str]) -> tuple[str, Progress]:
+    def load_first(self, engine_state: dict[str, Any], names: list[str]) -> tuple[str, TrainState]:
         """``load`` of the first of several that can be read; returns its name and progress.
 
         A warning names each one that cannot; CheckpointError, naming all, if none can.
@@ -138,7 +138,7 @@ class Checkpoints:
         none = f"no readable checkpoint in {self.folder}: " if len(problems) > 1 else ""
         raise CheckpointError(none + "; ".join(problems))
 
-    def progress(self, name: str) -> Progress | None:
+    def progress(self, name: str) -> TrainState | None:
         """The progress stored with a checkpoint, None if it is damaged."""
         try:
             return on_first_rank(self.processes, lambda: _open(self.folder / name))[1]
@@ -153,7 +153,7 @@ class Checkpoints:
         every = (self.progress(name) for name in reversed(self.names()))
         return next((progress.best_checkpoint for progress in every if progress), None)
 
-    def _check_data(self, progress: Progress) -> None:
+    def _check_data(self, progress: TrainState) -> None:
         if self.data and progress.data and progress.data != self.data:
             raise StoreError(
                 f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
@@ -197,7 +197,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _finish(partial: Path, target: Path, index: Index, progress: Progress) -> None:
+def _finish(partial: Path, target: Path, index: Index, progress: TrainState) -> None:
     """Completes a checkpoint on disk, then gives it its name."""
     texts = {
         _INDEX: json.dumps({"tensors": index}),
@@ -235,7 +235,7 @@ def _sync(path: Path) -> None:
         os.close(handle)
 
 
-def _open(path: Path) -> tuple[Index | None, Progress]:
+def _open(path: Path) -> tuple[Index | None, TrainState]:
     """The index (None in the first format) and the progress of a checkpoint.
 
     Raises Damaged or OSError unless all but the numbers themselves is as it was written.
@@ -253,7 +253,7 @@ def _open(path: Path) -> tuple[Index | None, Progress]:
         if found != size:
             has = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
             raise Damaged(f"{name} {has}")
-    progress = Progress.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
+    progress = TrainState.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
     if version == 1:
         return None, progress
     return _read_json(path / _INDEX, checksums.get(_INDEX, -1))["tensors"], progress

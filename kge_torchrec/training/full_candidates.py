@@ -2,7 +2,7 @@
 
 Every rank scores its own rows for all queries of the step:
 
-    fetch   rows of the anchors come from their owners to every rank; queries are folded once
+    fetch   rows of the anchors come from their owners to every rank; queries are encoded once
     start   scores of the own rows, block by block; what the loss saw is joined over all ranks
     finish  every block of scores becomes gradients: of its rows, and of the queries
     home    gradients of fetched rows and of dense parameters are summed over the ranks
@@ -13,8 +13,8 @@ their gradient is known; fetched ones, which get some from every block, step las
 
 All entities are candidates, so every row has a gradient in every step, and all rows step.
 
-Dropout draws for a step, and within it for the folded queries (which every rank folds alike), for a
-cell of entities or for a cell of queries: never for what a rank happens to hold.
+Dropout draws for a step, and within it for the encoded queries (which every rank encodes alike),
+for a cell of entities or for a cell of queries: never for what a rank happens to hold.
 
 Shapes: Q queries, F fetched rows (one a query, repeats included), n rows on this rank, m rows of a
 block, D numbers a row.
@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data.queries import QueryBatch
-from kge_torchrec.embeddings.backend import EntityEngine, EntityShard
+from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.models.losses import (
     KEPT_BYTES,
@@ -43,7 +43,7 @@ from kge_torchrec.models.losses import (
 )
 from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.scorers.base import QueryScorer
-from kge_torchrec.training.query_shards import Direction, FetchedRows, directed
+from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
@@ -59,16 +59,16 @@ class FullCandidates:
 
     def __init__(
         self,
-        engine: EntityEngine,
+        backend: EmbeddingBackend,
         loss: FullLoss,
         device: torch.device,
         kept_bytes: int = KEPT_BYTES,
         block_bytes: int | None = None,
     ):
-        self.engine, self.loss, self.device = engine, loss, device
+        self.backend, self.loss, self.device = backend, loss, device
         self.kept_bytes = kept_bytes
         self.block_bytes = block_bytes or block_bytes_of(device.type)
-        self.objective = engine.knowledge.objective
+        self.objective = backend.unwrapped_model.objective
         self.scorer: QueryScorer = self.objective.scorer
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
@@ -78,12 +78,12 @@ class FullCandidates:
     def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
         """Trains one batch; returns its loss, detached."""
         batch = next(batches)
-        self.engine.optimizer.zero_grad()  # also tells the table its learning rate
-        step = _Step(self, batch, self.engine.shard())
-        self.engine.step_rows(step.row_gradients())
+        self.backend.optimizer.zero_grad()  # also tells the table its learning rate
+        step = _Step(self, batch, self.backend.shard())
+        self.backend.step_rows(step.row_gradients())
         for parameter, grad in zip(self.parameters, step.dense_gradients(), strict=True):
             parameter.grad = grad
-        self.engine.optimizer.step()
+        self.backend.optimizer.step()
         return step.loss_value()
 
     @contextmanager
@@ -107,7 +107,7 @@ class FullCandidates:
 
 
 class _Block(NamedTuple):
-    """A block of rows, scored; lists have an entry a direction."""
+    """A block of rows, scored; lists have an entry per query shard."""
 
     places: range  # of its rows in the shard
     rows: Tensor  # (m, D)
@@ -122,16 +122,16 @@ class _Step:
     def __init__(self, trainer: FullCandidates, batch: QueryBatch, shard: EntityShard):
         self.trainer, self.batch, self.shard = trainer, batch, shard
         self.loss, self.scorer = trainer.loss, trainer.scorer
-        self.penalties = trainer.objective.penalties
+        self.regularizers = trainer.objective.regularizers
         self.weight = 1 / batch.queries  # the loss is the mean over the queries
         spread = dist.is_initialized()
         self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
         asked = directed(batch.asked, self.scorer)
-        self.directions = [Direction(part, shard) for part in asked]
-        self.fetched = FetchedRows(asked, shard, bool(self._relation_weight))
+        self.query_shards = [QueryShard(part, shard) for part in asked]
+        self.fetched = GatheredRows(asked, shard, bool(self._relation_weight))
         with torch.enable_grad(), trainer.drawing(batch.seed, _FOLDED):
-            for direction, anchors in zip(self.directions, self.fetched.anchors, strict=True):
-                direction.fold(self.scorer, anchors)
+            for query_shard, anchors in zip(self.query_shards, self.fetched.anchors, strict=True):
+                query_shard.encode_query(self.scorer, anchors)
         self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
         self.joined: Tensor | None = None  # (3, Q) of all blocks of all ranks
         self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
@@ -180,7 +180,7 @@ class _Step:
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
             scores = self._scores(places, self.scorer.entity(rows))
-        answers = [direction.answers(places) for direction in self.directions]
+        answers = [query_shard.answers(places) for query_shard in self.query_shards]
         # Scores are overwritten: nothing needs them any more, not even their own graph.
         values = [x.detach()[0] for x in scores]
         started = [self.loss.start(x, a) for x, a in zip(values, answers, strict=True)]
@@ -189,16 +189,18 @@ class _Step:
         return _Block(places, rows, scores, [top for top, _ in started], answers)
 
     def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
-        """(1, q, m) of each direction against a block's rows as the scorer takes them, (m, D)."""
+        """(1, q, m) of each query shard against a block's rows as the scorer takes them, (m, D)."""
         if not self.trainer.drops_pairs:
-            return [direction.scores(self.scorer, entities) for direction in self.directions]
+            return [query_shard.scores(self.scorer, entities) for query_shard in self.query_shards]
         # The cell as a whole is drawn for, also the rows of it that other ranks hold.
         cell, before = divmod(self.shard.first_row + places.start, CELL)
         after = CELL - before - len(places)
         entities = nn.functional.pad(entities, (0, 0, before, after))
         own = slice(before, before + len(places))
         with self.trainer.drawing(self.batch.seed, _PAIRS, cell):
-            scores = [direction.scores(self.scorer, entities) for direction in self.directions]
+            scores = [
+                query_shard.scores(self.scorer, entities) for query_shard in self.query_shards
+            ]
         return [x[..., own].clone() for x in scores]  # a view could not be overwritten
 
     def _join(self) -> None:
@@ -222,32 +224,32 @@ class _Step:
         if self.joined is not None:
             seen = self.joined.split([x.shape[1] for x in slopes], 1)
         values = [x[0] for x in slopes]
-        for direction in zip(values, block.tops, seen, block.answers, strict=True):
-            self.loss.finish(*direction, self.weight)
-        folded = [x for direction in self.directions for x in direction.folded]
-        (of_rows,), of_folded = self._differentiate(block.scores, slopes, [block.rows], folded)
-        sums = [x for direction in self.directions for x in direction.gradients]
-        _add(sums, of_folded)
+        for query_shard in zip(values, block.tops, seen, block.answers, strict=True):
+            self.loss.finish(*query_shard, self.weight)
+        encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
+        (of_rows,), of_encoded = self._differentiate(block.scores, slopes, [block.rows], encoded)
+        sums = [x for query_shard in self.query_shards for x in query_shard.gradients]
+        _add(sums, of_encoded)
         self._add_penalty(block, of_rows)
         return of_rows
 
     def _add_penalty(self, block: _Block, of_rows: Tensor) -> None:
         """Of anchors and answers, each by its owner: adds its gradient to that of the rows."""
-        if not self.penalties.any:
+        if not self.regularizers.any:
             return
-        places, weights = zip(*(d.touched(block.places) for d in self.directions), strict=True)
+        places, weights = zip(*(d.touched(block.places) for d in self.query_shards), strict=True)
         place = torch.cat(places)
         with torch.enable_grad():
             rows = block.rows.detach().index_select(0, place).requires_grad_()
-            penalty = self.penalties.of(rows, self.scorer.is_complex) * torch.cat(weights)
+            penalty = self.regularizers.of(rows, self.scorer.is_complex) * torch.cat(weights)
             total = penalty.sum() * self.weight
         of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
         self.auxiliary = self.auxiliary + total.detach()
 
     def _backward_of_queries(self) -> None:
-        """From the folded queries to the fetched rows; also all that only the queries are in."""
-        outputs = [x for direction in self.directions for x in direction.graph]
-        slopes = [x for direction in self.directions for x in direction.gradients]
+        """From the encoded queries to the fetched rows; also all that only the queries are in."""
+        outputs = [x for query_shard in self.query_shards for x in query_shard.graph]
+        slopes = [x for query_shard in self.query_shards for x in query_shard.gradients]
         with torch.enable_grad():
             rest = self._of_own_queries()
         if rest is not None:
@@ -259,28 +261,28 @@ class _Step:
 
     def _of_own_queries(self) -> Tensor | None:
         """Penalty on relations and prediction of relations, of this rank's share of the queries."""
-        if not (self.penalties.any or self._relation_weight):
+        if not (self.regularizers.any or self._relation_weight):
             return None
         total = self.fetched.rows.new_zeros(())
-        for number, direction in enumerate(self.directions):
-            for start in range(self.rank * CELL, len(direction.relation), self.world * CELL):
+        for number, query_shard in enumerate(self.query_shards):
+            for start in range(self.rank * CELL, len(query_shard.relation), self.world * CELL):
                 total = total + self._of_relations(number, slice(start, start + CELL))
         return total * self.weight
 
     def _of_relations(self, number: int, cell: slice) -> Tensor:
-        """The same of a cell of queries of one direction."""
-        relation, side = self.directions[number].relation[cell], self.directions[number].side
+        """The same of a cell of queries of one query shard."""
+        relation, side = self.query_shards[number].relation[cell], self.query_shards[number].side
         total = self.fetched.rows.new_zeros(())
-        if self.penalties.any:
+        if self.regularizers.any:
             factors = self.scorer.relation_factors(relation, side)
-            total = total + self.penalties.of(factors, self.scorer.relation_is_complex).sum()
+            total = total + self.regularizers.of(factors, self.scorer.relation_is_complex).sum()
         if self._relation_weight:
             anchor, answer = (x[number][cell] for x in (self.fetched.anchors, self.fetched.answers))
             with self.trainer.drawing(self.batch.seed, _RELATIONS, number, cell.start):
-                told = relation_prediction(
+                relation_loss = relation_prediction(
                     self.scorer, anchor[None], relation[None], answer[None], side
                 )
-            total = total + self._relation_weight * told.sum()
+            total = total + self._relation_weight * relation_loss.sum()
         return total
 
     def _differentiate(

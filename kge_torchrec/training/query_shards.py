@@ -20,23 +20,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kge_torchrec.data.filter_index import Answers
-from kge_torchrec.data.queries import Asked
+from kge_torchrec.data.queries import SideQueries
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.models.losses import BlockAnswers
 from kge_torchrec.models.scorers.base import QueryScorer, Scorer
 
 
-def directed(asked: Sequence[Asked], scorer: Scorer) -> list[Asked]:
-    """The queries by direction: with reciprocal relations all are tail queries, in one product."""
+def directed(asked: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
+    """The queries as they are scored: with reciprocal relations all of them as tail queries."""
     if not scorer.reciprocal:
         return list(asked)
-    twins = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
+    inverses = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
     return [
-        Asked(
+        SideQueries(
             "tail",
             np.concatenate([part.anchor for part in asked]),
-            np.concatenate(twins),
+            np.concatenate(inverses),
             Answers.joined([part.answers for part in asked]),
         )
     ]
@@ -53,17 +53,17 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class Direction:
+class QueryShard:
     """Folded queries, and which of their answers and anchors live here.
 
     Attributes:
         relation: (q,) ids.
-        folded: the parts of the folded queries that have gradients, cut off from their graph.
+        encoded: the parts of the encoded queries that have gradients, cut off from their graph.
         graph: the same with their graph, back to anchors and relations.
-        gradients: sums of the gradients of ``folded``.
+        gradients: sums of the gradients of ``encoded``.
     """
 
-    def __init__(self, asked: Asked, shard: EntityShard):
+    def __init__(self, asked: SideQueries, shard: EntityShard):
         device, (start, stop) = shard.rows.device, shard.row_range
         self.side, self.device = asked.side, device
         self.relation = to_device(asked.relation, device)
@@ -72,17 +72,17 @@ class Direction:
         own = (asked.anchor >= start) & (asked.anchor < stop)
         self._anchor = np.sort(asked.anchor[own] - start)
 
-    def fold(self, scorer: QueryScorer, anchors: Tensor) -> None:
+    def encode_query(self, scorer: QueryScorer, anchors: Tensor) -> None:
         """Folds the queries of anchor rows (q, D)."""
-        folded = scorer.fold(anchors[None], self.relation[None], self.side)
-        self._leaves, self._form = tree_flatten(folded)
+        encoded = scorer.encode_query(anchors[None], self.relation[None], self.side)
+        self._leaves, self._form = tree_flatten(encoded)
         places = [
             i for i, x in enumerate(self._leaves) if isinstance(x, Tensor) and x.requires_grad
         ]
         self.graph = [self._leaves[i] for i in places]
-        self.folded = [x.detach().requires_grad_() for x in self.graph]
-        self.gradients = [torch.zeros_like(x) for x in self.folded]
-        for i, cut in zip(places, self.folded, strict=True):
+        self.encoded = [x.detach().requires_grad_() for x in self.graph]
+        self.gradients = [torch.zeros_like(x) for x in self.encoded]
+        for i, cut in zip(places, self.encoded, strict=True):
             self._leaves[i] = cut
 
     def scores(self, scorer: QueryScorer, entities: Tensor) -> Tensor:
@@ -108,18 +108,18 @@ class Direction:
         return torch.cat([anchor, answer]), torch.cat([share.new_ones(len(anchor)), share])
 
 
-class FetchedRows:
+class GatheredRows:
     """Rows of the queries' anchors, and of their answers if asked for.  Collective.
 
     with_answers: every query has exactly one.
 
     Attributes:
         rows: (F, D) float32, on every rank the same; a leaf to differentiate by.
-        anchors: (queries, D) of it for each direction.
+        anchors: (queries, D) of it for each query shard.
         answers: the same of the answers, nothing without them.
     """
 
-    def __init__(self, asked: Sequence[Asked], shard: EntityShard, with_answers: bool):
+    def __init__(self, asked: Sequence[SideQueries], shard: EntityShard, with_answers: bool):
         self.device, (start, stop) = shard.rows.device, shard.row_range
         ids = [part.anchor for part in asked]
         ids += [part.answers.all()[1] for part in asked] if with_answers else []

@@ -18,7 +18,7 @@ from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
-from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.trained import TrainedModel
 from kge_torchrec.environment import (
     allow_tf32,
@@ -32,7 +32,7 @@ from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import metrics
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.state import Progress
+from kge_torchrec.training.state import TrainState
 
 BEST, NEWEST = "best", "newest"  # of a run's checkpoints
 log = logging.getLogger(__name__)
@@ -47,13 +47,13 @@ FILTERS = {
 
 def _engine(
     config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
-) -> EntityEngine:
+) -> EmbeddingBackend:
     with quiet_dependencies():  # loads TorchRec
-        from kge_torchrec.training.assembly import build_engine, with_usable_plan
+        from kge_torchrec.training.assembly import build_backend, with_usable_plan
 
     if plan_may_differ:
         config = with_usable_plan(config, store, processes)
-    return build_engine(config, store, processes)
+    return build_backend(config, store, processes)
 
 
 def _trained_model(config: Config, store: TripleStore, processes: Processes) -> TrainedModel:
@@ -105,9 +105,9 @@ class Session:
         self.config = config = config.with_batch_size(on_cuda, processes.world_size, triples)
         if trains:
             allow_tf32(config.train.tf32)
-            self.engine = _engine(config, self.store, processes, plan_may_differ)
+            self.backend = _engine(config, self.store, processes, plan_may_differ)
         else:
-            self.engine = _trained_model(config, self.store, processes)
+            self.backend = _trained_model(config, self.store, processes)
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
@@ -115,42 +115,42 @@ class Session:
     @property
     def scorer(self) -> Scorer:
         """The scorer inside the sharded model; this rank may hold parts of its parameters only."""
-        return self.engine.scorer
+        return self.backend.scorer
 
     @contextmanager
     def whole_scorer(self) -> Iterator[Scorer]:
         """The scorer with whole parameters inside, for all but training steps.  Collective."""
-        with self.engine.dense.gathered():
+        with self.backend.dense.gathered():
             yield self.scorer
 
     @property
     def loss_scale(self) -> dict[str, float]:
         """The state of fp16's loss scale; empty in another precision."""
-        scale = self.engine.knowledge.scale
+        scale = self.backend.unwrapped_model.scale
         return scale.state() if isinstance(scale, LossScale) else {}
 
-    def restore(self) -> Progress:
+    def restore(self) -> TrainState:
         """Everything from the newest readable checkpoint, to train on; a new start without one."""
         names = self.checkpoints.names()
         if not names:
-            return Progress(data=self.store.fingerprint)
-        state = self.engine.state()
+            return TrainState(data=self.store.fingerprint)
+        state = self.backend.state()
         _, progress = self.checkpoints.load_first(state, names[::-1])
-        self.engine.load_state(state)
+        self.backend.load_state(state)
         if self.loss_scale:
-            self.engine.knowledge.scale.load_state(progress.loss_scale)
+            self.backend.unwrapped_model.scale.load_state(progress.loss_scale)
         return progress
 
-    def restore_parameters(self, which: str = BEST) -> Progress:
+    def restore_parameters(self, which: str = BEST) -> TrainState:
         """Only the parameters, of the best checkpoint, of the newest, or of the one of a name.
 
         The best is the newest if none is known to be best.  Where best or newest cannot be read the
         newest that can be takes its place, with a warning.  Raises CheckpointError when the run has
         no readable checkpoint, or not the one of that name.
         """
-        state = {"model": self.engine.parameter_state()}
+        state = {"model": self.backend.parameter_state()}
         _, progress = self.checkpoints.load_first(state, self._candidates(which))
-        self.engine.load_parameter_state(state["model"])
+        self.backend.load_parameter_state(state["model"])
         return progress
 
     def _candidates(self, which: str) -> list[str]:
@@ -200,9 +200,9 @@ class Session:
         ):
             ranks = rank_triples(
                 scorer,
-                self.engine.shard(),
+                self.backend.shard(),
                 np.asarray(triples, dtype=np.int64),
-                self.store.known(FILTERS[split]),
+                self.store.filter_index(FILTERS[split]),
                 batch_size=self.config.evaluation.batch_size,
                 progress=bar.update,
             )

@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass
-class Progress:
+class TrainState:
     """The data position and what validation has seen so far."""
 
     epoch: int = 0  # epochs finished
@@ -30,7 +30,7 @@ class Progress:
         return asdict(self)
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Progress:
+    def from_dict(cls, values: dict[str, Any]) -> TrainState:
         """The inverse of ``to_dict``; values that a later version has added are left out."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})

@@ -33,7 +33,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.loader import Batch
 from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.embeddings.backend import EntityEngine
+from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.loss_scaling import LossScale
 
@@ -47,17 +47,17 @@ class Pipeline(Protocol):
 class Loop:
     """batch -> device -> forward -> backward -> step, one after another."""
 
-    def __init__(self, engine: EntityEngine, update: Update, device: torch.device):
-        self.engine, self.update, self.device = engine, update, device
+    def __init__(self, backend: EmbeddingBackend, update: StepOptimizer, device: torch.device):
+        self.backend, self.update, self.device = backend, update, device
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
         """Trains one step; returns its loss, detached."""
         return self.update.group(lambda: self._train(batches))
 
     def _train(self, batches: Iterator[Batch]) -> Tensor:
-        batch = self.engine.prepare(next(batches)).to(self.device, non_blocking=True)
+        batch = self.backend.prepare(next(batches)).to(self.device, non_blocking=True)
         self.update.zero_grad()
-        loss, detached = self.engine.model(batch)
+        loss, detached = self.backend.model(batch)
         loss.backward()  # FBGEMM's table steps here on CUDA, all others below
         self.update.step()
         return detached
@@ -69,19 +69,19 @@ class NotPipelined(KGEError, RuntimeError):
     on_every_rank = True
 
 
-class SparseDist:
+class PipelinedStep:
     """TorchRec's pipeline: the next batch's ids travel while this batch is computed.
 
     Only ids are sent ahead, rows are looked up after the step before: training is as exact as in
     ``Loop``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
     """
 
-    def __init__(self, engine: EntityEngine, update: Update, device: torch.device):
-        # It tells its optimizer of every batch, as an Update wants it.
+    def __init__(self, backend: EmbeddingBackend, update: StepOptimizer, device: torch.device):
+        # It tells its optimizer of every batch, as an StepOptimizer wants it.
         self._pipeline = TrainPipelineSparseDist(
-            engine.model, update, device, execute_all_batches=True
+            backend.model, update, device, execute_all_batches=True
         )
-        self.update, self._model, self._checked = update, engine.model, False
+        self.update, self._model, self._checked = update, backend.model, False
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
         """Trains one step; returns its loss, detached."""
@@ -99,21 +99,23 @@ class SparseDist:
         self._checked = True
 
 
-def build_pipeline(train: TrainConfig, engine: EntityEngine, device: torch.device) -> Pipeline:
+def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Pipeline:
     """What train.pipeline names; "auto" is sparse_dist where the engine can."""
     name = train.pipeline
     if name == "auto":
-        name = "sparse_dist" if engine.has_sparse_dist else "loop"
-    return {"sparse_dist": SparseDist, "loop": Loop}[name](engine, Update(engine, train), device)
+        name = "sparse_dist" if backend.has_sparse_dist else "loop"
+    return {"sparse_dist": PipelinedStep, "loop": Loop}[name](
+        backend, StepOptimizer(backend, train), device
+    )
 
 
-class Update:
+class StepOptimizer:
     """The optimizer of an engine as a pipeline sees it: told of every micro-batch."""
 
-    def __init__(self, engine: EntityEngine, train: TrainConfig):
-        self.engine, self.parts = engine, train.accumulation
+    def __init__(self, backend: EmbeddingBackend, train: TrainConfig):
+        self.backend, self.parts = backend, train.accumulation
         self.clip_norm, self.clip_value = train.clip_norm, train.clip_value
-        model = engine.knowledge
+        model = backend.unwrapped_model
         self.scale = model.scale if isinstance(model.scale, LossScale) else None
         self.held = model.hold
         self._part = 0
@@ -125,14 +127,14 @@ class Update:
         losses = []
         for part in range(self.parts):
             self._part = part
-            with self.engine.dense.synchronised(self._is_last):
+            with self.backend.dense.synchronised(self._is_last):
                 losses.append(train_one())
         return torch.stack(losses).sum()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Before a micro-batch: forgets gradients before the first one only."""
         if self._part == 0:
-            self.engine.optimizer.zero_grad(set_to_none)
+            self.backend.optimizer.zero_grad(set_to_none)
             if self.scale is not None:
                 self.held.drop()
 
@@ -141,13 +143,13 @@ class Update:
         if not self._is_last:
             return
         if self.scale is not None and not self._unscale(self.scale):
-            self.engine.skip_step()
+            self.backend.skip_step()
             return
         if self.clip_value is not None:
             self._clip_value(self.clip_value)
         if self.clip_norm is not None:
             self._clip_norm(self.clip_norm)
-        self.engine.optimizer.step()
+        self.backend.optimizer.step()
 
     @property
     def _is_last(self) -> bool:
@@ -155,7 +157,7 @@ class Update:
 
     def _dense(self) -> Iterator[Tensor]:
         """This rank's parts of the dense gradients, as views."""
-        for parameter in self.engine.dense.parameters():
+        for parameter in self.backend.dense.parameters():
             if parameter.grad is not None:
                 yield local_part(parameter.grad)
 
@@ -175,14 +177,14 @@ class Update:
     def _clip_value(self, limit: float) -> None:
         for gradient in self._dense():
             gradient.clamp_(-limit, limit)
-        self.engine.pending.sums().clamp_(-limit, limit)
+        self.backend.pending.sums().clamp_(-limit, limit)
 
     def _clip_norm(self, limit: float) -> None:
-        rows = self.engine.pending.sums()
+        rows = self.backend.pending.sums()
         dense = list(self._dense())
-        device = self.engine.shard().rows.device
+        device = self.backend.shard().rows.device
         of_dense = sum((g.square().sum().to(device) for g in dense), torch.zeros((), device=device))
-        squares = self.engine.dense.sum_of_parts(of_dense)
+        squares = self.backend.dense.sum_of_parts(of_dense)
         of_rows = rows.square().sum().to(device)
         if dist.get_world_size() > 1:
             dist.all_reduce(of_rows)

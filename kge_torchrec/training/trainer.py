@@ -37,7 +37,7 @@ from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.session import Session, selection_of
-from kge_torchrec.training.state import Progress
+from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_dropout
 from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
 
@@ -45,13 +45,13 @@ from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
 Callback = Callable[[str, dict[str, Any]], object]
 
 
-class Fit:
+class Trainer:
     """Trains a session from ``progress`` on.  Collective."""
 
     def __init__(
         self,
         session: Session,
-        progress: Progress,
+        progress: TrainState,
         metrics: MetricsLog | None,
         callbacks: Sequence[Callback] = (),
     ):
@@ -59,12 +59,12 @@ class Fit:
         self.progress, self.metrics = progress, metrics
         self.batches = build_batches(self.config, session.store, session.processes)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
-        self.pipeline = build_pipeline(self.config, session.engine, session.processes)
+        self.pipeline = build_pipeline(self.config, session.backend, session.processes)
         self.losses = LossesSeen()
         self.stop = StopSignal(session.processes)
         self.callbacks = list(callbacks)
 
-    def run(self) -> Progress:
+    def run(self) -> TrainState:
         """Trains until the last epoch or early stopping; returns the final progress.
 
         Raises NonFiniteLoss, NonFiniteParameters or CheckpointError; checkpoints written before
@@ -123,7 +123,7 @@ class Fit:
         """Trains the next batch; returns its number of triples, over all ranks."""
         progress, batch_size = self.progress, self.config.train.batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
-        self.session.engine.set_learning_rate(factor)
+        self.session.backend.set_learning_rate(factor)
         seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
         self.losses.add(self.pipeline.progress(batches))
         trained = min(batch_size, self.batches.examples - progress.step * batch_size)
@@ -211,7 +211,7 @@ class Fit:
     def _save(self) -> None:
         """Writes a checkpoint, unless none are; that all numbers are finite holds in any case."""
         self.progress.loss_scale = self.session.loss_scale
-        state = self.session.engine.state()
+        state = self.session.backend.state()
         check_finite(state, self.session.processes)
         if self.config.checkpoint.keep:
             self.session.checkpoints.save(state, self.progress)

@@ -73,7 +73,7 @@ def _against_cpu(report: Report, name: str) -> None:
 
 
 def _ties(report: Report, name: str) -> None:
-    """Every row stands in the table twice, far apart: every true answer ties with its twin."""
+    """Every row stands in the table twice, far apart: every true answer ties with its inverse."""
     half, dim = (1500 if report.small else 40_000), 32
     rows = torch.randn(half, dim, generator=torch.Generator().manual_seed(2)).repeat(2, 1)
     device = report.device
@@ -102,7 +102,7 @@ def _run(report: Report) -> None:
         report.passes("answers of an export on a CPU", same, f"best: {here[0].label}")
         report.at_most("scores of an export on a CPU", off, 1e-4)
         written = torch.from_numpy(np.load(folder / "export" / "entities.npy"))
-        good = torch.equal(written, run.session.engine.shard().rows.cpu())
+        good = torch.equal(written, run.session.backend.shard().rows.cpu())
         report.passes("rows of an export", good, "bit for bit")
         _precision_of_scores(report, run)
 

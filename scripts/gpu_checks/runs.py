@@ -14,7 +14,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 SHARED = {
     "model.dim": 16,
@@ -52,7 +52,7 @@ def config_of(device: str, folder: Path, **keys) -> Config:
 
 
 def trained(
-    device: str, folder: Path, prepare: Callable[[Fit], object] | None = None, **keys
+    device: str, folder: Path, prepare: Callable[[Trainer], object] | None = None, **keys
 ) -> Trained:
     """Trains without checkpoints and final ranking; ``prepare(fit)`` may change the loop before."""
     config, losses = config_of(device, folder, **keys), []
@@ -63,7 +63,7 @@ def trained(
 
     with processes(device) as ranks:
         session = Session(config, RunFolder(folder), ranks)
-        loop = Fit(session, session.restore(), None, [remember])
+        loop = Trainer(session, session.restore(), None, [remember])
         loop._save = lambda: None
         if prepare is not None:
             prepare(loop)
@@ -76,4 +76,4 @@ def parameters_of(session: Session) -> dict[str, Tensor]:
     """The table and the scorer's parameters of one rank, on the CPU."""
     with session.whole_scorer() as scorer:
         dense = {name: p.detach().cpu().clone() for name, p in scorer.named_parameters()}
-    return {"entities": session.engine.shard().rows.float().cpu().clone(), **dense}
+    return {"entities": session.backend.shard().rows.float().cpu().clone(), **dense}

@@ -19,11 +19,11 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import PRESETS, Cluster
 from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.workload import Popularity, Workload
+from kge_torchrec.planning.workload import EntityFrequency, Workload
 from kge_torchrec.ranking.exact import rank_triples
-from kge_torchrec.training.assembly import build_engine, build_objective
+from kge_torchrec.training.assembly import build_backend, build_objective
 from kge_torchrec.training.checkpoints import Checkpoints
-from kge_torchrec.training.state import Progress
+from kge_torchrec.training.state import TrainState
 
 ENTITIES, RELATIONS, DIM = 86_000_000, 14_824, 100
 ENOUGH_TRIPLES = 3e6  # a second, with batches of 65,536
@@ -53,7 +53,7 @@ def _against_plan(report: Report, config, store, batches: tuple[int, ...], alloc
     """Memory, which must agree, and the modelled steps beside those that were measured."""
     device = preset_of(report.device) or PRESETS["H200-141GB"]
     entities, triples = store.num_entities, len(store.train)
-    popularity = Popularity.zipf(entities, 0.0)
+    popularity = EntityFrequency.zipf(entities, 0.0)
     work = Workload(config, entities, RELATIONS, triples, build_objective, popularity)
     for batch in batches:
         plan = plan_training(work.with_batch_size(batch), Cluster(device, 1), Choice())
@@ -101,10 +101,10 @@ def ranking(report: Report) -> None:
 def _checkpoint(report: Report, entities: int) -> None:
     config = config_of(report, model__dim=DIM, train__optimizer="adam")
     with processes(report.device.type) as ranks, rows_drawn_on_the_device():
-        engine = build_engine(config, graph(entities, RELATIONS, 1000), ranks)
+        engine = build_backend(config, graph(entities, RELATIONS, 1000), ranks)
         kept = Checkpoints(report.folder / "checkpoints", ranks)
         start = time.perf_counter()
-        name = kept.save(engine.state(), Progress())
+        name = kept.save(engine.state(), TrainState())
         seconds = time.perf_counter() - start
         files = (report.folder / "checkpoints" / name).rglob("*")
         size = sum(file.stat().st_size for file in files if file.is_file())

@@ -16,8 +16,8 @@ from kge_torchrec.config import Config, DenseConfig
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.torchrec import backend as engine_module
-from kge_torchrec.training.assembly import build_batches, build_engine
-from kge_torchrec.training.step import Pipeline, Update, build_pipeline
+from kge_torchrec.training.assembly import build_backend, build_batches
+from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
 
 
 def graph(entities: int, relations: int, triples: int) -> SimpleNamespace:
@@ -80,7 +80,7 @@ def _train(report: Report, name: str, batch: int, **keys) -> float | None:
         keys = {"train__batch_size": batch, "model__dim": 256, "train__optimizer": "adam",
                 "train__lr": 1e-3, **keys}  # fmt: skip
         store, config = graph(*size), config_of(report, **keys)
-        engine = build_engine(config, store, ranks)
+        engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         start = time.perf_counter()
         loss = float(pipeline.progress(_endless(config, store, ranks)))
@@ -138,13 +138,13 @@ def train_at_scale(
     device = report.device
     with processes(device.type) as ranks, rows_drawn_on_the_device():
         start = time.perf_counter()
-        engine = build_engine(config, store, ranks)
+        engine = build_backend(config, store, ranks)
         report.note("making the table, rows drawn on the device", time.perf_counter() - start, "s")
         for batch in batches:
             sized = config_of_batch(config, batch)
             with report.check(f"batch {batch:,}, split of a step"):
                 stream = _endless(sized, store, ranks)
-                update = Update(engine, sized.train)
+                update = StepOptimizer(engine, sized.train)
                 times = split_of_a_step(engine, update, stream, 3 if report.small else 20, device)
                 for part, milliseconds in times.items():
                     report.note(f"batch {batch:,}, {part}", milliseconds, "ms")

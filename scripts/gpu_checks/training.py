@@ -18,7 +18,7 @@ from kge_torchrec.embeddings.torchrec import collection
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
 # Sums in another order, over 50 steps of learning rate 0.05.
@@ -84,8 +84,8 @@ def _overflow(report: Report, optimizer: str) -> None:
     config = config_of(report.device.type, report.folder / "overflow", **keys)
     with processes(report.device.type) as ranks:
         session = Session(config, RunFolder(config.run.dir), ranks)
-        loop = Fit(session, session.restore(), None)
-        stream, scale = loop.batches.epoch(0), session.engine.knowledge.scale
+        loop = Trainer(session, session.restore(), None)
+        stream, scale = loop.batches.epoch(0), session.backend.unwrapped_model.scale
         assert isinstance(scale, LossScale)
         loop.pipeline.progress(stream)
         before, forward = _everything(session), scale.forward
@@ -103,7 +103,7 @@ def _overflow(report: Report, optimizer: str) -> None:
 
 def _everything(session: Session) -> dict[str, Tensor]:
     """Parameters and optimizer state, as a checkpoint sees them."""
-    leaves = [leaf for leaf in tree_leaves(session.engine.state()) if isinstance(leaf, Tensor)]
+    leaves = [leaf for leaf in tree_leaves(session.backend.state()) if isinstance(leaf, Tensor)]
     return {str(i): local(leaf).detach().cpu().clone() for i, leaf in enumerate(leaves)}
 
 
@@ -166,11 +166,11 @@ def _shared_memory(report: Report, optimizer: str) -> None:
     config = config_of(report.device.type, report.folder / "shared", train__optimizer=optimizer)
     with processes(report.device.type) as ranks:
         session = Session(config, RunFolder(config.run.dir), ranks)
-        kernel = collection._kernel(session.engine.model).emb_module
-        used = {session.engine.shard().rows.data_ptr()}
+        kernel = collection._kernel(session.backend.model).emb_module
+        used = {session.backend.shard().rows.data_ptr()}
         for states in kernel.get_optimizer_state():
             used |= {state.data_ptr() for state in states.values() if state.numel() > 1}
-        state = session.engine.state()
+        state = session.backend.state()
         leaves = [leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor)]
         kept = {local(leaf).data_ptr() for leaf in leaves}
         said = f"{len(used & kept)} of {len(used)} tensors of the table are the kernel's own"

@@ -20,7 +20,7 @@ from training_runs import QUIET, config_of
 import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.comparison import compare
-from kge_torchrec.comparison.command import contenders
+from kge_torchrec.comparison.command import variants
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 
@@ -119,7 +119,7 @@ def test_contenders_take_turns_and_the_bar_reaches_its_end(tmp_path, monkeypatch
     train = compare.train_side_by_side
     config = config_of("countries", tmp_path / "run", train__batch_size=10**6, train__epochs=3)
     extent = compare.Extent(world_sizes=(1, 2), repeats=3)
-    configs = contenders(config, ["handrolled", "torchrec"])
+    configs = variants(config, ["handrolled", "torchrec"])
     found = compare.Comparison(configs, extent).run()
 
     assert found["complete"]

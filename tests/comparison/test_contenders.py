@@ -1,11 +1,11 @@
-"""Contenders by name, and what is refused before anything starts."""
+"""Variants by name, and what is refused before anything starts."""
 
 from __future__ import annotations
 
 import pytest
 from training_runs import config_of
 
-from kge_torchrec.comparison.command import CONTENDERS, contenders, run
+from kge_torchrec.comparison.command import VARIANTS, run, variants
 from kge_torchrec.comparison.compare import Extent
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.errors import DataError
@@ -13,9 +13,9 @@ from kge_torchrec.errors import DataError
 
 def test_each_changes_engine_and_preset_only():
     config = config_of("countries", train__optimizer="adam", entities__engine="handrolled")
-    found = contenders(config, list(CONTENDERS))
-    assert list(found) == list(CONTENDERS)
-    for name, (engine, preset) in CONTENDERS.items():
+    found = variants(config, list(VARIANTS))
+    assert list(found) == list(VARIANTS)
+    for name, (engine, preset) in VARIANTS.items():
         assert (found[name].entities.engine, found[name].entities.preset) == (engine, preset)
         values, base = found[name].to_dict(), config.to_dict()
         assert {**values, "entities": 0} == {**base, "entities": 0}
@@ -26,10 +26,10 @@ def test_options_of_the_optimizer_reach_contenders():
         "countries", train__optimizer="adam", entities__engine="handrolled",
         entities__bias_correction="row",
     )  # fmt: skip
-    for config in contenders(base, ["handrolled", "dgl", "dicee"]).values():
+    for config in variants(base, ["handrolled", "dgl", "dicee"]).values():
         assert config.entities.bias_correction == "row"
     with pytest.raises(ConfigError, match=r"^torchrec: entities.bias_correction 'row'"):
-        contenders(base, ["handrolled", "torchrec"])
+        variants(base, ["handrolled", "torchrec"])
 
 
 REFUSED = {
@@ -97,10 +97,10 @@ def test_torchrun_is_refused(monkeypatch):
 def test_help(capsys):
     assert run(["--help"]) == 0
     text = capsys.readouterr().out
-    assert all(word in text for word in ("--world-sizes", "--repeats", "--steps", *CONTENDERS))
+    assert all(word in text for word in ("--world-sizes", "--repeats", "--steps", *VARIANTS))
     assert run([]) == 2
 
 
 def test_extents_and_schedules_are_those_of_the_config():
     assert Extent().world_sizes == (1,)
-    assert set(contenders(Config(train=TrainConfig(schedule="cosine")), ["torchrec", "dgl"]))
+    assert set(variants(Config(train=TrainConfig(schedule="cosine")), ["torchrec", "dgl"]))

@@ -105,7 +105,7 @@ def rank_compares(store: Path, folder: Path) -> dict[str, tuple[dict, dict]]:
     with processes("cpu") as ranks:
         one, other = (Session(config_of(store), RunFolder(folder), ranks) for _ in range(2))
         for change, by in CHANGES.items():
-            rows, dense = other.engine.shard().rows, next(iter(other.scorer.parameters())).data
+            rows, dense = other.backend.shard().rows, next(iter(other.scorer.parameters())).data
             changed = dense[0] if change == "dense" else rows[-1]
             before = changed.clone()
             if change == "dense" or ranks.rank == ranks.world_size - 1:

@@ -1,4 +1,4 @@
-"""A contender alone: its split of a step, its blocks, its memory."""
+"""A variant alone: its split of a step, its blocks, its memory."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kge_torchrec.comparison.launch import Reporter, run_world
 from kge_torchrec.comparison.speed import PARTS, split_of_a_step
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.step import Update
+from kge_torchrec.training.step import StepOptimizer
 
 DELAY = 0.05  # seconds, far above what any part of a step of a tiny graph takes
 
@@ -60,7 +60,7 @@ class _SlowGradient(torch.autograd.Function):
 
 def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes one part of every step of the engine slow."""
-    model = next(m for m in session.engine.model.modules() if isinstance(m, KnowledgeGraphModel))
+    model = next(m for m in session.backend.model.modules() if isinstance(m, KGEModel))
     objective: nn.Module = model.objective
     if part == "lookup":
         monkeypatch.setattr(model.entities, "forward", after_a_delay(model.entities.forward))
@@ -72,7 +72,7 @@ def slow_down(part: str, session: Session, monkeypatch: pytest.MonkeyPatch) -> N
     elif part == "update" and session.config.entities.engine == "torchrec":
         monkeypatch.setattr(CpuFusedTable, "update", after_a_delay(CpuFusedTable.update))
     elif part == "update":
-        table = session.engine.table
+        table = session.backend.table
         monkeypatch.setattr(table, "update", after_a_delay(table.update))
 
 
@@ -84,8 +84,8 @@ def test_a_slow_part_is_found(session, part, monkeypatch):
         monkeypatch.setattr(batches, "batch", after_a_delay(batches.batch))
     slow_down(part, session, monkeypatch)
     cpu = session.processes.device
-    update = Update(session.engine, session.config.train)
-    found = split_of_a_step(session.engine, update, batches.epoch(0), 3, cpu)
+    update = StepOptimizer(session.backend, session.config.train)
+    found = split_of_a_step(session.backend, update, batches.epoch(0), 3, cpu)
     assert list(found) == list(PARTS)
     assert found.pop(part) >= 1e3 * DELAY
     assert max(found.values()) < 1e3 * DELAY and min(found.values()) > 0

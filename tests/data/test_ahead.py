@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from kge_torchrec.data.prefetch import BATCH_WORKERS, batches_ahead
+from kge_torchrec.data.prefetch import BATCH_WORKERS, prefetched
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_workers_share_the_cpus_and_nobody_else_feels_it(threads, cores, workers
         together.wait(timeout=10)  # only as many workers as there should be come through
         return number, torch.get_num_threads(), threading.get_ident()
 
-    found = list(batches_ahead(build, range(most)))
+    found = list(prefetched(build, range(most)))
     assert [number for number, _, _ in found] == list(range(most))
     assert {number for _, number, _ in found} == {share}
     assert len({ident for _, _, ident in found}) == workers
@@ -46,7 +46,7 @@ def test_workers_share_the_cpus_and_nobody_else_feels_it(threads, cores, workers
 def test_no_more_are_made_than_are_needed_soon(threads):
     threads(2)
     made = []
-    batches = batches_ahead(lambda number: made.append(number) or number, range(100))
+    batches = prefetched(lambda number: made.append(number) or number, range(100))
     assert next(batches) == 0
     batches.close()
     assert len(made) <= 4
@@ -55,7 +55,7 @@ def test_no_more_are_made_than_are_needed_soon(threads):
 
 def test_an_error_is_raised_in_its_place(threads):
     threads(2)
-    batches = batches_ahead(lambda number: 1 / (number - 3), range(10))
+    batches = prefetched(lambda number: 1 / (number - 3), range(10))
     assert [next(batches) for _ in range(3)] == [-1 / 3, -1 / 2, -1]
     with pytest.raises(ZeroDivisionError):
         next(batches)

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import KnownTriples, build_side
+from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder, share_of
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.shuffle import EpochShuffle
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -204,7 +204,7 @@ def test_no_triples_are_refused():
 def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
     triples = make_triples(30)
     building = builder(triples, batch_size=8, chunk_size=chunk_size, sides=sides)
-    order = EpochOrder(30, 5, 1)
+    order = EpochShuffle(30, 5, 1)
     for step, batch in enumerate(building.epoch(1)):
         ids = batch.ids.values()
         assert batch.ids.keys() == [ENTITY] and batch.ids.stride() == 1
@@ -225,7 +225,7 @@ def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
 def known_of(triples):
     relations = len(triples)
     sides = {side: build_side(side, triples, ENTITIES, relations) for side in ("head", "tail")}
-    return KnownTriples([sides], ENTITIES, relations)
+    return FilterIndex([sides], ENTITIES, relations)
 
 
 @pytest.mark.parametrize("chunk_size", [0, 1, 4])

@@ -6,17 +6,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data.filter_index import SIDES, Answers, KnownTriples, build_side
+from kge_torchrec.data.filter_index import SIDES, Answers, FilterIndex, build_side
 
 SPLITS = 2
 
 
-def known_of(splits, num_entities, num_relations) -> KnownTriples:
+def known_of(splits, num_entities, num_relations) -> FilterIndex:
     indices = [
         {side: build_side(side, rows, num_entities, num_relations) for side in SIDES}
         for rows in splits
     ]
-    return KnownTriples(indices, num_entities, num_relations)
+    return FilterIndex(indices, num_entities, num_relations)
 
 
 @st.composite

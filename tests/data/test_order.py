@@ -7,14 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.shuffle import EpochShuffle
 
 SEEDS = st.integers(0, 2**40)
 HUGE = 2**33 + 7
 
 
 def whole(size, seed=0, epoch=0):
-    return EpochOrder(size, seed, epoch)(np.arange(size))
+    return EpochShuffle(size, seed, epoch)(np.arange(size))
 
 
 @settings(max_examples=150, deadline=None)
@@ -36,7 +36,7 @@ def test_any_slice_agrees_with_the_whole(size, seed, data):
     start = data.draw(st.integers(0, size))
     stop = data.draw(st.integers(start, size))
     positions = np.arange(start, stop)
-    found = EpochOrder(size, seed, 3)(positions)
+    found = EpochShuffle(size, seed, 3)(positions)
     np.testing.assert_array_equal(found, whole(size, seed, 3)[start:stop])
     np.testing.assert_array_equal(positions, np.arange(start, stop))  # the input is left alone
 
@@ -85,7 +85,7 @@ def test_small_orders_are_all_as_frequent(size):
 
 def test_a_huge_epoch_costs_a_batch_of_memory():
     """int32 positions would wrap; a stored permutation would take 64 GiB."""
-    order = EpochOrder(HUGE, 0, 0)
+    order = EpochShuffle(HUGE, 0, 0)
     order(np.arange(10))  # compiled outside the measurement
     positions = np.concatenate([np.arange(1000), np.arange(HUGE - 1000, HUGE)])
     tracemalloc.start()
@@ -105,8 +105,8 @@ def test_the_order_of_one_seed_stays():
 
 def test_an_empty_epoch_is_refused():
     with pytest.raises(ValueError, match="at least one triple, got 0"):
-        EpochOrder(0, 0, 0)
+        EpochShuffle(0, 0, 0)
 
 
 def test_no_positions():
-    assert EpochOrder(5, 0, 0)(np.empty(0, np.int64)).shape == (0,)
+    assert EpochShuffle(5, 0, 0)(np.empty(0, np.int64)).shape == (0,)

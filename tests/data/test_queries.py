@@ -4,9 +4,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.compiled_index import QueryList
-from kge_torchrec.data.filter_index import SIDES, KnownTriples, build_side
+from kge_torchrec.data.filter_index import SIDES, FilterIndex, build_side
 from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.shuffle import EpochShuffle
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 
@@ -20,10 +20,10 @@ def graphs(draw):
     return entities, relations, np.array(sorted(triples), np.int32)
 
 
-def known_of(entities, relations, *splits) -> KnownTriples:
+def known_of(entities, relations, *splits) -> FilterIndex:
     indices = [{side: build_side(side, rows, entities, relations) for side in SIDES}
                for rows in splits]  # fmt: skip
-    return KnownTriples(indices, entities, relations)
+    return FilterIndex(indices, entities, relations)
 
 
 def examples_of(kind, graph, sides):
@@ -124,7 +124,7 @@ def test_an_epoch_is_left_and_entered_at_any_step():
         assert [b.seed for b in whole[2:]] == [b.seed for b in late]
         assert np.array_equal(whole[3].asked[0].anchor, late[1].asked[0].anchor)
         assert whole[3].queries == 4
-        single = batches.batch(EpochOrder(20, 3, 1), 1, 2)
+        single = batches.batch(EpochShuffle(20, 3, 1), 1, 2)
         for own, same in zip(
             single.asked[1].answers.all(), late[0].asked[1].answers.all(), strict=True
         ):

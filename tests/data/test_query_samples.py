@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import SIDES, KnownTriples, build_side
+from kge_torchrec.data.filter_index import SIDES, FilterIndex, build_side
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import QuerySampleBuilder
 
@@ -19,7 +19,7 @@ IDS = [st.integers(0, size - 1) for size in (ENTITIES, RELATIONS, ENTITIES)]
 def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBuilder:
     rows = np.array(sorted(triples), np.int32).reshape(-1, 3)
     index = {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
-    known = KnownTriples([index], ENTITIES, RELATIONS)
+    known = FilterIndex([index], ENTITIES, RELATIONS)
     sampler = NegativeSampler(ENTITIES, COUNT, seed=1)
     options = {"batch_size": 5, "seed": 1} | options
     return QuerySampleBuilder(

@@ -35,15 +35,15 @@ def test_degrees(store):
 
 
 def test_known(store):
-    known = store.known(["train", "valid"])
+    known = store.filter_index(["train", "valid"])
     query, entity = known.answers("tail", [0, 0, 2], [0, 1, 0]).all()
     assert query.tolist() == [0, 1] and entity.tolist() == [1, 2]
-    assert store.known(["train"]).answers("tail", [0], [1]).all()[1].tolist() == []
+    assert store.filter_index(["train"]).answers("tail", [0], [1]).all()[1].tolist() == []
     assert known.contains("head", [2], [1], [0, 1, 2]).tolist() == [[True, False, True]]
 
 
 def test_unknown_split(store):
-    for call in (store.split, lambda name: store.known([name])):
+    for call in (store.split, lambda name: store.filter_index([name])):
         with pytest.raises(ValueError, match="no split 'dev'; there are train, valid, test"):
             call("dev")
 

@@ -20,7 +20,7 @@ from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 WORLDS = pytest.mark.parametrize("world_size", [1, 2, 4])
 LAYOUTS = {
@@ -57,7 +57,7 @@ def layouts_for(world_size: int) -> list[str]:
     return [name for name in LAYOUTS if world_size > 1 or name != "hybrid"]
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None
 
 
@@ -72,7 +72,7 @@ def rank_trains_all(store: Path, folder: Path) -> dict[str, dict]:
         found[layout] = {
             "start": start,
             "end": session.parameters,
-            "layout": session.engine.layout,
+            "layout": session.backend.layout,
             "kinds": [type(p) for p in session.scorer.parameters()],
         }
     return found
@@ -121,8 +121,8 @@ def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
                          **changes)  # fmt: skip
         session = fit(config, without_checkpoints)
         tensors = []
-        for parameter in session.engine.dense.parameters():
-            states = session.engine._dense.state[parameter].values()
+        for parameter in session.backend.dense.parameters():
+            states = session.backend._dense.state[parameter].values()
             tensors += [parameter, parameter.grad, *(s for s in states if s.dim())]
         found[layout] = sum(
             (t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors

@@ -9,14 +9,14 @@ import pytest
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.embeddings.chunks import in_pieces
+from kge_torchrec.embeddings.chunks import in_chunks
 from kge_torchrec.training import checkpoint_storage
 
 ROW_BYTES = 8 * 4
 
 
-def trains(store: Path, run: Path, changes: dict, piece_bytes: int) -> dict:
-    checkpoint_storage.in_pieces = lambda state: in_pieces(state, piece_bytes)
+def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
+    checkpoint_storage.in_chunks = lambda state: in_chunks(state, chunk_bytes)
     return fit(config_of(store, run, **changes)).parameters
 
 

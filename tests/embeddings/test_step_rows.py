@@ -17,7 +17,7 @@ from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 ROWS, DIM = 13, 4
 
@@ -100,11 +100,11 @@ def test_fbgemms_table_steps_as_the_cpu_table(tmp_path, optimizer, blocks):
                            train__optimizer=optimizer, train__epochs=2)  # fmt: skip
         with processes(device) as ranks:
             session = Session(config, RunFolder(config.run.dir), ranks)
-            loop = Fit(session, session.restore(), None)
+            loop = Trainer(session, session.restore(), None)
             loop._save = lambda: None
             if blocks == "small":
                 loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 1000
             loop.run()
             dense = {k: p.detach().cpu() for k, p in session.scorer.named_parameters()}
-            ends.append({"entities": session.engine.shard().rows.cpu().clone(), **dense})
+            ends.append({"entities": session.backend.shard().rows.cpu().clone(), **dense})
     assert largest_difference(*ends) < 1e-4

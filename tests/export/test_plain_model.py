@@ -30,7 +30,7 @@ def model(export):
 
 def run_scores(run, heads, relations, tails, side):
     """Scores of triples by the run's own scorer and rows."""
-    rows, scorer = run.session.engine.shard().rows, run.session.scorer
+    rows, scorer = run.session.backend.shard().rows, run.session.scorer
     anchor, target = (heads, tails) if side == "tail" else (tails, heads)
     with torch.no_grad():
         return scorer.score_triples(rows[anchor], relations, rows[target], side)

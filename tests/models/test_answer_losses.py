@@ -16,16 +16,16 @@ LOSSES = {
 
 @st.composite
 def cases(draw):
-    """Loss, smoothing, number of answers of each query, scores of answers and others, counted."""
+    """Loss, smoothing, number of answers of each query, scores of answers and others, mask."""
     counts = draw(st.lists(st.integers(1, 4), min_size=1, max_size=4))
     others = draw(st.integers(1, 5))
     seed = torch.Generator().manual_seed(draw(st.integers(0, 999)))
     scale = draw(st.sampled_from([0.1, 3, 60]))
     positive = torch.randn(sum(counts), generator=seed, dtype=torch.float64) * scale
     negative = torch.randn(len(counts), others, generator=seed, dtype=torch.float64) * scale
-    counted = torch.rand(negative.shape, generator=seed) < 0.6
+    mask = torch.rand(negative.shape, generator=seed) < 0.6
     name, smoothing = draw(st.sampled_from(sorted(LOSSES))), draw(st.sampled_from([0.0, 0.2]))
-    return name, smoothing, counts, positive, negative, counted
+    return name, smoothing, counts, positive, negative, mask
 
 
 def of_one_query(name, smoothing, positive, others):
@@ -42,14 +42,14 @@ def of_one_query(name, smoothing, positive, others):
 @settings(deadline=None)
 @given(cases())
 def test_losses_and_gradients_equal_torchs(case):
-    name, smoothing, counts, positive, negative, counted = case
+    name, smoothing, counts, positive, negative, mask = case
     positive.requires_grad_()
     negative.requires_grad_()
     query = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
-    found = LOSSES[name](smoothing)(positive, query, negative, counted)
+    found = LOSSES[name](smoothing)(positive, query, negative, mask)
     expected = torch.stack([
         of_one_query(name, smoothing, part, row[mask])
-        for part, row, mask in zip(positive.split(counts), negative, counted, strict=True)
+        for part, row, mask in zip(positive.split(counts), negative, mask, strict=True)
     ])  # fmt: skip
     assert torch.allclose(found, expected, atol=1e-9)
     weights = torch.arange(1.0, len(counts) + 1)

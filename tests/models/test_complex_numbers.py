@@ -10,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import Objective, Penalties
+from kge_torchrec.models.model import Objective, Regularizers
 from kge_torchrec.models.ops import rotated, times
 from kge_torchrec.models.scorers import SCORERS
 
@@ -48,7 +48,7 @@ def anew():
 
 @pytest.mark.parametrize("scorer", ["complex", "rotate"])
 def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
-    """Of forward and backward, loss and penalties; Inductor leaves such to torch, one by one."""
+    """Of forward and backward, loss and regularizers; Inductor leaves such to torch, one by one."""
     kinds = set()
 
     def look(graph, _):
@@ -61,10 +61,12 @@ def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend=backend))
     model = SCORERS[scorer](3, 8, reciprocal=False)
     nn.init.normal_(model.relations)
-    objective = Objective(model, SoftmaxLoss(), penalties=Penalties(n3=0.1), relation_weight=0.5)
+    objective = Objective(
+        model, SoftmaxLoss(), regularizers=Regularizers(n3=0.1), relation_weight=0.5
+    )
     anchor, target, candidates = (torch.randn(1, n, 8).requires_grad_() for n in (4, 4, 6))
-    relation, counted = torch.tensor([[0, 1, 2, 0]]), torch.ones(1, 4, 6, dtype=torch.bool)
-    given = anchor, relation, target, candidates, counted, torch.ones(1, 4)
+    relation, mask = torch.tensor([[0, 1, 2, 0]]), torch.ones(1, 4, 6, dtype=torch.bool)
+    given = anchor, relation, target, candidates, mask, torch.ones(1, 4)
     losses = [objective._loss_of_side(*given, side) for side in ("head", "tail")]
     objective.compile_parts("cpu")
     for side, loss in zip(("head", "tail"), losses, strict=True):

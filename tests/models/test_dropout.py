@@ -65,14 +65,14 @@ def test_a_query_is_folded_once_for_all_its_answers(case, monkeypatch):
     if case[0] == "shallom":
         shares["hidden_dropout"] = 0.0
     scorer, dim = make(case, **shares).train(), case[1]
-    folded, query_of = [], scorer.query
-    monkeypatch.setattr(scorer, "query", lambda *rows: folded.append(rows) or query_of(*rows))
+    encoded, query_of = [], scorer.query
+    monkeypatch.setattr(scorer, "query", lambda *rows: encoded.append(rows) or query_of(*rows))
     row, query = normal(1, dim), torch.tensor([0, 0, 1, 1, 1])
     positive, negative = scorer.score_answers(
         normal(2, dim), torch.tensor([0, 1]), row.expand(5, dim), query, row.expand(3, dim), "tail"
     )
     torch.testing.assert_close(positive, negative[query, 0])
-    assert [anchor.shape for anchor, _, _ in folded] == [(1, 2, dim)]
+    assert [anchor.shape for anchor, _, _ in encoded] == [(1, 2, dim)]
 
 
 @every_scorer
@@ -82,7 +82,7 @@ def test_scorers_say_whether_they_draw_for_pairs(case, drops):
     case, shares = dropping(case) if drops else (case, {})
     scorer, dim = make(case, **shares).train(), case[1]
     rows = scorer.entity(normal(1, 3, dim))
-    query = scorer.fold(normal(1, 2, dim), torch.tensor([[0, 1]]), "tail")
+    query = scorer.encode_query(normal(1, 2, dim), torch.tensor([[0, 1]]), "tail")
     before = torch.get_rng_state()
     scorer.similarity_matrix(query, rows)
     assert scorer.drops_pairs == (not torch.equal(torch.get_rng_state(), before))

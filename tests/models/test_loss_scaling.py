@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kge_torchrec.models import loss_scaling
-from kge_torchrec.models.loss_scaling import HeldRows, LossScale, ScaleTooSmall
+from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale, ScaleTooSmall
 
 
 def test_it_halves_at_an_overflow_and_doubles_after_good_steps(monkeypatch):
@@ -42,7 +42,7 @@ def test_gradients_that_are_never_finite_end_training_in_words():
 
 
 def test_rows_get_their_gradients_at_release_and_only_then():
-    hold, table = HeldRows(), torch.ones(3, 2, requires_grad=True)
+    hold, table = GradientBarrier(), torch.ones(3, 2, requires_grad=True)
     for factor in (8.0, 16.0):
         (hold(table * 1).sum() * factor).backward()
     assert table.grad is None
@@ -52,7 +52,7 @@ def test_rows_get_their_gradients_at_release_and_only_then():
 
 
 def test_dropped_rows_get_none():
-    hold, table = HeldRows(), torch.ones(3, 2, requires_grad=True)
+    hold, table = GradientBarrier(), torch.ones(3, 2, requires_grad=True)
     hold(table * 1).sum().backward()
     hold.drop()
     hold.release(1.0)

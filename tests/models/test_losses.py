@@ -70,9 +70,9 @@ def scores(dtype=torch.float64):
 
 def some_counted():
     """Everywhere some candidates, except that the first query has none and the second all."""
-    counted = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < 0.5
-    counted[0, 0], counted[0, 1] = False, True
-    return counted
+    mask = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < 0.5
+    mask[0, 0], mask[0, 1] = False, True
+    return mask
 
 
 @every_loss
@@ -80,11 +80,11 @@ def some_counted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_value(loss, oracle, masked, dtype):
     positive, negative = scores(dtype)
-    counted = some_counted() if masked else None
-    found = loss(positive, negative, counted)
+    mask = some_counted() if masked else None
+    found = loss(positive, negative, mask)
     assert found.shape == SHAPE[:2] and found.dtype == dtype
     for query in np.ndindex(*SHAPE[:2]):
-        candidates = negative[query] if counted is None else negative[query][counted[query]]
+        candidates = negative[query] if mask is None else negative[query][mask[query]]
         expected = oracle(positive[query].item(), candidates.detach().double().numpy())
         rtol = 1e-5 if dtype == torch.float32 else 1e-12
         assert found[query].item() == pytest.approx(expected, rel=rtol, abs=rtol)
@@ -100,13 +100,13 @@ def test_a_mask_of_all_is_no_mask(loss, oracle):
 @every_loss
 def test_candidates_that_do_not_count_change_nothing(loss, oracle):
     positive, negative = scores()
-    counted = some_counted()
-    changed = torch.where(counted, negative, 1e4 * negative)
+    mask = some_counted()
+    changed = torch.where(mask, negative, 1e4 * negative)
     torch.testing.assert_close(
-        loss(positive, negative, counted), loss(positive, changed, counted), rtol=0, atol=0
+        loss(positive, negative, mask), loss(positive, changed, mask), rtol=0, atol=0
     )
-    loss(positive, negative, counted).sum().backward()
-    assert not negative.grad[~counted].any()
+    loss(positive, negative, mask).sum().backward()
+    assert not negative.grad[~mask].any()
 
 
 # Without self-adversarial: its weights are constants by design, which has a test below.
@@ -115,19 +115,19 @@ def test_candidates_that_do_not_count_change_nothing(loss, oracle):
 def test_gradients(name, masked):
     loss, _ = CASES[name]
     positive, negative = scores()
-    counted = some_counted() if masked else None
-    assert torch.autograd.gradcheck(lambda p, n: loss(p, n, counted), (positive, negative))
+    mask = some_counted() if masked else None
+    assert torch.autograd.gradcheck(lambda p, n: loss(p, n, mask), (positive, negative))
 
 
 @every_loss
 @pytest.mark.parametrize("positive", [-1e4, 0.0, 1e4])
 @pytest.mark.parametrize("negative", [-1e4, 0.0, 1e4])
 @pytest.mark.parametrize("counted", [None, "some", "none"])
-def test_extreme_scores_stay_finite(loss, oracle, positive, negative, counted):
+def test_extreme_scores_stay_finite(loss, oracle, positive, negative, mask):
     mask = {None: None, "some": some_counted(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
     positive = torch.full(SHAPE[:2], positive, requires_grad=True)
     negative = torch.full(SHAPE, negative).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
-    found = loss(positive, negative, mask[counted])
+    found = loss(positive, negative, mask[mask])
     found.sum().backward()
     assert found.isfinite().all() and (found >= -1e-3).all()
     assert positive.grad.isfinite().all() and negative.grad.isfinite().all()

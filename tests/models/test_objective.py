@@ -8,12 +8,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import KnownTriples, build_side
+from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochOrder
+from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
-from kge_torchrec.models.model import Objective, Penalties, relation_prediction, take_rows
+from kge_torchrec.models.model import Objective, Regularizers, relation_prediction, take_rows
 from kge_torchrec.models.scorers import SCORERS, SIDES
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
@@ -55,9 +55,9 @@ def random_batch(chunks, triples, count, sides=SIDES, known=False):
     )
 
 
-def oracle(scorer, loss, rows, batch, penalties=None):
-    """Sum over triples and sides of weight * (loss + penalties), over the number of sides."""
-    penalties = penalties or Penalties()
+def oracle(scorer, loss, rows, batch, regularizers=None):
+    """Sum over triples and sides of weight * (loss + regularizers), over the number of sides."""
+    regularizers = regularizers or Regularizers()
     total = torch.zeros((), dtype=rows.dtype)
     for side, negatives in batch.negatives.items():
         known = batch.known_tail if side == "tail" else batch.known_head
@@ -79,10 +79,10 @@ def oracle(scorer, loss, rows, batch, penalties=None):
             else:
                 value = loss(score(answer)[None, None], rows.new_zeros(1, 1, 1),
                              torch.zeros(1, 1, 1, dtype=torch.bool))[0, 0]  # fmt: skip
-            twin = RELATIONS if scorer.reciprocal and side == "head" else 0
-            triple = rows[anchor], rows[answer], scorer.relations[relation + twin]
-            value = value + penalties.n3 * sum(cubes(scorer, x) for x in triple)
-            value = value + penalties.l2 * sum((x * x).sum() for x in triple)
+            inverse = RELATIONS if scorer.reciprocal and side == "head" else 0
+            triple = rows[anchor], rows[answer], scorer.relations[relation + inverse]
+            value = value + regularizers.n3 * sum(cubes(scorer, x) for x in triple)
+            value = value + regularizers.l2 * sum((x * x).sum() for x in triple)
             total = total + batch.weight[c, i] * value
     return total / len(batch.negatives)
 
@@ -107,7 +107,7 @@ def normal_rows():
 def both(objective, rows, batch):
     """(value, gradient of the rows, gradient of the relations) of the objective and the oracle."""
     inputs = rows, objective.scorer.relations
-    expected = oracle(objective.scorer, objective.loss, rows, batch, objective.penalties)
+    expected = oracle(objective.scorer, objective.loss, rows, batch, objective.regularizers)
     for value in (objective(rows, batch), expected):
         yield value.detach(), *torch.autograd.grad(value, inputs)
 
@@ -119,7 +119,7 @@ def both(objective, rows, batch):
 def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
     torch.manual_seed(0)
     rows = normal_rows()
-    objective = Objective(make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Penalties(0.1, 0.2))
+    objective = Objective(make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Regularizers(0.1, 0.2))
     batch = random_batch(*LAYOUTS[layout], known=known)
     torch.testing.assert_close(*both(objective, rows, batch))
 
@@ -149,7 +149,7 @@ def test_the_answer_itself_is_no_negative():
 def test_padding_has_no_effect():
     torch.manual_seed(3)
     rows = normal_rows()
-    objective = Objective(make("rotate"), SoftmaxLoss(), SIDES, Penalties(0.1, 0.1))
+    objective = Objective(make("rotate"), SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
     batch = random_batch(2, 3, 5)
     batch.weight[:, 1:] = 0
     short = replace(batch, **{name: getattr(batch, name)[:, :1]
@@ -164,15 +164,15 @@ def test_padding_has_no_effect():
 
 def test_penalties_by_hand():
     batch = Triples(*(torch.tensor([[i]]) for i in (0, 1, 0)), torch.tensor([[0.5]]), {})
-    batch.negatives["tail"] = torch.tensor([[1]])  # the answer: no loss, the penalties are alone
+    batch.negatives["tail"] = torch.tensor([[1]])  # the answer: no loss, the regularizers are alone
     rows = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
     of = {}
     for name in ("complex", "distmult"):
         scorer = SCORERS[name](1, 2)
         torch.nn.init.ones_(scorer.relations)
-        for penalties in (Penalties(n3=0.1), Penalties(l2=0.1)):
-            objective = Objective(scorer, SoftmaxLoss(), ("tail",), penalties)
-            of[name, penalties.n3 > 0] = objective(rows, batch).item()
+        for regularizers in (Regularizers(n3=0.1), Regularizers(l2=0.1)):
+            objective = Objective(scorer, SoftmaxLoss(), ("tail",), regularizers)
+            of[name, regularizers.n3 > 0] = objective(rows, batch).item()
     # |3 + 4i| = 5, |2i| = 2, |1 + i| = sqrt(2)
     assert of["complex", True] == pytest.approx(0.05 * (125 + 8 + 2**1.5))
     assert of["distmult", True] == pytest.approx(0.05 * (27 + 64 + 8 + 1 + 1))
@@ -203,7 +203,7 @@ def test_n3_has_a_finite_gradient_at_zero():
     rows = torch.zeros(ENTITIES, DIM, requires_grad=True)
     scorer = SCORERS["complex"](RELATIONS, DIM)
     torch.nn.init.zeros_(scorer.relations)
-    objective = Objective(scorer, SoftmaxLoss(), SIDES, Penalties(n3=1.0))
+    objective = Objective(scorer, SoftmaxLoss(), SIDES, Regularizers(n3=1.0))
     batch = random_batch(1, 2, 3)
     for gradient in torch.autograd.grad(objective(rows, batch), (rows, scorer.relations)):
         assert gradient.isfinite().all()
@@ -213,7 +213,7 @@ def test_n3_has_a_finite_gradient_at_zero():
 @pytest.mark.parametrize("unique", [0, 3])
 def test_no_triples_give_a_zero_loss_and_zero_gradients(name, unique):
     scorer = make(name)
-    objective = Objective(scorer, SoftmaxLoss(), SIDES, Penalties(0.1, 0.1))
+    objective = Objective(scorer, SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
     empty = torch.zeros(0, 0, dtype=torch.int64)
     batch = Triples(empty, empty, empty, empty.double(), dict.fromkeys(SIDES, empty))
     rows = torch.randn(unique, DIM, dtype=torch.float64, requires_grad=True)
@@ -247,7 +247,7 @@ def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
     rng = np.random.default_rng(0)
     triples = rng.integers(0, (ENTITIES, RELATIONS, ENTITIES), (13, 3))
     index = {side: build_side(side, triples, ENTITIES, RELATIONS) for side in SIDES}
-    known = KnownTriples([index], ENTITIES, RELATIONS) if filtered else None
+    known = FilterIndex([index], ENTITIES, RELATIONS) if filtered else None
     sampler = NegativeSampler(ENTITIES, 5, seed=3)
     torch.manual_seed(0)
     table, objective = normal_rows(), Objective(make(reciprocal=True), SoftmaxLoss())
@@ -259,7 +259,7 @@ def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
                 triples, 10, sampler, chunk_size=chunk_size, known=known, rank=rank,
                 world_size=world,
             )  # fmt: skip
-            order = EpochOrder(13, 0, 0)
+            order = EpochShuffle(13, 0, 0)
             for batch in (builder.batch(order, 0, step) for step in (0, 1)):
                 total = total + objective(table[batch.ids.values()], batch) / world
         of[world] = total.detach(), *torch.autograd.grad(total, (table, objective.scorer.relations))

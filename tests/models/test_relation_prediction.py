@@ -11,27 +11,27 @@ from kge_torchrec.models.scorers import SCORERS
 
 
 @every_direction
-def test_cross_entropy_of_the_relation(case, side, twins):
-    scorer, dim = make(case, twins), case[1]
+def test_cross_entropy_of_the_relation(case, side, inverses):
+    scorer, dim = make(case, inverses), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
     relation = torch.randint(RELATIONS, (2, 3))
     found = relation_prediction(scorer, anchor, relation, target, side)
     assert found.shape == (2, 3)
     for c in range(2):
         for i in range(3):
-            # With twins the question is a tail query, and every row may be the answer.
-            asked = "tail" if twins else side
+            # With inverses the question is a tail query, and every row may be the answer.
+            asked = "tail" if inverses else side
             rows = range(scorer.relation_rows)
             plain = [
                 score_row(scorer, anchor[c, i], row, target[c, i], asked).item() for row in rows
             ]
-            answer = int(relation[c, i]) + (RELATIONS if twins and side == "head" else 0)
+            answer = int(relation[c, i]) + (RELATIONS if inverses and side == "head" else 0)
             expected = math.log(sum(math.exp(s - max(plain)) for s in plain)) + max(plain)
             assert found[c, i].item() == pytest.approx(expected - plain[answer], abs=1e-6)
 
 
 def score_row(scorer, anchor, row, target, side):
-    """The score with a row of the relation table, twin or not, as a query of that side."""
+    """The score with a row of the relation table, inverse or not, as a query of that side."""
     ids = torch.tensor(row)
     return scorer.similarity(
         scorer.query(scorer.entity(anchor), scorer.relation(ids), side), scorer.entity(target)

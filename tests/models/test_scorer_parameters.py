@@ -21,8 +21,8 @@ from kge_torchrec.models.scorers import SCORERS, SIDES, build_scorer
 
 
 @every_direction
-def test_gradients(case, side, twins):
-    scorer, dim = make(case, twins, normalization="layer"), case[1]
+def test_gradients(case, side, inverses):
+    scorer, dim = make(case, inverses, normalization="layer"), case[1]
     relation = torch.tensor([[0, 1, 1]])
     anchor, target = (normal(1, 3, dim).requires_grad_() for _ in range(2))
     inputs = (anchor, target, *scorer.parameters())
@@ -57,13 +57,13 @@ def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name, side):
 
 
 @every_direction
-def test_relation_factors_are_the_rows_a_query_uses(case, side, twins):
-    scorer = make(case, twins, normalization="layer", input_dropout=0.5).train()
-    assert len(scorer.relations) == scorer.relation_rows == RELATIONS * (1 + twins)
-    twin = RELATIONS if twins and side == "head" else 0
+def test_relation_factors_are_the_rows_a_query_uses(case, side, inverses):
+    scorer = make(case, inverses, normalization="layer", input_dropout=0.5).train()
+    assert len(scorer.relations) == scorer.relation_rows == RELATIONS * (1 + inverses)
+    inverse = RELATIONS if inverses and side == "head" else 0
     relation = torch.tensor([[2, 0]])
     factors = scorer.relation_factors(relation, side)
-    torch.testing.assert_close(factors, scorer.relations[relation + twin])
+    torch.testing.assert_close(factors, scorer.relations[relation + inverse])
 
 
 @every_case

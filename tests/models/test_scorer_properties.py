@@ -171,7 +171,7 @@ def test_rotations_keep_lengths(seed, name):
         relation = torch.as_tensor(rows(seed + 10, 1, scorer.relations.shape[1])[0])
     with torch.no_grad():
         scorer.relations[0] = relation
-        query = scorer.fold(torch.as_tensor(head), torch.tensor(0), "tail")
+        query = scorer.encode_query(torch.as_tensor(head), torch.tensor(0), "tail")
     turned = query if name == "quate" else query.point
     assert turned.norm().item() == close(np.linalg.norm(head))
 
@@ -317,7 +317,7 @@ def test_shallom_ranks_by_the_score_of_the_relation_between_two_entities():
 
 
 def test_coke_answers_either_side_by_masking_it():
-    """Without twins a head query is another sequence, so the two scores of a triple differ."""
+    """Without inverses a head query is another sequence, so the two scores of a triple differ."""
     torch.manual_seed(0)
     scorer = SCORERS["coke"](2, 8, layers=1, heads=2).double().eval()
     for parameter in scorer.parameters():

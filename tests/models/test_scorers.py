@@ -23,7 +23,7 @@ from kge_torchrec.ranking.blocks import score_block
 
 
 def oracle(scorer, anchor, relation, target, side):
-    """The paper's score of every query; with reciprocal a head query uses the relation's twin."""
+    """The paper's score of every query; with reciprocal a head query takes the inverse relation."""
     out = np.empty(relation.shape)
     for place in np.ndindex(*out.shape):
         ends = anchor[place].tolist(), target[place].tolist()
@@ -43,8 +43,8 @@ def test_every_scorer_has_a_formula_and_a_case():
 
 
 @every_direction
-def test_triples_score_as_in_the_paper(case, side, twins):
-    check_formula(make(case, twins), side)
+def test_triples_score_as_in_the_paper(case, side, inverses):
+    check_formula(make(case, inverses), side)
 
 
 @every_case
@@ -74,9 +74,9 @@ def test_shape_and_type_of_scores(case, shape):
 
 
 @every_direction
-def test_all_calls_agree(case, side, twins):
+def test_all_calls_agree(case, side, inverses):
     """Triples, candidates, contrast, all rows, and the queries prepared for several blocks."""
-    scorer, dim = make(case, twins, normalization="layer"), case[1]
+    scorer, dim = make(case, inverses, normalization="layer"), case[1]
     chunks, queries, count = 2, 3, 4
     anchor, target = normal(chunks, queries, dim), normal(chunks, queries, dim)
     candidates, relation = normal(chunks, count, dim), torch.randint(RELATIONS, (chunks, queries))
@@ -97,8 +97,8 @@ def test_all_calls_agree(case, side, twins):
 
 
 @every_direction
-def test_scores_of_relations(case, side, twins):
-    scorer, dim = make(case, twins, normalization="layer"), case[1]
+def test_scores_of_relations(case, side, inverses):
+    scorer, dim = make(case, inverses, normalization="layer"), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
     found = scorer.score_relations(anchor, target, side)
     assert found.shape == (2, 3, scorer.relation_rows)
@@ -170,7 +170,7 @@ def test_small_distances_between_long_rows_keep_their_digits(name):
     scorer = make((name, 64, {}), dtype=torch.float32)
     relation = torch.zeros(1, 1, dtype=torch.int64)
     head = 100 * normal(1, 1, 64, dtype=torch.float32)
-    query = scorer.fold(head, relation, "tail")
+    query = scorer.encode_query(head, relation, "tail")
     tail = (query if isinstance(query, torch.Tensor) else query.point).detach()
     if name == "mure":
         tail = torch.cat([tail, torch.zeros(1, 1, 2)], -1)

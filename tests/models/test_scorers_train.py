@@ -12,7 +12,7 @@ from training_runs import config_of, fit, largest_difference, parameters, tiny_s
 from worlds import run_world
 
 from kge_torchrec.config import SCORER_NAMES, RunConfig
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 OPTIONS = {
     "coke": {"model__options__layers": 1},
@@ -47,7 +47,7 @@ def rank_trains_all(store: Path, folder: Path) -> dict[str, tuple]:
     for name in SCORER_NAMES:
         starts = []
 
-        def prepare(loop: Fit, starts=starts) -> None:
+        def prepare(loop: Trainer, starts=starts) -> None:
             starts.append(parameters(loop.session))
             loop._save = lambda: None  # for speed: checkpoints have tests of their own
 

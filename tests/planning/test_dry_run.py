@@ -126,7 +126,7 @@ def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, he
     keys = {f"negatives__{name}": value for name, value in keys.items()}
     if keys.get("negatives__regime") == "allvsall":
         keys["loss__name"] = "bce"
-    store, known = data_store, data_store.known(("train",))
+    store, known = data_store, data_store.filter_index(("train",))
     work = workload(store.num_entities, 3, len(store.train), **keys)
     plan, without = planned(work, "1xCPU"), planned(workload(store.num_entities, 3), "1xCPU")
     pages, own = {"train": store.train.nbytes}, {"degrees": DegreeDraw(store.degrees(), 0.75)._sums}

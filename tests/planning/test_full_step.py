@@ -20,7 +20,7 @@ from kge_torchrec.planning.full_step import full_cost, queries_of
 from kge_torchrec.planning.operations import WatchCollectives
 from kge_torchrec.planning.plan import alternatives, plan_training
 from kge_torchrec.planning.report import report
-from kge_torchrec.planning.workload import Popularity, Workload
+from kge_torchrec.planning.workload import EntityFrequency, Workload
 
 STEPS = 5
 
@@ -127,11 +127,11 @@ def test_blocks_cover_all_rows():
 def sent(config) -> float:
     """On a rank: bytes that it sends in a step."""
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_batches, build_engine, build_pipeline
+    from kge_torchrec.training.assembly import build_backend, build_batches, build_pipeline
 
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
-        pipeline = build_pipeline(config, build_engine(config, store, ranks), ranks)
+        pipeline = build_pipeline(config, build_backend(config, store, ranks), ranks)
         stream = build_batches(config, store, ranks).epoch(0)
         with WatchCollectives() as watch:
             for _ in range(STEPS):
@@ -149,7 +149,7 @@ def test_what_collectives_carry(tmp_path, world_size, keys):
     store = TripleStore.open(tmp_path / "s")
     work = Workload(
         config, store.num_entities, store.num_relations, len(store.train), build_objective,
-        Popularity.of_degrees(store.degrees()),
+        EntityFrequency.of_degrees(store.degrees()),
     )  # fmt: skip
     plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Choice())
     measured = sum(run_world(world_size, sent, config))

@@ -39,7 +39,7 @@ def trained(config, plan: str | None):
             )
             engine.plan_row_wise = lambda *_, **__: file.sharding_plan()
         session = fit(config)
-        shard = session.engine.shard()
+        shard = session.backend.shard()
         mine = [(s.first_row, s.rows) for s in planned.shards if s.rank == ranks.rank]
         held = (shard.first_row, shard.rows.shape[0])
     return mine, held, planned.fits, session.parameters

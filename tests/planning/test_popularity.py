@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import DegreeDraw, Degrees, NegativeSampler
-from kge_torchrec.planning.workload import Popularity
+from kge_torchrec.planning.workload import EntityFrequency
 
 
 def term_by_term(count: int, exponent: float, positives: int, negatives: int) -> float:
@@ -27,17 +27,17 @@ def term_by_term(count: int, exponent: float, positives: int, negatives: int) ->
     negatives=st.integers(0, 3000),
 )
 def test_zipf_is_the_sum_over_all_entities(count, exponent, positives, negatives):
-    popularity = Popularity.zipf(count, exponent)
-    assert popularity.num_entities == pytest.approx(count)
-    assert (popularity.probability * popularity.members).sum() == pytest.approx(1)
+    frequency = EntityFrequency.zipf(count, exponent)
+    assert frequency.num_entities == pytest.approx(count)
+    assert (frequency.probability * frequency.members).sum() == pytest.approx(1)
     exact = term_by_term(count, exponent, positives, negatives)
-    assert popularity.distinct(positives, negatives) == pytest.approx(exact, rel=1e-6)
+    assert frequency.distinct(positives, negatives) == pytest.approx(exact, rel=1e-6)
 
 
 def test_a_billion_entities_are_a_few_thousand_groups():
-    popularity = Popularity.zipf(10**9, 0.7)
-    assert len(popularity.probability) < 10_000
-    assert popularity.distinct(1000, 0) == pytest.approx(2000, rel=0.01)
+    frequency = EntityFrequency.zipf(10**9, 0.7)
+    assert len(frequency.probability) < 10_000
+    assert frequency.distinct(1000, 0) == pytest.approx(2000, rel=0.01)
 
 
 def graph(entities: int, triples: int, skewed: bool) -> np.ndarray:
@@ -65,15 +65,15 @@ def test_degrees_give_what_batches_have(batch, skewed, power):
     for epoch in range(12):
         full = [b for b in builder.epoch(epoch) if b.weight.numel() == batch]
         sizes += [b.ids.values().numel() for b in full]
-    expected = Popularity.of_degrees(degrees).distinct(batch, 2 * negatives, power)
+    expected = EntityFrequency.of_degrees(degrees).distinct(batch, 2 * negatives, power)
     assert np.mean(sizes) == pytest.approx(expected, rel=0.02)
 
 
 def test_a_cache_of_popular_rows_is_hit_more_than_its_size():
-    popularity = Popularity.zipf(100_000, 1.0)
-    chance = popularity.occurring(1000, 0)
-    assert popularity.cache_hits(chance, 0.1) > 0.5
-    assert popularity.cache_hits(chance, 0.2) > popularity.cache_hits(chance, 0.1)
-    uniform = Popularity.zipf(100_000, 0)
+    frequency = EntityFrequency.zipf(100_000, 1.0)
+    chance = frequency.occurring(1000, 0)
+    assert frequency.cache_hits(chance, 0.1) > 0.5
+    assert frequency.cache_hits(chance, 0.2) > frequency.cache_hits(chance, 0.1)
+    uniform = EntityFrequency.zipf(100_000, 0)
     assert uniform.cache_hits(uniform.occurring(1000, 0), 0.1) == pytest.approx(0.1)
     assert uniform.cache_hits(uniform.occurring(1000, 0), 0.999) == pytest.approx(0.999)

@@ -14,7 +14,7 @@ from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import parse_devices
 from kge_torchrec.planning.operations import WatchCollectives
 from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.workload import Popularity, Workload
+from kge_torchrec.planning.workload import EntityFrequency, Workload
 
 STEPS = 15
 
@@ -22,12 +22,12 @@ STEPS = 15
 def sent(config) -> dict:
     """On a rank: bytes that it sends in a step."""
     from kge_torchrec.distributed.processes import processes
-    from kge_torchrec.training.assembly import build_batches, build_engine
+    from kge_torchrec.training.assembly import build_backend, build_batches
     from kge_torchrec.training.step import build_pipeline
 
     with processes("cpu") as ranks:
         store = TripleStore.open(config.data.path)
-        engine = build_engine(config, store, ranks)
+        engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         stream = build_batches(config, store, ranks).epoch(0)
         for _ in range(4):  # DDP sorts its buckets in the first steps
@@ -71,7 +71,7 @@ def test_what_collectives_carry(tmp_path, world_size, keys):
     store = TripleStore.open(tmp_path / "s")
     work = Workload(
         config, store.num_entities, store.num_relations, len(store.train), build_objective,
-        Popularity.of_degrees(store.degrees()),
+        EntityFrequency.of_degrees(store.degrees()),
     )  # fmt: skip
     plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Choice())
     ranks = run_world(world_size, sent, config)

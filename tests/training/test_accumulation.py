@@ -18,7 +18,7 @@ from worlds import run_world
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 # By the number of ranks; the first is the whole batch on one rank, which all are compared with.
 PARTS = {1: (1, 3), 2: (1, 2, 3, 4, 8), 4: (1, 3, 8)}
@@ -64,12 +64,12 @@ def rank_trains_all(store: Path, folder: Path, more: dict) -> dict:
             config = config_of(store, run, **changes_of(optimizer, parts) | more)
             progress = []
 
-            def prepare(loop: Fit, progress=progress) -> None:
+            def prepare(loop: Trainer, progress=progress) -> None:
                 loop._save = lambda: None
                 progress.append(loop.progress)
 
             session = fit(config, prepare)
-            engine_step = int(session.engine.state()["table_step"])
+            engine_step = int(session.backend.state()["table_step"])
             counters = progress[0].global_step, progress[0].triples, engine_step
             found[optimizer, parts] = session.parameters, counters
     return found
@@ -133,8 +133,8 @@ def rank_counts_reductions(store: Path, folder: Path) -> tuple[int, int]:
             work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
             return work.get_future().then(lambda done: done.value()[0])
 
-        def watch(loop: Fit, count=count) -> None:
-            loop.session.engine.model.register_comm_hook(None, count)
+        def watch(loop: Trainer, count=count) -> None:
+            loop.session.backend.model.register_comm_hook(None, count)
             loop._save = lambda: None
 
         changes = changes_of("adam", parts) | {"entities__engine": "handrolled"}
@@ -213,7 +213,7 @@ def test_losses_of_micro_batches_add_up(tmp_path):
     losses = []
     for parts in (1, 3):
 
-        def listen(loop: Fit) -> None:
+        def listen(loop: Trainer) -> None:
             loop.callbacks.append(
                 lambda kind, values: losses.append(values["loss"]) if kind == "epoch" else None
             )

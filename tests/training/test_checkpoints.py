@@ -19,7 +19,7 @@ from kge_torchrec.errors import StoreError
 from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit, NonFiniteParameters
+from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
 
 FOUR = [f"step-{step:012d}" for step in (5, 10, 15, 20)]
 
@@ -47,7 +47,7 @@ def test_the_last_ones_are_kept(store, tmp_path, keep):
 
 
 def test_the_best_is_kept_besides(store, tmp_path):
-    def make_the_first_best(loop: Fit) -> None:
+    def make_the_first_best(loop: Trainer) -> None:
         mrr = iter([0.9, 0.5, 0.6, 0.7])
         loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
 
@@ -114,11 +114,11 @@ def test_a_run_goes_on_without_writing_more(store, tmp_path):
 
 
 def test_numbers_are_looked_at_without_checkpoints(store, tmp_path):
-    def spoil(loop: Fit) -> None:
+    def spoil(loop: Trainer) -> None:
         validate = loop._validate
 
         def validate_and_spoil() -> bool:
-            loop.session.engine.shard().rows[0, 0] = torch.nan
+            loop.session.backend.shard().rows[0, 0] = torch.nan
             return validate()
 
         loop._validate = validate_and_spoil
@@ -158,7 +158,7 @@ def test_damaged_ones_do_not_push_good_ones_out(store, tmp_path):
     assert seen == [["step-000000000018"], [FOUR[-1]]]
 
 
-def watch_saves(loop: Fit, look) -> None:
+def watch_saves(loop: Trainer, look) -> None:
     save = loop._save
 
     def save_and_look() -> None:
@@ -189,7 +189,7 @@ def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
         fit(config)
 
 
-def select_the_second(loop: Fit) -> None:
+def select_the_second(loop: Trainer) -> None:
     mrr = iter([0.5, 0.9, 0.6, 0.7])
     loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
 
@@ -274,7 +274,7 @@ def test_the_random_state_comes_back(store, tmp_path):
     session = fit(config_of(store, tmp_path))
     with processes("cpu"):
         torch.manual_seed(1)
-        session.checkpoints.save(session.engine.state(), session.restore())
+        session.checkpoints.save(session.backend.state(), session.restore())
         expected = torch.rand(3)
         torch.manual_seed(2)
         session.restore()

@@ -19,7 +19,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 LIMITS = {
     "norm": {"train__clip_norm": 0.05},
@@ -59,7 +59,7 @@ def variant(store: Path, limit: str, parts: str, folder: Path | None = None) -> 
     return config_of(store, folder, train__eps=1e-3, **changes)
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None
 
 
@@ -72,7 +72,7 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
         config = variant(store, limit, parts, folder / f"{limit}-{parts}")
         with kernels_of_cuda(parts == "fbgemm"):
             session = fit(config, without_checkpoints)
-        assert session.engine.state()["table_step"] == 20  # micro-batches are none
+        assert session.backend.state()["table_step"] == 20  # micro-batches are none
         found[limit, parts] = session.parameters
     return found
 
@@ -126,7 +126,7 @@ def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
         )  # fmt: skip
         with processes(device) as ranks:
             session = Session(config, RunFolder(config.run.dir), ranks)
-            loop = Fit(session, session.restore(), None)
+            loop = Trainer(session, session.restore(), None)
             without_checkpoints(loop)
             loop.run()
             ends.append({name: x.cpu() for name, x in parameters(session).items()})

@@ -11,7 +11,7 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.models.scorers import rotational
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def store(tmp_path_factory) -> Path:
     return tiny_store(tmp_path_factory.mktemp("graph") / "store").path
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None
 
 

@@ -6,17 +6,17 @@ import pytest
 from training_runs import config_of, fit, tiny_store
 from worlds import run_world
 
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 REGIMES = ("sampled", "kvssample", "1vsall")
 STEPS = 4
 
 
 def rank_drops(configs) -> dict[str, list[bytes]]:
-    """By regime, every mask of the folded queries that this rank draws, in order."""
+    """By regime, every mask of the encoded queries that this rank draws, in order."""
     found: dict[str, list[bytes]] = {}
 
-    def watch(loop: Fit) -> None:
+    def watch(loop: Trainer) -> None:
         loop._save = lambda: None
         masks = found.setdefault(loop.config.negatives.regime, [])
         layer = loop.session.scorer.hidden_dropout

@@ -18,7 +18,7 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 SCORERS = ("complex", "transe_l2", "keci", "distmult")  # of oracle_full_candidates.score
 PAIRS = [
@@ -72,11 +72,11 @@ def the_store() -> Path:
     return tiny_store(folder / "store", entities=23, train=90, held_out=2).path
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None  # for speed: they have tests of their own
 
 
-def in_small_blocks(loop: Fit) -> None:
+def in_small_blocks(loop: Trainer) -> None:
     """Scores of two or three entities at a time, computed twice."""
     without_checkpoints(loop)
     if loop.config.negatives.is_full:

@@ -22,16 +22,16 @@ from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueri
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.losses import FullSoftmax, SoftmaxLoss
-from kge_torchrec.models.model import Objective, Penalties
+from kge_torchrec.models.model import Objective, Regularizers
 from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
-from kge_torchrec.training.query_shards import Direction, FetchedRows, _all_but
+from kge_torchrec.training.query_shards import GatheredRows, QueryShard, _all_but
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.state import Progress
-from kge_torchrec.training.trainer import Fit, NonFiniteLoss
+from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 
 ENTITIES = 11
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ class Recorder:
     """An engine that keeps gradients instead of stepping by them."""
 
     def __init__(self, objective: Objective, rows: torch.Tensor):
-        self.knowledge = SimpleNamespace(objective=objective)
+        self.unwrapped_model = SimpleNamespace(objective=objective)
         self.rows = rows
         self.optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
 
@@ -62,7 +62,7 @@ def objective_of(case, reciprocal: bool, **shared) -> Objective:
     scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared)
     for parameter in scorer.parameters():
         torch.nn.init.normal_(parameter, std=0.7)
-    return Objective(scorer, SoftmaxLoss(), penalties=Penalties(n3=0.02, l2=0.01))
+    return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(n3=0.02, l2=0.01))
 
 
 def gradients(objective: Objective, kept_bytes: int) -> dict[str, torch.Tensor]:
@@ -91,9 +91,9 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
         scores = scorer.score_all(rows[anchor], relation, rows, side)
         total = total + cross_entropy(scores, answer, reduction="sum", label_smoothing=0.1)
         for part in (rows[anchor], rows[answer]):
-            total = total + objective.penalties.of(part, scorer.is_complex).sum()
+            total = total + objective.regularizers.of(part, scorer.is_complex).sum()
         factors = scorer.relation_factors(relation, side)
-        total = total + objective.penalties.of(factors, scorer.relation_is_complex).sum()
+        total = total + objective.regularizers.of(factors, scorer.relation_is_complex).sum()
     loss = total / (2 * len(TRIPLES))
     names, parameters = zip(*objective.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)
@@ -146,7 +146,7 @@ def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
     config = config_of(store, tmp_path, negatives__regime=regime, train__eps=1e-8, **keys)
     with processes("cpu") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)
-        loop, rows = Fit(session, Progress(), None), session.engine.shard().rows
+        loop, rows = Trainer(session, TrainState(), None), session.backend.shard().rows
         start, batches = rows.clone(), loop.batches.epoch(0)
         for _ in range(3):
             loop._step(batches)
@@ -274,7 +274,7 @@ def test_a_gpu_waits_for_no_copy_of_ids(copies):
     shard, block = EntityShard(rows, 0, 50), range(10, 40)
     triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
     (asked,) = TripleQueries(triples, ("tail",)).ask(np.arange(20))
-    direction, fetched = Direction(asked, shard), FetchedRows([asked], shard, True)
+    direction, fetched = QueryShard(asked, shard), GatheredRows([asked], shard, True)
     direction.answers(block)
     direction.touched(block)
     kept = fetched.hold_back(block, rows[10:40])
@@ -296,10 +296,10 @@ def test_no_rank_holds_the_answers_of_others():
     known = make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1)
     queries = DistinctQueries(known, ("tail",))
     shard = EntityShard(torch.zeros(rows, 1), entities // 2, entities)
-    Direction(queries.ask(np.array([0]))[0], shard).answers(range(rows))  # compiles
+    QueryShard(queries.ask(np.array([0]))[0], shard).answers(range(rows))  # compiles
     tracemalloc.start()
     (asked,) = queries.ask(np.array([0]))
-    query, column, share = Direction(asked, shard).answers(range(10, rows))
+    query, column, share = QueryShard(asked, shard).answers(range(10, rows))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert column.tolist() == list(range(0, rows - 10, 2)) and not query.any()

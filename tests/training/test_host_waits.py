@@ -15,7 +15,7 @@ from kge_torchrec.data.loader import LOOKUP_BAGS
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 # What stays on the host on a GPU too, or is of the CPU's own table.
 ON_THE_HOST = {
@@ -50,7 +50,7 @@ def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
     with patch.dict(LOOKUP_BAGS, cpu=LOOKUP_BAGS["cuda"]), processes("cpu") as ranks:
         for name, (changes, _) in CASES.items():
             session = Session(config_of(store, run, **changes), RunFolder(run), ranks)
-            loop = Fit(session, session.restore(), None)
+            loop = Trainer(session, session.restore(), None)
             batches = loop.batches.epoch(0)
             for _ in range(2):  # the first one sets things up
                 loop.pipeline.progress(batches)

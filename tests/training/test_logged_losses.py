@@ -19,9 +19,9 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
-# Of penalties and of telling relations a rank knows its own share only.
+# Of regularizers and of telling relations a rank knows its own share only.
 CASES = {
     "sampled": {"loss__n3": 0.02},
     "sampled in parts": {"train__accumulation": 2, "loss__name": "bce", "loss__n3": 0.02},
@@ -44,7 +44,7 @@ def config(name: str) -> Config:
     return config_of(the_store(), **sizes, **CASES[name])
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None
 
 

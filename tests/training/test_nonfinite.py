@@ -12,7 +12,7 @@ from worlds import run_world
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit, NonFiniteLoss, NonFiniteParameters, check_finite
+from kge_torchrec.training.trainer import NonFiniteLoss, NonFiniteParameters, Trainer, check_finite
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def store(tmp_path_factory) -> Path:
 def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
     """Rank 1's loss is infinite at the 8th step: epoch 2, step 3."""
 
-    def break_it(loop: Fit) -> None:
+    def break_it(loop: Trainer) -> None:
         progress = loop.pipeline.progress
 
         def broken(batches):
@@ -54,7 +54,7 @@ def test_a_rate_far_too_high(store, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def poison(loop: Fit, step: int, of: str) -> None:
+def poison(loop: Trainer, step: int, of: str) -> None:
     """The update of a step (from 1) leaves NaN behind, which no loss has seen yet."""
     progress = loop.pipeline.progress
 
@@ -65,11 +65,11 @@ def poison(loop: Fit, step: int, of: str) -> None:
             and rank() == loop.session.processes.world_size - 1
         ):
             if of == "table":
-                loop.session.engine.shard().rows[-1, -1] = math.nan
+                loop.session.backend.shard().rows[-1, -1] = math.nan
             elif of == "dense":
                 loop.session.scorer.relations.data[0, 0] = math.inf
             else:
-                next(iter(loop.session.engine.table.optimizer.states.values()))[0] = math.nan
+                next(iter(loop.session.backend.table.optimizer.states.values()))[0] = math.nan
         return loss
 
     loop.pipeline.progress = poisoned
@@ -83,7 +83,7 @@ def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, i
     with processes("cpu") as ranks:
         session = Session(config, RunFolder(run), ranks)
         progress = session.restore()
-        check_finite(session.engine.state(), ranks)
+        check_finite(session.backend.state(), ranks)
     return str(caught.value), progress.global_step
 
 

@@ -15,7 +15,7 @@ from worlds import run_world
 
 from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 SCORERS = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")  # of oracle_training.score
 PAIRS = list(itertools.product(OPTIMIZER_NAMES, SCORERS))
@@ -62,7 +62,7 @@ def the_store() -> Path:
     return tiny_store(folder / "store").path
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None  # for speed: they have tests of their own
 
 
@@ -75,7 +75,7 @@ def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]
         config = replace(config, run=run, train=replace(config.train, pipeline=pipeline))
         out[number] = {}
 
-        def remember_start(loop: Fit, found: dict = out[number]) -> None:
+        def remember_start(loop: Trainer, found: dict = out[number]) -> None:
             found["start"] = parameters(loop.session)
             without_checkpoints(loop)
 

@@ -12,9 +12,9 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.models.model import KnowledgeGraphModel
+from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
         session = fit(config_of(store, run, train__epochs=1))
     finally:
         ShardedEmbeddingCollection.input_dist, torch.Tensor.backward = distribute, backward
-    modules = session.engine.model.modules()
+    modules = session.backend.model.modules()
     (table,) = (m for m in modules if isinstance(m, ShardedEmbeddingCollection))
     return table.is_pipelined, type(table.forward).__name__, events
 
@@ -58,9 +58,9 @@ def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, wor
             assert ahead < events.index(f"backward {batch} ends")
 
 
-def count_weights(loop: Fit, found: list) -> None:
+def count_weights(loop: Trainer, found: list) -> None:
     """Remembers the sum of the weights of every batch that is trained."""
-    loop.session.engine.model.register_forward_pre_hook(
+    loop.session.backend.model.register_forward_pre_hook(
         lambda module, inputs: found.append(float(inputs[0].weight.sum()))
     )
 
@@ -69,7 +69,7 @@ def rank_counts(store: Path, run: Path, pipeline: str) -> tuple[list[float], int
     found: list[float] = []
     progress = []
 
-    def watch(loop: Fit) -> None:
+    def watch(loop: Trainer) -> None:
         count_weights(loop, found)
         progress.append(loop.progress)
 
@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_pipelined_is_refused(store, tmp_path, monkeypatc
         loss = self.objective(rows, batch)
         return loss, loss.detach()
 
-    monkeypatch.setattr(KnowledgeGraphModel, "forward", opaque)
+    monkeypatch.setattr(KGEModel, "forward", opaque)
     with pytest.raises(NotPipelined, match=r"use train.pipeline loop"):
         fit(config_of(store, tmp_path / "a"))
     fit(config_of(store, tmp_path / "b", train__pipeline="loop"))

@@ -25,7 +25,7 @@ from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 ONE_AND_TWO = [("torchrec", 1), ("torchrec", 2), ("handrolled", 2), ("fsdp", 2)]
 WAYS = {
@@ -40,7 +40,7 @@ def the_store() -> Path:
     return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
 
 
-def without_checkpoints(loop: Fit) -> None:
+def without_checkpoints(loop: Trainer) -> None:
     loop._save = lambda: None
 
 
@@ -99,16 +99,16 @@ def snapshot(session: Session) -> list[torch.Tensor]:
         parts = local.local_shards() if hasattr(local, "local_shards") else [local]
         found.extend(part.detach().clone() for part in parts)
 
-    collect(session.engine.state())
+    collect(session.backend.state())
     return found
 
 
-def spoil(loop: Fit, where: str) -> None:
+def spoil(loop: Trainer, where: str) -> None:
     """Makes this rank's gradients of one step infinite: all of the loss, or of the relations."""
-    engine, update = loop.session.engine, loop.pipeline.update
+    engine, update = loop.session.backend, loop.pipeline.update
     if where == "loss":
-        loss = engine.knowledge.scale.forward
-        engine.knowledge.scale.forward = lambda value: loss(value) * math.inf
+        loss = engine.unwrapped_model.scale.forward
+        engine.unwrapped_model.scale.forward = lambda value: loss(value) * math.inf
         return
     step, (relations, *_) = update.step, engine.dense.parameters()
 
@@ -120,8 +120,8 @@ def spoil(loop: Fit, where: str) -> None:
     update.step = spoilt
 
 
-def mend(loop: Fit) -> None:
-    vars(loop.session.engine.knowledge.scale).pop("forward", None)
+def mend(loop: Trainer) -> None:
+    vars(loop.session.backend.unwrapped_model.scale).pop("forward", None)
     vars(loop.pipeline.update).pop("step", None)
 
 
@@ -130,7 +130,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
     found = {}
     for way, changes in WAYS.items():
 
-        def inject(loop: Fit, way=way) -> None:
+        def inject(loop: Trainer, way=way) -> None:
             progress = loop.pipeline.progress
 
             def watched(batches):
@@ -153,7 +153,7 @@ def rank_overflows(store: Path, folder: Path, where: str) -> dict:
                            train__optimizer="adam", train__lr=0.02, **changes)  # fmt: skip
         session = fit(config, inject)
         found[way, "end"], found[way, "scale"] = session.parameters, session.loss_scale
-        found[way, "steps"] = int(session.engine.state()["table_step"])
+        found[way, "steps"] = int(session.backend.state()["table_step"])
     return found
 
 
@@ -171,8 +171,8 @@ def test_an_overflow_skips_the_step_on_all_ranks_alike(tmp_path, world_size, whe
 
 
 def rank_resumes(store: Path, folder: Path, epochs: int) -> tuple[dict, dict]:
-    def overflow(loop: Fit) -> None:
-        progress, scale = loop.pipeline.progress, loop.session.engine.knowledge.scale
+    def overflow(loop: Trainer) -> None:
+        progress, scale = loop.pipeline.progress, loop.session.backend.unwrapped_model.scale
         forward = scale.forward
 
         def watched(batches):
@@ -259,8 +259,8 @@ def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
                        train__optimizer=optimizer)  # fmt: skip
     with processes("cuda") as ranks:
         session = Session(config, RunFolder(tmp_path), ranks)
-        loop = Fit(session, session.restore(), None)
-        stream, scale = loop.batches.epoch(0), session.engine.knowledge.scale
+        loop = Trainer(session, session.restore(), None)
+        stream, scale = loop.batches.epoch(0), session.backend.unwrapped_model.scale
         loop.pipeline.progress(stream)
         before, forward = snapshot(session), scale.forward
         scale.forward = lambda loss: forward(loss) * math.inf

@@ -23,7 +23,7 @@ from kge_torchrec.training import stop_signal
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -107,7 +107,7 @@ def test_a_lock_does_not_outlive_its_process(tmp_path):
 # Signals
 
 
-def signalled(loop: Fit, step: int, who: int, number: int) -> None:
+def signalled(loop: Trainer, step: int, who: int, number: int) -> None:
     """Sends this process a signal in the middle of a step, if it is rank ``who``."""
     progress = loop.pipeline.progress
 

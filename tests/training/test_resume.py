@@ -18,8 +18,8 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
-from kge_torchrec.training.state import Progress
-from kge_torchrec.training.trainer import Fit
+from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trainer import Trainer
 
 TIMES = {"seconds", "triples_per_second"}
 
@@ -50,7 +50,7 @@ def options(optimizer: str) -> dict:
 def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None = None) -> dict:
     """Trains, or goes on; dies by SIGKILL in the middle of step ``killed_after`` + 1."""
 
-    def kill(loop: Fit) -> None:
+    def kill(loop: Trainer) -> None:
         progress = loop.pipeline.progress
 
         def progress_or_die(batches):
@@ -210,7 +210,7 @@ def scripted(values: dict[str, list[float]]):
     """Validations that give these values of the metrics, one after another."""
     turns = {metric: iter(numbers) for metric, numbers in values.items()}
 
-    def script(loop: Fit) -> None:
+    def script(loop: Trainer) -> None:
         loop.session.validate = lambda: {
             "both": {"realistic": {metric: next(turn) for metric, turn in turns.items()}}
         }
@@ -232,7 +232,7 @@ def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, caps
 
 @pytest.mark.parametrize("metric, better, worse", [("mr", 4.9, 5.1), ("mrr", 5.1, 4.9)])
 def test_mean_ranks_are_better_when_lower(metric, better, worse):
-    progress = Progress(best_metric=5.0)
+    progress = TrainState(best_metric=5.0)
     assert progress.is_better(metric, better) and not progress.is_better(metric, worse)
     assert not progress.is_better(metric, 5.0)
 

@@ -10,8 +10,8 @@ import pytest
 from training_runs import config_of, fit, tiny_store
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.training.state import Progress
-from kge_torchrec.training.trainer import Fit, Schedule
+from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trainer import Schedule, Trainer
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_plateau():
 def scripted(values: list[float], metric: str = "mrr"):
     """Validations that give these values, one after another."""
 
-    def script(loop: Fit) -> None:
+    def script(loop: Trainer) -> None:
         turn = iter(values)
         loop.session.validate = lambda: {"both": {"realistic": {metric: next(turn)}}}
 
@@ -107,7 +107,7 @@ def test_a_sample_of_valid_is_the_same_each_time(store, tmp_path):
     config = config_of(store, tmp_path, evaluation__max_triples=4, train__epochs=1)
     seen = []
 
-    def watch(loop: Fit) -> None:
+    def watch(loop: Trainer) -> None:
         ranked = loop.session._metrics
         loop.session._metrics = lambda triples, split: (
             seen.append(triples) or ranked(triples, split)
@@ -120,13 +120,13 @@ def test_a_sample_of_valid_is_the_same_each_time(store, tmp_path):
 
 
 def test_which_values_are_better():
-    assert Progress().is_better("mrr", 0.0)
-    assert Progress(best_metric=0.5).is_better("mrr", 0.6)
-    assert not Progress(best_metric=0.5).is_better("mrr", 0.5)
-    assert Progress(best_metric=5.0).is_better("mr", 4.0)
-    assert not Progress(best_metric=5.0).is_better("mr", 6.0)
+    assert TrainState().is_better("mrr", 0.0)
+    assert TrainState(best_metric=0.5).is_better("mrr", 0.6)
+    assert not TrainState(best_metric=0.5).is_better("mrr", 0.5)
+    assert TrainState(best_metric=5.0).is_better("mr", 4.0)
+    assert not TrainState(best_metric=5.0).is_better("mr", 6.0)
 
 
 def test_progress_travels_through_plain_values():
-    progress = Progress(epoch=3, best_metric=0.25, data="abc")
-    assert Progress.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress
+    progress = TrainState(epoch=3, best_metric=0.25, data="abc")
+    assert TrainState.from_dict(json.loads(json.dumps(progress.to_dict()))) == progress

@@ -35,7 +35,7 @@ def expected(session: Session, split: str, filtered: tuple[str, ...]) -> dict:
     """Metrics by the definition, the triples of the filtered splits being no candidates."""
     known = [tuple(row) for name in filtered for row in session.store.split(name).tolist()]
     triples = torch.from_numpy(session.store.split(split).astype(np.int64))
-    table = session.engine.shard().rows.detach()
+    table = session.backend.shard().rows.detach()
     found = {side: oracle_ranks(session.scorer, table, triples, known, side) for side in SIDES}
     return metrics(Ranks(*({s: np.array(found[s][i]) for s in SIDES} for i in (0, 1))))
 
@@ -63,7 +63,7 @@ def tf32_in_training():
 
 
 def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, monkeypatch):
-    shard, query, seen = session.engine.shard(), torch.zeros(3, dtype=torch.int64), []
+    shard, query, seen = session.backend.shard(), torch.zeros(3, dtype=torch.int64), []
     prepared = session.scorer.prepared
     monkeypatch.setattr(
         session.scorer, "prepared", lambda *args: seen.append(tf32_in_training()) or prepared(*args)

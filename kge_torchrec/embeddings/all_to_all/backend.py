@@ -21,7 +21,7 @@ from kge_torchrec.embeddings.chunks import row_sharded
 from kge_torchrec.embeddings.init import EntityInit, fill_rows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.models.model import KnowledgeGraphModel, Objective
+from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -41,7 +41,7 @@ class _StepBoth:
         self._table.step()
 
 
-class HandrolledEngine:
+class AllToAllBackend:
     """Entities in a HandrolledTable, dense parameters as ``dense`` lays them out.
 
     Collective: every rank builds it with the same arguments.
@@ -68,11 +68,11 @@ class HandrolledEngine:
         )
         fill_rows(self.shard(), seed, init)
         objective = objective.to(processes.device)
-        self.knowledge = KnowledgeGraphModel(self.table, objective, scales_loss)
+        self.unwrapped_model = KGEModel(self.table, objective, scales_loss)
         self.scorer = objective.scorer
         self.dense, self.pending = dense, self.table.pending
-        self.model = dense.wrap(self.knowledge)
-        parameters = dict(self.knowledge.named_parameters())
+        self.model = dense.wrap(self.unwrapped_model)
+        parameters = dict(self.unwrapped_model.named_parameters())
         self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
         self.optimizer = _StepBoth(self.table, self._dense)
         self._base_rates = [group["lr"] for group in self._dense.param_groups]
@@ -102,12 +102,15 @@ class HandrolledEngine:
 
     def parameter_state(self) -> dict[str, Any]:
         """The parameters for a distributed checkpoint."""
-        return {ENTITY_WEIGHT: self._sharded(self.shard().rows), **self.knowledge.state_dict()}
+        return {
+            ENTITY_WEIGHT: self._sharded(self.shard().rows),
+            **self.unwrapped_model.state_dict(),
+        }
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
         """Takes back what ``parameter_state`` gave; the rows were filled in place."""
         dense = {name: value for name, value in state.items() if name != ENTITY_WEIGHT}
-        self.knowledge.load_state_dict(dense)
+        self.unwrapped_model.load_state_dict(dense)
 
     def state(self) -> dict[str, Any]:
         """Table, scorer and optimizer state for a distributed checkpoint."""

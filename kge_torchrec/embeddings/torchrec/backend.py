@@ -35,7 +35,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
 )
 from kge_torchrec.embeddings.torchrec.planner import describe_plan, plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
-from kge_torchrec.models.model import KnowledgeGraphModel, Objective
+from kge_torchrec.models.model import KGEModel, Objective
 
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -53,7 +53,7 @@ class _Wrap(DataParallelWrapper):
         dmp._dmp_wrapped_module = self._wrapper.wrap(dmp._dmp_wrapped_module)
 
 
-class TorchRecEngine:
+class TorchRecBackend:
     """Entities in a row-wise sharded EmbeddingCollection with a fused optimizer.
 
     On CUDA that is FBGEMM's kernel, which steps in backward unless it is deferred; the CPU table
@@ -85,7 +85,7 @@ class TorchRecEngine:
     ):
         device = processes.device
         collection = entity_collection(num_entities, objective.scorer.dim)
-        model = KnowledgeGraphModel(collection, objective.to(device), scales_loss)
+        model = KGEModel(collection, objective.to(device), scales_loss)
         settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)
         sharder = EntitySharder(fused_params=settings)
         self.plan: ShardingPlan = plan or plan_row_wise(
@@ -109,8 +109,8 @@ class TorchRecEngine:
             sharders=[sharder],
             data_parallel_wrapper=_Wrap(dense),
         )
-        self.knowledge = next(m for m in self.model.modules() if isinstance(m, KnowledgeGraphModel))
-        self.scorer = self.knowledge.objective.scorer
+        self.unwrapped_model = next(m for m in self.model.modules() if isinstance(m, KGEModel))
+        self.scorer = self.unwrapped_model.objective.scorer
         self.dense, self.pending = dense, pending_gradients(self.model)
         self.layout = f"{describe_plan(self.plan, sharder)}\n{dense.describe()}"
         fill_rows(self.shard(), seed, init)

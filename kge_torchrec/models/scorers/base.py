@@ -10,7 +10,7 @@ different models; what is here looks at one row alone), and the start of a score
 function of the seed's stream on any device and rank.
 
 Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity, R
-relation rows (twins included), W numbers a relation.
+relation rows (inverses included), W numbers a relation.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an arra
 class Scorer(nn.Module):
     """Scores triples; a higher score means more plausible.
 
-    With ``reciprocal`` every relation r has a twin r + num_relations, and the head query
+    With ``reciprocal`` every relation r has an inverse r + num_relations, and the head query
     (?, r, t) is asked as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
 
     relation_dim: W; None takes D.  options: the scorer's own, to be checked.
     normalization: none, unit (entity rows of Euclidean length 1, the constraint of TransE, as part
     of the formula) or layer (a LayerNorm of entity rows, one of relation rows).
-    input_dropout: of a query's entity and relation row, hidden_dropout: of the folded query, in
+    input_dropout: of a query's entity and relation row, hidden_dropout: of the encoded query, in
     training mode only.  The draws come from torch's generator: what they are a function of is said
     in ``training``.
 
@@ -155,7 +155,7 @@ class Scorer(nn.Module):
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         """Scores of every relation between two entities: (..., D), (..., D) -> (..., R).
 
-        With reciprocal relations the columns are those of tail queries, twins included, and the
+        With reciprocal relations the columns are those of tail queries, inverses included, and the
         side plays no part: relation r of a head query is column r + num_relations.
         """
         raise NotImplementedError
@@ -172,11 +172,11 @@ class Scorer(nn.Module):
         ``fill`` is the configured draw, for relation rows; layers start as torch's own do.
         """
         fill(stream, self.relations.numpy())
-        start_layers(self, stream)
+        init_layers(self, stream)
 
 
 class QueryScorer(Scorer):
-    """A scorer whose query folds into one thing, compared with each candidate row.
+    """A scorer whose query encodes into one thing, compared with each candidate row.
 
     Subclasses give ``query`` and the two similarities; the contract's calls follow, so that they
     cannot disagree.  A query is a tensor, or a tuple of tensors, with the leading shape of the
@@ -200,7 +200,7 @@ class QueryScorer(Scorer):
         """query (C, b), rows (C, K, D) -> (C, b, K)"""
         raise NotImplementedError
 
-    def fold(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """The query of anchor rows (..., D) and relation ids (...)."""
         relation, side = self.direct(relation, side)
         return self.query(self.input_dropout(self.entity(anchor)), self.relation(relation), side)
@@ -218,34 +218,36 @@ class QueryScorer(Scorer):
         candidates: Tensor,
         side: Side,
     ) -> tuple[Tensor, Tensor]:
-        """Scores of queries with any number of answers, each query being folded once.
+        """Scores of queries with any number of answers, each query being encoded once.
 
         anchor: (b, D); relation: (b,); answer: (M, D); query: (M,) which query each answer belongs
         to; candidates: (K, D).  Returns (M,) of the answers and (b, K).
         """
-        folded = self.fold(anchor[None], relation[None], side)
-        positive = self.similarity(self.picked(folded, query), self.entity(answer)[None])
-        return positive[0], self.similarity_matrix(folded, self.entity(candidates)[None])[0]
+        encoded = self.encode_query(anchor[None], relation[None], side)
+        positive = self.similarity(self.picked(encoded, query), self.entity(answer)[None])
+        return positive[0], self.similarity_matrix(encoded, self.entity(candidates)[None])[0]
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
     ) -> Tensor:
-        return self.similarity(self.fold(anchor, relation, side), self.entity(target))
+        return self.similarity(self.encode_query(anchor, relation, side), self.entity(target))
 
     def score_candidates(
         self, anchor: Tensor, relation: Tensor, candidates: Tensor, side: Side
     ) -> Tensor:
-        return self.similarity_matrix(self.fold(anchor, relation, side), self.entity(candidates))
+        return self.similarity_matrix(
+            self.encode_query(anchor, relation, side), self.entity(candidates)
+        )
 
     def score_contrast(
         self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
     ) -> tuple[Tensor, Tensor]:
-        query = self.fold(anchor, relation, side)  # once for both
+        query = self.encode_query(anchor, relation, side)  # once for both
         positive = self.similarity(query, self.entity(target))
         return positive, self.similarity_matrix(query, self.entity(candidates))
 
     def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
-        query = self.fold(anchor[None], relation[None], side)
+        query = self.encode_query(anchor[None], relation[None], side)
         return lambda rows: self.similarity_matrix(query, self.entity(rows[None]))[0]
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
@@ -265,8 +267,8 @@ class QueryScorer(Scorer):
 class DotScorer(QueryScorer):
     """A query scorer that compares by inner product: one matrix product scores a whole chunk."""
 
-    def fold(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
-        return self.drop_hidden(super().fold(anchor, relation, side))
+    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
+        return self.drop_hidden(super().encode_query(anchor, relation, side))
 
     def drop_hidden(self, query: Any) -> Any:
         """Hidden dropout of the query."""
@@ -309,7 +311,7 @@ def normalization_of(name: str, dim: int) -> nn.Module:
     return {"none": nn.Identity, "unit": UnitNorm, "layer": lambda: nn.LayerNorm(dim)}[name]()
 
 
-def start_layers(module: nn.Module, stream: np.random.Generator) -> None:
+def init_layers(module: nn.Module, stream: np.random.Generator) -> None:
     """Weights of linear, convolution and attention layers inside a module; biases start at 0.
 
     Weights are uniform within 1 / sqrt(inputs of a unit), as torch starts its layers; scales and
