@@ -159,6 +159,14 @@ def test_torchs_cuda_is_known_without_importing_it():
     assert known == true
 
 
+def test_a_torch_without_its_files_is_told(monkeypatch):
+    """Its metadata outlived it: what an interrupted uninstall leaves behind."""
+    monkeypatch.setattr(environment, "_version", (GOOD | CUDA).get)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PackageSetError, match=r"files are not where it says.*make setup"):
+        check_packages()
+
+
 @pytest.fixture
 def speaks_at_import(tmp_path):
     """What fbgemm 1.6.0 does when it is imported, and another package whose name begins alike."""
