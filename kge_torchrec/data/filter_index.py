@@ -116,7 +116,9 @@ class FilterIndex:
         (index,) = self._indices
         return QueryList(index[side].indptr, index[side].relations)
 
-    def _checked(self, side, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+    def _checked(
+        self, side: str, anchors: np.ndarray, relations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         if side not in SIDES:
             raise ValueError(f"side must be 'head' or 'tail', not {side!r}")
         anchors = np.ascontiguousarray(anchors, np.int64)
@@ -133,7 +135,9 @@ class FilterIndex:
         return anchors, relations
 
 
-def _ranges(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+def _ranges(
+    index: SideIndex, anchors: np.ndarray, relations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     return find_ranges(index.indptr, index.relations, anchors, relations)
 
 

@@ -146,7 +146,7 @@ def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, n
         digest.update(labels.buffers()[2] or b"")
     for split in SPLITS:
         digest.update(f"{split} {len(triples[split])}\n".encode())
-        digest.update(np.ascontiguousarray(triples[split]))
+        digest.update(np.ascontiguousarray(triples[split]).data)
     return digest.hexdigest()
 
 
@@ -284,7 +284,7 @@ class Vocabulary:
         candidates = self._labels
         if len(candidates) > MAX_COMPARED:
             candidates = candidates.filter(self._resembling(label))[:MAX_COMPARED]
-        spelled = {}
+        spelled: dict[str, str] = {}
         for candidate in candidates.to_pylist():
             spelled.setdefault(candidate.lower(), candidate)
         close = difflib.get_close_matches(label.lower(), list(spelled), count)
