@@ -48,7 +48,7 @@ class _Setting(NamedTuple):
     cluster: Cluster
     choice: Choice
 
-    def choose(self, **changes) -> _Setting:
+    def choose(self, **changes: Any) -> _Setting:
         return self._replace(choice=replace(self.choice, **changes))
 
 

@@ -195,7 +195,7 @@ def read_devices(path: str | Path) -> dict[str, Device]:
     return known
 
 
-def _from_values(name: str, values: Any, known: Mapping[str, Device], path) -> Device:
+def _from_values(name: str, values: Any, known: Mapping[str, Device], path: str | Path) -> Device:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} in {path} should hold 'key: value' pairs")
     values = dict(values)

@@ -23,6 +23,7 @@ from kge_torchrec.models.losses import (
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.ops import planning_for
 from kge_torchrec.models.scorers import Side
+from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.planning.communication import Traffic, no_traffic
 from kge_torchrec.planning.cost import (
     sending_seconds,
@@ -136,6 +137,7 @@ def _loss(workload: Workload) -> FullLoss:
 
 def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> Cost:
     scorer, parameters = objective.scorer, [p for p in objective.parameters() if p.requires_grad]
+    assert isinstance(scorer, QueryScorer)  # others are refused for these training types
     sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
     counts = [queries * (i + 1) // len(sides) - queries * i // len(sides)
               for i in range(len(sides))]  # fmt: skip

@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -85,7 +86,7 @@ class Workload:
     @property
     def sides(self) -> tuple[Side, ...]:
         sides = self.config.negatives.sides
-        return SIDES if sides == "both" else (sides,)
+        return tuple(side for side in SIDES if sides in (side, "both"))
 
     @property
     def examples(self) -> int:
@@ -102,7 +103,9 @@ class Workload:
     @property
     def batch_size(self) -> int:
         """Examples of a step over all ranks, never more than there are."""
-        return min(self.config.train.batch_size, self.examples)
+        size = self.config.train.batch_size
+        assert size is not None, "Config.with_batch_size settles it"
+        return min(size, self.examples)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -174,7 +177,7 @@ class Workload:
         """The same with steps cut into another number of micro-batches."""
         return self._scored_alike(train=replace(self.config.train, accumulation=micro_batches))
 
-    def _scored_alike(self, **sections) -> Workload:
+    def _scored_alike(self, **sections: Any) -> Workload:
         """With other sections of the config; scorer and loss are the same, and so are their costs.
 
         What was watched at one size is then not watched again.
@@ -254,7 +257,7 @@ class EntityFrequency:
                 degree = self.probability * 2 * self.triples
                 absent = np.where(degree > 0, degree * np.log1p(-share), 0.0)
             if negatives:
-                drawn = 1 / self.num_entities
+                drawn: float | np.ndarray = 1 / self.num_entities
                 if negative_power is not None:
                     drawn = self.powered(negative_power)
                 absent = absent + negatives * np.log1p(-drawn)
