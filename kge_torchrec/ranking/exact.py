@@ -74,7 +74,15 @@ def rank_triples(
 class _Counter:
     """Counts worse and equal candidates of queries, batch by batch."""
 
-    def __init__(self, scorer, shard, known, block_bytes, batch_size, progress):
+    def __init__(
+        self,
+        scorer: Scorer,
+        shard: EntityShard,
+        known: FilterIndex | None,
+        block_bytes: int | None,
+        batch_size: int,
+        progress: Callable[[int], object] | None,
+    ):
         self.scorer, self.shard, self.known = scorer, shard, known
         self.block_bytes, self.batch_size, self.progress = block_bytes, batch_size, progress
 
@@ -176,7 +184,7 @@ def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> No
 # One thread on purpose: a pass over scores still in cache takes a few percent of the matrix
 # product that made them, while a second thread pool beside torch's slows both down.
 @numba.njit(nogil=True, cache=True)
-def _count(scores, true, less, equal):
+def _count(scores: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray) -> None:
     for i in range(scores.shape[0]):
         threshold = true[i]
         below = 0
