@@ -201,7 +201,9 @@ class Comparison:
     def _bar(self) -> Iterator[tqdm]:
         """One bar for all steps of all worlds."""
         config = next(iter(self.configs.values()))
-        steps_per_epoch = -(-len(self.store.train) // config.train.batch_size)
+        size = config.train.batch_size
+        assert size is not None, "settled in __init__"
+        steps_per_epoch = -(-len(self.store.train) // size)
         one_size = config.train.epochs * steps_per_epoch + self.extent.repeats * (
             self.extent.timing.total
         )

@@ -30,7 +30,7 @@ from importlib import metadata
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -159,7 +159,9 @@ def _rank_main(
 
 def _end_with_parent() -> None:
     """The starting process ends its ranks, unless it is killed: then they would go on alone."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # every rank was started by another process
+    parent.join()
     os._exit(1)
 
 
@@ -209,7 +211,7 @@ def _death(code: int) -> str:
 def _steps_done(folder: Path) -> np.ndarray:
     """A counter that two processes share."""
     file = folder / "steps"
-    mode = "r+" if file.exists() else "w+"
+    mode: Literal["r+", "w+"] = "r+" if file.exists() else "w+"
     return np.memmap(file, dtype=np.int64, mode=mode, shape=(1,))
 
 

@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.loader import Batch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.run_folder import RunFolder
@@ -51,16 +50,17 @@ class _Trainee:
 
     def __init__(self, name: str, config: Config, ranks: Processes):
         self.name = name
+        assert config.run.dir is not None  # the comparison's folder
         self.session = Session(config, RunFolder(config.run.dir), ranks)
         self.batches = build_batches(config, self.session.store, ranks)
         self.schedule = Schedule.of(config.train, self.batches.steps_per_epoch)
         self.pipeline = build_pipeline(config, self.session.backend, ranks)
         self._losses = LossesSeen()
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
+    def epoch(self, epoch: int) -> Iterator[Any]:
         return self.batches.epoch(epoch)
 
-    def step(self, step: int, batches: Iterator[Batch]) -> None:
+    def step(self, step: int, batches: Iterator[Any]) -> None:
         """Trains the next batch as step number ``step``, from 0."""
         self.session.backend.set_learning_rate(self.schedule.factor(step))
         seed_dropout(self.session.config.seed, step, self.session.processes.rank)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +195,7 @@ def _traffic(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
     return [*header, "collectives"], rows
 
 
-def _each(summary: dict[str, Any]):
+def _each(summary: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for world_size, by_name in summary.items():
         for name, found in by_name.items():
             yield world_size, name, found
@@ -280,8 +281,9 @@ def _training(comparison: dict[str, Any], found: dict[str, Any] | None) -> list[
 def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: float) -> str:
     """How far one variant's parameters lie from the first's, from start to end."""
     start, end = measured[0], measured[-1]
-    if largest(start) != 0:
-        by = "not numbers" if largest(start) is None else f"{_about(largest(start))} apart"
+    before = largest(start)
+    if before != 0:
+        by = "not numbers" if before is None else f"{_about(before)} apart"
         return (
             f"{name} does not start where {first} does (parameters {by}), so the rest compares "
             "different models"

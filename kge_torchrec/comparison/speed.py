@@ -28,7 +28,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import count, islice
@@ -38,18 +38,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
 from kge_torchrec.data.loader import Batch, BatchBuilder
+from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
+
+SampledBatches = BatchBuilder | QuerySampleBuilder
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -85,8 +89,9 @@ def measure_speed(
     milliseconds}, "traffic": {"deduplicated" | "duplicated": means a step of this rank}}; on CUDA
     also "peak_device_bytes".  Memory is read before the batches with duplicates, which are larger.
     """
+    assert config.run.dir is not None  # the comparison's folder
     session = Session(config, RunFolder(config.run.dir), ranks)
-    batches = build_batches(config, session.store, ranks)
+    batches = _sampled_batches(config, session)
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     found["split"] = _split(session, batches, timing, reporter)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
@@ -97,8 +102,14 @@ def measure_speed(
     return found
 
 
+def _sampled_batches(config: Config, session: Session) -> SampledBatches:
+    batches = build_batches(config, session.store, session.processes)
+    assert not isinstance(batches, QueryBatches)  # compare has refused all entities as candidates
+    return batches
+
+
 def _split(
-    session: Session, batches: BatchBuilder, timing: Timing, reporter: Reporter
+    session: Session, batches: SampledBatches, timing: Timing, reporter: Reporter
 ) -> dict[str, float]:
     """The first steps compile kernels and set up buffers; they are trained, but not counted."""
     stream, device = _endless(batches), session.processes.device
@@ -112,7 +123,7 @@ def _split(
 def _timed_blocks(
     session: Session,
     pipeline: Pipeline,
-    batches: BatchBuilder,
+    batches: SampledBatches,
     timing: Timing,
     reporter: Reporter,
 ) -> list[float]:
@@ -145,7 +156,7 @@ def _traffic(
     for name, deduplicate in (("deduplicated", True), ("duplicated", False)):
         entities = replace(session.config.entities, deduplicate=deduplicate)
         config = replace(session.config, entities=entities)
-        batches = build_batches(config, session.store, session.processes)
+        batches = _sampled_batches(config, session)
         counted = list(islice(_endless(batches), timing.traffic * batches.accumulation))
         stream = iter(counted)
         with Traffic(session.backend.shard().dim) as traffic:
@@ -157,13 +168,13 @@ def _traffic(
     return found
 
 
-def _endless(batches: BatchBuilder) -> Iterator[Batch]:
+def _endless(batches: SampledBatches) -> Iterator[Any]:
     """Epoch after epoch."""
     for epoch in count():
         yield from batches.epoch(epoch)
 
 
-def _sizes(batches: BatchBuilder) -> Iterator[int]:
+def _sizes(batches: SampledBatches) -> Iterator[int]:
     """Triples of each step of ``_endless``, over all ranks."""
     total, size = batches.examples, batches.batch_size
     while True:
@@ -319,7 +330,13 @@ class Traffic(TorchDispatchMode):
     def rows_sent(self) -> float:
         return self._floats_sent / self.dim
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind is not None:
@@ -350,7 +367,7 @@ class Traffic(TorchDispatchMode):
         }
 
 
-def _kind(func) -> str | None:
+def _kind(func: OpOverload) -> str | None:
     """The kind of collective that an operator starts; None for waits, barriers and all others."""
     if func.namespace not in _NAMESPACES:
         return None
