@@ -291,7 +291,7 @@ def _is_fbgemms(options: SparseOptions) -> bool:
 def _decays(betas: tuple[float, float], counting: str) -> list[tuple[float, float]]:
     """(beta, 1 - beta) of both betas."""
     if counting == "table":
-        betas = tuple(float(np.float32(beta)) for beta in betas)
+        return [(beta, 1 - beta) for beta in (float(np.float32(beta)) for beta in betas)]
     return [(beta, 1 - beta) for beta in betas]
 
 

@@ -47,14 +47,14 @@ class _Lookup(torch.autograd.Function):
     """Rows in forward; in backward their gradients travel to the owners."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
         rows, ctx.asked = table.fetch(route)
         ctx.table, ctx.route = table, route
         return rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.table.send_home(grad, ctx.route, ctx.asked)
         return None, None, None
 
@@ -228,9 +228,11 @@ class Route(Pipelineable):
     receive: list[int]  # (W,) ids from each rank; they sum to R
     distinct: bool  # no id occurs twice in ``ids``
 
-    def _map(self, change) -> Route:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Route:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)}
+        changed: dict[str, Any] = {
+            k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)
+        }
         return replace(self, **changed)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Route:
@@ -261,8 +263,8 @@ def make_route(
     """
     order = _NOTHING
     if ranges.world_size == 1:
-        counts = [ids.numel()]
-        return Route(ids, _or_nothing(occurrences), order, counts, counts, ascending)
+        alone = [ids.numel()]
+        return Route(ids, _or_nothing(occurrences), order, alone, alone, ascending)
     if ascending:
         below = torch.searchsorted(ids, ranges.starts())
         counts = torch.diff(below, append=torch.tensor([ids.numel()]))
