@@ -157,14 +157,14 @@ class Comparison:
             raise _Ended from None
         rates = ranks[0]["triples_per_second"]
         # Variants keep the order in which they were named, whoever came first this time.
-        empty: dict[str, list] = {one: [] for one in self.configs}
+        empty: dict[str, list[Any]] = {one: [] for one in self.configs}
         by_name = self.found["speed"].setdefault(str(world_size), empty)
         by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": ranks})
         self._write()
         listed = ", ".join(f"{rate:,.0f}" for rate in rates)
         self._say(f"{_ranks(world_size)}, {name}, repeat {repeat + 1}: {listed} triples/s")
 
-    def _world(self, bar: tqdm, world_size: int, work: Callable, *args: Any) -> list[Any]:
+    def _world(self, bar: tqdm, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         return run_world(work, world_size, *args, device=self.device, advance=bar.update)
 
     def _fail(

@@ -104,7 +104,7 @@ def run_world(
 
 
 @contextmanager
-def _started(world_size: int, task: tuple) -> Iterator[list[BaseProcess]]:
+def _started(world_size: int, task: tuple[Any, ...]) -> Iterator[list[BaseProcess]]:
     """The running processes of a world, by rank; killed if they are still there at the end."""
     work, args, device, folder = task
     # Where the ranks meet, on a port that the system chose: nobody else can take it meanwhile.
@@ -130,7 +130,7 @@ def _started(world_size: int, task: tuple) -> Iterator[list[BaseProcess]]:
 def _rank_main(
     rank: int,
     work: Callable[..., Any],
-    args: tuple,
+    args: tuple[Any, ...],
     device: str,
     folder: str,
     world_size: int,

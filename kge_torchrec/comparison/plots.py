@@ -144,7 +144,7 @@ def _panels(figure: Figure, world_sizes: list[str]) -> Iterator[tuple[str, Axes]
         yield world_size, axes
 
 
-def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str, dict]]:
+def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str, dict[str, Any]]]:
     """(place, colour, variant, figures) of each bar; bars stand in groups, one a world size."""
     centres, place = [], 0.0
     for by_name in summary.values():

@@ -315,7 +315,7 @@ def _speed(first: str, by_name: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]
 
 
-def _faster(name: str, ours: list[dict], first: str, base: list[dict]) -> str:
+def _faster(name: str, ours: Measurements, first: str, base: Measurements) -> str:
     """Who is faster, if the difference is larger than those between repeats of the same."""
     mine, theirs = triples_per_second(ours), triples_per_second(base)
     repeats = min(len(ours), len(base))

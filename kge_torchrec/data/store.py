@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -46,12 +46,12 @@ class TripleStore:
         fingerprint: hash of the labels and triples; equal for stores that mean the same by an id.
     """
 
-    def __init__(self, path: Path, meta: Mapping):
+    def __init__(self, path: Path, meta: Mapping[str, Any]):
         self.path = path
         self.num_entities: int = meta["num_entities"]
         self.num_relations: int = meta["num_relations"]
         self.fingerprint: str = meta["fingerprint"]
-        self.report: dict = meta["report"]
+        self.report: dict[str, Any] = meta["report"]
         self.entities = Vocabulary.open(path / "entities.arrow", "entity")
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
@@ -115,7 +115,7 @@ def write_store(
     relations: pa.Array,
     triples: Mapping[str, np.ndarray],
     indices: Mapping[str, Mapping[str, SideIndex]],
-    report: Mapping,
+    report: Mapping[str, Any],
 ) -> None:
     """Writes all files of a store into the existing ``directory``, the meta file last."""
     Vocabulary(entities).save(directory / "entities.arrow")
@@ -195,7 +195,7 @@ def _umask() -> int:
     return mask
 
 
-def _read_meta(path: Path) -> dict:
+def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise StoreError(f"{path}: no such store; write one with `kge-torchrec prepare`")
     try:

@@ -205,7 +205,7 @@ class ExportFolder:
             for piece in pieces:
                 file.write(piece)
 
-    def finish(self, description: dict) -> None:
+    def finish(self, description: dict[str, Any]) -> None:
         """Adds model.json with the size of every file, then gives the folder its name."""
         sizes = {file.name: file.stat().st_size for file in sorted(self.partial.iterdir())}
         text = json.dumps(description | {"files": sizes}, indent=1, ensure_ascii=False)

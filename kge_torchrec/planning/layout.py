@@ -23,7 +23,7 @@ from torchrec.distributed.types import (
 )
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.torchrec.planner import Bytes, dense_state_numbers
 from kge_torchrec.planning.devices import Cluster, Ring
 

@@ -28,6 +28,7 @@ from kge_torchrec.data.loader import share_of
 from kge_torchrec.data.negatives import Degrees
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SIDES, Side
+from kge_torchrec.planning.operations import Cost
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,9 @@ class Workload:
     num_triples: int
     build_objective: Callable[[Config, int], Objective]
     frequency: EntityFrequency
-    costs: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
+    costs: dict[tuple[object, ...], Cost] = field(  # remembered
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):

@@ -288,7 +288,7 @@ class Background:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="table-step")
-        self._work: Future | None = None
+        self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Runs ``work`` in the thread, once the work before it is done (and raises its error)."""

@@ -50,7 +50,7 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
 from kge_torchrec.errors import KGEError, raised_alike
 
