@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.loader import LOOKUP_BAGS, BatchBuilder, as_feature
-from kge_torchrec.data.negatives import DegreeDraw, NegativeSampler
+from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import (
     DistinctQueries,
     EveryQuery,
@@ -27,22 +28,14 @@ from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
 from kge_torchrec.environment import quiet_dependencies
-from kge_torchrec.models.losses import (
-    AnswersBinaryCrossEntropy,
-    AnswersSoftmax,
-    BinaryCrossEntropyLoss,
-    FullBinaryCrossEntropy,
-    FullLoss,
-    FullSoftmax,
-    MarginLoss,
-    SelfAdversarialLoss,
-    SoftmaxLoss,
-)
-from kge_torchrec.models.model import Objective, QueryObjective, Regularizers
+from kge_torchrec.models.losses import Loss
+from kge_torchrec.models.model import Objective, QueryObjective
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.planning.plan_file import read_plan
 from kge_torchrec.training import step as steps
@@ -60,14 +53,18 @@ def sides_of(name: str) -> tuple[Side, ...]:
     return SIDES if name == "both" else (name,)
 
 
-def build_loss(config: LossConfig) -> nn.Module:
+def build_loss(config: LossConfig) -> Loss:
     """The loss of a query."""
-    return {
-        "softmax": lambda: SoftmaxLoss(config.label_smoothing),
-        "bce": lambda: BinaryCrossEntropyLoss(config.label_smoothing, config.reduction),
-        "margin": lambda: MarginLoss(config.margin),
-        "self_adversarial": lambda: SelfAdversarialLoss(config.margin, config.temperature),
-    }[config.name]()
+    return resolve("loss", config.name)(**asdict(config.loss_options()))
+
+
+def build_regularizers(config: LossConfig) -> Regularizers:
+    """Those of loss.n3 and loss.l2, and the others that loss.regularizers names."""
+    others = [
+        resolve("regularizer", name)(**asdict(options))
+        for name, options in config.regularizer_options().items()
+    ]
+    return Regularizers(config.n3, config.l2, others)
 
 
 @quiet_dependencies()
@@ -81,13 +78,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
-    table = TableOptimizer(
-        name=train.optimizer,
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-    )
+    table = table_optimizer(train)
     parts = (store.num_entities, objective, table)
     options = {
         "dense": dense_wrapper(config.dense, processes),
@@ -112,12 +103,12 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Scorer and loss, not yet at their start."""
     of_queries = config.negatives.regime == "kvssample"
-    build, loss = (QueryObjective, build_answers_loss) if of_queries else (Objective, build_loss)
-    return build(
+    loss = build_loss(config.loss)
+    return (QueryObjective if of_queries else Objective)(
         build_scorer(config.model, num_relations),
-        loss(config.loss),
+        loss.over_answers() if of_queries else loss,
         sides_of(config.negatives.sides),
-        Regularizers(n3=config.loss.n3, l2=config.loss.l2),
+        build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
     )
@@ -159,22 +150,28 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
     return config
 
 
+def table_optimizer(train: TrainConfig) -> TableOptimizer:
+    """The optimizer that a config describes."""
+    return TableOptimizer(
+        name=train.optimizer,
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        options=train.row_optimizer_options(),
+    )
+
+
 def dense_optimizer(
     train: TrainConfig,
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer of the dense parameters: the table's one without row-wise state."""
-    rate = train.relation_lr or train.lr
-    decay = {"weight_decay": train.weight_decay}
+    """The optimizer of the dense parameters that goes with the table's."""
+    table, rate = table_optimizer(train), train.relation_lr or train.lr
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if train.optimizer in ("adam", "rowwise_adam"):
-            betas = (train.beta1, train.beta2)
-            return torch.optim.AdamW(
-                parameters, lr=rate, betas=betas, eps=train.eps, fused=True, **decay
-            )
-        if train.optimizer in ("adagrad", "rowwise_adagrad"):
-            return torch.optim.Adagrad(parameters, lr=rate, eps=train.eps, **decay)
-        return torch.optim.SGD(parameters, lr=rate, **decay)
+        parameters = list(parameters)
+        own = table.kind.dense(parameters, rate, table)
+        return DenseRows(parameters, rate, table.rule) if own is None else own
 
     return build
 
@@ -183,22 +180,8 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
     """What trains the batches that ``build_batches`` gives."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
-    loss = build_full_loss(config.loss, backend.shard().num_entities)
+    loss = build_loss(config.loss).over_all(backend.shard().num_entities)
     return FullCandidates(backend, loss, processes.device)
-
-
-def build_answers_loss(config: LossConfig) -> nn.Module:
-    """The loss of a query with all its answers."""
-    if config.name == "softmax":
-        return AnswersSoftmax(config.label_smoothing)
-    return AnswersBinaryCrossEntropy(config.label_smoothing, config.reduction)
-
-
-def build_full_loss(config: LossConfig, num_entities: int) -> FullLoss:
-    """The loss of a query over all entities."""
-    if config.name == "softmax":
-        return FullSoftmax(num_entities, config.label_smoothing)
-    return FullBinaryCrossEntropy(num_entities, config.label_smoothing, config.reduction)
 
 
 def build_batches(
@@ -210,10 +193,8 @@ def build_batches(
         on_cuda = processes.device.type == "cuda"
         examples = _examples(negatives.regime, store, sides_of(negatives.sides))
         return QueryBatches(examples, config.train.batch_size, config.seed, ahead=on_cuda)
-    by_degree = None
-    if negatives.sampling == "degree":
-        by_degree = DegreeDraw(store.degrees(), negatives.degree_power)
-    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, by_degree)
+    draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
+    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
     shared = {
         "sides": sides_of(negatives.sides),
         "seed": config.seed,
