@@ -9,8 +9,9 @@ from worlds import run_world
 
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.embeddings.torchrec.planner import host_memory
-from kge_torchrec.planning.plan_file import plan_content, read_plan, write_plan
+from kge_torchrec.planning.plan_file import plan_content, write_plan
 from kge_torchrec.planning.run_plan import plan_run
 
 
