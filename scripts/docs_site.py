@@ -19,10 +19,10 @@ API = ROOT / "docs" / "api.md"
 _API_START = """\
 # Python interface
 
-What `import kge_torchrec` gives, such as `kge_torchrec.train`; all else is the package's own and may
-change. Importing it takes no time and changes nothing in the process: torch is loaded when one of
-these is first used. Arguments, shapes, units and errors are in the docstrings, which the site shows
-below the table.
+What `import kge_torchrec` gives, such as `kge_torchrec.train`; all else is the package's own and
+may change. Importing it takes no time and changes nothing in the process: torch is loaded when one
+of these is first used. Arguments, shapes, units and errors are in the docstrings, which the site
+shows below the table.
 
 | name | |
 |---|---|

@@ -7,8 +7,9 @@ block, which readers do not see, say what is done otherwise:
 
     <!-- not run: needs two hosts -->    the reason is required
     <!-- slow -->                        in the second tier only (make slow)
-    <!-- run with: --train.epochs=1 -->  added to its commands; keys of the config to those that
-                                         take them, and to kge_torchrec.train of a Python block
+    <!-- run with: --train.epochs=1 -->  keys of the config are added to its commands that take
+                                         them, or to kge_torchrec.train of a Python block; other
+                                         options to its last command
     <!-- file: devices.yaml -->          the block is the content of that file
 """
 
@@ -151,8 +152,8 @@ class Page:
             code = compile("\n" * block.line + block.text, block.page, "exec")
             exec(code, self.names)
         else:
-            for words in block.commands:
-                run_command(words, extra)
+            for number, words in enumerate(block.commands, 1):
+                run_command(words, extra, is_last=number == len(block.commands))
 
 
 def _train_with(extra: list[str]):
@@ -162,19 +163,19 @@ def _train_with(extra: list[str]):
     )
 
 
-def run_command(words: list[str], extra: list[str]) -> None:
+def run_command(words: list[str], extra: list[str], is_last: bool = True) -> None:
     """Runs a command in the working directory with what is added to it; fails if it does."""
     name, arguments = program(words), words[1:]
     if name in NOT_RUN:
         return
     if name not in ("kge-torchrec", "python", "torchrun"):
         pytest.fail(f"no way to run {name}; say `<!-- not run: REASON -->` before the block")
-    names_its_run = any(word.startswith(("--run.dir", "--resume")) for word in arguments)
-    if name == "kge-torchrec" and arguments[0] == "train" and not names_its_run:
-        arguments.append(_new_run())
     trains = name == "torchrun" or arguments[0] in TAKES_KEYS
-    arguments += [word for option in _options(extra)
-                  if trains or "." not in option[0] for word in option]  # fmt: skip
+    for option in _options(extra):
+        if trains if "." in option[0] else is_last:
+            arguments += option
+    if name == "kge-torchrec" and arguments[0] == "train" and not _names_its_run(arguments):
+        arguments.append(_new_run())
     if name == "kge-torchrec":
         try:
             code = main(arguments)
@@ -188,6 +189,10 @@ def run_command(words: list[str], extra: list[str]) -> None:
             env=os.environ | {"PYTHONPATH": places}, timeout=600, check=False,
         ).returncode  # fmt: skip
     assert code == 0, f"exit code {code}: {shlex.join([name, *arguments])}"
+
+
+def _names_its_run(arguments: list[str]) -> bool:
+    return any(word.startswith(("--run.dir", "--resume", "--help")) for word in arguments)
 
 
 def _new_run() -> str:
@@ -328,7 +333,7 @@ def test_a_page_with_mistakes_is_told():
     assert "after the fence" in no_language.problem()
     with pytest.raises(pytest.fail.Exception, match="no way to run frobnicate"):
         run_command(unknown.commands[0], [])
-    with pytest.raises(AssertionError, match="exit code 1: kge-torchrec evaluate nowhere"):
+    with pytest.raises(AssertionError, match=r"(?m)exit code 1: kge-torchrec evaluate nowhere$"):
         run_command(["kge-torchrec", "evaluate", "nowhere"], ["--train.epochs=1"])
     with pytest.raises(AssertionError, match="exit code 3: python"):
         run_command(["python", "-c", "raise SystemExit(3)"], [])
