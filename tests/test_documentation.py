@@ -15,6 +15,7 @@ block, which readers do not see, say what is done otherwise:
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import runpy
@@ -265,6 +266,22 @@ def test_targets_of_make_exist():
     assert named and named <= targets
 
 
+def _exists(name: str) -> bool:
+    """Whether there is a file of the repository or of a run, from the root, the package or docs."""
+    homes = (ROOT, ROOT / "kge_torchrec", ROOT / "docs")
+    if any((home / name).is_file() for home in homes):
+        return True
+    inside = (path.name for home in ("docs", "kge_torchrec", "scripts", "tests", "configs")
+              for path in (ROOT / home).rglob(name))  # fmt: skip
+    return name == "config.yaml" or ("/" not in name and any(inside))
+
+
+@functools.cache
+def _sources() -> str:
+    """All code of the package: a class that a page names is defined or used there."""
+    return "".join(path.read_text() for path in (ROOT / "kge_torchrec").rglob("*.py"))
+
+
 def prose(path: Path) -> str:
     """A page without its fenced blocks."""
     return re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.DOTALL | re.M)
@@ -278,9 +295,10 @@ def test_what_a_page_names_exists(path):
     links = re.findall(r"\]\(([^)#\s]+)", text)
     assert [to for to in links if "://" not in to and not (path.parent / to).is_file()] == []
     spans = re.findall(r"`([^`\n]+)`", text)
-    files = re.findall(r"[\w./-]+/[\w.-]+\.(?:py|md|yaml)", "\n".join(spans))
-    homes = (ROOT, ROOT / "kge_torchrec", ROOT / "docs")
-    assert [name for name in files if not any((home / name).is_file() for home in homes)] == []
+    files = re.findall(r"[\w./-]*\b[\w-]+\.(?:py|md|yaml)\b", "\n".join(spans))
+    assert [name for name in files if not _exists(name)] == []
+    classes = re.findall(r"\b[A-Z][a-z]+[A-Z]\w+", "\n".join(spans))
+    assert [name for name in classes if name not in _sources()] == []
     keys = {".".join(key.split(".")[:2]) for key in all_keys()}
     groups = "|".join({key.split(".")[0] for key in keys if "." in key})
     named = re.findall(rf"^(?:.* )?(?:--)?((?:{groups})\.[a-z_]\w*)\b", "\n".join(spans), re.M)
