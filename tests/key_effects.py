@@ -45,6 +45,8 @@ def make_graphs(folder: Path) -> Path:
 
 def changed(config: Any, changes: dict[str, Any]) -> Any:
     """A config, or a group of it, with other values of dotted keys; checked all together."""
+    if isinstance(config, dict):
+        return {**config, **changes}
     own = {key: value for key, value in changes.items() if "." not in key}
     nested: dict[str, dict] = {}
     for key, value in changes.items():

@@ -94,11 +94,11 @@ def coke(scorer, parameters, h, r, t, side):
         layer_norm(token + position, parameters, "input_norm")
         for token, position in zip(tokens, parameters["positions"], strict=True)
     ]
-    for number in range(scorer.options["layers"]):
+    for number in range(scorer.options.layers):
         own = {
             k.removeprefix(f"encoder.layers.{number}."): v for k, v in parameters.items()
         }  # fmt: skip
-        states = encoder_layer(states, own, scorer.options["heads"])
+        states = encoder_layer(states, own, scorer.options.heads)
     state = parameters["output.0.weight"] @ states[place] + parameters["output.0.bias"]
     out = layer_norm(gelu(state), parameters, "output.2")
     return np.dot(out, t if side == "tail" else h)

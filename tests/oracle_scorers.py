@@ -79,7 +79,7 @@ def pairre(scorer, parameters, h, r, t):
 
 def house(scorer, parameters, h, r, t):
     """With matrices: I - 2 u u' for reflections, I - s u u' for projections."""
-    k, n, m = (scorer.options[key] for key in ("block", "reflections", "projections"))
+    k, n, m = (getattr(scorer.options, key) for key in ("block", "reflections", "projections"))
     n, dim = 2 * (k // 2) if n is None else n, len(h)
     count, total = dim // k, 0.0
     vectors = r[: (n + 2 * m) * dim].reshape(n + 2 * m, count, k)
@@ -162,7 +162,7 @@ def duale(scorer, parameters, h, r, t):
 
 def clifford(scorer, parameters, h, r, t):
     """By multiplying out: e_i e_i = square, e_k e_i = -e_i e_k; what t lacks counts as it is."""
-    p, q, r_ = (scorer.options.get(key, 0) for key in "pqr")
+    p, q, r_ = (getattr(scorer.options, key, 0) for key in "pqr")
     squares, n, total = [1] * p + [-1] * q + [0] * r_, p + q + r_, 0.0
     factors = np.ones(1 + n)
     if scorer.name == "keci" and n:
@@ -182,7 +182,7 @@ def clifford(scorer, parameters, h, r, t):
 
 def lfmult(scorer, parameters, h, r, t):
     """The integral over [0, 1] by Gauss and Legendre's rule, exact for these degrees."""
-    size = scorer.options["degree"] + 1
+    size = scorer.options.degree + 1
     places, weights = np.polynomial.legendre.leggauss(2 * size)
     places, weights = (places + 1) / 2, weights / 2
     total = 0.0

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS, SIDES
 
 RELATIONS = 3
@@ -63,7 +62,7 @@ def case_of(name):
 
 def directions(case):
     """(side, reciprocal) that a scorer can answer."""
-    needs = DECLARATIONS[case[0]].needs_reciprocal
+    needs = SCORERS[case[0]].needs_reciprocal
     return [
         (side, inverses) for side in SIDES for inverses in (False, True) if inverses or not needs
     ]

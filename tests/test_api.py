@@ -163,7 +163,7 @@ def test_splits_are_looked_up_for_the_found_answers_only():
         "valid": make_known([(0, 0, 2), (0, 0, 3)], entities, 1),
         "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
     }
-    store = SimpleNamespace(known=lambda names: splits[names[0]])
+    store = SimpleNamespace(filter_index=lambda names: splits[names[0]])
     query, found = (np.array([0]), np.array([0])), np.array([9, 2, 3, 5, 4, 0])
     api._splits_of_answers(store, "tail", *query, found)  # compiles
     tracemalloc.start()

@@ -16,7 +16,9 @@ import pytest
 from key_effects import Effects, changed, make_graphs, restored
 from training_runs import QUIET
 
-from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config import SCORER_NAMES, Config, all_keys
+from kge_torchrec.config.options import options_help
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.distributed.processes import processes
 
 BASE = {**QUIET, "data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
@@ -106,6 +108,8 @@ CASES = [
     *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
            **ONE_STEP)
       for penalty in ("n3", "l2") for regime in ("sampled", "kvsall", "kvssample")),
+    case("loss.regularizers", {}, {"l2": 0.1}, "table", "scorer", **ONE_STEP),
+    case("loss.options", {}, {"label_smoothing": 0.3}, "table"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),
     # negatives
@@ -119,6 +123,8 @@ CASES = [
            model__reciprocal=False) for regime in ("sampled", "kvsall", "kvssample")),
     case("negatives.sampling", "uniform", "degree", "batches", "table"),
     case("negatives.sampling", "uniform", "degree", "batches", "table", **KVSSAMPLE),
+    case("negatives.options", {}, {"degree_power": 3.0}, "batches", "table",
+         negatives__sampling="degree"),
     case("negatives.degree_power", 0.5, 3.0, "batches", "table", negatives__sampling="degree"),
     case("negatives.filtered", False, True, "batches", "table"),
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
@@ -235,7 +241,13 @@ def effects(tmp_path_factory):
 
 def test_the_table_has_every_key():
     """For a key that is missing here: see the head of this file."""
-    keys, there = set(all_keys()), {case.key for case in CASES}
+    of_scorers = {
+        f"model.options.{option.name}"
+        for name in SCORER_NAMES
+        for option in options_help(resolve("scorer", name))
+    }
+    keys = set(all_keys()) - {"model.options"} | of_scorers
+    there = {case.key for case in CASES}
     assert keys - there == set(), "CASES has no entry for these keys"
     assert there - keys == set(), "CASES has entries for what is no key"
 

@@ -7,6 +7,7 @@ key and say what would be right.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from kge_torchrec.config.model import (
     LossConfig,
     ModelConfig,
 )
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.training import (
     OPTIMIZER_NAMES,
     CheckpointConfig,
@@ -112,14 +114,15 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if regime == "sampled":
             return
-        if loss not in ("softmax", "bce"):
+        form = "over_answers" if regime == "kvssample" else "over_all"
+        if not resolve("loss", loss).covers(form):
             raise ConfigError(
                 f"loss.name: {loss} compares an answer with sampled negatives; with "
                 f"negatives.regime {regime} use softmax or bce"
             )
-        if regime == "allvsall" and loss == "softmax":
+        if regime == "allvsall" and resolve("loss", loss).needs_answers:
             raise ConfigError(
-                "loss.name: softmax has nothing to learn from the queries without answers that "
+                f"loss.name: {loss} has nothing to learn from the queries without answers that "
                 "negatives.regime allvsall adds; use bce, or kvsall"
             )
         if self.loss.relation_weight and regime != "1vsall":
@@ -207,6 +210,7 @@ class Config:
         path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
 
 
+@cache
 def all_keys(of: Any = Config, prefix: str = "") -> list[str]:
     """Every dotted key, in order."""
     keys: list[str] = []

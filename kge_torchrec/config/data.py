@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of
+from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.registry import check_name, resolve
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,14 @@ class NegativesConfig:
             them over the whole batch (one matrix product scores them).
         sides: both, tail or head: which ends are corrupted; one alone needs model.reciprocal
             false.
-        sampling: uniform, or degree (in proportion to degree ** degree_power).
+        sampling: uniform, or degree (in proportion to degree ** degree_power); or
+            package.module:Class.
         degree_power: Exponent of degree sampling.
         filtered: Never use a known training fact as a negative.
         max_answers: Of kvssample: answers of a query that a step takes; of a query with more,
             every epoch draws others at random.  0 takes them all, whatever memory that needs.
+        options: Settings that the sampling has besides; `kge-torchrec parts negative_sampler`
+            lists them.
     """
 
     regime: str = "sampled"
@@ -69,13 +74,16 @@ class NegativesConfig:
     degree_power: float = 0.75
     filtered: bool = False
     max_answers: int = 1024
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("negatives.regime", self.regime, REGIMES)
         at_least("negatives.count", self.count, 1)
         at_least("negatives.chunk_size", self.chunk_size, 0)
         one_of("negatives.sides", self.sides, ("both", "tail", "head"))
-        one_of("negatives.sampling", self.sampling, ("uniform", "degree"))
+        check_name("negative_sampler", self.sampling)
+        if self.sampling not in ("uniform", "degree") or self.options:
+            self.sampler_options()
         not_negative("negatives.degree_power", self.degree_power)
         at_least("negatives.max_answers", self.max_answers, 0)
         if self.filtered and self.regime in FULL_REGIMES:
@@ -88,6 +96,13 @@ class NegativesConfig:
     def is_full(self) -> bool:
         """Whether every entity is a candidate."""
         return self.regime in FULL_REGIMES
+
+    def sampler_options(self) -> Any:
+        """The sampling's ``Options``, of ``degree_power`` if it has that and of ``options``."""
+        draw = resolve("negative_sampler", self.sampling)
+        has_power = hasattr(draw.Options, "degree_power")
+        common = {"degree_power": self.degree_power} if has_power else {}
+        return parse_options(draw, {**common, **self.options}, "negatives.options")
 
     @property
     def examples(self) -> str:

@@ -9,19 +9,15 @@ Settings of the engine that holds the entity table.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Optional
 
 from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
+from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
 from kge_torchrec.embeddings.all_to_all.options import FBGEMM, SparseOptions, choose
-from kge_torchrec.models.scorer_options import (
-    DECLARATIONS,
-    ScorerOptions,
-    check_scorer,
-    chosen_options,
-)
 
-SCORER_NAMES = tuple(DECLARATIONS)
+SCORER_NAMES = tuple(KINDS["scorer"].ours)
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
@@ -32,7 +28,7 @@ class ModelConfig:
     Args:
         scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, simple, rescal, tucker,
             qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve,
-            conex, aconex, convq, convo, coke, shallom or lfmult.
+            conex, aconex, convq, convo, coke, shallom or lfmult; or package.module:Class.
         dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
             numbers).
         reciprocal: Give every relation an inverse for head queries (Lacroix et al. 2018).
@@ -43,7 +39,7 @@ class ModelConfig:
         input_dropout: Share of the numbers of a query's entity and relation that are dropped.
         hidden_dropout: Share of the numbers of an encoded query that are dropped; of networks, of
             their hidden layers too.
-        options: Settings of single scorers.
+        options: Settings that the scorer has besides; `kge-torchrec parts scorer` lists them.
     """
 
     scorer: str = "complex"
@@ -54,12 +50,15 @@ class ModelConfig:
     normalization: str = "none"
     input_dropout: float = 0.0
     hidden_dropout: float = 0.0
-    options: ScorerOptions = field(default_factory=ScorerOptions)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        name = self.scorer.lower().replace("-", "_")
+        name = canonical(self.scorer)
         object.__setattr__(self, "scorer", "transe_l1" if name == "transe" else name)
-        one_of("model.scorer", self.scorer, SCORER_NAMES)
+        # Runs of before list the options of all scorers, as null.
+        given = {key: value for key, value in self.options.items() if value is not None}
+        object.__setattr__(self, "options", given)
+        check_name("scorer", self.scorer)
         at_least("model.dim", self.dim, 1)
         one_of("model.init", self.init, INIT_NAMES)
         positive("model.init_scale", self.init_scale)
@@ -67,18 +66,21 @@ class ModelConfig:
         for key in ("input_dropout", "hidden_dropout"):
             value = getattr(self, key)
             check(0 <= value < 1, f"model.{key}", "in [0, 1)", value)
-        if self.hidden_dropout and DECLARATIONS[self.scorer].is_distance:
+        if asdict(self) != {item.name: item.default for item in fields(self)} | {"options": {}}:
+            self._check_scorer()  # loads torch, which a help text of defaults does without
+
+    def _check_scorer(self) -> None:
+        scorer = resolve("scorer", self.scorer)
+        if self.hidden_dropout and scorer.is_distance:
             raise ConfigError(
                 f"model.hidden_dropout has no meaning for {self.scorer}, whose query is a point"
             )
-        try:
-            check_scorer(self.scorer, self.dim, self.reciprocal, self.scorer_options())
-        except ValueError as error:
-            raise ConfigError(str(error)) from None
+        options = parse_options(scorer, self.options, "model.options")
+        scorer.check(self.dim, self.reciprocal, options)
 
     def scorer_options(self) -> dict[str, Any]:
-        """The scorer's own options, with its defaults for those that are null."""
-        return chosen_options(self.scorer, self.options)
+        """The scorer's own options, with its defaults for those that are not given."""
+        return asdict(parse_options(resolve("scorer", self.scorer), self.options, "model.options"))
 
 
 @dataclass(frozen=True)
@@ -87,7 +89,7 @@ class LossConfig:
 
     Args:
         name: softmax (cross-entropy over the candidates), bce (logistic), margin or
-            self_adversarial.
+            self_adversarial; or package.module:Class.
         margin: Of margin and self_adversarial.
         temperature: Of self_adversarial.
         reduction: Of bce: sum, or mean, over all candidates of a query, answers included.
@@ -95,6 +97,9 @@ class LossConfig:
         n3: Weight of the nuclear 3-norm penalty.
         l2: Weight of the squared-norm penalty.
         relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021).
+        regularizers: Other penalties on touched rows, each with its weight or its options, such as
+            {"package.module:Class": 0.01}.
+        options: Settings that the loss has besides; `kge-torchrec parts loss` lists them.
     """
 
     name: str = "softmax"
@@ -105,18 +110,45 @@ class LossConfig:
     n3: float = 0.0
     l2: float = 0.0
     relation_weight: float = 0.0
+    regularizers: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        one_of("loss.name", self.name, ("softmax", "bce", "margin", "self_adversarial"))
+        check_name("loss", self.name)
         for key in ("margin", "temperature", "n3", "l2", "relation_weight"):
             not_negative(f"loss.{key}", getattr(self, key))
         one_of("loss.reduction", self.reduction, ("sum", "mean"))
-        if self.reduction != "sum" and self.name != "bce":
-            raise ConfigError(f"loss.reduction has no meaning for loss.name {self.name!r}")
         smooth = self.label_smoothing
         check(0 <= smooth < 1, "loss.label_smoothing", "in [0, 1)", smooth)
-        if smooth and self.name not in ("softmax", "bce"):
-            raise ConfigError(f"loss.label_smoothing has no meaning for loss.name {self.name!r}")
+        if self.name != "softmax" or self.options:
+            self._check_loss()  # loads torch, which a help text of defaults does without
+        self.regularizer_options()
+
+    def _check_loss(self) -> None:
+        known = self._common_to(resolve("loss", self.name))
+        for key, unset in (("reduction", "sum"), ("label_smoothing", 0)):
+            if getattr(self, key) != unset and key not in known:
+                raise ConfigError(f"loss.{key} has no meaning for loss.name {self.name!r}")
+        self.loss_options()
+
+    def loss_options(self) -> Any:
+        """The loss's ``Options``, of the keys above that it has and of ``options``."""
+        loss = resolve("loss", self.name)
+        return parse_options(loss, {**self._common_to(loss), **self.options}, "loss.options")
+
+    def _common_to(self, loss: Any) -> dict[str, Any]:
+        common = ("margin", "temperature", "reduction", "label_smoothing")
+        known = {item.name for item in fields(loss.Options)}
+        return {key: getattr(self, key) for key in common if key in known}
+
+    def regularizer_options(self) -> dict[str, Any]:
+        """The ``Options`` of each of ``regularizers``, by name."""
+        found = {}
+        for name, given in self.regularizers.items():
+            values = given if isinstance(given, dict) else {"weight": given}
+            of = resolve("regularizer", name)
+            found[name] = parse_options(of, values, f"loss.regularizers.{name}")
+        return found
 
 
 WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")

@@ -15,6 +15,7 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.options import wrong_type
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
@@ -22,14 +23,6 @@ AnyConfig = Config | dict[str, Any] | str | Path | None
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
-_KINDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "tuple": "a list",
-    "NoneType": "null",
-}
 
 
 class _Help(RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -127,11 +120,12 @@ def _find(path: str | Path) -> Path:
 
 
 def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"lr": 1}} -> {"train.lr": 1}"""
+    """{"train": {"lr": 1}} -> {"train.lr": 1}; keys that hold a dict keep it whole."""
     flat: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, dict)
-        flat.update(_flatten(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value})
+    for name, value in values.items():
+        key = f"{prefix}{name}"
+        nested = isinstance(value, dict) and key not in all_keys()
+        flat.update(_flatten(value, f"{key}.") if nested else {key: value})
     return flat
 
 
@@ -168,11 +162,9 @@ def _explain(message: str) -> str:
     if group:
         one = next(key for key in all_keys() if key.startswith(group[1] + "."))
         return f"{group[1]} is a group of keys; set them one by one, such as --{one}"
-    key = re.match(r'Parser key "([\w.]+)"', message)
-    kinds = [_KINDS.get(kind, kind) for kind in re.findall(r"Expected a <class '(\w+)'>", message)]
-    value = re.search(r"(?:Got|Given) value: (.*)$", message)
-    if key and kinds and value:
-        return f"{key[1]} must be {' or '.join(kinds)}, got {value[1]}"
+    of_type = wrong_type(message)
+    if of_type:
+        return of_type
     return message.replace('Parser key "', 'key "').replace(":\n  ", ": ")
 
 

@@ -245,3 +245,43 @@ def _concatenated(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarra
     nothing = np.empty(0, np.int64)
     query, entity = zip((nothing, nothing), *found, strict=True)
     return np.concatenate(query), np.concatenate(entity)
+
+
+_CHUNK = 1 << 18  # entities looked at together
+
+
+class Degrees:
+    """How often each of N entities is head or tail of a training triple.
+
+    The index has the number of rows before each anchor: added over both sides these are cumulative
+    degrees, in files that all processes of a host map together; none holds a number per entity.
+
+    heads, tails: (N + 1,) int64, how many triples have a head (a tail) below each id; may be
+        memory-mapped.
+    """
+
+    def __init__(self, heads: np.ndarray, tails: np.ndarray):
+        self.pointers = read_only(heads), read_only(tails)
+
+    def __len__(self) -> int:
+        return len(self.pointers[0]) - 1
+
+    def between(self, first: int, stop: int) -> np.ndarray:
+        """(n,) int64: of the entities from ``first`` to ``stop`` - 1."""
+        heads, tails = (np.diff(pointer[first : stop + 1]) for pointer in self.pointers)
+        heads += tails
+        return heads
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        """(N,) int64, all of them."""
+        return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
+
+    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
+        """The different degrees, ascending, and how many entities have each; int64."""
+        degrees, entities = np.empty((2, 0), np.int64)
+        for first in range(0, len(self), _CHUNK):
+            chunk = self.between(first, min(first + _CHUNK, len(self)))
+            found = np.unique(chunk, return_counts=True)
+            degrees, slot = np.unique(np.concatenate([degrees, found[0]]), return_inverse=True)
+            entities = np.bincount(slot, np.concatenate([entities, found[1]])).astype(np.int64)
+        return degrees, entities

@@ -4,21 +4,21 @@ The draw is a function of (seed, epoch, step, side, chunk), never of the world s
 share a chunk draw the same candidates, all others draw different ones.  Philox is a counter-based
 generator (Salmon et al. 2011), so that jumping to a chunk costs nothing.
 
-
-How often entities occur in triples, without a number of each in memory.
-
-The filter index has the number of rows before each anchor.  Added over both sides these are
-cumulative degrees, in files that all processes of a host map together.
-
 Shapes: N entities.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
 import numba
 import numpy as np
 
-from kge_torchrec.data.filter_index import read_only
+from kge_torchrec.data.filter_index import Degrees
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.store import TripleStore
 
 _PER_COUNTER = 4  # 64-bit words that Philox gives for one counter value
 _STREAM = 1  # sets the draws apart from the epoch order, which takes the key (epoch,)
@@ -27,14 +27,12 @@ _STREAM = 1  # sets the draws apart from the epoch order, which takes the key (e
 class NegativeSampler:
     """Draws ``count`` entities for every chunk and side, with replacement.
 
-    by_degree: draws in proportion to degree; None draws uniformly.
+    draw: makes ids of random numbers; None draws uniformly.
     """
 
-    def __init__(
-        self, num_entities: int, count: int, seed: int, by_degree: DegreeDraw | None = None
-    ):
+    def __init__(self, num_entities: int, count: int, seed: int, draw: EntityDraw | None = None):
         self.num_entities, self.count, self.seed = num_entities, count, seed
-        self._by_degree = by_degree
+        self._to_ids = draw or UniformDraw(num_entities)
 
     def draw(self, epoch: int, step: int, side: int, first_chunk: int, chunks: int) -> np.ndarray:
         """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on."""
@@ -46,55 +44,76 @@ class NegativeSampler:
         unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
         return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, : self.count])
 
-    def _to_ids(self, unit: np.ndarray) -> np.ndarray:
-        if self._by_degree is None:
-            return (unit * self.num_entities).astype(np.int64)
-        return self._by_degree(unit)
+
+class EntityDraw:
+    """Makes entities of random numbers: which ones are drawn as negatives, and how often.
+
+    As the numbers are a function of the position in training alone, so are the entities; on how
+    many ranks they are drawn changes nothing.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of this draw: keys of ``negatives`` that it has, others in negatives.options."""
+
+    @classmethod
+    def of(cls, store: TripleStore, options: Any) -> EntityDraw:
+        """The draw for a graph; by default constructed with both."""
+        return cls(store, options)
+
+    @classmethod
+    def frequency_power(cls, options: Any) -> float | None:
+        """The power of an entity's frequency that its chance is in proportion to.
+
+        None, as here, is uniform.  The planner counts with it how many rows a step touches.
+        """
+        return None
+
+    def __call__(self, unit: np.ndarray) -> np.ndarray:
+        """(...) numbers in [0, 1) -> (...) int64 ids, each a function of its number alone."""
+        raise NotImplementedError
 
 
-_CHUNK = 1 << 18  # entities looked at together
+class UniformDraw(EntityDraw):
+    """All entities alike."""
+
+    def __init__(self, num_entities: int):
+        self.num_entities = num_entities
+
+    @classmethod
+    def of(cls, store: TripleStore, options: Any) -> UniformDraw:
+        return cls(store.num_entities)
+
+    def __call__(self, unit: np.ndarray) -> np.ndarray:
+        return (unit * self.num_entities).astype(np.int64)
+
+
 STEP = 64  # entities between two sums of weights: one byte for eight entities
 
 
-class Degrees:
-    """How often each of N entities is head or tail of a training triple.
-
-    heads, tails: (N + 1,) int64, how many triples have a head (a tail) below each id; may be
-        memory-mapped.
-    """
-
-    def __init__(self, heads: np.ndarray, tails: np.ndarray):
-        self.pointers = read_only(heads), read_only(tails)
-
-    def __len__(self) -> int:
-        return len(self.pointers[0]) - 1
-
-    def between(self, first: int, stop: int) -> np.ndarray:
-        """(n,) int64: of the entities from ``first`` to ``stop`` - 1."""
-        heads, tails = (np.diff(pointer[first : stop + 1]) for pointer in self.pointers)
-        heads += tails
-        return heads
-
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
-        """(N,) int64, all of them."""
-        return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
-
-    def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """The different degrees, ascending, and how many entities have each; int64."""
-        degrees, entities = np.empty((2, 0), np.int64)
-        for first in range(0, len(self), _CHUNK):
-            chunk = self.between(first, min(first + _CHUNK, len(self)))
-            found = np.unique(chunk, return_counts=True)
-            degrees, slot = np.unique(np.concatenate([degrees, found[0]]), return_inverse=True)
-            entities = np.bincount(slot, np.concatenate([entities, found[1]])).astype(np.int64)
-        return degrees, entities
-
-
-class DegreeDraw:
-    """Draws entities in proportion to degree ** power; those without a triple never.
+class DegreeDraw(EntityDraw):
+    """Entities in proportion to degree ** power (Mikolov et al. 2013); unused ones never.
 
     Holds the sum of weights before every 64th entity; the others are added up again when drawn.
     """
+
+    @dataclass(frozen=True)
+    class Options:
+        """The weights.
+
+        Args:
+            degree_power: Exponent of an entity's degree.
+        """
+
+        degree_power: float = 0.75
+
+    @classmethod
+    def of(cls, store: TripleStore, options: Options) -> DegreeDraw:
+        return cls(store.degrees(), options.degree_power)
+
+    @classmethod
+    def frequency_power(cls, options: Options) -> float:
+        return options.degree_power
 
     def __init__(self, degrees: Degrees, power: float):
         self._pointers, self._power = degrees.pointers, float(power)

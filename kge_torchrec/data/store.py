@@ -15,18 +15,14 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from kge_torchrec.data.filter_index import SIDES, FilterIndex, SideIndex
+from kge_torchrec.data.filter_index import SIDES, Degrees, FilterIndex, SideIndex
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.errors import StoreError, UnknownLabelError
-
-if TYPE_CHECKING:
-    from kge_torchrec.data.negatives import Degrees
 
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 1
@@ -93,8 +89,6 @@ class TripleStore:
     def degrees(self) -> Degrees:
         """How often each entity is head or tail of a training triple; ``np.asarray`` gives (N,)."""
         # Imported on use: compiling takes a second that opening a store need not wait.
-        from kge_torchrec.data.negatives import Degrees
-
         return Degrees(*(self._side("train", side).indptr for side in SIDES))
 
     def _side(self, split: str, side: str) -> SideIndex:

@@ -1,45 +1,35 @@
-"""Losses of a query: one positive score against its candidates' scores.
+"""Losses, each in three forms; the same name means the same loss in every training type.
 
-Every loss maps ``positive`` (C, b), ``negative`` (C, b, K) and ``mask`` (C, b, K) to one loss a
-query, (C, b).  ``mask`` is false where a candidate is no negative (the answer itself, a known
-fact); None means that all count.
+1.  Sampled candidates.  ``Loss.forward`` maps ``positive`` (C, b), ``negative`` (C, b, K) and
+    ``mask`` (C, b, K) to one loss per query, (C, b).  ``mask`` is false where a candidate is no
+    negative (the answer itself, a known fact); None stands for all true.
+2.  Queries with any number of answers, among those and sampled candidates: ``Loss.over_answers``.
+3.  Queries over all entities, in closed form over blocks of scores: ``Loss.over_all``.  No rank has
+    all scores of a query, so such a loss works in two steps: ``start`` turns a block of scores into
+    the loss's slopes but for a factor per query, and tells what it saw of the block; ``join`` makes
+    of what was seen in all blocks, on all ranks, what one block of all scores would have shown;
+    with that ``finish`` makes gradients of the slopes.  Both losses are
 
-Shapes: C chunks, b queries a chunk, K candidates.
+        normalizer - sum_answers target s - rest sum_all s
 
+    where s are the query's N scores, and differ in the normalizer:
 
-Losses of a query with any number of answers, among those and some other candidates.
+        softmax  log sum exp s             cross-entropy against its answers alike (LibKGE's KvsAll)
+        bce      sum log(1 + exp s)        sum over the N entities, answers being 1 and others 0
 
-Every loss maps ``positive`` (M,), the scores of all answers of all queries, ``query`` (M,), which
-query each belongs to, ``negative`` (Q, K) and ``mask`` (Q, K), false where a candidate is an
-answer itself, to one loss a query, (Q,).  With one answer they are the losses of ``losses``.
+    Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2
+    of each 0 and 1 for bce (targets 1 - e/2 and e/2).
 
-Shapes: Q queries, M answers, K other candidates.
+With one answer form 2 is form 1; if all entities are candidates, both are form 3.
 
-
-Losses of queries over all entities, in closed form over blocks of scores.
-
-No rank has all scores of a query.  A loss therefore works in two steps: ``start`` turns a block of
-scores into the loss's slopes but for a factor a query, and tells what it saw of the block;
-``join`` makes of what was seen in all blocks, on all ranks, what one block of all scores would
-have shown; with that ``finish`` makes gradients of the slopes.
-
-Both losses of a query are  normalizer - sum_answers target s - rest sum_all s , where s are its N
-scores, and differ in the normalizer:
-
-    softmax  log sum exp s               cross-entropy against its answers alike (LibKGE's KvsAll)
-    bce      sum log(1 + exp s)          sum over the N entities, answers being 1 and others 0
-
-Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2 of
-each 0 and 1 for bce (targets 1 - e/2 and e/2).  Both are the losses over sampled candidates, of
-``losses`` and ``answer_losses``, if all entities are candidates; so is bce divided by N, its mean.
-
-Shapes: Q queries, m entities of a block, N entities, M answers of the queries within a block, B
-blocks.
+Shapes: C chunks, b queries a chunk, K candidates a chunk; Q queries, M answers of the queries (of
+form 3: within a block); m entities of a block, N entities, B blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import torch
@@ -56,11 +46,55 @@ def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
-class SoftmaxLoss(nn.Module):
+class Loss(nn.Module):
+    """The loss of a query.  The other forms are for training types that a loss may do without.
+
+    Constructed with its ``Options`` by name.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of this loss: keys of ``loss`` that it has in common, others in loss.options."""
+
+    needs_answers = False  # nothing to learn from a query without any
+
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
+        """(C, b), (C, b, K), (C, b, K) bool -> (C, b)"""
+        raise NotImplementedError
+
+    def over_answers(self) -> nn.Module:
+        """Form 2: called with positive (M,) of all answers of all queries, query (M,) which query
+        each belongs to, negative (Q, K) and mask (Q, K); returns (Q,).
+        """
+        raise NotImplementedError
+
+    def over_all(self, num_entities: int) -> FullLoss:
+        """Form 3."""
+        raise NotImplementedError
+
+    @classmethod
+    def covers(cls, form: str) -> bool:
+        """Whether it has the form "over_answers" or "over_all"."""
+        return getattr(cls, form) is not getattr(Loss, form)
+
+
+class SoftmaxLoss(Loss):
     """Cross-entropy of the positive among itself and the candidates (Lacroix et al. 2018).
 
     Label smoothing e moves the weight e from the positive to all choices alike.
     """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the loss.
+
+        Args:
+            label_smoothing: Share of the target that is spread, in [0, 1).
+        """
+
+        label_smoothing: float = 0.0
+
+    needs_answers = True
 
     def __init__(self, label_smoothing: float = 0.0):
         super().__init__()
@@ -80,13 +114,31 @@ class SoftmaxLoss(nn.Module):
         smooth = self.label_smoothing
         return normalizer - (1 - smooth) * positive - smooth * total / choices
 
+    def over_answers(self) -> nn.Module:
+        return AnswersSoftmax(self.label_smoothing)
 
-class BinaryCrossEntropyLoss(nn.Module):
+    def over_all(self, num_entities: int) -> FullLoss:
+        return FullSoftmax(num_entities, self.label_smoothing)
+
+
+class BinaryCrossEntropyLoss(Loss):
     """Logistic loss of every choice, the positive being 1 and candidates 0; all weigh the same.
 
     reduction: "sum" (LibKGE's bce) or "mean" over the choices.  Label smoothing e sets the targets
     to 1 - e/2 and e/2.
     """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the loss.
+
+        Args:
+            label_smoothing: Share of the target that is spread, in [0, 1).
+            reduction: sum, or mean, over all candidates of a query, answers included.
+        """
+
+        label_smoothing: float = 0.0
+        reduction: str = "sum"
 
     def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):
         super().__init__()
@@ -104,9 +156,25 @@ class BinaryCrossEntropyLoss(nn.Module):
             return total
         return total / (1 + (negative.shape[-1] if mask is None else mask.sum(-1)))
 
+    def over_answers(self) -> nn.Module:
+        return AnswersBinaryCrossEntropy(self.label_smoothing, self.reduction)
 
-class MarginLoss(nn.Module):
+    def over_all(self, num_entities: int) -> FullLoss:
+        return FullBinaryCrossEntropy(num_entities, self.label_smoothing, self.reduction)
+
+
+class MarginLoss(Loss):
     """Margin ranking (Bordes et al. 2013): mean over candidates of max(0, margin - pos + neg)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the loss.
+
+        Args:
+            margin: Between the answer and a candidate.
+        """
+
+        margin: float = 9.0
 
     def __init__(self, margin: float = 1.0):
         super().__init__()
@@ -116,12 +184,24 @@ class MarginLoss(nn.Module):
         return _masked_mean(relu(self.margin - positive[..., None] + negative), mask)
 
 
-class SelfAdversarialLoss(nn.Module):
+class SelfAdversarialLoss(Loss):
     """Self-adversarial negative sampling (Sun et al. 2019).
 
     Half -log sigmoid(margin + pos), half the same of the candidates, -log sigmoid(-margin - neg),
     weighted by softmax(temperature * neg), through which no gradient flows.
     """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of the loss.
+
+        Args:
+            margin: Added to scores before the logistic loss.
+            temperature: Of the softmax that weights candidates.
+        """
+
+        margin: float = 9.0
+        temperature: float = 1.0
 
     def __init__(self, margin: float = 9.0, temperature: float = 1.0):
         super().__init__()

@@ -1,26 +1,17 @@
-"""Scorer and loss together: from looked-up rows and a batch's indices to one number.
+"""A knowledge-graph model: the entity lookup, then scorer and loss, to one number.
 
-With what the number is made of besides the loss: regularizers on the rows that a batch touches, so
-that they cost O(batch), never O(table); relation prediction as an auxiliary objective (Chen et al.
-2021); and the taking of rows, whose gradients meet in one buffer.
+With what the number is made of besides the loss: regularizers on the rows that a batch touches;
+relation prediction as an auxiliary objective (Chen et al. 2021); and the taking of rows, whose
+gradients meet in one buffer.
 
 Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, K
-negatives a chunk and side, R relation rows (inverses included).
-
-
-Scorer and loss of queries with any number of answers.
-
-Shapes: U unique entities of the batch, D numbers a row, Q queries, M answers, K sampled entities a
-side; q and m of one side.
-
-
-A knowledge-graph model: the entity lookup, then the objective.
+negatives a chunk and side, R relation rows (inverses included).  Of queries with any number of
+answers: Q queries, M answers, K sampled entities a side; q and m of one side.
 """
 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -29,7 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data.loader import ENTITY
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
-from kge_torchrec.models.ops import parts
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 
 
@@ -45,28 +36,6 @@ class TripleBatch(Protocol):
 
 
 REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CUDA graphs
-
-
-@dataclass(frozen=True)
-class Regularizers:
-    """Weights of the penalties on touched rows (0 = off)."""
-
-    n3: float = 0.0
-    l2: float = 0.0
-
-    @property
-    def any(self) -> bool:
-        """Whether there is one at all."""
-        return bool(self.n3 or self.l2)
-
-    def of(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """(..., D) rows -> (...): their weighted regularizers."""
-        out = torch.zeros(rows.shape[:-1], device=rows.device)
-        if self.n3:
-            out = out + self.n3 * n3(rows, is_complex)
-        if self.l2:
-            out = out + self.l2 * l2(rows)
-        return out
 
 
 class Objective(nn.Module):
@@ -181,23 +150,6 @@ def relation_prediction(
     return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")
 
 
-def n3(rows: Tensor, is_complex: bool) -> Tensor:
-    """Nuclear 3-norm penalty (Lacroix et al. 2018): sum of |x|^3.  (C, b, D) -> (C, b)
-
-    For complex scorers |x| is the modulus.
-    """
-    if not is_complex:
-        return rows.abs().pow(3).sum(-1)
-    real, imaginary = parts(rows)
-    # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
-    return (real.square() + imaginary.square() + 1e-30).pow(1.5).sum(-1)
-
-
-def l2(rows: Tensor) -> Tensor:
-    """Sum of squares.  (C, b, D) -> (C, b)"""
-    return rows.square().sum(-1)
-
-
 def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """rows[index] in parts of the given sizes: (U, D), (M,) int64 -> (size, D) each.
 
@@ -238,7 +190,7 @@ class SampledQueries(Protocol):
 
 
 class QueryObjective(Objective):
-    """Mean over the batch's queries of a loss of ``answer_losses``, plus regularizers.
+    """Mean over the batch's queries of a loss over their answers, plus regularizers.
 
     The scorer is a QueryScorer.  Answers are penalised by their mean, as if each query were one
     triple.

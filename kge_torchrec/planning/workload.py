@@ -23,8 +23,9 @@ import numpy as np
 import torch
 
 from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.registry import resolve
+from kge_torchrec.data.filter_index import Degrees
 from kge_torchrec.data.loader import share_of
-from kge_torchrec.data.negatives import Degrees
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SIDES, Side
 
@@ -113,7 +114,8 @@ class Workload:
     def negative_power(self) -> float | None:
         """Exponent of degree sampling; None draws uniformly."""
         negatives = self.config.negatives
-        return negatives.degree_power if negatives.sampling == "degree" else None
+        draw = resolve("negative_sampler", negatives.sampling)
+        return draw.frequency_power(negatives.sampler_options())
 
     def batches(self, world_size: int) -> list[list[RankBatch]]:
         """Every rank's share of a full batch, in its micro-batches."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ from torch import nn
 from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.loader import LOOKUP_BAGS, BatchBuilder, as_feature
-from kge_torchrec.data.negatives import DegreeDraw, NegativeSampler
+from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import (
     DistinctQueries,
     EveryQuery,
@@ -31,18 +32,9 @@ from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
 from kge_torchrec.environment import quiet_dependencies
-from kge_torchrec.models.losses import (
-    AnswersBinaryCrossEntropy,
-    AnswersSoftmax,
-    BinaryCrossEntropyLoss,
-    FullBinaryCrossEntropy,
-    FullLoss,
-    FullSoftmax,
-    MarginLoss,
-    SelfAdversarialLoss,
-    SoftmaxLoss,
-)
-from kge_torchrec.models.model import Objective, QueryObjective, Regularizers
+from kge_torchrec.models.losses import Loss
+from kge_torchrec.models.model import Objective, QueryObjective
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.planning.plan_file import read_plan
 from kge_torchrec.training import step as steps
@@ -60,14 +52,18 @@ def sides_of(name: str) -> tuple[Side, ...]:
     return SIDES if name == "both" else (name,)
 
 
-def build_loss(config: LossConfig) -> nn.Module:
+def build_loss(config: LossConfig) -> Loss:
     """The loss of a query."""
-    return {
-        "softmax": lambda: SoftmaxLoss(config.label_smoothing),
-        "bce": lambda: BinaryCrossEntropyLoss(config.label_smoothing, config.reduction),
-        "margin": lambda: MarginLoss(config.margin),
-        "self_adversarial": lambda: SelfAdversarialLoss(config.margin, config.temperature),
-    }[config.name]()
+    return resolve("loss", config.name)(**asdict(config.loss_options()))
+
+
+def build_regularizers(config: LossConfig) -> Regularizers:
+    """Those of loss.n3 and loss.l2, and the others that loss.regularizers names."""
+    others = [
+        resolve("regularizer", name)(**asdict(options))
+        for name, options in config.regularizer_options().items()
+    ]
+    return Regularizers(config.n3, config.l2, others)
 
 
 @quiet_dependencies()
@@ -112,12 +108,12 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Scorer and loss, not yet at their start."""
     of_queries = config.negatives.regime == "kvssample"
-    build, loss = (QueryObjective, build_answers_loss) if of_queries else (Objective, build_loss)
-    return build(
+    loss = build_loss(config.loss)
+    return (QueryObjective if of_queries else Objective)(
         build_scorer(config.model, num_relations),
-        loss(config.loss),
+        loss.over_answers() if of_queries else loss,
         sides_of(config.negatives.sides),
-        Regularizers(n3=config.loss.n3, l2=config.loss.l2),
+        build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
     )
@@ -183,22 +179,8 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
     """What trains the batches that ``build_batches`` gives."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
-    loss = build_full_loss(config.loss, backend.shard().num_entities)
+    loss = build_loss(config.loss).over_all(backend.shard().num_entities)
     return FullCandidates(backend, loss, processes.device)
-
-
-def build_answers_loss(config: LossConfig) -> nn.Module:
-    """The loss of a query with all its answers."""
-    if config.name == "softmax":
-        return AnswersSoftmax(config.label_smoothing)
-    return AnswersBinaryCrossEntropy(config.label_smoothing, config.reduction)
-
-
-def build_full_loss(config: LossConfig, num_entities: int) -> FullLoss:
-    """The loss of a query over all entities."""
-    if config.name == "softmax":
-        return FullSoftmax(num_entities, config.label_smoothing)
-    return FullBinaryCrossEntropy(num_entities, config.label_smoothing, config.reduction)
 
 
 def build_batches(
@@ -210,10 +192,8 @@ def build_batches(
         on_cuda = processes.device.type == "cuda"
         examples = _examples(negatives.regime, store, sides_of(negatives.sides))
         return QueryBatches(examples, config.train.batch_size, config.seed, ahead=on_cuda)
-    by_degree = None
-    if negatives.sampling == "degree":
-        by_degree = DegreeDraw(store.degrees(), negatives.degree_power)
-    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, by_degree)
+    draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
+    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
     shared = {
         "sides": sides_of(negatives.sides),
         "seed": config.seed,

@@ -91,13 +91,13 @@ def test_shares_partition_the_batch(size, chunk_size, world):
     dealt = []
     for rank in range(world):
         share = share_of(size, chunk_size, rank, world)
-        assert share.positions.shape == share.counted.shape
-        mine = share.positions[share.counted]
+        assert share.positions.shape == share.mask.shape
+        mine = share.positions[share.mask]
         dealt += mine.tolist()
         assert size // world <= len(mine) <= -(-size // world)  # equal to within one triple
         chunk = share.first_chunk + np.arange(len(share.positions))[:, None]
         cut = share.positions // chunk_size == chunk
-        assert cut[share.counted].all()  # each row lies in the chunk whose negatives it gets
+        assert cut[share.mask].all()  # each row lies in the chunk whose negatives it gets
         if len(mine):
             assert set(share.positions.ravel()) == set(mine)  # padding repeats own triples
     assert dealt == list(range(size))

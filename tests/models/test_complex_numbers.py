@@ -10,8 +10,9 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import Objective, Regularizers
+from kge_torchrec.models.model import Objective
 from kge_torchrec.models.ops import rotated, times
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
 
 FORMS = {

@@ -4,7 +4,6 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
-from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS
 
 
@@ -23,9 +22,9 @@ def dropping(case):
     """All kinds of dropout that the scorer has."""
     name, dim, options = case
     shares = {"input_dropout": 0.4}
-    if not DECLARATIONS[name].is_distance:
+    if not SCORERS[name].is_distance:
         shares["hidden_dropout"] = 0.4
-    if "feature_dropout" in DECLARATIONS[name].options:
+    if hasattr(SCORERS[name].Options, "feature_dropout"):
         options = {**options, "feature_dropout": 0.4}
     return (name, dim, options), shares
 

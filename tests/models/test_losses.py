@@ -68,7 +68,7 @@ def scores(dtype=torch.float64):
     return (2 * positive).requires_grad_(), (2 * negative).requires_grad_()
 
 
-def some_counted():
+def some_masked():
     """Everywhere some candidates, except that the first query has none and the second all."""
     mask = torch.rand(SHAPE, generator=torch.Generator().manual_seed(1)) < 0.5
     mask[0, 0], mask[0, 1] = False, True
@@ -80,7 +80,7 @@ def some_counted():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_value(loss, oracle, masked, dtype):
     positive, negative = scores(dtype)
-    mask = some_counted() if masked else None
+    mask = some_masked() if masked else None
     found = loss(positive, negative, mask)
     assert found.shape == SHAPE[:2] and found.dtype == dtype
     for query in np.ndindex(*SHAPE[:2]):
@@ -100,7 +100,7 @@ def test_a_mask_of_all_is_no_mask(loss, oracle):
 @every_loss
 def test_candidates_that_do_not_count_change_nothing(loss, oracle):
     positive, negative = scores()
-    mask = some_counted()
+    mask = some_masked()
     changed = torch.where(mask, negative, 1e4 * negative)
     torch.testing.assert_close(
         loss(positive, negative, mask), loss(positive, changed, mask), rtol=0, atol=0
@@ -115,19 +115,19 @@ def test_candidates_that_do_not_count_change_nothing(loss, oracle):
 def test_gradients(name, masked):
     loss, _ = CASES[name]
     positive, negative = scores()
-    mask = some_counted() if masked else None
+    mask = some_masked() if masked else None
     assert torch.autograd.gradcheck(lambda p, n: loss(p, n, mask), (positive, negative))
 
 
 @every_loss
 @pytest.mark.parametrize("positive", [-1e4, 0.0, 1e4])
 @pytest.mark.parametrize("negative", [-1e4, 0.0, 1e4])
-@pytest.mark.parametrize("counted", [None, "some", "none"])
+@pytest.mark.parametrize("mask", [None, "some", "none"])
 def test_extreme_scores_stay_finite(loss, oracle, positive, negative, mask):
-    mask = {None: None, "some": some_counted(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
+    masks = {None: None, "some": some_masked(), "none": torch.zeros(SHAPE, dtype=torch.bool)}
     positive = torch.full(SHAPE[:2], positive, requires_grad=True)
     negative = torch.full(SHAPE, negative).index_fill(2, torch.tensor(0), 3.0).requires_grad_()
-    found = loss(positive, negative, mask[mask])
+    found = loss(positive, negative, masks[mask])
     found.sum().backward()
     assert found.isfinite().all() and (found >= -1e-3).all()
     assert positive.grad.isfinite().all() and negative.grad.isfinite().all()

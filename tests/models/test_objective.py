@@ -13,7 +13,8 @@ from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
-from kge_torchrec.models.model import Objective, Regularizers, relation_prediction, take_rows
+from kge_torchrec.models.model import Objective, relation_prediction, take_rows
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")

@@ -7,7 +7,7 @@ import torch
 
 from kge_torchrec.config import LossConfig
 from kge_torchrec.models.losses import BlockAnswers
-from kge_torchrec.training.assembly import build_answers_loss, build_full_loss, build_loss
+from kge_torchrec.training.assembly import build_loss
 
 QUERIES, ENTITIES = 4, 9
 CONFIGS = [
@@ -27,7 +27,7 @@ def random_scores() -> torch.Tensor:
 
 def of_full(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses (Q,) and their gradients (Q, N); answers (Q, N) bool."""
-    loss, scores = build_full_loss(config, ENTITIES), random_scores()
+    loss, scores = build_loss(config).over_all(ENTITIES), random_scores()
     query, column = answers.nonzero(as_tuple=True)
     block = BlockAnswers(query, column, 1 / answers.sum(1)[query].float())
     top, seen = loss.start(scores, block)
@@ -39,7 +39,7 @@ def of_answers(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor,
     """The same with all other entities sampled, as kvssample does, its answers among them."""
     scores = random_scores().requires_grad_()
     query = answers.nonzero()[:, 0]
-    losses = build_answers_loss(config)(scores[answers], query, scores, ~answers)
+    losses = build_loss(config).over_answers()(scores[answers], query, scores, ~answers)
     return losses.detach(), torch.autograd.grad(losses.sum(), scores)[0]
 
 

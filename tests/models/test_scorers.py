@@ -17,7 +17,6 @@ from scorer_cases import (
 
 from kge_torchrec.config import SCORER_NAMES
 from kge_torchrec.models import ops
-from kge_torchrec.models.scorer_options import DECLARATIONS
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.ranking.blocks import score_block
 
@@ -141,7 +140,7 @@ def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once)
 def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_once):
     """Neither values nor gradients; head queries of MuRE, relations of the networks."""
     case = case_of(name)
-    reciprocal = DECLARATIONS[name].needs_reciprocal
+    reciprocal = SCORERS[name].needs_reciprocal
     scorer, dim = make(case, reciprocal), case[1]
     anchor, rows = normal(2, 5, dim).requires_grad_(), normal(2, 3, dim).requires_grad_()
     relation, inputs = torch.randint(RELATIONS, (2, 5)), (anchor, rows, *scorer.parameters())

@@ -22,8 +22,8 @@ from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueri
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.losses import FullSoftmax, SoftmaxLoss
-from kge_torchrec.models.model import Objective, Regularizers
-from kge_torchrec.models.scorer_options import DECLARATIONS
+from kge_torchrec.models.model import Objective
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -105,7 +105,7 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
 @pytest.mark.parametrize("case", CASES, ids=identify)
 def test_gradients_of_every_scorer(case, kept_bytes):
-    needs = DECLARATIONS[case[0]].needs_reciprocal
+    needs = SCORERS[case[0]].needs_reciprocal
     for reciprocal in {True, needs}:
         objective = objective_of(case, reciprocal)
         found, expected = gradients(objective, kept_bytes), expected_gradients(objective)

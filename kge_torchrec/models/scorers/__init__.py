@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kge_torchrec.config import ModelConfig
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.models.scorers.bilinear import RESCAL, ComplEx, DistMult, SimplE, TuckER
@@ -24,7 +25,7 @@ SCORERS: dict[str, type[Scorer]] = {
 
 def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     """The scorer that a config describes, its parameters not yet started."""
-    return SCORERS[config.scorer](
+    return resolve("scorer", config.scorer)(
         num_relations,
         config.dim,
         config.reciprocal,

@@ -15,12 +15,14 @@ Shapes: n units, D numbers a row.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.models.scorers.base import Side, TrilinearScorer
+from kge_torchrec.config.checks import at_least
+from kge_torchrec.models.scorers.base import GROUPS, Side, TrilinearScorer
 
 
 class AlgebraScorer(TrilinearScorer):
@@ -28,18 +30,21 @@ class AlgebraScorer(TrilinearScorer):
 
     table: Tensor  # (n, n, n)
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = False,
-        *,
-        table: Tensor,
-        **shared: Any,
-    ):
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
+        table = self.table_of(self.options)
         # Not persistent: a constant is no part of a checkpoint.
         self.register_buffer("table", table.to(self.relations.dtype), persistent=False)
+
+    @classmethod
+    def table_of(cls, options: Any) -> Tensor:
+        """The products of the algebra's units, (n, n, n)."""
+        raise NotImplementedError
+
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        count = len(cls.table_of(options))
+        return count, GROUPS[count]
 
     def relation(self, ids: Tensor) -> Tensor:
         return self.factor(super().relation(ids))
@@ -116,8 +121,9 @@ class QMult(AlgebraScorer):
         "score(h, r, t) = <h r, t>, quaternions with the Hamilton product."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, table=cayley_dickson(2), **shared)
+    @classmethod
+    def table_of(cls, options: Any) -> Tensor:
+        return cayley_dickson(2)
 
 
 class QuatE(QMult):
@@ -143,8 +149,9 @@ class OMult(AlgebraScorer):
     name = "omult"
     formula = "OMult (Demir et al. 2021): score(h, r, t) = <h r, t>, octonions."
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, table=cayley_dickson(3), **shared)
+    @classmethod
+    def table_of(cls, options: Any) -> Tensor:
+        return cayley_dickson(3)
 
 
 class DualE(AlgebraScorer):
@@ -160,8 +167,13 @@ class DualE(AlgebraScorer):
         "DualE (Cao et al. 2021): score(h, r, t) = <h r*, t>, dual quaternions, r* of unit length."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, table=dual(cayley_dickson(2)), **shared)
+    @classmethod
+    def table_of(cls, options: Any) -> Tensor:
+        return dual(cayley_dickson(2))
+
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        return 8, "eight real numbers make a dual quaternion"
 
     def factor(self, relation: Tensor) -> Tensor:
         real, other = components(relation, 8).split(4, -1)
@@ -178,17 +190,29 @@ class LFMult(AlgebraScorer):
     divide D.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The polynomials.
+
+        Args:
+            degree: Degree of the polynomials.
+        """
+
+        degree: int = 1
+
+        def __post_init__(self) -> None:
+            at_least("model.options.degree", self.degree, 0)
+
     name = "lfmult"
     formula = (
         "LFMult (Kamdem Teyou et al. 2024): score(h, r, t) = sum_m int_0^1 h_m(x) r_m(x) t_m(x) dx."
     )
 
-    def __init__(
-        self, num_relations: int, dim: int, reciprocal: bool = False, *, degree: int = 1,
-        **shared: Any,
-    ):  # fmt: skip
-        powers = torch.arange(degree + 1)
-        table = 1 / (1 + powers[:, None, None] + powers[:, None] + powers)
-        super().__init__(
-            num_relations, dim, reciprocal, table=table, options={"degree": degree}, **shared
-        )
+    @classmethod
+    def table_of(cls, options: Options) -> Tensor:
+        powers = torch.arange(options.degree + 1)
+        return 1 / (1 + powers[:, None, None] + powers[:, None] + powers)
+
+    @classmethod
+    def multiple(cls, options: Options) -> tuple[int, str]:
+        return options.degree + 1, "degree + 1 coefficients make a polynomial"

@@ -16,7 +16,8 @@ relation rows (inverses included), W numbers a relation.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -24,11 +25,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from kge_torchrec.config.checks import ConfigError, check
 from kge_torchrec.models.ops import pairwise
-from kge_torchrec.models.scorer_options import DECLARATIONS, check_scorer
 
 Side = Literal["head", "tail"]
 SIDES: tuple[Side, ...] = ("head", "tail")
+# What so many real numbers make, in the message for a model.dim that is no multiple of them.
+GROUPS = {
+    2: "two real numbers make a complex one",
+    4: "four real numbers make a quaternion",
+    8: "eight real numbers make an octonion",
+}
 Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
 
 
@@ -38,19 +45,29 @@ class Scorer(nn.Module):
     With ``reciprocal`` every relation r has an inverse r + num_relations, and the head query
     (?, r, t) is asked as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
 
-    relation_dim: W; None takes D.  options: the scorer's own, to be checked.
     normalization: none, unit (entity rows of Euclidean length 1, the constraint of TransE, as part
     of the formula) or layer (a LayerNorm of entity rows, one of relation rows).
     input_dropout: of a query's entity and relation row, hidden_dropout: of the encoded query, in
     training mode only.  The draws come from torch's generator: what they are a function of is said
     in ``training``.
 
-    Raises ValueError, which names the key of the config, when dim, reciprocal and the options do
+    options: those of ``Options``, the settings that this scorer has besides.
+
+    Raises ConfigError, which names the key of the config, when dim, reciprocal and the options do
     not fit.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of this scorer alone, typed and with defaults: ``model.options`` of the config.
+
+        Subclasses put their own in its place; what it says of its fields is their help text.
+        """
+
     name = ""  # in the config
     formula = ""  # after its name and source; exported models say it
+    is_distance = False  # its query is a point: nothing to apply hidden dropout to
+    needs_reciprocal = False  # answers tail queries only
     # Whether rows are read as complex numbers, which N3 then takes the modulus of.
     is_complex = False
     relation_is_complex = False
@@ -65,25 +82,46 @@ class Scorer(nn.Module):
         dim: int,
         reciprocal: bool = False,
         *,
-        relation_dim: int | None = None,
-        options: Mapping[str, Any] | None = None,
         normalization: str = "none",
         input_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
+        **options: Any,
     ):
         super().__init__()
-        self.options: dict[str, Any] = {}  # all of the scorer's own, by name
-        if self.name:
-            check_scorer(self.name, dim, reciprocal, options or {})
-            self.options = {**DECLARATIONS[self.name].options, **(options or {})}
+        self.options = self.Options(**options)
+        self.check(dim, reciprocal, self.options)
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
-        width = dim if relation_dim is None else relation_dim
+        width = self.relation_dim(dim, self.options)
         self.relations = nn.Parameter(torch.empty(self.relation_rows, width))
         self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
         of_relations = "layer" if normalization == "layer" else "none"
         self.relation_norm = normalization_of(of_relations, width)
         self.input_dropout = nn.Dropout(input_dropout)
         self.hidden_dropout = nn.Dropout(hidden_dropout)
+
+    @classmethod
+    def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
+        """Raises ConfigError, which names the key, unless the scorer can be made like this."""
+        name = cls.name or cls.__name__
+        count, because = cls.multiple(options)
+        if dim % count:
+            multiple = "even" if count == 2 else f"a multiple of {count}"
+            raise ConfigError(f"model.dim must be {multiple} for {name} ({because}), got {dim}")
+        if cls.needs_reciprocal and not reciprocal:
+            raise ConfigError(
+                f"model.reciprocal must be true for {name}: it answers tail queries only, and head "
+                "queries are tail queries of the inverse relation"
+            )
+
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        """The number that D must be a multiple of, and why."""
+        return 1, ""
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        """W, the numbers per relation; D if a scorer does not say otherwise."""
+        return dim
 
     @property
     def relation_rows(self) -> int:
@@ -335,3 +373,8 @@ def _start(weight: Tensor, bias: Tensor | None, stream: np.random.Generator) -> 
     uniform(weight, 1 / math.sqrt(weight[0].numel()), stream)
     if bias is not None:
         nn.init.zeros_(bias)
+
+
+def check_share(key: str, value: float) -> None:
+    """Raises ConfigError unless a share of what is dropped leaves some."""
+    check(0 <= value < 1, key, "in [0, 1)", value)

@@ -13,14 +13,23 @@ Shapes: D numbers a row.
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.ops import times
-from kge_torchrec.models.scorers.base import Fill, Side, TrilinearScorer, uniform
+from kge_torchrec.models.scorers.base import (
+    GROUPS,
+    Fill,
+    Side,
+    TrilinearScorer,
+    check_share,
+    uniform,
+)
 
 
 class DistMult(TrilinearScorer):
@@ -47,6 +56,10 @@ class ComplEx(TrilinearScorer):
     formula = "ComplEx (Trouillon et al. 2016): score(h, r, t) = Re(sum_k h_k r_k conj(t_k))."
     is_complex = relation_is_complex = True
 
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        return 2, GROUPS[2]
+
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return times(anchor, relation, conjugate=side == "head")
 
@@ -65,6 +78,10 @@ class SimplE(TrilinearScorer):
     formula = (
         "SimplE (Kazemi and Poole 2018): score = (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2."
     )
+
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        return 2, "a row is two vectors, for head and for tail"
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         (as_head, as_tail), (forth, back) = anchor.chunk(2, -1), relation.chunk(2, -1)
@@ -85,8 +102,9 @@ class RESCAL(TrilinearScorer):
     name = "rescal"
     formula = "RESCAL (Nickel et al. 2011): score(h, r, t) = h^T M_r t."
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, relation_dim=dim * dim, **shared)
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        return dim * dim
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return bilinear_query(anchor, relation.unflatten(-1, (self.dim, self.dim)), side)
@@ -114,26 +132,34 @@ class TuckER(TrilinearScorer):
     authors' BatchNorm of head and query is left out; model.normalization layer is the nearest.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The core.
+
+        Args:
+            relation_dim: Numbers per relation; null takes model.dim.
+            feature_dropout: Share of the entries of a relation's matrix that are dropped.
+        """
+
+        relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        feature_dropout: float = 0.0
+
+        def __post_init__(self) -> None:
+            if self.relation_dim is not None:
+                at_least("model.options.relation_dim", self.relation_dim, 1)
+            check_share("model.options.feature_dropout", self.feature_dropout)
+
     name = "tucker"
     formula = "TuckER (Balazevic et al. 2019): score(h, r, t) = core x_1 r x_2 h x_3 t."
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = False,
-        *,
-        relation_dim: int | None = None,
-        feature_dropout: float = 0.0,
-        **shared: Any,
-    ):
-        options = {"relation_dim": relation_dim, "feature_dropout": feature_dropout}
-        width = relation_dim or dim
-        super().__init__(
-            num_relations, dim, reciprocal, relation_dim=width, options=options, **shared
-        )
-        self.core = nn.Parameter(torch.empty(width, dim, dim))
-        self.feature_dropout = nn.Dropout(feature_dropout)
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        self.core = nn.Parameter(torch.empty(self.relations.shape[1], dim, dim))
+        self.feature_dropout = nn.Dropout(self.options.feature_dropout)
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Options) -> int:
+        return options.relation_dim or dim
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:

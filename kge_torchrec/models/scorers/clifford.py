@@ -17,13 +17,14 @@ Shapes: n basis vectors, D numbers a row, m = D / (1 + n) Clifford numbers a row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.scorers.algebra import components
 from kge_torchrec.models.scorers.base import Fill, Side, TrilinearScorer
 
@@ -36,27 +37,27 @@ class Shifted(NamedTuple):
 
 
 class CliffordScorer(TrilinearScorer):
-    """A row is m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...).
+    """A row is m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
 
-    squares: s_i, (n).
-    """
-
-    squares: Tensor  # (n,)
+    squares: Tensor  # s_i, (n,)
     order: Tensor  # (n, n): sum_i h_i (order r)_i = sum_{i<k} h_i r_k - h_k r_i
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = False,
-        *,
-        squares: Sequence[int],
-        **shared: Any,
-    ):
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
+        squares = self.squares_of(self.options)
         ones = torch.ones(len(squares), len(squares))
         self.register_buffer("squares", torch.tensor(squares, dtype=ones.dtype), persistent=False)
         self.register_buffer("order", ones.triu(1) - ones.tril(-1), persistent=False)
+
+    @classmethod
+    def squares_of(cls, options: Any) -> list[int]:
+        """The squares of the algebra's basis vectors: n numbers of 1, -1 and 0."""
+        raise NotImplementedError
+
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        counted = " + ".join(["1", *asdict(options)])
+        return 1 + len(cls.squares_of(options)), f"{counted} real numbers make a Clifford number"
 
     def scales(self) -> Tensor | None:
         """Factors of the e_i of head and relation, (n); None leaves them as they are."""
@@ -111,20 +112,33 @@ class CKeci(CliffordScorer):
     from p, q >= 1, as in the paper.  Raises ValueError when D is no multiple of 1 + p + q.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The algebra.
+
+        Args:
+            p: Basis vectors whose square is 1.
+            q: Basis vectors whose square is -1.
+        """
+
+        p: int = 0
+        q: int = 1
+
+        def __post_init__(self) -> None:
+            _check_counts(self)
+
     name = "ckeci"
     formula = (
         "Keci (Demir and Ngonga Ngomo 2023): score(h, r, t) = (h r) . t in the algebra Cl_{p,q}."
     )
 
-    def __init__(
-        self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 0, q: int = 1,
-        **shared: Any,
-    ):  # fmt: skip
-        super().__init__(
-            num_relations, dim, reciprocal, squares=[1] * p + [-1] * q,
-            options={"p": p, "q": q}, **shared,
-        )  # fmt: skip
-        self.is_complex = self.relation_is_complex = (p, q) == (0, 1)
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        self.is_complex = self.relation_is_complex = self.options == CKeci.Options(p=0, q=1)
+
+    @classmethod
+    def squares_of(cls, options: Options) -> list[int]:
+        return [1] * options.p + [-1] * options.q
 
 
 class Keci(CKeci):
@@ -135,12 +149,10 @@ class Keci(CKeci):
 
     name = "keci"
 
-    def __init__(
-        self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 0, q: int = 1,
-        **shared: Any,
-    ):  # fmt: skip
-        super().__init__(num_relations, dim, reciprocal, p=p, q=q, **shared)
-        self.coefficients = nn.Parameter(torch.zeros(p + q)) if p + q else None
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        count = len(self.squares)
+        self.coefficients = nn.Parameter(torch.zeros(count)) if count else None
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
@@ -160,16 +172,33 @@ class DeCaL(CliffordScorer):
     Raises ValueError when D is no multiple of 1 + p + q + r.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The algebra.
+
+        Args:
+            p: Basis vectors whose square is 1.
+            q: Basis vectors whose square is -1.
+            r: Basis vectors whose square is 0.
+        """
+
+        p: int = 1
+        q: int = 1
+        r: int = 1
+
+        def __post_init__(self) -> None:
+            _check_counts(self)
+
     name = "decal"
     formula = (
         "DeCaL (Kamdem Teyou et al. 2024): score(h, r, t) = (h r) . t in the degenerate Cl_{p,q,r}."
     )
 
-    def __init__(
-        self, num_relations: int, dim: int, reciprocal: bool = False, *, p: int = 1, q: int = 1,
-        r: int = 1, **shared: Any,
-    ):  # fmt: skip
-        super().__init__(
-            num_relations, dim, reciprocal, squares=[1] * p + [-1] * q + [0] * r,
-            options={"p": p, "q": q, "r": r}, **shared,
-        )  # fmt: skip
+    @classmethod
+    def squares_of(cls, options: Options) -> list[int]:
+        return [1] * options.p + [-1] * options.q + [0] * options.r
+
+
+def _check_counts(options: Any) -> None:
+    for name, count in asdict(options).items():
+        at_least(f"model.options.{name}", count, 0)

@@ -19,14 +19,36 @@ Shapes: n components a number, D numbers a row.
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from dataclasses import asdict, dataclass
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.models.scorer_options import image_shape
+from kge_torchrec.config.checks import ConfigError, at_least
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
-from kge_torchrec.models.scorers.base import DotScorer, Side
+from kge_torchrec.models.scorers.base import GROUPS, DotScorer, Side, check_share
+
+
+@dataclass(frozen=True)
+class ConvolutionOptions:
+    """The convolution.
+
+    Args:
+        channels: Feature maps.
+        kernel_size: Height and width of the filters; odd, but for conve.
+        feature_dropout: Share of the feature maps dropped.
+    """
+
+    channels: int = 32
+    kernel_size: int = 3
+    feature_dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        at_least("model.options.channels", self.channels, 1)
+        at_least("model.options.kernel_size", self.kernel_size, 1)
+        check_share("model.options.feature_dropout", self.feature_dropout)
 
 
 class ConvE(DotScorer):
@@ -40,34 +62,53 @@ class ConvE(DotScorer):
     feature_dropout: of whole feature maps.  hidden_dropout: of the query, after its ReLU.
     """
 
+    @dataclass(frozen=True)
+    class Options(ConvolutionOptions):
+        """The convolution.
+
+        Args:
+            channels: Feature maps.
+            kernel_size: Height and width of the filters.
+            feature_dropout: Share of the feature maps dropped.
+            height: Rows of the image that an entity is reshaped to; null takes the largest divisor
+                of model.dim up to its root.
+        """
+
+        height: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if self.height is not None:
+                at_least("model.options.height", self.height, 1)
+
+    needs_reciprocal = True
     name = "conve"
     formula = (
         "ConvE (Dettmers et al. 2018): score(h, r, t) = <f(vec(f([h; r] * w)) W), t>, f = ReLU."
     )
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = True,
-        *,
-        channels: int = 32,
-        kernel_size: int = 3,
-        feature_dropout: float = 0.0,
-        height: int | None = None,
-        **shared: Any,
-    ):
-        options = {"channels": channels, "kernel_size": kernel_size, "height": height,
-                   "feature_dropout": feature_dropout}  # fmt: skip
-        super().__init__(num_relations, dim, reciprocal, options=options, **shared)
-        self.height, self.width = image_shape(dim, height)
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        channels, kernel_size = self.options.channels, self.options.kernel_size
+        self.height, self.width = image_shape(dim, self.options.height)
         cells = (2 * self.height - kernel_size + 1) * (self.width - kernel_size + 1)
         self.image_norm = nn.GroupNorm(1, 1)
         self.convolution = nn.Conv2d(1, channels, kernel_size)
         self.map_norm = nn.GroupNorm(1, channels)
-        self.feature_dropout = nn.Dropout2d(feature_dropout)
+        self.feature_dropout = nn.Dropout2d(self.options.feature_dropout)
         self.linear = nn.Linear(channels * cells, dim)
         self.query_norm = nn.LayerNorm(dim)
+
+    @classmethod
+    def check(cls, dim: int, reciprocal: bool, options: Options) -> None:
+        super().check(dim, reciprocal, options)
+        height, width = image_shape(dim, options.height)
+        if options.kernel_size > min(2 * height, width):
+            raise ConfigError(
+                f"model.options.kernel_size {options.kernel_size} does not fit the image of conve, "
+                f"{2 * height} x {width} for model.dim {dim}; set model.options.height or another "
+                "model.dim"
+            )
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         anchor, relation = torch.broadcast_tensors(anchor, relation)
@@ -75,6 +116,18 @@ class ConvE(DotScorer):
         maps = self.map_norm(self.convolution(self.image_norm(image))).relu()
         flat = self.feature_dropout(maps).flatten(1)
         return self.query_norm(self.linear(flat)).relu().view(anchor.shape)
+
+
+def image_shape(dim: int, height: int | None) -> tuple[int, int]:
+    """(height, width) of the image that ConvE reshapes dim numbers to.
+
+    Raises ConfigError when the height does not divide dim.
+    """
+    if height is None:
+        height = next(n for n in range(math.isqrt(dim), 0, -1) if dim % n == 0)
+    if dim % height:
+        raise ConfigError(f"model.options.height must divide model.dim {dim}, got {height}")
+    return height, dim // height
 
 
 class ResidualConvolution(nn.Module):
@@ -113,19 +166,27 @@ class ConvolvedScorer(DotScorer):
     reciprocal.
     """
 
+    Options = ConvolutionOptions
+    needs_reciprocal = True
     units: int
     outputs = 1
 
-    def __init__(
-        self, num_relations: int, dim: int, reciprocal: bool = True, *, channels: int = 32,
-        kernel_size: int = 3, feature_dropout: float = 0.0, **shared: Any,
-    ):  # fmt: skip
-        options = {"channels": channels, "kernel_size": kernel_size,
-                   "feature_dropout": feature_dropout}  # fmt: skip
-        super().__init__(num_relations, dim, reciprocal, options=options, **shared)
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
         self.convolution = ResidualConvolution(
-            dim, self.units, channels, kernel_size, feature_dropout, self.outputs * dim
+            dim, self.units, outputs=self.outputs * dim, **asdict(self.options)
         )
+
+    @classmethod
+    def multiple(cls, options: ConvolutionOptions) -> tuple[int, str]:
+        return cls.units, GROUPS[cls.units]
+
+    @classmethod
+    def check(cls, dim: int, reciprocal: bool, options: ConvolutionOptions) -> None:
+        super().check(dim, reciprocal, options)
+        size = options.kernel_size
+        if size % 2 == 0:  # the maps are padded to keep their size
+            raise ConfigError(f"model.options.kernel_size must be odd for {cls.name}, got {size}")
 
 
 class ConEx(ConvolvedScorer):

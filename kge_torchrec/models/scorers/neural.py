@@ -11,12 +11,14 @@ Shapes: D numbers a row.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.ops import pairwise
 from kge_torchrec.models.scorers.base import DotScorer, Fill, QueryScorer, Side, uniform
 
@@ -35,36 +37,48 @@ class CoKE(DotScorer):
     also the encoder's.  Raises ValueError when the heads cannot share D.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The transformer.
+
+        Args:
+            layers: Transformer layers.
+            heads: Attention heads.
+            feed_forward_dim: Width inside a transformer layer; null takes 2 model.dim.
+        """
+
+        layers: int = 6
+        heads: int = 4
+        feed_forward_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+
+        def __post_init__(self) -> None:
+            at_least("model.options.layers", self.layers, 1)
+            at_least("model.options.heads", self.heads, 1)
+            if self.feed_forward_dim is not None:
+                at_least("model.options.feed_forward_dim", self.feed_forward_dim, 1)
+
     name = "coke"
     formula = (
         "CoKE (Wang et al. 2019): score(h, r, t) = <z, t>, z a transformer's state of the masked t."
     )
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = False,
-        *,
-        layers: int = 6,
-        heads: int = 4,
-        feed_forward_dim: int | None = None,
-        **shared: Any,
-    ):
-        options = {"layers": layers, "heads": heads, "feed_forward_dim": feed_forward_dim}
-        super().__init__(num_relations, dim, reciprocal, options=options, **shared)
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        heads, width = self.options.heads, self.options.feed_forward_dim or 2 * dim
         dropout = self.hidden_dropout.p
         self.mask = nn.Parameter(torch.empty(1, dim))
         self.positions = nn.Parameter(torch.empty(3, dim))
         self.input_norm = nn.LayerNorm(dim)
         self.encoder = nn.TransformerEncoder(
-            nn.TransformerEncoderLayer(
-                dim, heads, feed_forward_dim or 2 * dim, dropout, "gelu", batch_first=True
-            ),
-            layers,
+            nn.TransformerEncoderLayer(dim, heads, width, dropout, "gelu", batch_first=True),
+            self.options.layers,
             enable_nested_tensor=False,
         )
         self.output = nn.Sequential(nn.Linear(dim, dim), nn.GELU(), nn.LayerNorm(dim))
+
+    @classmethod
+    def multiple(cls, options: Options) -> tuple[int, str]:
+        return options.heads, "model.options.heads share it"
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
@@ -100,24 +114,30 @@ class Shallom(QueryScorer):
     hidden layer.  As H [h; t] = H_1 h + H_2 t, rows go through their half once for all queries.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The network.
+
+        Args:
+            hidden_dim: Width of the hidden layer; null takes 2 model.dim.
+        """
+
+        hidden_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+
+        def __post_init__(self) -> None:
+            if self.hidden_dim is not None:
+                at_least("model.options.hidden_dim", self.hidden_dim, 1)
+
     name = "shallom"
     formula = "Shallom (Demir et al. 2021): score(h, r, t) = W_r ReLU(H [h; t] + b) + c_r."
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = False,
-        *,
-        hidden_dim: int | None = None,
-        **shared: Any,
-    ):
-        width = hidden_dim or 2 * dim
-        super().__init__(
-            num_relations, dim, reciprocal, relation_dim=width + 1,
-            options={"hidden_dim": hidden_dim}, **shared,
-        )  # fmt: skip
-        self.hidden = nn.Linear(2 * dim, width)
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        self.hidden = nn.Linear(2 * dim, self.relations.shape[1] - 1)
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Options) -> int:
+        return (options.hidden_dim or 2 * dim) + 1
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:

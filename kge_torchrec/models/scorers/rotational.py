@@ -15,14 +15,16 @@ Shapes: k numbers a block, D numbers a row, m projections on either side, n refl
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Optional
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.ops import complex_distance, pairwise, rotated
-from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
+from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
 
 
 class RotatE(QueryScorer):
@@ -32,13 +34,19 @@ class RotatE(QueryScorer):
     """
 
     name = "rotate"
+    is_distance = True
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # entities only: relations are phases
     # its loop takes torch.compile two minutes, and then three times as long to run
     uncompiled = ("similarity_matrix",)
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, relation_dim=dim // 2, **shared)
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        return 2, GROUPS[2]
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        return dim // 2
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
@@ -76,32 +84,58 @@ class HousE(QueryScorer):
     Raises ValueError when k does not divide D.
     """
 
+    @dataclass(frozen=True)
+    class Options:
+        """The rotations.
+
+        Args:
+            block: Numbers that are rotated together.
+            reflections: Reflections that make a rotation; null takes 2 (block // 2).
+            projections: Projections of head and tail; 0 is HousE-r.
+        """
+
+        block: int = 4
+        reflections: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        projections: int = 1
+
+        def __post_init__(self) -> None:
+            at_least("model.options.block", self.block, 1)
+            if self.reflections is not None:
+                at_least("model.options.reflections", self.reflections, 1)
+            at_least("model.options.projections", self.projections, 0)
+
+        @property
+        def turns(self) -> int:
+            """Reflections, null replaced."""
+            return 2 * (self.block // 2) if self.reflections is None else self.reflections
+
     name = "house"
+    is_distance = True
     formula = (
         "HousE (Li et al. 2022): "
         "score(h, r, t) = -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i."
     )
 
-    def __init__(
-        self,
-        num_relations: int,
-        dim: int,
-        reciprocal: bool = False,
-        *,
-        block: int = 4,
-        reflections: int | None = None,
-        projections: int = 1,
-        **shared: Any,
-    ):
-        turns = 2 * (block // 2) if reflections is None else reflections
-        vectors, scales = projections * dim, projections * (dim // max(1, block))
-        sizes = [turns * dim, vectors, vectors, scales, scales]
-        options = {"block": block, "reflections": reflections, "projections": projections}
-        super().__init__(
-            num_relations, dim, reciprocal, relation_dim=sum(sizes), options=options, **shared
-        )
-        self.block, self.reflections, self.projections = block, turns, projections
-        self.sizes = sizes  # of the parts of a relation's row
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        options = self.options
+        self.block, self.reflections = options.block, options.turns
+        self.projections = options.projections
+        self.sizes = self.sizes_of(dim, options)
+
+    @classmethod
+    def sizes_of(cls, dim: int, options: Options) -> list[int]:
+        """Of the parts of a relation's row."""
+        vectors, scales = options.projections * dim, options.projections * (dim // options.block)
+        return [options.turns * dim, vectors, vectors, scales, scales]
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Options) -> int:
+        return sum(cls.sizes_of(dim, options))
+
+    @classmethod
+    def multiple(cls, options: Options) -> tuple[int, str]:
+        return options.block, "model.options.block numbers are rotated together"
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:

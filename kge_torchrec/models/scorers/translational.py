@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.models.ops import euclidean, manhattan, pairwise
 from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
 
@@ -29,6 +30,7 @@ class TransE(QueryScorer):
     The paper's entities of length 1 are model.normalization unit.
     """
 
+    is_distance = True
     formula = "TransE (Bordes et al. 2013): score(h, r, t) = -||h + r - t||_p, p = 1 or 2."
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
@@ -72,12 +74,14 @@ class TransH(QueryScorer):
     """
 
     name = "transh"
+    is_distance = True
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, relation_dim=2 * dim, **shared)
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        return 2 * dim
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Projected:
         normal, shift = relation.chunk(2, -1)
@@ -114,11 +118,19 @@ class MuRE(QueryScorer):
     """
 
     name = "mure"
+    is_distance = True
     formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
     bias_columns = 2
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, relation_dim=2 * (dim - 2), **shared)
+    @classmethod
+    def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
+        super().check(dim, reciprocal, options)
+        if dim < 3:
+            raise ConfigError(f"model.dim must be at least 3 for mure (two are biases), got {dim}")
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        return 2 * (dim - 2)
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
@@ -174,12 +186,14 @@ class PairRE(QueryScorer):
     """
 
     name = "pairre"
+    is_distance = True
     formula = (
         "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
     )
 
-    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
-        super().__init__(num_relations, dim, reciprocal, relation_dim=2 * dim, **shared)
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        return 2 * dim
 
     def entity(self, rows: Tensor) -> Tensor:
         return nn.functional.normalize(super().entity(rows), dim=-1)
@@ -217,6 +231,7 @@ class Pyke(QueryScorer):
     """
 
     name = "pyke"
+    is_distance = True
     formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Midway:
