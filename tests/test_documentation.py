@@ -26,6 +26,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -72,7 +73,7 @@ class Block:
         if "not run" in self.markers:
             return self.markers["not run"]
         if self.language == "sh":
-            reasons = [NOT_RUN.get(program(words)) for words in self.commands]
+            reasons = [NOT_RUN.get(split_command(words)[1]) for words in self.commands]
             return "; ".join(sorted(set(reasons))) if all(reasons) else None
         return None if self.language == "python" or "file" in self.markers else "nothing to run"
 
@@ -110,10 +111,18 @@ def blocks_of(text: str, page: str) -> Iterator[Block]:
             markers[comment[1]] = comment[2] or ""
         elif line.strip():
             markers = {}
+    assert inside is None, f"{page}:{opened}: the fence has no end"
 
 
-def program(words: list[str]) -> str:
-    return Path(words[0]).name
+def split_command(words: list[str]) -> tuple[dict[str, str], str, list[str]]:
+    """["A=b", "bin/python", "-m", "pip", "list"] -> ({"A": "b"}, "pip", ["list"])"""
+    settings: dict[str, str] = {}
+    while re.match(r"[A-Z_]+=", words[0]):
+        settings |= [words[0].split("=", 1)]
+        words = words[1:]
+    if words[1:2] == ["-m"] and words[2] in NOT_RUN:
+        words = words[2:]
+    return settings, Path(words[0]).name, words[1:]
 
 
 BLOCKS = [
@@ -166,7 +175,7 @@ def _train_with(extra: list[str]):
 
 def run_command(words: list[str], extra: list[str], is_last: bool = True) -> None:
     """Runs a command in the working directory with what is added to it; fails if it does."""
-    name, arguments = program(words), words[1:]
+    settings, name, arguments = split_command(words)
     if name in NOT_RUN:
         return
     if name not in ("kge-torchrec", "python", "torchrun"):
@@ -178,18 +187,30 @@ def run_command(words: list[str], extra: list[str], is_last: bool = True) -> Non
     if name == "kge-torchrec" and arguments[0] == "train" and not _names_its_run(arguments):
         arguments.append(_new_run())
     if name == "kge-torchrec":
-        try:
-            code = main(arguments)
-        except SystemExit as ended:  # --help, --version
-            code = ended.code
+        with mock.patch.dict(os.environ, settings):
+            code = _run_here(arguments)
     else:
         start = ["-m", "torch.distributed.run"] if name == "torchrun" else []
-        places = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        code = subprocess.run(
-            [sys.executable, *start, *arguments],
-            env=os.environ | {"PYTHONPATH": places}, timeout=600, check=False,
-        ).returncode  # fmt: skip
+        code = _run_python([*start, *arguments], settings)
     assert code == 0, f"exit code {code}: {shlex.join([name, *arguments])}"
+
+
+def _run_here(arguments: list[str]) -> int | str | None:
+    """The exit code of kge-torchrec, without another process."""
+    try:
+        return main(arguments)
+    except SystemExit as ended:  # --help, --version
+        return ended.code
+
+
+def _run_python(arguments: list[str], settings: dict[str, str]) -> int:
+    """The exit code of a new process that has the same packages."""
+    environment = os.environ | settings
+    places = os.pathsep.join([environment.get("PYTHONPATH", ""), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=environment | {"PYTHONPATH": places}, timeout=600, check=False,
+    ).returncode  # fmt: skip
 
 
 def _names_its_run(arguments: list[str]) -> bool:
@@ -291,6 +312,7 @@ def prose(path: Path) -> str:
 def test_what_a_page_names_exists(path):
     """Commands are fenced; links lead to files; files and keys that it names are there."""
     text = prose(path)
+    assert re.findall(r"^ +```.*|^~~~.*", text, re.M) == []  # would not be seen
     assert re.findall(r"^    (?:\$|kge-torchrec|python|pip|make|torchrun)\b.*", text, re.M) == []
     links = re.findall(r"\]\(([^)#\s]+)", text)
     assert [to for to in links if "://" not in to and not (path.parent / to).is_file()] == []
@@ -354,4 +376,8 @@ def test_a_page_with_mistakes_is_told():
     with pytest.raises(AssertionError, match=r"(?m)exit code 1: kge-torchrec evaluate nowhere$"):
         run_command(["kge-torchrec", "evaluate", "nowhere"], ["--train.epochs=1"])
     with pytest.raises(AssertionError, match="exit code 3: python"):
-        run_command(["python", "-c", "raise SystemExit(3)"], [])
+        run_command(["CODE=3", "python", "-c", "import os; os._exit(int(os.environ['CODE']))"], [])
+    for words in (["bin/pip", "list"], ["python", "-m", "pip", "list"], ["make", "clean"]):
+        run_command(words, [])  # these are not run
+    with pytest.raises(AssertionError, match="made up:1: the fence has no end"):
+        list(blocks_of("```sh\nmake demo\n", "made up"))
