@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from oracle_table import NAMES
 
-from kge_torchrec.embeddings.all_to_all.options import SparseOptions
+from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 

@@ -15,7 +15,7 @@ from typing import Any, Optional
 from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
-from kge_torchrec.embeddings.all_to_all.options import FBGEMM, SparseOptions, choose
+from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
 
 SCORER_NAMES = tuple(KINDS["scorer"].ours)
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")

@@ -93,6 +93,17 @@ KINDS = {
             "l2": "kge_torchrec.models.regularizers:L2",
         },
     ),
+    "table_optimizer": Kind(
+        "train.optimizer",
+        "kge_torchrec.embeddings.optimizers:RowOptimizer",
+        {
+            "adam": "kge_torchrec.embeddings.optimizers:Adam",
+            "rowwise_adam": "kge_torchrec.embeddings.optimizers:RowwiseAdam",
+            "adagrad": "kge_torchrec.embeddings.optimizers:Adagrad",
+            "rowwise_adagrad": "kge_torchrec.embeddings.optimizers:RowwiseAdagrad",
+            "sgd": "kge_torchrec.embeddings.optimizers:SGD",
+        },
+    ),
     "negative_sampler": Kind(
         "negatives.sampling",
         "kge_torchrec.data.negatives:EntityDraw",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Optional
+from dataclasses import dataclass, field
+from typing import Any, Optional
 
 from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
+from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.registry import KINDS, check_name, resolve
 
-OPTIMIZER_NAMES = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
+OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "bf16", "fp16")
 
 
@@ -21,7 +23,7 @@ class TrainConfig:
             kvssample.  null takes 1024; where sampled candidates are trained on GPUs 8192 a rank,
             but no more than leave an epoch 100 steps.
         optimizer: adam, rowwise_adam, adagrad, rowwise_adagrad or sgd, for entities; relations
-            take the form without row-wise state.
+            take the form without row-wise state.  Or package.module:Class.
         lr: Learning rate.
         relation_lr: Learning rate of relations; null takes lr.
         beta1: Of adam and rowwise_adam.
@@ -43,6 +45,7 @@ class TrainConfig:
         pipeline: sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or
             auto: sparse_dist where the engine is torchrec.
         log_every: Steps between metrics.jsonl lines and checks for a non-finite loss.
+        optimizer_options: Settings of an optimizer that is not one of those named.
     """
 
     epochs: int = 50
@@ -65,12 +68,13 @@ class TrainConfig:
     clip_value: Optional[float] = None  # noqa: UP045
     pipeline: str = "auto"
     log_every: int = 100
+    optimizer_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         at_least("train.epochs", self.epochs, 0)
         if self.batch_size is not None:
             at_least("train.batch_size", self.batch_size, 1)
-        one_of("train.optimizer", self.optimizer, OPTIMIZER_NAMES)
+        check_name("table_optimizer", self.optimizer)
         positive("train.lr", self.lr)
         if self.relation_lr is not None:
             positive("train.relation_lr", self.relation_lr)
@@ -81,7 +85,7 @@ class TrainConfig:
             check(small, f"train.{key}", "at most 0.99999994, the float32 before 1", value)
         positive("train.eps", self.eps)
         not_negative("train.weight_decay", self.weight_decay)
-        if self.weight_decay and self.optimizer in ("adagrad", "sgd"):
+        if self.weight_decay and resolve("table_optimizer", self.optimizer).weight_decay is None:
             raise ConfigError(
                 f"train.weight_decay: FBGEMM's {self.optimizer} has none; use loss.l2, or one of "
                 "adam, rowwise_adam, rowwise_adagrad"
@@ -98,6 +102,13 @@ class TrainConfig:
                 positive(f"train.{key}", getattr(self, key))
         one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
         at_least("train.log_every", self.log_every, 1)
+        if self.optimizer not in OPTIMIZER_NAMES or self.optimizer_options:
+            self.row_optimizer_options()
+
+    def row_optimizer_options(self) -> Any:
+        """The ``Options`` of the optimizer: none of ours has any."""
+        owner = resolve("table_optimizer", self.optimizer)
+        return parse_options(owner, self.optimizer_options, "train.optimizer_options")
 
     @property
     def steps_on_sums(self) -> bool:

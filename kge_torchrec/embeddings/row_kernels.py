@@ -35,8 +35,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-KINDS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
-_ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)
+from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
+
+_ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)  # places in TABLE_OPTIMIZERS
 
 # Below this many gradient numbers waking a second thread costs more than it saves.
 _SERIAL_NUMBERS = 1 << 17
@@ -258,7 +259,7 @@ def update_rows(
         table if second is None else _two_dimensional(second),
         _step_numbers(optimizer, lr, step),
     )
-    kind = KINDS.index(optimizer.name)
+    kind = TABLE_OPTIMIZERS.index(optimizer.name)
     threads = min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS, count)
     if threads == 1 or grad.numel() < _SERIAL_NUMBERS:
         _update_range(kind, 0, count, *arguments)

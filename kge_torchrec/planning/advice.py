@@ -20,6 +20,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import FUSED, UVM, UVM_CACHING, amount
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.cost import FIXED
@@ -31,7 +32,6 @@ from kge_torchrec.planning.workload import Workload
 MOST_DEVICES = 1024
 DEVICES_PER_HOST = 8  # GPUs that a host holds, unless the cluster's hold more
 _MATTERS = 0.05  # share of the usable memory from which on a part is worth a change
-_ROW_WISE = {"adam": "rowwise_adam", "adagrad": "rowwise_adagrad"}
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _changes(setting: _Setting) -> dict[str, _Change]:
     changes: dict[str, _Change] = {}
     if choice.dtype == "fp32" and cluster.device.is_cuda:
         changes["16-bit values (fp16)"] = lambda s: s.choose(dtype="fp16")
-    by_row = _ROW_WISE.get(workload.optimizer)
+    by_row = optimizer_class(workload.optimizer).by_row
     if (
         by_row
         and choice.sharding != "data_parallel"

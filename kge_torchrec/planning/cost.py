@@ -18,10 +18,10 @@ from types import SimpleNamespace
 import torch
 
 from kge_torchrec.config import TrainConfig
+from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     FUSED,
-    STATE_NUMBERS,
     UVM_CACHING,
     TableForm,
 )
@@ -69,7 +69,10 @@ def step_time(
         ),
     }
     if form.kernel == DENSE:  # the whole table and its gradient, every step
-        numbers, (each, _) = workload.num_entities * workload.dim, STATE_NUMBERS[form.optimizer]
+        numbers, (each, _) = (
+            workload.num_entities * workload.dim,
+            optimizer_class(form.optimizer).state_numbers(),
+        )
         moved = numbers * (3 * form.value_bytes + 8 * each)
         times["table optimizer"] = moved / (device.memory_bandwidth * speed)
     collectives = COLLECTIVES + DenseLayout.of(workload.config.dense, cluster).collectives(cluster)
@@ -91,7 +94,7 @@ def table_optimizer_seconds(
     """Of stepping rows: gradients, in float32, are read; values and state read and written."""
     speeds = _row_speeds(cluster.device, form, cache_hits)
     local, values, state = (x * _speed(cluster) for x in speeds)
-    each, row = STATE_NUMBERS[form.optimizer]
+    each, row = optimizer_class(form.optimizer).state_numbers()
     value_bytes, state_bytes = columns * form.value_bytes, form.state_bytes * (each * columns + row)
     return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)
 
@@ -145,7 +148,9 @@ def _row_speeds(device: Device, form: TableForm, cache_hits: float) -> tuple[flo
         return local, local, link if form.state_in_main and device.is_cuda else local
     hits = cache_hits if form.kernel == UVM_CACHING else 0.0
     values = 1 / (hits / local + (1 - hits) / link)
-    by_row_only = not STATE_NUMBERS[form.optimizer][0]  # such state stays on the GPU
+    by_row_only = not optimizer_class(form.optimizer).state_numbers()[
+        0
+    ]  # such state stays on the GPU
     return local, values, local if by_row_only else link
 
 

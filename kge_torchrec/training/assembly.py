@@ -28,6 +28,7 @@ from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
@@ -77,13 +78,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
-    table = TableOptimizer(
-        name=train.optimizer,
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-    )
+    table = table_optimizer(train)
     parts = (store.num_entities, objective, table)
     options = {
         "dense": dense_wrapper(config.dense, processes),
@@ -155,22 +150,28 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
     return config
 
 
+def table_optimizer(train: TrainConfig) -> TableOptimizer:
+    """The optimizer that a config describes."""
+    return TableOptimizer(
+        name=train.optimizer,
+        lr=train.lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        weight_decay=train.weight_decay,
+        options=train.row_optimizer_options(),
+    )
+
+
 def dense_optimizer(
     train: TrainConfig,
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer of the dense parameters: the table's one without row-wise state."""
-    rate = train.relation_lr or train.lr
-    decay = {"weight_decay": train.weight_decay}
+    """The optimizer of the dense parameters that goes with the table's."""
+    table, rate = table_optimizer(train), train.relation_lr or train.lr
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if train.optimizer in ("adam", "rowwise_adam"):
-            betas = (train.beta1, train.beta2)
-            return torch.optim.AdamW(
-                parameters, lr=rate, betas=betas, eps=train.eps, fused=True, **decay
-            )
-        if train.optimizer in ("adagrad", "rowwise_adagrad"):
-            return torch.optim.Adagrad(parameters, lr=rate, eps=train.eps, **decay)
-        return torch.optim.SGD(parameters, lr=rate, **decay)
+        parameters = list(parameters)
+        own = table.kind.dense(parameters, rate, table)
+        return DenseRows(parameters, rate, table.rule) if own is None else own
 
     return build
 

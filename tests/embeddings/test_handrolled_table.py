@@ -14,8 +14,8 @@ from torch import Tensor
 from torchrec import KeyedJaggedTensor
 from worlds import run_world
 
+from kge_torchrec.config.sparse_options import SparseOptions, preset
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.all_to_all.options import SparseOptions, preset
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer

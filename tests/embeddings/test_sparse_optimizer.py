@@ -30,7 +30,7 @@ from oracle_sparse import (
 from oracle_table import NAMES
 from oracle_table import settings as optimizer_settings
 
-from kge_torchrec.embeddings.all_to_all.options import SparseOptions, choose, preset
+from kge_torchrec.config.sparse_options import SparseOptions, choose, preset
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import (
     SparseOptimizer,
     round_stochastically,

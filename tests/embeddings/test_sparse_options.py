@@ -8,7 +8,7 @@ import pytest
 
 from kge_torchrec.config import Config, ConfigError, EntitiesConfig
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.embeddings.all_to_all.options import (
+from kge_torchrec.config.sparse_options import (
     FBGEMM,
     PRESETS,
     SparseOptions,

@@ -9,8 +9,8 @@ from oracle_table import settings as optimizer_settings
 from training_runs import config_of, largest_difference, tiny_store
 
 from kge_torchrec.config import OPTIMIZER_NAMES
+from kge_torchrec.config.sparse_options import PRESETS, SparseOptions, preset
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.all_to_all.options import PRESETS, SparseOptions, preset
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import RowGradients

@@ -12,7 +12,6 @@ from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
-    STATE_NUMBERS,
     UVM,
     UVM_CACHING,
     Bytes,
@@ -98,4 +97,3 @@ def test_a_replicated_table_has_whole_gradients_and_dense_state(optimizer):
     parts = table_memory(10, 8, TableForm(optimizer, DENSE), is_cuda=True)
     assert parts["optimizer state"].device == sum(4 * t.numel() for t in state)
     assert parts["gradients"].device == parts["weights"].device == 320
-    assert STATE_NUMBERS.keys() == set(TABLE_OPTIMIZERS)

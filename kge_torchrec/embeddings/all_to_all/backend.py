@@ -11,10 +11,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
+from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.data.loader import Batch
 from kge_torchrec.distributed.dense import DenseWrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.all_to_all.options import SparseOptions
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.chunks import row_sharded

@@ -39,20 +39,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.embeddings.all_to_all.options import SparseOptions
+from kge_torchrec.config.sparse_options import SparseOptions
+from kge_torchrec.embeddings.foreign_optimizer import step_rows as step_foreign_rows
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.embeddings.row_kernels import update_rows
 
-# Names as FBGEMM gives them to the optimizer's states, and whether they have one number a row.
-_STATES = {
-    "adam": {"momentum1": False, "exp_avg_sq": False},
-    "rowwise_adam": {"momentum1": False, "exp_avg_sq": True},
-    "adagrad": {"momentum1": False},
-    "rowwise_adagrad": {"momentum1": True},
-    "sgd": {},
-}
 _ROUNDED = ("momentum1", "exp_avg_sq")  # the place is the state's number in the random bits
 
 # On a CPU what a pass computes should stay in the cache; on a GPU it only has to stay small.
@@ -95,7 +88,7 @@ class SparseOptimizer:
         self.steps = 0
         self.device = torch.device("cpu") if options.state_device == "cpu" else rows.device
         self.states = self._new_states()
-        self.fused = rows.device.type == "cpu" and _is_fbgemms(options)
+        self.fused = optimizer.is_ours and rows.device.type == "cpu" and _is_fbgemms(options)
         self.chunk_rows = _CHUNK_ROWS[self.device.type]
         self._decays = _decays(optimizer.betas, options.bias_correction)
 
@@ -140,9 +133,10 @@ class SparseOptimizer:
     ) -> None:
         if len(ids) == 0:
             return
-        if self.fused:
+        if self.fused or not self.optimizer.is_ours:
             states = self.states.values()
-            update_rows(self.optimizer, self.lr, self.steps, ids, grad.float(), self.rows, *states)
+            step_rows = update_rows if self.fused else step_foreign_rows
+            step_rows(self.optimizer, self.lr, self.steps, ids, grad.float(), self.rows, *states)
             return
         if self.options.duplicates == "sum":
             occurrences = None
@@ -165,9 +159,9 @@ class SparseOptimizer:
             name: zeros_on_huge_pages(
                 *((n,) if rowwise else (n, dim)), dtype=dtype, device=self.device
             )
-            for name, rowwise in _STATES[self.optimizer.name].items()
+            for name, rowwise in _saved_states(self.optimizer)
         }
-        if self.optimizer.name.endswith("adam") and self.options.bias_correction == "row":
+        if self.optimizer.kind.corrects_bias and self.options.bias_correction == "row":
             states["row_step"] = zeros_on_huge_pages(n, dtype=torch.int32, device=self.device)
         return states
 
@@ -215,18 +209,18 @@ class SparseOptimizer:
         if self.optimizer.weight_decay:
             weights = self.rows.index_select(0, rows).to(self.device)
             decayed = weights.mul_(self.optimizer.weight_decay)
-            if self.optimizer.name == "rowwise_adagrad":
+            if self.optimizer.kind.weight_decay == "l2":
                 grad = grad + decayed
         change = self._change(rows.to(self.device), grad)
-        if decayed is not None and self.optimizer.name.endswith("adam"):
+        if decayed is not None and self.optimizer.kind.weight_decay == "decoupled":
             change += decayed
         self.rows.index_add_(0, rows, (change * -self.lr).to(self.rows.device))
 
     def _change(self, rows: Tensor, grad: Tensor) -> Tensor:
         """(u, D) what the learning rate multiplies; updates the states."""
-        if self.optimizer.name.endswith("adam"):
+        if self.optimizer.kind.corrects_bias:
             return self._adam(rows, grad)
-        if self.optimizer.name.endswith("adagrad"):
+        if self.optimizer.kind.states:
             total = self._read("momentum1", rows).add_(self._square(grad))
             self._write("momentum1", rows, total)
             return grad / self._root(total)
@@ -246,7 +240,8 @@ class SparseOptimizer:
     def _square(self, grad: Tensor) -> Tensor:
         """(u, K) the square of the gradient, or its mean over the row."""
         square = grad.square()
-        return square.mean(1, keepdim=True) if "rowwise" in self.optimizer.name else square
+        by_row = self.optimizer.kind.states[-1].by_row
+        return square.mean(1, keepdim=True) if by_row else square
 
     def _root(self, squares: Tensor) -> Tensor:
         """The root with its epsilon; writes over ``squares``."""
@@ -281,6 +276,14 @@ class SparseOptimizer:
             places = rows + self.first_row, self.steps, _ROUNDED.index(name)
             values = round_stochastically(values, *places)
         state.index_copy_(0, rows, values.to(state.dtype).view(-1, *state.shape[1:]))
+
+
+def _saved_states(optimizer: TableOptimizer) -> list[tuple[str, bool]]:
+    """Names of the states in a checkpoint, whether they have one number per row: as TorchRec's."""
+    return [
+        ("momentum1" if place == 0 else name, by_row)
+        for place, (name, by_row) in enumerate(optimizer.kind.states)
+    ]
 
 
 def _is_fbgemms(options: SparseOptions) -> bool:

@@ -33,9 +33,9 @@ from torch import Tensor, nn
 from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
+from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.data.loader import Batch
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.embeddings.all_to_all.options import SparseOptions
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages

@@ -15,19 +15,11 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
 from torch import Tensor, nn
 
+from kge_torchrec.embeddings.foreign_optimizer import step_rows
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import PendingGradients, RowGradients, recorded_lookup
 from kge_torchrec.embeddings.row_kernels import update_rows
-
-# Names as FBGEMM gives them to the optimizer's states.  A state is (n, D), or (n,) if row-wise.
-_STATES = {
-    "adam": {"exp_avg": False, "exp_avg_sq": False},
-    "rowwise_adam": {"exp_avg": False, "exp_avg_sq": True},
-    "adagrad": {"sum": False},
-    "rowwise_adagrad": {"sum": True},
-    "sgd": {},
-}
 
 
 class CpuFusedTable(nn.Module):
@@ -49,7 +41,7 @@ class CpuFusedTable(nn.Module):
         self.weights_precision = SparseType.FP32
         weights = zeros_on_huge_pages(num_rows * dim)
         self.register_buffer("weights_host", weights, persistent=False)
-        for name, rowwise in _STATES[optimizer.name].items():
+        for name, rowwise in optimizer.kind.states:
             shape = (num_rows,) if rowwise else (num_rows, dim)
             self.register_buffer(name, zeros_on_huge_pages(*shape), persistent=False)
         self.pending = PendingGradients()
@@ -87,10 +79,11 @@ class CpuFusedTable(nn.Module):
     def update(self, gradients: RowGradients) -> None:
         """The optimizer's step number ``iteration``."""
         numbers = self.optimizer, self.learning_rate, self.iteration
-        update_rows(*numbers, gradients.ids, gradients.grad, self.rows, *self._states().values())
+        step = update_rows if self.optimizer.is_ours else step_rows
+        step(*numbers, gradients.ids, gradients.grad, self.rows, *self._states().values())
 
     def _states(self) -> dict[str, Tensor]:
-        return {name: self.get_buffer(name) for name in _STATES[self.optimizer.name]}
+        return {name: self.get_buffer(name) for name, _ in self.optimizer.kind.states}
 
     # What TorchRec's kernel wrapper and its EmbeddingFusedOptimizer call.
 

@@ -50,6 +50,7 @@ from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
 from kge_torchrec.errors import KGEError
 
@@ -287,14 +288,6 @@ def _on_rank_0(group: dist.ProcessGroup, work):
     return result
 
 
-# Numbers of state for each number of the table, and for each row.
-STATE_NUMBERS = {
-    "adam": (2, 0),
-    "rowwise_adam": (1, 1),
-    "adagrad": (1, 0),
-    "rowwise_adagrad": (0, 1),
-    "sgd": (0, 0),
-}
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
 
@@ -335,7 +328,7 @@ class TableForm:
 
     def row_state_bytes(self, columns: int) -> int:
         """Bytes of state of one row of a shard."""
-        each, row = STATE_NUMBERS[self.optimizer]
+        each, row = optimizer_class(self.optimizer).state_numbers()
         return (each * columns + row) * self.state_bytes + (4 if self.counts_rows else 0)
 
 
@@ -348,7 +341,7 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
     if not is_cuda:
         return {"weights": Bytes(main=values), "optimizer state": Bytes(main=state)}
     parts = {"weights": _in(form.kernel == FUSED, values)}
-    _, row = STATE_NUMBERS[form.optimizer]
+    _, row = optimizer_class(form.optimizer).state_numbers()
     if form.state_in_main:
         parts["optimizer state"] = Bytes(main=state)
     elif form.kernel == FUSED:
@@ -375,7 +368,7 @@ def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Byte
 
 def dense_state_numbers(optimizer: str) -> int:
     """Numbers of state for each dense parameter: those of the optimizer without state by row."""
-    return {"adam": 2, "rowwise_adam": 2, "adagrad": 1, "rowwise_adagrad": 1, "sgd": 0}[optimizer]
+    return len(optimizer_class(optimizer).states)
 
 
 def _cache(rows: int, columns: int, form: TableForm) -> int:

@@ -39,7 +39,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY
-from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer, optimizer_class
 from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 
@@ -196,17 +196,12 @@ class EntitySharder(EmbeddingCollectionSharder):
         return _ShardedEntityCollection
 
 
-_FBGEMM_NAMES = {
-    "adam": EmbOptimType.ADAM,
-    "rowwise_adam": EmbOptimType.PARTIAL_ROWWISE_ADAM,
-    "adagrad": EmbOptimType.EXACT_ADAGRAD,
-    "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    "sgd": EmbOptimType.EXACT_SGD,
-}
 # Not FBGEMM's: TorchRec hands the table's settings from the sharder down to its kernel in one
 # dictionary, and these ride along.
-_ASCENDING, _DEFERRED = "ascending_ids", "deferred"
-_NAMES = {fbgemm: name for name, fbgemm in _FBGEMM_NAMES.items()}
+_ASCENDING, _DEFERRED, _FOREIGN = "ascending_ids", "deferred", "table_optimizer"
+_NAMES = {
+    EmbOptimType[str(optimizer_class(name).fbgemm)]: name for name in TABLE_OPTIMIZERS
+}  # by FBGEMM's
 
 
 def fused_params(
@@ -220,14 +215,16 @@ def fused_params(
     params: dict[str, Any] = {
         _ASCENDING: ascending_ids,
         _DEFERRED: deferred,
-        "optimizer": _FBGEMM_NAMES[optimizer.name],
+        "optimizer": EmbOptimType[optimizer.kind.fbgemm or "EXACT_SGD"],
         "learning_rate": optimizer.lr,
         "beta1": optimizer.betas[0],
         "beta2": optimizer.betas[1],
         "eps": optimizer.eps,
         "weight_decay": optimizer.weight_decay,
     }
-    if optimizer.name == "rowwise_adagrad" and optimizer.weight_decay:
+    if not optimizer.is_ours:
+        params[_FOREIGN] = optimizer  # what stands in its place says nothing
+    if optimizer.kind.weight_decay == "l2" and optimizer.weight_decay:
         # FBGEMM ignores weight_decay there unless it is told which kind.
         params["weight_decay_mode"] = WeightDecayMode.L2
     return params
@@ -245,7 +242,7 @@ def is_deferred(params: dict[str, Any] | None) -> bool:
 
 def of_fbgemm(params: dict[str, Any] | None) -> dict[str, Any]:
     """What of it FBGEMM's table takes."""
-    return {k: v for k, v in (params or {}).items() if k not in (_ASCENDING, _DEFERRED)}
+    return {k: v for k, v in (params or {}).items() if k not in (_ASCENDING, _DEFERRED, _FOREIGN)}
 
 
 def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
@@ -253,11 +250,13 @@ def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
 
     Raises ValueError for an optimizer that the CPU table does not have.
     """
+    if _FOREIGN in params:
+        return params[_FOREIGN]
     fbgemm_name = params.get("optimizer", EmbOptimType.EXACT_SGD)
     if fbgemm_name not in _NAMES:
         raise ValueError(
             f"name: FBGEMM's {fbgemm_name} has no CPU table here; "
-            f"there are {', '.join(_FBGEMM_NAMES)}"
+            f"there are {', '.join(TABLE_OPTIMIZERS)}"
         )
     default = {field.name: field.default for field in fields(TableOptimizer)}
     return TableOptimizer(
