@@ -20,6 +20,7 @@ _HOMES = {
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
     "Run": "kge_torchrec.api",
+    "register": "kge_torchrec.config.registry",
     # settings
     "Config": "kge_torchrec.config",
     "CheckpointConfig": "kge_torchrec.config",
@@ -32,8 +33,6 @@ _HOMES = {
     "NegativesConfig": "kge_torchrec.config",
     "RunConfig": "kge_torchrec.config",
     "TrainConfig": "kge_torchrec.config",
-    # errors
-    "register": "kge_torchrec.config.registry",
     # to derive parts of one's own from: docs/extend.md
     "Scorer": "kge_torchrec.models.scorers.base",
     "QueryScorer": "kge_torchrec.models.scorers.base",
