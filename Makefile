@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
 
-.PHONY: help setup demo test slow gpu test-all mutations lint clean
+.PHONY: help setup demo test slow gpu test-all mutations lint hooks docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -61,5 +61,15 @@ lint: $(READY)  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-clean:  ## removes the environment, runs and caches
-	rm -rf $(VENV) runs .pytest_cache .ruff_cache .hypothesis
+hooks: $(VENV)/.ready-dev  ## checks of lint before every commit of this checkout
+	$(BIN)/pre-commit install
+
+docs: $(VENV)/.ready-dev  ## the docs as a site, in site/; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet --site-dir site
+
+$(VENV)/.ready-dev: $(READY)
+	$(PIP) install --quiet --editable '.[dev]'
+	touch $@
+
+clean:  ## removes the environment, runs, caches and the site
+	rm -rf $(VENV) runs site .pytest_cache .ruff_cache .hypothesis

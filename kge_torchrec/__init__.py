@@ -20,6 +20,7 @@ _HOMES = {
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
     "Run": "kge_torchrec.api",
+    "register": "kge_torchrec.config.registry",
     # settings
     "Config": "kge_torchrec.config",
     "CheckpointConfig": "kge_torchrec.config",
@@ -32,7 +33,18 @@ _HOMES = {
     "NegativesConfig": "kge_torchrec.config",
     "RunConfig": "kge_torchrec.config",
     "TrainConfig": "kge_torchrec.config",
-    # errors
+    # to derive parts of one's own from: docs/extend.md
+    "Scorer": "kge_torchrec.models.scorers.base",
+    "QueryScorer": "kge_torchrec.models.scorers.base",
+    "DotScorer": "kge_torchrec.models.scorers.base",
+    "TrilinearScorer": "kge_torchrec.models.scorers.base",
+    "Loss": "kge_torchrec.models.losses",
+    "Regularizer": "kge_torchrec.models.regularizers",
+    "EntityDraw": "kge_torchrec.data.negatives",
+    "RowOptimizer": "kge_torchrec.embeddings.optimizers",
+    "State": "kge_torchrec.embeddings.optimizers",
+    "Reader": "kge_torchrec.data.readers",
+    # what is raised
     "KGEError": "kge_torchrec.errors",
     "CheckpointError": "kge_torchrec.training.checkpoints",
     "ConfigError": "kge_torchrec.config",
@@ -48,8 +60,6 @@ def __getattr__(name: str):
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name not in _WITHOUT_TORCHREC:
-        from kge_torchrec.environment import check_packages
-
-        check_packages()
+        import_module("kge_torchrec.environment").check_packages()
     value = globals()[name] = getattr(import_module(_HOMES[name]), name)
     return value

@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict, export, plan, compare.
+"""The command line: prepare, train, evaluate, predict, export, plan, compare, parts.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.registry import KINDS
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
 
@@ -58,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a verb; returns the exit code.  Errors are a sentence on stderr, not a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     prepare_process()
+    if os.getcwd() not in sys.path:  # configs may name classes of modules that lie here
+        sys.path.append(os.getcwd())
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
     try:
         return _run(arguments)
@@ -121,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
+    _add_parts(verbs)
     return parser
 
 
@@ -135,6 +139,13 @@ def _add_verb(verbs, name: str, does: str, run) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
     verb.set_defaults(run=run)
     return verb
+
+
+def _add_parts(verbs) -> None:
+    does = "list what a config can name, with the options of each"
+    parts = _add_verb(verbs, "parts", does, _parts)
+    parts.add_argument("kind", choices=tuple(KINDS))
+    parts.add_argument("name", nargs="?", help="one of them, or package.module:Class")
 
 
 def _add_prepare(verbs) -> None:
@@ -176,8 +187,27 @@ def _add_prepare(verbs) -> None:
         help="of N-Triples: leave out triples whose object is a literal, or make entities of "
         "literals (default: drop)",
     )
+    prepare.add_argument(
+        "--reader", metavar="MODULE:CLASS", help="reads the files (default: by their names)"
+    )
+    prepare.add_argument(
+        "--reader-options",
+        type=_yaml_dict,
+        default={},
+        metavar="{NAME: VALUE}",
+        help="settings of that reader",
+    )
     prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
     prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+
+def _yaml_dict(text: str) -> dict[str, Any]:
+    import yaml
+
+    values = yaml.safe_load(text)
+    if not isinstance(values, dict):
+        raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {text}")
+    return values
 
 
 def _add_evaluate(verbs) -> None:
@@ -310,8 +340,16 @@ def _compare(arguments: list[str]) -> int:
     return run(arguments)
 
 
+def _parts(parsed: argparse.Namespace) -> int:
+    from kge_torchrec.parts import listing
+
+    print(listing(parsed.kind, parsed.name))
+    return 0
+
+
 def _prepare(parsed: argparse.Namespace) -> int:
     from kge_torchrec.data.prepare import prepare
+    from kge_torchrec.data.readers import make_reader
 
     sources = parsed.sources[0] if len(parsed.sources) == 1 else parsed.sources
     store = prepare(
@@ -322,6 +360,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
         has_header={"auto": None, "yes": True, "no": False}[parsed.header],
         allow_unseen_relations=parsed.allow_unseen_relations,
         literals=parsed.literals,
+        reader=make_reader(parsed.reader, parsed.reader_options, "--reader-options"),
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,
     )

@@ -20,7 +20,7 @@ def source(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("source")
     for name in ("kge_torchrec", "configs"):
         shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("setup.py", "pyproject.toml", "README.md"):
+    for name in ("setup.py", "pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
     return folder
 
@@ -40,6 +40,7 @@ def test_a_built_package_has_everything_and_finds_its_configs(source, tmp_path):
     built, away = tmp_path / "built", tmp_path / "away"
     away.mkdir()
     run(sys.executable, "setup.py", "-q", "build_py", "--build-lib", built, cwd=source)
+    assert (built / "kge_torchrec" / "py.typed").is_file()
     for folder, home in (("kge_torchrec", ""), ("configs", "kge_torchrec")):
         kept = [path for path in (source / folder).rglob("*") if path.is_file()]
         there = [built / home / path.relative_to(source) for path in kept]

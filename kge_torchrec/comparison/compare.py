@@ -143,8 +143,8 @@ class Comparison:
 
     def _speed(self, world_size: int, bar: tqdm) -> None:
         for repeat in range(self.extent.repeats):
-            turns = list(self.configs.items())
-            for name, config in turns if repeat % 2 == 0 else reversed(turns):
+            for name in in_turn(list(self.configs), repeat):
+                config = self.configs[name]
                 of = f"repeat {repeat + 1} of {self.extent.repeats}"
                 bar.set_description(f"{_ranks(world_size)}, speed of {name}, {of}")
                 self._measure(world_size, name, config, repeat, bar)
@@ -223,6 +223,11 @@ class Comparison:
                 f"--world-sizes: {most} ranks need as many GPUs, and this host has "
                 f"{torch.cuda.device_count()}; name fewer or set device cpu"
             )
+
+
+def in_turn(names: list[str], repeat: int) -> list[str]:
+    """Who is measured when: there and back, so that what slows down slows all of them."""
+    return names if repeat % 2 == 0 else names[::-1]
 
 
 def _check_regimes(configs: dict[str, Config]) -> None:

@@ -37,6 +37,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing.spawn import start_processes
 
+from kge_torchrec import files
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.environment import silence_dependencies
 from kge_torchrec.errors import KGEError
@@ -248,9 +249,7 @@ def _version(name: str) -> str | None:
 
 def write_json(path: Path, value: Any) -> None:
     """Replaces the file; a number that is not finite becomes null, which JSON has in its place."""
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(_finite(value), indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
+    files.write_json(path, _finite(value))
 
 
 def read_json(path: Path) -> Any:

@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kge_torchrec.comparison.report import largest
-from kge_torchrec.comparison.speed import PARTS
+from kge_torchrec.training.step import PARTS
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 PART_COLOURS = ("#88CCEE", "#DDCC77", "#999933", "#882255", "#44AA99")

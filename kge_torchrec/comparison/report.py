@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kge_torchrec.comparison.speed import PARTS
+from kge_torchrec.training.step import PARTS
 
 Measurements = list[dict[str, Any]]
 

@@ -205,9 +205,13 @@ class Config:
         out["data"]["ratio"] = list(self.data.ratio)
         return out
 
+    def to_yaml(self) -> str:
+        """As a config file, every key in it."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
     def save(self, path: Path) -> None:
         """Writes the resolved config as YAML."""
-        path.write_text(yaml.safe_dump(self.to_dict(), sort_keys=False), encoding="utf-8")
+        path.write_text(self.to_yaml(), encoding="utf-8")
 
 
 @cache

@@ -22,6 +22,8 @@ class DataConfig:
         allow_unseen_relations: Accept relations that occur in valid or test only.
         literals: Of N-Triples: drop leaves out triples whose object is a literal, and counts them;
             keep makes an entity of every literal.
+        reader: package.module:Class that reads the files; null goes by their names.
+        reader_options: Settings of that reader.
     """
 
     path: str = "countries"
@@ -29,9 +31,17 @@ class DataConfig:
     has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
     allow_unseen_relations: bool = False
     literals: str = "drop"
+    reader: Optional[str] = None  # noqa: UP045
+    reader_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("data.literals", self.literals, ("drop", "keep"))
+        if self.reader is not None:
+            parse_options(
+                resolve("reader", self.reader), self.reader_options, "data.reader_options"
+            )
+        elif self.reader_options:
+            raise ConfigError("data.reader_options are of data.reader; set that too")
         for share in self.ratio:
             not_negative("data.ratio", share)
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)

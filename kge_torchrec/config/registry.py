@@ -104,6 +104,7 @@ KINDS = {
             "sgd": "kge_torchrec.embeddings.optimizers:SGD",
         },
     ),
+    "reader": Kind("data.reader", "kge_torchrec.data.readers:Reader", {}),
     "negative_sampler": Kind(
         "negatives.sampling",
         "kge_torchrec.data.negatives:EntityDraw",

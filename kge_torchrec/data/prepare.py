@@ -30,7 +30,15 @@ from tqdm import tqdm
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.filter_index import SIDES, SideIndex, build_side
 from kge_torchrec.data.prefetch import map_prefetched
-from kge_torchrec.data.readers import SPLITS, WHOLE, Sources, find_sources, read_triples
+from kge_torchrec.data.readers import (
+    SPLITS,
+    SUFFIXES,
+    WHOLE,
+    Reader,
+    Sources,
+    find_sources,
+    read_triples,
+)
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
 from kge_torchrec.data.streams import COLUMNS
@@ -49,6 +57,7 @@ def prepare(
     has_header: bool | None = None,
     allow_unseen_relations: bool = False,
     literals: str = "drop",
+    reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
 ) -> TripleStore:
@@ -64,6 +73,7 @@ def prepare(
         allow_unseen_relations: accept relations that have no training triple.
         literals: "drop" leaves out triples of N-Triples whose object is a literal (a name, a date,
             a number) and counts them; "keep" makes an entity of every literal.
+        reader: reads files of a format that is not ours; None goes by their names.
         progress: show a progress bar, if standard error is a terminal.
 
     A triple repeated within a split is kept once. Entities without a training triple and triples
@@ -80,7 +90,7 @@ def prepare(
     if literals not in LITERALS:
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     check_writable(Path(output), overwrite)
-    files = find_sources(sources)
+    files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
     notes: dict[str, Any] = {
         "sources": {split: [str(path) for path in paths] for split, paths in files.items()}
     }
@@ -89,7 +99,7 @@ def prepare(
     dropped: Counter[str] = Counter()
     notes["literals"] = dropped  # filled in while reading
     return _prepare(
-        _read(files, has_header, dropped if literals == "drop" else None, progress),
+        _read(files, has_header, dropped if literals == "drop" else None, reader, progress),
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
     )  # fmt: skip
 
@@ -165,6 +175,7 @@ def _read(
     files: Mapping[str, list[Path]],
     has_header: bool | None,
     dropped: Counter[str] | None,
+    reader: Reader | None,
     progress: bool,
 ) -> Batches:
     """Batches with their split; counts the literals left out in ``dropped``, None keeps them."""
@@ -175,7 +186,7 @@ def _read(
         for split in (*SPLITS, WHOLE):
             on_literals = None if dropped is None else partial(_count, dropped, split)
             for path in files.get(split, ()):
-                for batch in read_triples(path, has_header, bar.update, on_literals):
+                for batch in read_triples(path, has_header, bar.update, on_literals, reader):
                     yield split, batch
 
 

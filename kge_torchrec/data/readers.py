@@ -1,18 +1,22 @@
-"""From a file of triples, whatever its format, to batches of three string columns.
+"""From files of triples, whatever their format, to batches of three string columns.
 
-
-Which files hold which split.
+Which files hold which split follows from their names, as does the format; a ``Reader`` of another
+package reads what none of ours does.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 
+from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.delimited import read_delimited
 from kge_torchrec.data.id_files import layout_of, read_id_files
 from kge_torchrec.data.ntriples import read_ntriples
@@ -24,9 +28,38 @@ DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
 SUFFIXES = (*DELIMITERS, ".nt", ".parquet", ".del")
 
 
-def is_readable(path: Path) -> bool:
+class Reader:
+    """A format of triples that is not ours.  Constructed with its ``Options`` by name."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of this reader: ``data.reader_options`` of the config."""
+
+    suffixes: tuple[str, ...] = ()  # of the files to look for in a directory, such as ".jsonl"
+
+    def read(self, path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
+        """Record batches of the string columns head, relation and tail; never the whole file.
+
+        ``on_bytes(n)``, if given, is to hear of every n bytes that were read (for a progress bar);
+        `streams.open_bytes` sees to that.  Raises DataError for bad input, naming file and line.
+        """
+        raise NotImplementedError
+
+
+def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reader | None:
+    """The reader of that name, or None, which stands for going by the file's name.
+
+    Raises ConfigError for a reader that cannot be made, naming the option by its ``key``.
+    """
+    if name is None:
+        return None
+    kind = resolve("reader", name)
+    return kind(**asdict(parse_options(kind, dict(options), key)))
+
+
+def is_readable(path: Path, suffixes: Sequence[str] = SUFFIXES) -> bool:
     """Whether the file's name ends like a format that `read_triples` knows."""
-    return Path(bare_name(path)).suffix.lower() in SUFFIXES
+    return Path(bare_name(path)).suffix.lower() in suffixes
 
 
 def read_triples(
@@ -34,6 +67,7 @@ def read_triples(
     has_header: bool | None = None,
     on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
+    reader: Reader | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Record batches of the large_string columns head, relation, tail; never the whole file.
 
@@ -42,7 +76,7 @@ def read_triples(
     their labels beside them as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
     ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
     the n bytes just read, ``on_literals(n)`` of n triples of N-Triples that were left out because
-    their object is a literal; None keeps them.
+    their object is a literal; None keeps them.  ``reader``: reads it, whatever its name.
 
     Raises:
         DataError: a missing file, an unknown format, or bad input, named by file and line.
@@ -50,6 +84,8 @@ def read_triples(
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file")
+    if reader is not None:
+        return _checked(path, reader.read(path, on_bytes))
     suffix = Path(bare_name(path)).suffix.lower()
     layout = layout_of(path)
     if layout:
@@ -64,6 +100,24 @@ def read_triples(
         f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
         f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"
     )
+
+
+_COLUMNS = pa.schema([(name, pa.large_string()) for name in ("head", "relation", "tail")])
+
+
+def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """What a reader gives, in the types of ours.  Raises DataError for what is no triples."""
+    for batch in batches:
+        try:
+            columns = pa.Table.from_batches([batch]).select(_COLUMNS.names).cast(_COLUMNS)
+        except (TypeError, KeyError, AttributeError, pa.ArrowInvalid) as error:
+            raise DataError(
+                f"{path}: its reader gave no record batch of the string columns head, relation and "
+                f"tail: {error}"
+            ) from error
+        if any(column.null_count for column in columns.columns):
+            raise DataError(f"{path}: its reader gave a triple with an empty place")
+        yield from columns.to_batches()
 
 
 SPLITS = ("train", "valid", "test")
@@ -81,7 +135,7 @@ _PART = re.compile(rf"({'|'.join(_NAMES)})(2id|[-_.]?\d+([-_]of[-_]\d+)?)?", re.
 Sources = str | Path | Sequence[str | Path]
 
 
-def find_sources(sources: Sources) -> dict[str, list[Path]]:
+def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[str, list[Path]]:
     """The files of each split; or of the single key ``WHOLE`` where no file names a split.
 
     ``sources`` is a directory with train, valid and test files (``train.txt``, ``dev.csv.gz``,
@@ -99,7 +153,7 @@ def find_sources(sources: Sources) -> dict[str, list[Path]]:
         if not path.exists():
             raise DataError(f"{path}: no such file or directory")
     if len(paths) == 1 and paths[0].is_dir():
-        return _of_directory(paths[0])
+        return _of_directory(paths[0], suffixes)
     if len(paths) == 1:
         return {WHOLE: paths}
     return _of_files(paths)
@@ -110,8 +164,9 @@ def _split_of(path: Path) -> str | None:
     return _NAMES[match[1].lower()] if match else None
 
 
-def _of_directory(directory: Path) -> dict[str, list[Path]]:
-    files = sorted(path for path in directory.iterdir() if path.is_file() and is_readable(path))
+def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Path]]:
+    there = (path for path in directory.iterdir() if path.is_file())
+    files = sorted(path for path in there if is_readable(path, suffixes))
     named = [path for path in files if _split_of(path)]
     if named:
         # Triples as text and as numbers side by side are the same data.
@@ -121,7 +176,7 @@ def _of_directory(directory: Path) -> dict[str, list[Path]]:
     if not files:
         raise DataError(
             f"{directory}: no file of triples here; looked for train, valid and test "
-            f"with one of {', '.join(SUFFIXES)}"
+            f"with one of {', '.join(suffixes)}"
         )
     raise DataError(
         f"{directory}: none of its {len(files)} files is named train, valid or test; "

@@ -21,6 +21,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from kge_torchrec import files
 from kge_torchrec.data.filter_index import SIDES, Degrees, FilterIndex, SideIndex
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -167,21 +168,10 @@ def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
     try:
         os.chmod(temporary, 0o777 & ~_umask())
         yield temporary
-        _replace(output, temporary, overwrite)
+        check_writable(output, overwrite)  # somebody may have made one meanwhile
+        files.put_in_place(temporary, output)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(output: Path, temporary: Path, overwrite: bool) -> None:
-    check_writable(output, overwrite)
-    if not output.exists():
-        temporary.rename(output)
-        return
-    # The old store steps aside by a rename, so that the path is without a store only for a moment.
-    old = temporary.with_name(temporary.name + ".old")
-    output.rename(old)
-    temporary.rename(output)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _umask() -> int:

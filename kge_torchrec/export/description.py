@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.errors import ExportError
@@ -174,7 +174,6 @@ class ExportFolder:
         # A link to another disk stays: the export is made where it points to.
         self._target = self.path.resolve()
         self.partial = self._target.with_name(f".{self._target.name}.partial")
-        self._old = self._target.with_name(f".{self._target.name}.old")
 
     def check(self) -> None:
         """Raises ExportError unless an export may be put at ``path``."""
@@ -211,15 +210,9 @@ class ExportFolder:
         text = json.dumps(description | {"files": sizes}, indent=1, ensure_ascii=False)
         self.append(DESCRIPTION, [f"{text}\n".encode()])
         for file in self.partial.iterdir():
-            _sync(file)
+            files.sync(file)
         self.check()  # somebody may have made it meanwhile
-        if self._target.exists():
-            # It steps aside by a rename, so that the path is without an export only for a moment.
-            shutil.rmtree(self._old, ignore_errors=True)
-            self._target.rename(self._old)
-        self.partial.rename(self._target)
-        _sync(self._target.parent)
-        shutil.rmtree(self._old, ignore_errors=True)
+        files.put_in_place(self.partial, self._target)
 
     def discard(self) -> None:
         """Removes what was written."""
@@ -227,15 +220,4 @@ class ExportFolder:
 
     def free(self) -> str:
         """Free space on the disk of the export."""
-        folder = self._target
-        while not folder.exists():
-            folder = folder.parent
-        return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return files.free_space(self._target)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster, Ring
-from kge_torchrec.planning.layout import DenseLayout, Shard
+from kge_torchrec.planning.layout import DenseLayout
 from kge_torchrec.planning.memory import Exchange
 from kge_torchrec.planning.workload import Workload
 

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from kge_torchrec.data.compiled_index import STEP as QUERY_STEP
 from kge_torchrec.data.negatives import STEP as DEGREE_STEP
 from kge_torchrec.embeddings.chunks import CHUNK_BYTES
+from kge_torchrec.embeddings.torchrec.planned import Shard
 from kge_torchrec.embeddings.torchrec.planner import Bytes, table_memory
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.layout import DenseLayout, Shard
+from kge_torchrec.planning.layout import DenseLayout
 from kge_torchrec.planning.operations import Cost
 from kge_torchrec.planning.workload import RankBatch, Workload
 

@@ -19,6 +19,7 @@ from torch import nn
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
+from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
     SHARDINGS,
@@ -33,7 +34,6 @@ from kge_torchrec.planning.choice import KERNELS, Choice
 from kge_torchrec.planning.communication import Traffic, exchanges, groups, traffic
 from kge_torchrec.planning.cost import objective_cost, step_time
 from kge_torchrec.planning.devices import Cluster
-from kge_torchrec.planning.layout import MODULE, Shard, shards_of
 from kge_torchrec.planning.memory import (
     SHARED,
     RankMemory,

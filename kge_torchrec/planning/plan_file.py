@@ -1,4 +1,4 @@
-"""A plan as JSON: what the dry run says, and what training checks and takes.
+"""A plan as JSON: what the dry run says, and what training takes (``torchrec.planned``).
 
     {"format", "version", "packages", "table", "world", "sharding": {"shards": [...]}, "fits",
      "memory", "limits", "traffic", "step", "advice", ...}
@@ -8,25 +8,16 @@ Bytes are integers, times seconds.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from importlib import metadata
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from torchrec.distributed.types import ShardingPlan
-
-from kge_torchrec.config import ConfigError
+from kge_torchrec import files
+from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
 from kge_torchrec.planning.advice import Advice, Faster
 from kge_torchrec.planning.communication import KINDS, Traffic
-from kge_torchrec.planning.layout import Shard, sharding_plan
 from kge_torchrec.planning.plan import TrainingPlan
-
-FORMAT = "kge-torchrec plan"
-VERSION = 1
-_PACKAGES = ("kge-torchrec", "torch", "torchrec")
 
 
 def plan_content(
@@ -106,134 +97,6 @@ def _traffic(traffic: Traffic) -> dict[str, dict[str, float]]:
     return {kind: dict(zip(names, both, strict=True)) for kind, both in sums.items()}
 
 
-def package_versions() -> dict[str, str]:
-    """Versions that a plan depends on; builds for CPU and GPU count as the same."""
-    return {name: metadata.version(name).split("+")[0] for name in _PACKAGES}
-
-
 def write_plan(path: str | Path, content: dict[str, Any]) -> None:
     """Writes the content as JSON, whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(partial, path)
-
-
-@dataclass(frozen=True)
-class PlanFile:
-    """A plan that was read; ``check`` before training with it."""
-
-    path: Path
-    content: dict[str, Any]
-
-    @property
-    def shards(self) -> list[Shard]:
-        return [Shard(**shard) for shard in self.content["sharding"]["shards"]]
-
-    def check(
-        self,
-        *,
-        num_entities: int,
-        dim: int,
-        optimizer: str,
-        world_size: int,
-        local_world_size: int,
-        device_type: str,
-    ) -> None:
-        """Raises ConfigError, saying what differs, unless the plan is for just this run."""
-        table, world, layout = (self.content[key] for key in ("table", "world", "sharding"))
-        planned = {
-            **{name: version for name, version in self.content["packages"].items()},
-            "the number of ranks": world["size"],
-            "the number of ranks on a host": world["size"] // world["hosts"],
-            "the kind of device": world["device"]["kind"],
-            "the number of entities": table["entities"],
-            "model.dim": table["dim"],
-            "train.optimizer": table["optimizer"],
-            "the sharding": layout["type"],
-            "the kernel": layout["kernel"],
-            "the table's type": table["dtype"],
-            "the number of replicas": layout["replicas"],
-        }
-        here = {
-            **package_versions(),
-            "the number of ranks": world_size,
-            "the number of ranks on a host": local_world_size,
-            "the kind of device": device_type,
-            "the number of entities": num_entities,
-            "model.dim": dim,
-            "train.optimizer": optimizer,
-            # What training can do so far.
-            "the sharding": "row_wise",
-            "the kernel": "fused",
-            "the table's type": "fp32",
-            "the number of replicas": 1,
-        }
-        for name, value in here.items():
-            if planned.get(name) != value:
-                raise ConfigError(
-                    f"{self.path} is a plan for another run: {name} is {planned.get(name)!r} "
-                    f"there and {value!r} here; plan again"
-                )
-        self._check_rows(num_entities, dim, world_size)
-
-    def _check_rows(self, num_entities: int, dim: int, world_size: int) -> None:
-        """TorchRec finds a row's rank by division, so that no other split works."""
-        block, shards = -(-num_entities // world_size), self.shards
-        if len(shards) != world_size:
-            raise ConfigError(
-                f"{self.path} has been changed: it needs {world_size} shards and has "
-                f"{len(shards)}; plan again"
-            )
-        for rank, shard in enumerate(shards):
-            first = min(rank * block, num_entities)
-            rows = min(block, num_entities - first)
-            if shard != Shard(rank, first if rows else shard.first_row, rows, 0, dim):
-                raise ConfigError(
-                    f"{self.path} has been changed: rank {rank} must hold {rows:,} rows from "
-                    f"{first:,} on, as row-wise sharding has it; plan again"
-                )
-
-    def sharding_plan(self) -> ShardingPlan:
-        """As DistributedModelParallel takes it."""
-        world, layout = self.content["world"], self.content["sharding"]
-        return sharding_plan(
-            self.shards,
-            layout["type"],
-            layout["kernel"],
-            world["device"]["kind"],
-            world["size"] // world["hosts"],
-            layout["cache_ratio"],
-        )
-
-
-def read_plan(path: str | Path) -> PlanFile:
-    """Reads what ``write_plan`` wrote.
-
-    Raises ConfigError for a file that is no plan, of another version, or incomplete, and for a
-    plan that does not fit its devices.
-    """
-    path = Path(path)
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise ConfigError(f"{path} is no plan; `kge-torchrec plan ... --output` writes one")
-    if content.get("version") != VERSION:
-        raise ConfigError(
-            f"{path} is a plan of version {content.get('version')!r}, this program reads "
-            f"{VERSION}; plan again"
-        )
-    try:
-        plan = PlanFile(path, content)
-        plan.sharding_plan()
-        wanted = content["packages"], content["table"]["entities"], content["world"]["hosts"]
-        fits = bool(content["fits"] and wanted)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
-        raise ConfigError(
-            f"{path} is damaged ({type(error).__name__}: {error}); plan again"
-        ) from None
-    if not fits:
-        raise ConfigError(f"{path} is a plan that does not fit its devices; see its advice")
-    return plan
+    files.write_json(Path(path), content)

@@ -32,12 +32,12 @@ from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
+from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
-from kge_torchrec.planning.plan_file import read_plan
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.step import Pipeline

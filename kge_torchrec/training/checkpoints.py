@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import zlib
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kge_torchrec import files
 from kge_torchrec.distributed.processes import Processes, is_lost_connection, on_first_rank
 from kge_torchrec.errors import KGEError, StoreError
 from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, read_whole
@@ -171,7 +171,7 @@ class Checkpoints:
         kept = on_first_rank(self.processes, clean_up)
         return (
             f"checkpoint {name} could not be written to {self.folder}: {first_line(error)} "
-            f"({_free(self.folder)} free on that disk); earlier checkpoints are intact: "
+            f"({files.free_space(self.folder)} free on that disk); earlier checkpoints are intact: "
             f"{kept}. Make room, then train --resume."
         )
 
@@ -213,26 +213,8 @@ def _finish(partial: Path, target: Path, index: Index, progress: TrainState) -> 
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
     for name in (*texts, _MANIFEST):  # the tensors have been
-        _sync(partial / name)
-    if target.exists():  # the same step again, after a resume
-        shutil.rmtree(target)
-    partial.rename(target)
-    _sync(target.parent)
-
-
-def _free(folder: Path) -> str:
-    """Free space around a folder, which may not exist yet."""
-    while not folder.exists():
-        folder = folder.parent
-    return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        files.sync(partial / name)
+    files.put_in_place(partial, target)  # there may be one of the same step, before a resume
 
 
 def _open(path: Path) -> tuple[Index | None, TrainState]:

@@ -32,6 +32,7 @@ from typing import IO, Any
 
 import yaml
 
+from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import Overrides, is_set, load_config
 
@@ -95,9 +96,7 @@ class RunFolder:
 
     def save_config(self, config: Config) -> None:
         """Writes config.yaml, whole or not at all."""
-        partial = self.path / "config.yaml.partial"
-        config.save(partial)
-        os.replace(partial, self.path / "config.yaml")
+        files.write_text(self.path / "config.yaml", config.to_yaml())
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
@@ -131,9 +130,7 @@ class RunFolder:
 
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes results.json, whole or not at all."""
-        partial = self.results.with_suffix(".partial")
-        partial.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-        os.replace(partial, self.results)
+        files.write_json(self.results, results)
 
     @contextmanager
     def locked(self) -> Iterator[None]:
@@ -224,9 +221,7 @@ def _drop_after(file: Path, step: int) -> None:
             continue
         if not again:
             kept.append(line)
-    partial = file.with_suffix(".partial")
-    partial.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
-    os.replace(partial, file)
+    files.write_text(file, "".join(f"{line}\n" for line in kept))
 
 
 def _scalars(values: dict[str, Any], prefix: str = ""):

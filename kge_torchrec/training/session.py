@@ -16,6 +16,7 @@ import numpy as np
 
 from kge_torchrec.config import Config, DataConfig
 from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -248,6 +249,7 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             has_header=config.has_header,
             allow_unseen_relations=config.allow_unseen_relations,
             literals=config.literals,
+            reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,
         )
     except DataError as error:

@@ -102,7 +102,7 @@ class Trainer:
         started = self._seconds()
         start_seconds, start_triples = progress.seconds, progress.triples
         while progress.step < self.batches.steps_per_epoch:
-            bar.update(self._step(batches))
+            bar.update(self.train_step(batches))
             stopping = self.stop.after_step()
             saving = stopping or self._saves_here()
             if not (saving or self._reads_here()):
@@ -119,7 +119,7 @@ class Trainer:
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
-    def _step(self, batches: Iterator[Batch]) -> int:
+    def train_step(self, batches: Iterator[Batch]) -> int:
         """Trains the next batch; returns its number of triples, over all ranks."""
         progress, batch_size = self.progress, self.config.train.batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)

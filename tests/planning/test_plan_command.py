@@ -8,8 +8,8 @@ import pytest
 from training_runs import tiny_store
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.planning.command import DOES_NOT_FIT, count, run
-from kge_torchrec.planning.plan_file import read_plan
 
 FREEBASE = ["--entities", "86_000_000", "--relations", "14,824", "--triples", "338_586_276"]
 

@@ -10,10 +10,11 @@ from worlds_table import TableModel
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec.planned import VERSION, read_plan
 from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.planning.advice import advise
-from kge_torchrec.planning.plan_file import VERSION, plan_content, read_plan, write_plan
+from kge_torchrec.planning.plan_file import plan_content, write_plan
 
 RUN = {
     "num_entities": 1001,

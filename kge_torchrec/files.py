@@ -1,0 +1,60 @@
+"""Files and folders that are there whole or not at all, whenever a program ends.
+
+What is written gets a hidden name first, is brought to the disk, and then takes its place by a
+rename.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes or replaces a file."""
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """The same with a value as JSON."""
+    write_text(path, json.dumps(value, indent=1) + "\n")
+
+
+def put_in_place(made: Path, target: Path) -> None:
+    """Gives a folder its name.
+
+    What has that name steps aside by a rename first, so that the name is free for a moment only,
+    and is removed when the new folder has it.
+    """
+    old = made.with_name(f"{made.name}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a program that was killed here
+    if target.exists():
+        target.rename(old)
+    made.rename(target)
+    sync(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the list of files in a folder, is on the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def free_space(folder: Path) -> str:
+    """On the disk of a folder, which may not exist yet; for people."""
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"

@@ -1,0 +1,56 @@
+"""The parts that a config can name, with their options, as people read them.
+
+All of it is said by the classes themselves: names, formula, types, defaults, help.
+"""
+
+from __future__ import annotations
+
+import inspect
+import textwrap
+from typing import Any
+
+from kge_torchrec.config.options import Option, options_help
+from kge_torchrec.config.registry import KINDS, names_of, resolve
+
+
+def listing(kind: str, name: str | None = None) -> str:
+    """Every part of a kind, or one by name or import path, as indented text.
+
+    Raises ConfigError for a name that there is not.
+    """
+    names = names_of(kind) if name is None else [name]
+    key = KINDS[kind].key
+    texts = [_text(each, resolve(kind, each)) for each in names]
+    return "\n".join([f"{key}: one of these, or package.module:Class", "", *texts])
+
+
+def options_table(kind: str) -> str:
+    """The options of all parts of a kind as rows of a Markdown table."""
+    rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
+    for name in names_of(kind):
+        for option in options_help(resolve(kind, name)):
+            default = "null" if option.default is None else f"{option.default}"
+            rows.append(
+                f"| `{name}` | `{option.name}` | {option.kind} | {default} | {option.help} |"
+            )
+    return "\n".join(rows)
+
+
+def _text(name: str, part: Any) -> str:
+    lines = [name, *_wrapped(getattr(part, "formula", "") or _first_sentence(part), "    ")]
+    for option in options_help(part):
+        lines += _wrapped(_said(option), "    ", "        ")
+    return "\n".join([*lines, ""])
+
+
+def _said(option: Option) -> str:
+    default = "null" if option.default is None else option.default
+    return f"{option.name} ({option.kind}, default {default}): {option.help}"
+
+
+def _first_sentence(part: Any) -> str:
+    return (inspect.getdoc(part) or "").split("\n\n")[0].replace("\n", " ")
+
+
+def _wrapped(text: str, first: str, following: str | None = None) -> list[str]:
+    return textwrap.wrap(text, 100, initial_indent=first, subsequent_indent=following or first)

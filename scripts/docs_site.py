@@ -1,0 +1,72 @@
+"""What of the docs a program makes: the page of the Python interface, the site's front page.
+
+    python scripts/docs_site.py     # writes docs/api.md anew: kge_torchrec.__all__ has changed
+
+mkdocs calls ``on_page_markdown`` while it builds the site (mkdocs.yml, ``hooks``).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from dataclasses import is_dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+API = ROOT / "docs" / "api.md"
+
+_API_START = """\
+# Python interface
+
+What `import kge_torchrec` gives, such as `kge_torchrec.train`; all else is the package's own and
+may change. Importing it takes no time and changes nothing in the process: torch is loaded when one
+of these is first used. Arguments, shapes, units and errors are in the docstrings, which the site
+shows below the table.
+
+| name | |
+|---|---|
+"""
+
+
+def on_page_markdown(markdown: str, page, **_) -> str:
+    """The README in place of docs/index.md, with links that start in docs/; other pages as is."""
+    if page.file.src_uri != "index.md":
+        return markdown
+    return re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text(encoding="utf-8"))
+
+
+def api_page() -> str:
+    """A line for each public name, then what mkdocstrings puts the docstrings in place of."""
+    import kge_torchrec
+
+    public = {name: getattr(kge_torchrec, name) for name in kge_torchrec.__all__}
+    groups: dict[str, list[str]] = {
+        title: [] for title in ("Functions", "Classes", "Settings", "Errors")
+    }
+    for name, what in public.items():
+        groups[_group(what)].append(name)
+    page = _API_START
+    for name in (name for names in groups.values() for name in names):
+        page += f"| `{name}` | {_first_sentence(public[name])} |\n"
+    for title, names in groups.items():
+        page += f"\n## {title}\n" if names else ""
+        page += "".join(f"\n::: {public[name].__module__}.{name}\n" for name in names)
+    return page
+
+
+def _group(what: Any) -> str:
+    if not inspect.isclass(what):
+        return "Functions"
+    if issubclass(what, BaseException):
+        return "Errors"
+    return "Settings" if is_dataclass(what) else "Classes"
+
+
+def _first_sentence(what: Any) -> str:
+    paragraph = " ".join((inspect.getdoc(what) or "").split("\n\n")[0].split())
+    return re.split(r"(?<=\.) ", paragraph)[0].replace("``", "`").replace("|", r"\|")
+
+
+if __name__ == "__main__":
+    API.write_text(api_page(), encoding="utf-8")
