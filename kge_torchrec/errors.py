@@ -2,12 +2,6 @@
 
 All of them derive from KGEError, so whoever shows messages in place of tracebacks catches that one
 class (and OSError) and needs no list that a new error could be missing from.
-
-
-What can go wrong between a user's files and a triple store.
-
-
-What can go wrong between a trained run and its plain files.
 """
 
 from __future__ import annotations

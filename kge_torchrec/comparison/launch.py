@@ -3,13 +3,8 @@
 A world is W processes on this host that join one process group as they would under torchrun.  Each
 world is fresh, so that one measurement cannot disturb the next; it is forked from a server that has
 torch and TorchRec imported (on CUDA spawned, since a forked process cannot use CUDA), which costs a
-tenth of a second.  What a rank finds travels as JSON files, which survive a rank that is killed.
-
-
-What a comparison was measured on, without names of hosts or people.
-
-
-JSON files that are written whole or not at all.
+tenth of a second.  What a rank finds travels as JSON files, which survive a rank that is killed,
+with a description of the machine without names of hosts or people.
 """
 
 from __future__ import annotations

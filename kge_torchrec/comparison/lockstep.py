@@ -1,10 +1,7 @@
 """Training side by side: every variant takes step i before any takes step i + 1.
 
-All live in one world, so they see the same store, batches and ranks, and their parameters can be
-compared while they train.
-
-
-How far the parameters of two sessions lie apart.
+All live in one world, so they see the same store, batches and ranks, and how far their parameters
+lie apart can be measured while they train.
 
 Shapes: N entities, D numbers per entity.
 """

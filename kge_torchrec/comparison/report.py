@@ -1,14 +1,8 @@
-"""Single figures out of the repeats of a measurement.
+"""What a comparison says: single figures out of repeats, text tables, and conclusions in sentences.
 
-Works on the ``speed`` part of comparison.json: {world size: {variant: [measurement a repeat]}},
+Works on the ``speed`` part of comparison.json: {world size: {variant: [measurement per repeat]}},
 where a measurement is {"repeat", "triples_per_second": of each block, "ranks": [what
-``measure_speed`` returned on each rank]}.
-
-
-The measurements of comparison.json as text tables.
-
-
-What a comparison says, in sentences, and no more than its repeats bear out.
+``measure_speed`` returned on each rank]}.  Conclusions say no more than the repeats bear out.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """One variant alone in a fresh world: its speed, memory, split of a step, and traffic.
 
-
-Where the time of a training step goes, with its parts run one after another.
+A step is split with its parts run one after another:
 
     data      the batch is built
     lookup    it goes to the device, its ids to their owners, their rows come back
@@ -11,13 +10,11 @@ Where the time of a training step goes, with its parts run one after another.
 
 FBGEMM's table steps inside backward on CUDA, in one kernel with the gradient, and stays there.
 
+What a rank sends is seen where every backend must pass: the collectives that torch dispatches, as
+in torch.distributed.tensor.debug.CommDebugMode, which counts collectives but not their bytes.
+Collectives of backward are seen as well, those of DistributedDataParallel included.
 
-What a rank sends, seen where every engine must pass: the collectives that torch dispatches.
-
-Works as torch.distributed.tensor.debug.CommDebugMode does, which counts collectives but not their
-bytes.  Collectives of backward are seen as well, those of DistributedDataParallel included.
-
-Shapes: W ranks, D numbers an entity.
+Shapes: W ranks, D numbers per entity.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Compiled look-ups in the filter index.
-
-
-The distinct queries of a graph by number, without a list of them.
+"""Compiled walks over the filter index: look-ups, and the distinct queries without a list of them.
 
 In the filter index all rows of a query stand together, so a query is the place where its rows
 start.  How many starts come before every 512th row is all that is held (a byte for 64 triples); the

@@ -1,13 +1,10 @@
 """The filter index: which answers of a query (anchor, relation, ?) are known to be true.
 
-
-Answers of queries, read where they lie when asked for.
-
 A query may have millions of answers, so nobody holds the answers of a batch: only where they start
-and stop.  As the ids of a range ascend, those within a block of entities are a smaller range, found
-by binary search.
+and stop in the index.  As the ids of a range ascend, those within a block of entities are a smaller
+range, found by binary search.  How often entities occur is read off it as well.
 
-Shapes: Q queries, M answers.
+Shapes: Q queries, M answers, N entities.
 """
 
 from __future__ import annotations

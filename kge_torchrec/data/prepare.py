@@ -1,16 +1,9 @@
-"""From files of string triples to a `TripleStore`.
+"""From triples of strings, in files or in memory, to a `TripleStore`.
 
-
-From batches of labels to integer ids, in bounded memory and without a Python object per label.
-
-Each batch is dictionary-encoded on its own, several at a time; the small dictionaries of the
-batches are then themselves dictionary-encoded, which gives the map from batch ids to final ids.
-
-
-Dividing triples into train, valid and test at random.
-
-
-Triples that are already in memory, to record batches.
+Labels become integer ids in bounded memory and without a Python object per label: each batch is
+dictionary-encoded on its own, several at a time; the small dictionaries of the batches are then
+themselves dictionary-encoded, which gives the map from batch ids to final ids.  Triples that come
+without a split are split at random.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""The triple store: a directory of memory-mapped ids, vocabularies and filter index.
-
-
-Labels and their ids, memory-mapped.
-"""
+"""The triple store: a directory of memory-mapped ids, labels (``Vocabulary``) and filter index."""
 
 from __future__ import annotations
 

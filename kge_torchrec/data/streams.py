@@ -1,8 +1,4 @@
-"""Opening a data file, compressed or not, as one stream of bytes.
-
-
-Which column is which: the rule that recognises a header.
-"""
+"""A data file as one stream of bytes, compressed or not, and the rule that recognises its header."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Large shards in pieces, so that reading a checkpoint never holds much more than its table.
+"""The form that sharded tensors have in a checkpoint: by rows, in chunks.
 
-torch.distributed.checkpoint reads every saved piece whole, on each rank that needs some of it.
-
-
-A tensor that is split by rows over the ranks, in the form that distributed checkpoints take.
-
-TorchRec describes its shards in the same way, so a checkpoint does not depend on the engine, and
+torch.distributed.checkpoint reads every saved chunk whole, on each rank that needs some of it: in
+chunks of a bounded size, reading never holds much more than the table.  TorchRec describes its
+shards in the same way as ``row_sharded``, so a checkpoint does not depend on the backend, and
 shards of any sizes can be saved and loaded into any others.
 """
 

@@ -1,7 +1,6 @@
-"""model.json: what an export holds, for programs and people.
+"""The folder of an export and its model.json, which says what it holds, for programs and people.
 
-
-The folder of an export: written under a hidden name, renamed when complete.
+The folder is written under a hidden name and renamed when complete.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""From a loaded run to a folder of plain files, in the memory of a chunk.
+"""From a loaded run to a folder of plain files, in the memory of a chunk of rows.
 
-Shapes: N entities, D numbers per entity.
-
-
-The entity table on its way to rank 0, one chunk of rows after another.
+The rows of other ranks come to rank 0 one chunk after another.
 
 Shapes: N entities, D numbers per entity, m rows of a chunk.
 """

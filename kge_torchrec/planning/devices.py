@@ -2,9 +2,7 @@
 
 Presets are the vendors' data sheets, with the memory that CUDA reports as total; others come from a
 YAML file.  The speeds only feed the model of a step's time; what fits depends on memory alone.
-
-
-Collectives as rings: each rank sends to the next one, on its host or not.
+Collectives are rings: each rank sends to the next one, on its host or not.
 """
 
 from __future__ import annotations

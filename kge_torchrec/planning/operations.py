@@ -1,8 +1,4 @@
-"""What a piece of torch costs: every operation inside is watched as it runs.
-
-
-What collectives really carry: bytes that this rank sends, counted as they pass.
-"""
+"""What a piece of torch costs: operations, and bytes that collectives send, watched as they run."""
 
 from __future__ import annotations
 

@@ -1,16 +1,12 @@
 """What a run trains, in sizes alone: a config, the graph's counts and how often entities occur.
 
+How many different entities a batch has, which is what de-duplication saves, is computed from groups
+of entities that are drawn equally often, so that a billion of them are a few thousand numbers.  Ids
+are taken to be in no order of frequency.
+
 Letters, here and in the rest of this package: N entities, D numbers per entity, R relations, T
 triples, W ranks, C chunks of b triples a rank, K negatives a chunk and side, U different entities
-of a rank's batch.
-
-
-How many different entities a batch has: what de-duplication saves.
-
-Entities are put into groups that are drawn equally often, so that a billion of them are a few
-thousand numbers.  Ids are taken to be in no order of frequency.
-
-Shapes: N entities, G groups.
+of a rank's batch, G groups.
 """
 
 from __future__ import annotations

@@ -4,15 +4,10 @@ Every rank scores its own rows for the same queries and counts how many score be
 answer and how many tie with it; the counts are summed over the ranks once per side.  Nothing of
 size T x N is ever held, only one block of scores.
 
-Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
-
-
-How many scores of a block lie below a query's true score, and how many equal it.
-
 Comparisons with NaN are false, so a NaN is counted neither as less nor as equal: whoever takes
 the rest for better candidates lets a NaN count against the model.
 
-Shapes: B queries, n candidates.
+Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
 """
 
 from __future__ import annotations

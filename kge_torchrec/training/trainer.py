@@ -1,16 +1,9 @@
 """The training loop: epochs of steps, validation, early stopping, checkpoints, final results.
 
-One step reads: set the learning rate, train the next batch, remember its loss.  Everything that
-waits for the device happens at intervals.
-
-
-The learning rate as a factor of its base value: a function of the step, so it resumes itself.
-
-
-Noticing that training has gone astray: losses and parameters that are no finite numbers.
-
-Losses are kept on the device until somebody asks, so that no step waits.  Parameters are looked at
-before they are saved: the last step's update is in no loss yet.
+One step reads: set the learning rate, train the next batch, remember its loss
+(``Trainer.train_step``).  Everything that waits for the device happens at intervals: losses are
+kept on the device until somebody asks.  Parameters are looked at before they are saved: the last
+step's update is in no loss yet.  The learning rate is a function of the step, so it resumes itself.
 """
 
 from __future__ import annotations

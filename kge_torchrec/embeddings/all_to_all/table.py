@@ -1,23 +1,16 @@
 """The entity table by hand: rows fetched from their owners and gradients sent home by all_to_all.
 
+    route     which rank owns which row: a batch's ids to their owners, on the host
     forward   counts, ids to their owners, rows back
     backward  gradients to the owners, kept until ``step``
-    step      the sparse optimizer on the rows that got a gradient
+    step      the sparse optimizer on the rows that got a gradient, in a thread if asked for
 
 Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
 dice-embeddings' TorchFSDPTrainer, which sends every duplicate; here batches are de-duplicated
 unless entities.deduplicate is false.
 
-Shapes: n rows on this rank, D numbers a row, M ids of this rank's batch, R ids asked of this rank,
-W ranks.
-
-
-Which rank owns which row, and the way of a batch's ids to their owners.
-
-Shapes: N rows, W ranks, M ids of this rank's batch, R ids that this rank is asked for.
-
-
-Work in a thread while the next batch is loaded.
+Shapes: N rows of the table, n of them on this rank, D numbers a row, M ids of this rank's batch, R
+ids asked of this rank, W ranks.
 """
 
 from __future__ import annotations

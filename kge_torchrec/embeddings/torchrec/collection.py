@@ -1,15 +1,10 @@
 """The entity table as a TorchRec EmbeddingCollection: built before sharding, looked into after.
 
-Shapes: N entities, D numbers per entity.
-
-
-FBGEMM's table: its steps counted and taken from outside, and a form that steps when told to.
-
 FBGEMM's kernel steps inside the backward of a lookup.  That is the fastest way, but whoever wants
 to sum several backward passes or to clip their sum comes too late.  ``DeferredEmbedding`` keeps
 what reaches this rank instead, and steps once, with one lookup and backward of all of it.
 
-Shapes: n rows on this rank, D numbers a row, M gradients.
+Shapes: N entities, n rows on this rank, D numbers per entity, M gradients.
 """
 
 from __future__ import annotations

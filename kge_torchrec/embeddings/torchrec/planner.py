@@ -1,22 +1,13 @@
 """Where the rows of the entity table go, and whether they fit: TorchRec's planner, asked quietly.
 
 Needs no process group and no GPU, so a plan for 64 GPUs can be looked at on a laptop.  The planner
-is told the bytes of ``table_memory`` in place of its own estimate.
+is told the bytes of ``table_memory`` in place of its own estimate.  Those are after FBGEMM's
+split_table_batched_embeddings_ops_training (1.6 to 1.8): state is float32 whatever the values are;
+with rows in main memory ("unified virtual memory", UVM) state of D numbers per row lies there too,
+while state of one number per row stays on the GPU; the cache holds values only.  TorchRec's own
+estimate (1.8) counts the state in the type of the values, in the cache as well.
 
-Shapes: N entities, D numbers per entity, W ranks.
-
-
-Bytes of a shard of the entity table: values, optimizer state and cache, and where they lie.
-
-After FBGEMM's split_table_batched_embeddings_ops_training (1.6 to 1.8): state is float32 whatever
-the values are; with rows in main memory ("unified virtual memory", UVM) state of D numbers a row
-lies there too, while state of one number a row stays on the GPU; the cache holds values only.
-TorchRec's own estimate (1.8) counts the state in the type of the values, in the cache as well.
-
-Shapes: n rows and d columns of a shard.
-
-
-Plans in words: bytes, ranks that hold the same, and the few lines that training prints.
+Shapes: N entities, D numbers per entity, W ranks; n rows and d columns of a shard.
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ factories; each class here overrides one link.
            kernel, DeferredEmbedding on CUDA where the step has to wait
         -> RwSparseFeaturesDist, RwSequenceEmbeddingDist: nothing to carry on a single rank
 
-
-A TableOptimizer in the words of TorchRec's sharder, and back.
+What they are told, the ``TableOptimizer`` above all, travels in one dictionary, ``fused_params``.
 """
 
 from __future__ import annotations
