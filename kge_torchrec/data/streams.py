@@ -1,4 +1,4 @@
-"""A data file as one stream of bytes, compressed or not, and the rule that recognises its header."""
+"""A data file as a stream of bytes, compressed or not, and the rule that recognises its header."""
 
 from __future__ import annotations
 

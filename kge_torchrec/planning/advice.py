@@ -1,4 +1,4 @@
-"""What would make a run fit that does not, or its steps faster: each answer is found by planning it.
+"""What would make a run fit that does not, or its steps faster: found by planning each answer.
 
 Sizes are searched by halving, so that what is advised fits and the next smaller number of devices
 (or larger cache or dimension) does not.
