@@ -35,7 +35,7 @@ class Option(NamedTuple):
     help: str
 
 
-def parse_options(owner: type, values: dict[str, Any], key: str) -> Any:
+def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     """The owner's Options with these values; what is null or not given takes its default.
 
     key: where the values stand in the config, for messages.
@@ -60,7 +60,7 @@ def parse_options(owner: type, values: dict[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def options_help(owner: type) -> list[Option]:
+def options_help(owner: Any) -> list[Option]:
     """The options that a class has, as its help text lists them."""
     said = {p.arg_name: p.description for p in parse_docstring(owner.Options.__doc__ or "").params}
     hints = get_type_hints(owner.Options)

@@ -23,7 +23,7 @@ block, D numbers a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -69,7 +69,8 @@ class FullCandidates:
         self.kept_bytes = kept_bytes
         self.block_bytes = block_bytes or block_bytes_of(device.type)
         self.objective = backend.unwrapped_model.objective
-        self.scorer: QueryScorer = self.objective.scorer
+        assert isinstance(self.objective.scorer, QueryScorer)  # build_objective takes no other
+        self.scorer = self.objective.scorer
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
@@ -168,6 +169,7 @@ class _Step:
 
         Every rank knows the loss of all candidates, and its own part of all else.
         """
+        assert self.joined is not None  # row_gradients has been used up
         return self.loss.values(self.joined).sum() * self.weight + self.auxiliary * self.world
 
     @property
@@ -303,7 +305,7 @@ class _Step:
         return of_first, list(found[len(first) : stop])
 
 
-def _add(sums: list[Tensor], terms: list[Tensor | None]) -> None:
+def _add(sums: list[Tensor], terms: Sequence[Tensor | None]) -> None:
     """Adds each term to its sum in place; None is 0."""
     for total, term in zip(sums, terms, strict=True):
         if term is not None:

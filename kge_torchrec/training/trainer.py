@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.loader import Batch
+from kge_torchrec.data.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.assembly import build_batches, build_pipeline
@@ -112,9 +112,9 @@ class Trainer:
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
-    def train_step(self, batches: Iterator[Batch]) -> int:
+    def train_step(self, batches: Iterator[SampledBatch | QueryBatch]) -> int:
         """Trains the next batch; returns its number of triples, over all ranks."""
-        progress, batch_size = self.progress, self.config.train.batch_size
+        progress, batch_size = self.progress, self.config.train.settled_batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.backend.set_learning_rate(factor)
         seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
@@ -238,7 +238,7 @@ class Trainer:
         progress, size = self.progress, self.batches.examples
         return tqdm(
             total=self.config.train.epochs * size,
-            initial=progress.epoch * size + progress.step * self.config.train.batch_size,
+            initial=progress.epoch * size + progress.step * self.config.train.settled_batch_size,
             unit=f" {self.config.negatives.examples}",
             unit_scale=True,
             disable=self.session.hide_bars,
