@@ -174,7 +174,7 @@ class TableOptimizer:
                 "rowwise_adagrad, or a regularizer in the loss"
             )
 
-    @property
+    @cached_property
     def kind(self) -> type[RowOptimizer]:
         """What there is to know of it but for its numbers."""
         return optimizer_class(self.name)
