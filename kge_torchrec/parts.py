@@ -29,10 +29,8 @@ def options_table(kind: str) -> str:
     rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
     for name in names_of(kind):
         for option in options_help(resolve(kind, name)):
-            default = "null" if option.default is None else f"{option.default}"
-            rows.append(
-                f"| `{name}` | `{option.name}` | {option.kind} | {default} | {option.help} |"
-            )
+            said = option.kind, option.default, option.help
+            rows.append(f"| `{name}` | `{option.name}` | {' | '.join(said)} |")
     return "\n".join(rows)
 
 
@@ -44,8 +42,7 @@ def _text(name: str, part: Any) -> str:
 
 
 def _said(option: Option) -> str:
-    default = "null" if option.default is None else option.default
-    return f"{option.name} ({option.kind}, default {default}): {option.help}"
+    return f"{option.name} ({option.kind}, default {option.default}): {option.help}"
 
 
 def _first_sentence(part: Any) -> str:

@@ -149,7 +149,7 @@ def register(kind: str, name: str, target: str | type) -> None:
 
 def canonical(name: str) -> str:
     """A name as it is looked up: of lower case, with underscores; import paths as they are."""
-    return name if ":" in name else name.lower().replace("-", "_")
+    return name if ":" in name or "." in name else name.lower().replace("-", "_")
 
 
 def names_of(kind: str) -> list[str]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from kge_torchrec.config.registry import KINDS
+
 _ADAMS = ("adam", "rowwise_adam")
 _CHOICES = {
     "duplicates": ("sum", "mean"),
@@ -99,6 +101,9 @@ def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
     Raises ValueError, naming the option, for one that the optimizer has no use for.
     """
     chosen = {option: value for option, value in chosen.items() if value is not None}
+    of_ours = [option for option in chosen if option != "async_step"]
+    if of_ours and optimizer not in KINDS["table_optimizer"].ours:
+        raise ValueError(f"{of_ours[0]}: {optimizer} takes its own step; only ours have variants")
     options = SparseOptions(**{**asdict(preset(name, optimizer)), **chosen})
     if "bias_correction" in chosen and optimizer not in _ADAMS:
         raise ValueError(f"bias_correction: {optimizer} corrects no bias, only the Adams do")

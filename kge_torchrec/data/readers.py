@@ -175,6 +175,8 @@ def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Pa
         return _of_files([path for path in named if not layout_of(path)] or named)
     if len(files) == 1:
         return {WHOLE: files}
+    if not suffixes:
+        raise DataError(f"{directory}: its reader has no suffixes; name the files one by one")
     if not files:
         raise DataError(
             f"{directory}: no file of triples here; looked for train, valid and test "

@@ -139,6 +139,7 @@ def _workload(config: Config, cluster, options: argparse.Namespace):
     if frequency is None and counts[0] > 0:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
         frequency = EntityFrequency.zipf(counts[0], skew)
+    config.check_device(cluster.device.is_cuda)
     config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, counts[2])
     return Workload(config, *counts, build_objective, frequency)
 
