@@ -25,12 +25,15 @@ def listing(kind: str, name: str | None = None) -> str:
 
 
 def options_table(kind: str) -> str:
-    """The options of all parts of a kind as rows of a Markdown table."""
-    rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
-    for name in names_of(kind):
+    """The options of our parts of a kind as rows of a Markdown table; what is the same is one."""
+    owners: dict[Option, list[str]] = {}
+    for name in KINDS[kind].ours:
         for option in options_help(resolve(kind, name)):
-            said = option.kind, option.default, option.help
-            rows.append(f"| `{name}` | `{option.name}` | {' | '.join(said)} |")
+            owners.setdefault(option, []).append(f"`{name}`")
+    rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
+    for option, names in owners.items():
+        said = f"`{option.name}`", option.kind, option.default, option.help
+        rows.append(f"| {', '.join(names)} | {' | '.join(said)} |")
     return "\n".join(rows)
 
 

@@ -194,8 +194,8 @@ def _target(kind: str, name: str) -> str | type:
     places = _installed(kind).get(name, (name,))
     if len(places) > 1:
         raise ConfigError(
-            f"{KINDS[kind].key}: installed packages give the name {name} to {' and to '.join(places)}; "
-            "write the one that is meant"
+            f"{KINDS[kind].key}: installed packages give the name {name} to "
+            f"{' and to '.join(places)}; write the one that is meant"
         )
     return places[0]
 

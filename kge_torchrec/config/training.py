@@ -111,8 +111,8 @@ class TrainConfig:
         """An optimizer that is not ours takes its own step, with settings of its own."""
         if self.weight_decay:
             raise ConfigError(
-                f"train.weight_decay is of our optimizers; {self.optimizer} takes its settings from "
-                "train.optimizer_options"
+                f"train.weight_decay is of our optimizers; {self.optimizer} takes its settings "
+                "from train.optimizer_options"
             )
         self.row_optimizer_options()
 
