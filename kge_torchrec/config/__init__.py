@@ -203,8 +203,8 @@ class Config:
         if on_cuda and self.entities.engine == "torchrec" and optimizer not in OPTIMIZER_NAMES:
             raise ConfigError(
                 f"train.optimizer {optimizer}: on GPUs entities.engine torchrec steps inside "
-                f"FBGEMM's kernel, which has {', '.join(OPTIMIZER_NAMES)} only; set entities.engine "
-                "handrolled"
+                f"FBGEMM's kernel, which has {', '.join(OPTIMIZER_NAMES)} only; set "
+                "entities.engine handrolled"
             )
 
     def with_batch_size(self, on_cuda: bool, world_size: int, triples: int) -> Config:
