@@ -63,9 +63,10 @@ def check_packages() -> None:
 
     Imports none of them, so that it can speak before a broken set fails to import.
     """
-    torch, torchrec = _version("torch"), _version("torchrec")
-    fbgemm = {name: version for name in _FBGEMM if (version := _version(name))}
-    missing = [n for n, v in (("torch", torch), ("torchrec", torchrec)) if v is None]
+    names = ("torch", "torchrec", *_FBGEMM)
+    there = {name: version for name in names if (version := _version(name))}
+    fbgemm = {name: version for name, version in there.items() if name in _FBGEMM}
+    missing = [name for name in ("torch", "torchrec") if name not in there]
     if not fbgemm:
         missing.append("fbgemm-gpu-cpu (CPU) or fbgemm-gpu (CUDA)")
     if missing:
@@ -76,7 +77,8 @@ def check_packages() -> None:
             "fbgemm-gpu and fbgemm-gpu-cpu are both installed and overwrite each other: "
             f"uninstall both and {_HOW}."
         )
-    (fbgemm_name, fbgemm_version), *_ = fbgemm.items()
+    torch, torchrec = there["torch"], there["torchrec"]
+    ((fbgemm_name, fbgemm_version),) = fbgemm.items()
     expected = KNOWN_SETS.get(_short(torch))
     if expected is None:
         known = ", ".join(KNOWN_SETS)
@@ -104,8 +106,10 @@ def _check_cuda(torch: str, fbgemm: str) -> None:
 
 def _torch_cuda() -> str | None:
     """torch.version.cuda without importing torch: "13.0", or None of a build for CPUs."""
-    package = importlib.util.find_spec("torch").origin
-    return runpy.run_path(str(Path(package).with_name("version.py")))["cuda"]
+    package = importlib.util.find_spec("torch")
+    if package is None or package.origin is None:
+        raise PackageSetError(f"torch is installed, but its files are not where it says: {_HOW}.")
+    return runpy.run_path(str(Path(package.origin).with_name("version.py")))["cuda"]
 
 
 def prepare_process() -> None:
@@ -145,10 +149,11 @@ def quiet_dependencies() -> Iterator[None]:
     """The same inside a block; around what is known to be noisy, not around a user's code."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     root = logging.getLogger()
-    is_filtered, has_handler = _not_fbgemms in root.filters, bool(root.handlers)
-    if not has_handler and logging.lastResort:
-        # What logging would use anyhow; without one, fbgemm's calls would add one for good.
-        root.addHandler(logging.lastResort)
+    is_filtered = _not_fbgemms in root.filters
+    # What logging would use anyhow; without one, fbgemm's calls would add one for good.
+    handler = None if root.handlers else logging.lastResort
+    if handler:
+        root.addHandler(handler)
     with warnings.catch_warnings():
         silence_dependencies()
         try:
@@ -156,8 +161,8 @@ def quiet_dependencies() -> Iterator[None]:
         finally:
             if not is_filtered:
                 root.removeFilter(_not_fbgemms)
-            if not has_handler:
-                root.removeHandler(logging.lastResort)
+            if handler:
+                root.removeHandler(handler)
             for name, level in levels.items():
                 logging.getLogger(name).setLevel(level)
 
@@ -242,7 +247,9 @@ def without_tf32() -> Iterator[None]:
 def _newer_settings(precision: str) -> Iterator[None]:
     import torch
 
-    backends = torch.backends.cuda.matmul, torch.backends.cudnn.conv
+    # torch puts an object with these attributes in the module's place, which mypy cannot see
+    convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
+    backends = torch.backends.cuda.matmul, convolutions
     before = [backend.fp32_precision for backend in backends]
     for backend in backends:
         backend.fp32_precision = precision

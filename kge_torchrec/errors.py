@@ -2,18 +2,12 @@
 
 All of them derive from KGEError, so whoever shows messages in place of tracebacks catches that one
 class (and OSError) and needs no list that a new error could be missing from.
-
-
-What can go wrong between a user's files and a triple store.
-
-
-What can go wrong between a trained run and its plain files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 
 class KGEError(Exception):
@@ -45,6 +39,15 @@ class KGEError(Exception):
         if self._settings:
             ending = " ".join(style(name, value) for name, value in self._settings.items())
             self.args = (f"{self._message} {ending}",)
+
+
+AnyError = TypeVar("AnyError", bound=Exception)
+
+
+def raised_alike(error: AnyError) -> AnyError:
+    """The error, of any class, marked as one that every rank raises: one may speak for all."""
+    error.on_every_rank = True  # type: ignore[attr-defined]  # exceptions take any attribute
+    return error
 
 
 class DataError(KGEError, ValueError):

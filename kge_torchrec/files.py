@@ -36,12 +36,15 @@ def put_in_place(made: Path, target: Path) -> None:
     and is removed when the new folder has it.
     """
     old = made.with_name(f"{made.name}.old")
-    shutil.rmtree(old, ignore_errors=True)  # of a program that was killed here
-    if target.exists():
+    if old.exists():  # of a program that was killed here
+        shutil.rmtree(old)
+    replaces = target.exists()
+    if replaces:
         target.rename(old)
     made.rename(target)
     sync(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def sync(path: Path) -> None:

@@ -37,6 +37,7 @@ def make_graphs(folder: Path) -> Path:
     lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
     (folder / "single.tsv").write_text("".join(lines))
     (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
+    (folder / "w.words").write_text("a r b\nb r c\na s c\n")
     (folder / "unseen").mkdir()
     (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
     (folder / "unseen" / "test.tsv").write_text("a\tnew\tc\n")

@@ -159,6 +159,14 @@ def test_torchs_cuda_is_known_without_importing_it():
     assert known == true
 
 
+def test_a_torch_without_its_files_is_told(monkeypatch):
+    """Its metadata outlived it: what an interrupted uninstall leaves behind."""
+    monkeypatch.setattr(environment, "_version", (GOOD | CUDA).get)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(PackageSetError, match=r"files are not where it says.*make setup"):
+        check_packages()
+
+
 @pytest.fixture
 def speaks_at_import(tmp_path):
     """What fbgemm 1.6.0 does when it is imported, and another package whose name begins alike."""
@@ -258,9 +266,31 @@ def mallopt(monkeypatch):
     return calls
 
 
-def test_large_blocks_are_kept(mallopt):
-    assert keep_large_blocks() is True
-    assert dict(mallopt) == {-3: 32 << 20, -1: 512 << 20, -2: 16 << 20}
+PAGE_FAULTS = """
+import resource, sys
+import numpy as np
+from kge_torchrec.environment import keep_large_blocks
+
+if sys.argv[1] == "kept":
+    assert keep_large_blocks()
+for _ in range(2):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        blocks = [np.ones(1 << 20) for _ in range(6)]  # 8 MiB each, all freed next time
+        del blocks
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
+def test_large_blocks_are_kept():
+    """What a step frees and asks for again is not fetched from the kernel page by page."""
+    settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
+    faults = {
+        how: int(subprocess.check_output([sys.executable, "-c", PAGE_FAULTS, how], env=settings))
+        for how in ("kept", "not")
+    }
+    assert faults["kept"] < faults["not"] / 10
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"])

@@ -75,6 +75,11 @@ CASES = [
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
     case("data.literals", "drop", "keep", "triples", data__path="{graphs}/literals.nt",
          data__ratio=(1, 0, 0)),
+    case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
+         data__ratio=(1, 0, 0)),
+    case("data.reader_options", {}, {"backwards": True}, "triples",
+         data__path="{graphs}/w.words", data__reader="foreign_parts:Words",
+         data__ratio=(1, 0, 0)),
     # model
     case("model.scorer", "complex", "distmult", "table", "scorer"),
     case("model.dim", 8, 12, "start_of_table", "start_of_scorer"),
@@ -182,6 +187,10 @@ CASES = [
     case("train.decay", 0.5, 0.9, "rates", train__schedule="plateau", train__plateau_patience=0,
          **NO_PROGRESS),
     case("train.plateau_patience", 0, 1, "rates", train__schedule="plateau", **NO_PROGRESS),
+    *(case("train.optimizer", "sgd", "foreign_parts:Momentum", "table", "scorer", **engine)
+      for engine in ({}, TORCHREC)),
+    case("train.optimizer_options", {}, {"keep": 0.9}, "table", "scorer",
+         train__optimizer="foreign_parts:Momentum"),
     case("train.precision", "fp32", "bf16", "table", "scorer"),
     case("train.precision", "fp32", "fp16", "table", "scorer"),
     case("train.tf32", False, True, "tf32"),

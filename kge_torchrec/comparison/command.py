@@ -1,8 +1,4 @@
-"""Who takes part in a comparison: names, and what each changes in the config.
-
-
-The verb ``compare``: its arguments, what it prints and its exit code.
-"""
+"""The verb ``compare``: who takes part, its arguments, what it prints and its exit code."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ class Comparison:
 
     def _speed(self, world_size: int, bar: tqdm) -> None:
         for repeat in range(self.extent.repeats):
-            turns = list(self.configs.items())
-            for name, config in turns if repeat % 2 == 0 else reversed(turns):
+            for name in in_turn(list(self.configs), repeat):
+                config = self.configs[name]
                 of = f"repeat {repeat + 1} of {self.extent.repeats}"
                 bar.set_description(f"{_ranks(world_size)}, speed of {name}, {of}")
                 self._measure(world_size, name, config, repeat, bar)
@@ -157,14 +157,14 @@ class Comparison:
             raise _Ended from None
         rates = ranks[0]["triples_per_second"]
         # Variants keep the order in which they were named, whoever came first this time.
-        empty: dict[str, list] = {one: [] for one in self.configs}
+        empty: dict[str, list[Any]] = {one: [] for one in self.configs}
         by_name = self.found["speed"].setdefault(str(world_size), empty)
         by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": ranks})
         self._write()
         listed = ", ".join(f"{rate:,.0f}" for rate in rates)
         self._say(f"{_ranks(world_size)}, {name}, repeat {repeat + 1}: {listed} triples/s")
 
-    def _world(self, bar: tqdm, world_size: int, work: Callable, *args: Any) -> list[Any]:
+    def _world(self, bar: tqdm, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         return run_world(work, world_size, *args, device=self.device, advance=bar.update)
 
     def _fail(
@@ -201,7 +201,9 @@ class Comparison:
     def _bar(self) -> Iterator[tqdm]:
         """One bar for all steps of all worlds."""
         config = next(iter(self.configs.values()))
-        steps_per_epoch = -(-len(self.store.train) // config.train.batch_size)
+        size = config.train.batch_size
+        assert size is not None, "settled in __init__"
+        steps_per_epoch = -(-len(self.store.train) // size)
         one_size = config.train.epochs * steps_per_epoch + self.extent.repeats * (
             self.extent.timing.total
         )
@@ -221,6 +223,11 @@ class Comparison:
                 f"--world-sizes: {most} ranks need as many GPUs, and this host has "
                 f"{torch.cuda.device_count()}; name fewer or set device cpu"
             )
+
+
+def in_turn(names: list[str], repeat: int) -> list[str]:
+    """Who is measured when: there and back, so that what slows down slows all of them."""
+    return names if repeat % 2 == 0 else names[::-1]
 
 
 def _check_regimes(configs: dict[str, Config]) -> None:

@@ -3,13 +3,8 @@
 A world is W processes on this host that join one process group as they would under torchrun.  Each
 world is fresh, so that one measurement cannot disturb the next; it is forked from a server that has
 torch and TorchRec imported (on CUDA spawned, since a forked process cannot use CUDA), which costs a
-tenth of a second.  What a rank finds travels as JSON files, which survive a rank that is killed.
-
-
-What a comparison was measured on, without names of hosts or people.
-
-
-JSON files that are written whole or not at all.
+tenth of a second.  What a rank finds travels as JSON files, which survive a rank that is killed,
+with a description of the machine without names of hosts or people.
 """
 
 from __future__ import annotations
@@ -30,7 +25,7 @@ from importlib import metadata
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -105,7 +100,7 @@ def run_world(
 
 
 @contextmanager
-def _started(world_size: int, task: tuple) -> Iterator[list[BaseProcess]]:
+def _started(world_size: int, task: tuple[Any, ...]) -> Iterator[list[BaseProcess]]:
     """The running processes of a world, by rank; killed if they are still there at the end."""
     work, args, device, folder = task
     # Where the ranks meet, on a port that the system chose: nobody else can take it meanwhile.
@@ -131,7 +126,7 @@ def _started(world_size: int, task: tuple) -> Iterator[list[BaseProcess]]:
 def _rank_main(
     rank: int,
     work: Callable[..., Any],
-    args: tuple,
+    args: tuple[Any, ...],
     device: str,
     folder: str,
     world_size: int,
@@ -160,7 +155,9 @@ def _rank_main(
 
 def _end_with_parent() -> None:
     """The starting process ends its ranks, unless it is killed: then they would go on alone."""
-    multiprocessing.parent_process().join()
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # every rank was started by another process
+    parent.join()
     os._exit(1)
 
 
@@ -210,7 +207,7 @@ def _death(code: int) -> str:
 def _steps_done(folder: Path) -> np.ndarray:
     """A counter that two processes share."""
     file = folder / "steps"
-    mode = "r+" if file.exists() else "w+"
+    mode: Literal["r+", "w+"] = "r+" if file.exists() else "w+"
     return np.memmap(file, dtype=np.int64, mode=mode, shape=(1,))
 
 

@@ -1,10 +1,7 @@
 """Training side by side: every variant takes step i before any takes step i + 1.
 
-All live in one world, so they see the same store, batches and ranks, and their parameters can be
-compared while they train.
-
-
-How far the parameters of two sessions lie apart.
+All live in one world, so they see the same store, batches and ranks, and how far their parameters
+lie apart can be measured while they train.
 
 Shapes: N entities, D numbers per entity.
 """
@@ -19,13 +16,11 @@ from torch import Tensor
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.loader import Batch
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.step import seed_dropout
-from kge_torchrec.training.trainer import LossesSeen, NonFiniteLoss, Schedule
+from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
 
 
 def train_side_by_side(
@@ -47,29 +42,23 @@ def train_side_by_side(
 
 
 class _Trainee:
-    """One variant: its session, its own batches and pipeline."""
+    """One variant: its session and what trains it."""
 
     def __init__(self, name: str, config: Config, ranks: Processes):
         self.name = name
+        assert config.run.dir is not None  # the comparison's folder
         self.session = Session(config, RunFolder(config.run.dir), ranks)
-        self.batches = build_batches(config, self.session.store, ranks)
-        self.schedule = Schedule.of(config.train, self.batches.steps_per_epoch)
-        self.pipeline = build_pipeline(config, self.session.backend, ranks)
-        self._losses = LossesSeen()
+        self.trainer = Trainer(self.session, TrainState(), None)
 
-    def epoch(self, epoch: int) -> Iterator[Batch]:
-        return self.batches.epoch(epoch)
-
-    def step(self, step: int, batches: Iterator[Batch]) -> None:
-        """Trains the next batch as step number ``step``, from 0."""
-        self.session.backend.set_learning_rate(self.schedule.factor(step))
-        seed_dropout(self.session.config.seed, step, self.session.processes.rank)
-        self._losses.add(self.pipeline.progress(batches))
+    def epoch(self, epoch: int) -> Iterator[Any]:
+        """The batches of an epoch, to be trained from its start."""
+        self.trainer.progress.step = 0
+        return self.trainer.batches.epoch(epoch)
 
     def losses(self, epoch: int, last_step: int) -> list[float]:
         """Of the steps since the last call.  Collective."""
         try:
-            return self._losses.read(epoch, last_step)
+            return self.trainer.losses.read(epoch, last_step)
         except NonFiniteLoss as error:
             raise NonFiniteLoss(f"{self.name}: {error}") from None
 
@@ -91,14 +80,14 @@ class _Lockstep:
         }
 
     def train(self, epochs: int, log_every: int) -> None:
-        steps_per_epoch = self.trainees[0].batches.steps_per_epoch
+        steps_per_epoch = self.trainees[0].trainer.batches.steps_per_epoch
         compared = set(measured_steps(epochs * steps_per_epoch))
         self._compare()
         for epoch in range(epochs):
             streams = [trainee.epoch(epoch) for trainee in self.trainees]
             for step in range(1, steps_per_epoch + 1):
                 for trainee, stream in zip(self.trainees, streams, strict=True):
-                    trainee.step(self.step, stream)
+                    trainee.trainer.train_step(stream)
                 self.step += 1
                 self.reporter.advance(len(self.trainees))
                 if self.step in compared:

@@ -16,12 +16,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from kge_torchrec.comparison.report import largest
-from kge_torchrec.comparison.speed import PARTS
+from kge_torchrec.training.step import PARTS
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 PART_COLOURS = ("#88CCEE", "#DDCC77", "#999933", "#882255", "#44AA99")
 _STYLES = ("-", "--", "-.", ":")  # curves that lie on each other stay visible
-_LOOK = {
+_LOOK: dict[Any, Any] = {  # newer matplotlibs type the keys, older ones have them be str
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
@@ -63,8 +63,8 @@ def _differences(comparison: dict[str, Any], figure: Figure) -> bool:
     for world_size, axes in _panels(figure, list(found)):
         for i, (name, measured) in enumerate(found[world_size]["differences"].items(), 1):
             steps = [one["step"] for one in measured]
-            values = [largest(one) for one in measured]
-            values = [float("nan") if value is None else value for value in values]
+            apart = [largest(one) for one in measured]
+            values = [float("nan") if value is None else value for value in apart]
             axes.plot(steps, values, label=name, color=COLOURS[i], linestyle=_STYLES[i],
                       marker="o", markersize=4, clip_on=False)  # fmt: skip
         axes.axhline(rate, color="#666666", lw=1, label="learning rate")
@@ -144,7 +144,7 @@ def _panels(figure: Figure, world_sizes: list[str]) -> Iterator[tuple[str, Axes]
         yield world_size, axes
 
 
-def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str, dict]]:
+def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str, dict[str, Any]]]:
     """(place, colour, variant, figures) of each bar; bars stand in groups, one a world size."""
     centres, place = [], 0.0
     for by_name in summary.values():
@@ -154,10 +154,12 @@ def _bars(axes: Axes, summary: dict[str, Any]) -> Iterator[tuple[float, str, str
         centres.append((places[0] + places[-1]) / 2)
         place = places[-1] + 1.6
     axes.set_xticks(centres, [_ranks(world_size) for world_size in summary])
-    axes.figure.set_size_inches(3 + 0.8 * place, 4.5)
+    figure = axes.figure
+    assert isinstance(figure, Figure)  # these axes lie in no part of one
+    figure.set_size_inches(3 + 0.8 * place, 4.5)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels()), strict=True))
     if handles:  # each name once
-        axes.figure.legend(handles.values(), handles, loc="outside right upper")
+        figure.legend(handles.values(), handles, loc="outside right upper")
 
 
 def _ranks(world_size: str) -> str:

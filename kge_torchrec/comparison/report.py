@@ -1,24 +1,19 @@
-"""Single figures out of the repeats of a measurement.
+"""What a comparison says: single figures out of repeats, text tables, and conclusions in sentences.
 
-Works on the ``speed`` part of comparison.json: {world size: {variant: [measurement a repeat]}},
+Works on the ``speed`` part of comparison.json: {world size: {variant: [measurement per repeat]}},
 where a measurement is {"repeat", "triples_per_second": of each block, "ranks": [what
-``measure_speed`` returned on each rank]}.
-
-
-The measurements of comparison.json as text tables.
-
-
-What a comparison says, in sentences, and no more than its repeats bear out.
+``measure_speed`` returned on each rank]}.  Conclusions say no more than the repeats bear out.
 """
 
 from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kge_torchrec.comparison.speed import PARTS
+from kge_torchrec.training.step import PARTS
 
 Measurements = list[dict[str, Any]]
 
@@ -194,7 +189,7 @@ def _traffic(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
     return [*header, "collectives"], rows
 
 
-def _each(summary: dict[str, Any]):
+def _each(summary: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
     for world_size, by_name in summary.items():
         for name, found in by_name.items():
             yield world_size, name, found
@@ -280,8 +275,9 @@ def _training(comparison: dict[str, Any], found: dict[str, Any] | None) -> list[
 def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: float) -> str:
     """How far one variant's parameters lie from the first's, from start to end."""
     start, end = measured[0], measured[-1]
-    if largest(start) != 0:
-        by = "not numbers" if largest(start) is None else f"{_about(largest(start))} apart"
+    before = largest(start)
+    if before != 0:
+        by = "not numbers" if before is None else f"{_about(before)} apart"
         return (
             f"{name} does not start where {first} does (parameters {by}), so the rest compares "
             "different models"
@@ -313,7 +309,7 @@ def _speed(first: str, by_name: dict[str, list[dict[str, Any]]]) -> list[str]:
     ]
 
 
-def _faster(name: str, ours: list[dict], first: str, base: list[dict]) -> str:
+def _faster(name: str, ours: Measurements, first: str, base: Measurements) -> str:
     """Who is faster, if the difference is larger than those between repeats of the same."""
     mine, theirs = triples_per_second(ours), triples_per_second(base)
     repeats = min(len(ours), len(base))

@@ -1,7 +1,6 @@
 """One variant alone in a fresh world: its speed, memory, split of a step, and traffic.
 
-
-Where the time of a training step goes, with its parts run one after another.
+A step is split with its parts run one after another:
 
     data      the batch is built
     lookup    it goes to the device, its ids to their owners, their rows come back
@@ -11,13 +10,11 @@ Where the time of a training step goes, with its parts run one after another.
 
 FBGEMM's table steps inside backward on CUDA, in one kernel with the gradient, and stays there.
 
+What a rank sends is seen where every backend must pass: the collectives that torch dispatches, as
+in torch.distributed.tensor.debug.CommDebugMode, which counts collectives but not their bytes.
+Collectives of backward are seen as well, those of DistributedDataParallel included.
 
-What a rank sends, seen where every engine must pass: the collectives that torch dispatches.
-
-Works as torch.distributed.tensor.debug.CommDebugMode does, which counts collectives but not their
-bytes.  Collectives of backward are seen as well, those of DistributedDataParallel included.
-
-Shapes: W ranks, D numbers an entity.
+Shapes: W ranks, D numbers per entity.
 """
 
 from __future__ import annotations
@@ -28,8 +25,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
@@ -38,18 +34,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
 from kge_torchrec.data.loader import Batch, BatchBuilder
+from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
+from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.step import PARTS, PlainStep, StepOptimizer
+from kge_torchrec.training.trainer import Trainer
+
+SampledBatches = BatchBuilder | QuerySampleBuilder
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -85,20 +87,26 @@ def measure_speed(
     milliseconds}, "traffic": {"deduplicated" | "duplicated": means a step of this rank}}; on CUDA
     also "peak_device_bytes".  Memory is read before the batches with duplicates, which are larger.
     """
+    assert config.run.dir is not None  # the comparison's folder
     session = Session(config, RunFolder(config.run.dir), ranks)
-    batches = build_batches(config, session.store, ranks)
+    batches = _sampled(build_batches(config, session.store, session.processes))
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     found["split"] = _split(session, batches, timing, reporter)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
-    pipeline = build_pipeline(config.train, session.backend, ranks.device)
-    found["triples_per_second"] = _timed_blocks(session, pipeline, batches, timing, reporter)
+    trainer = Trainer(session, TrainState(), None)
+    found["triples_per_second"] = _timed_blocks(trainer, timing, reporter)
     found |= _peak_memory(ranks.device)
-    found["traffic"] = _traffic(session, pipeline, timing, reporter)
+    found["traffic"] = _traffic(trainer, timing, reporter)
     return found
 
 
+def _sampled(batches: SampledBatches | QueryBatches) -> SampledBatches:
+    assert not isinstance(batches, QueryBatches)  # compare has refused all entities as candidates
+    return batches
+
+
 def _split(
-    session: Session, batches: BatchBuilder, timing: Timing, reporter: Reporter
+    session: Session, batches: SampledBatches, timing: Timing, reporter: Reporter
 ) -> dict[str, float]:
     """The first steps compile kernels and set up buffers; they are trained, but not counted."""
     stream, device = _endless(batches), session.processes.device
@@ -109,14 +117,9 @@ def _split(
     return found
 
 
-def _timed_blocks(
-    session: Session,
-    pipeline: Pipeline,
-    batches: BatchBuilder,
-    timing: Timing,
-    reporter: Reporter,
-) -> list[float]:
+def _timed_blocks(trainer: Trainer, timing: Timing, reporter: Reporter) -> list[float]:
     """Triples a second, over all ranks, of each block of steps."""
+    session, batches = trainer.session, _sampled(trainer.batches)
     blocks = [timing.warm_up, *[timing.steps] * timing.blocks]
     # Batches beyond the last block keep the pipeline as full there as in any other.
     steps_of_all = sum(blocks) + _IN_FLIGHT
@@ -127,43 +130,40 @@ def _timed_blocks(
         triples = sum(islice(sizes, steps))
         started = _seconds_everywhere(session)
         for _ in range(steps):
-            session.backend.set_learning_rate(1.0)
-            pipeline.progress(stream)
+            trainer.train_step(stream)
             reporter.advance(1)
         rates.append(triples / (_seconds_everywhere(session) - started))
     for _ in range(_IN_FLIGHT):
-        pipeline.progress(stream)
+        trainer.train_step(stream)
     reporter.advance(_IN_FLIGHT)
     return rates[1:]
 
 
-def _traffic(
-    session: Session, pipeline: Pipeline, timing: Timing, reporter: Reporter
-) -> dict[str, dict[str, Any]]:
+def _traffic(trainer: Trainer, timing: Timing, reporter: Reporter) -> dict[str, dict[str, Any]]:
     """Every variant and repeat counts the same batches, the first ones of epoch 0."""
-    found = {}
+    found, session = {}, trainer.session
     for name, deduplicate in (("deduplicated", True), ("duplicated", False)):
         entities = replace(session.config.entities, deduplicate=deduplicate)
         config = replace(session.config, entities=entities)
-        batches = build_batches(config, session.store, session.processes)
+        batches = _sampled(build_batches(config, session.store, session.processes))
         counted = list(islice(_endless(batches), timing.traffic * batches.accumulation))
         stream = iter(counted)
         with Traffic(session.backend.shard().dim) as traffic:
             for _ in range(timing.traffic):
-                pipeline.progress(stream)
+                trainer.train_step(stream)
         looked_up = sum(batch.ids.values().numel() for batch in counted) / timing.traffic
         found[name] = {"ids_looked_up": looked_up, **traffic.per_step(timing.traffic)}
         reporter.advance(timing.traffic)
     return found
 
 
-def _endless(batches: BatchBuilder) -> Iterator[Batch]:
+def _endless(batches: SampledBatches) -> Iterator[Any]:
     """Epoch after epoch."""
     for epoch in count():
         yield from batches.epoch(epoch)
 
 
-def _sizes(batches: BatchBuilder) -> Iterator[int]:
+def _sizes(batches: SampledBatches) -> Iterator[int]:
     """Triples of each step of ``_endless``, over all ranks."""
     total, size = batches.examples, batches.batch_size
     while True:
@@ -203,12 +203,9 @@ def _peak_resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-PARTS = ("data", "lookup", "score", "backward", "update")
-
-
 def split_of_a_step(
     backend: EmbeddingBackend,
-    update: StepOptimizer,
+    optimizer: StepOptimizer,
     batches: Iterator[Batch],
     steps: int,
     device: torch.device,
@@ -220,28 +217,20 @@ def split_of_a_step(
     """
     clock = _clock(device)
     found: list[dict[str, float]] = []
+    last = clock()
 
-    def train_one() -> Tensor:
-        marks.clear()
-        times = [clock()]
-        batch = next(batches)
-        times.append(clock())
-        batch = backend.prepare(batch).to(device, non_blocking=True)
-        update.zero_grad()
-        loss, detached = backend.model(batch)
-        times += marks
-        loss.backward()
-        times.append(clock())
-        update.step()
-        times.append(clock())
-        for part, start, stop in zip(PARTS, times, times[1:], strict=False):
-            found[-1][part] += stop - start
-        return detached
+    def watch(part: str) -> None:
+        nonlocal last
+        now = clock()
+        found[-1][part] += now - last
+        last = now
 
-    with _marks_of_forward(backend, clock) as marks:
+    step = PlainStep(backend, optimizer, device)
+    with step.watched(watch):
         for _ in range(steps):
             found.append(dict.fromkeys(PARTS, 0.0))
-            update.group(train_one)
+            last = clock()
+            step.progress(batches)
     return {part: 1e3 * statistics.median(step[part] for step in found) for part in PARTS}
 
 
@@ -255,27 +244,6 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return time.perf_counter()
 
     return after_device
-
-
-@contextmanager
-def _marks_of_forward(
-    backend: EmbeddingBackend, clock: Callable[[], float]
-) -> Iterator[list[float]]:
-    """A list that each forward appends two times to: when scoring begins and when it ends."""
-    marks: list[float] = []
-
-    def mark(*_: object) -> None:
-        marks.append(clock())
-
-    hooks = [
-        backend.unwrapped_model.objective.register_forward_pre_hook(mark),
-        backend.unwrapped_model.objective.register_forward_hook(mark),
-    ]
-    try:
-        yield marks
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 _NAMESPACES = ("c10d", "_c10d_functional")
@@ -319,7 +287,13 @@ class Traffic(TorchDispatchMode):
     def rows_sent(self) -> float:
         return self._floats_sent / self.dim
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         kind = _kind(func)
         if kind is not None:
@@ -350,7 +324,7 @@ class Traffic(TorchDispatchMode):
         }
 
 
-def _kind(func) -> str | None:
+def _kind(func: OpOverload) -> str | None:
     """The kind of collective that an operator starts; None for waits, barriers and all others."""
     if func.namespace not in _NAMESPACES:
         return None

@@ -1,11 +1,4 @@
-"""Settings of scorer and loss.
-
-
-Settings of the dense parameters: relations and all others of the scorer.
-
-
-Settings of the engine that holds the entity table.
-"""
+"""Settings of the model: scorer, loss, dense parameters, and the backend of the entity table."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Compiled look-ups in the filter index.
-
-
-The distinct queries of a graph by number, without a list of them.
+"""Compiled walks over the filter index: look-ups, and the distinct queries without a list of them.
 
 In the filter index all rows of a query stand together, so a query is the place where its rows
 start.  How many starts come before every 512th row is all that is held (a byte for 64 triples); the
@@ -17,7 +14,7 @@ import numpy as np
 
 
 @numba.njit(cache=True, nogil=True)
-def lower_bound(values, value, low, high):
+def lower_bound(values: np.ndarray, value: int, low: int, high: int) -> int:
     """First position in the ascending ``values[low:high]`` that is not below ``value``."""
     while low < high:
         middle = (low + high) // 2
@@ -29,7 +26,9 @@ def lower_bound(values, value, low, high):
 
 
 @numba.njit(cache=True, nogil=True)
-def find_ranges(indptr, row_relations, anchors, relations):
+def find_ranges(
+    indptr: np.ndarray, row_relations: np.ndarray, anchors: np.ndarray, relations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
     starts = np.empty(len(anchors), np.int64)
     stops = np.empty(len(anchors), np.int64)
@@ -41,7 +40,9 @@ def find_ranges(indptr, row_relations, anchors, relations):
 
 
 @numba.njit(cache=True, nogil=True)
-def narrow(ids, starts, stops, first, last):
+def narrow(
+    ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
     lows = np.empty(len(starts), np.int64)
     highs = np.empty(len(starts), np.int64)
@@ -52,7 +53,13 @@ def narrow(ids, starts, stops, first, last):
 
 
 @numba.njit(cache=True, nogil=True)
-def mark_members(entities, starts, stops, candidates, found):
+def mark_members(
+    entities: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    candidates: np.ndarray,
+    found: np.ndarray,
+) -> None:
     """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     for query in range(len(starts)):
         low, high = starts[query], stops[query]
@@ -99,7 +106,7 @@ class QueryList:
 
 
 @numba.njit(cache=True, nogil=True)
-def _count_starts(indptr, relations, step, before):
+def _count_starts(indptr: np.ndarray, relations: np.ndarray, step: int, before: np.ndarray) -> int:
     """Fills in how many queries start before each block of rows; returns how many there are."""
     count = 0
     for anchor in range(len(indptr) - 1):
@@ -112,7 +119,15 @@ def _count_starts(indptr, relations, step, before):
 
 
 @numba.njit(cache=True, nogil=True)
-def _find(indptr, relations, step, before, numbers, anchors, found):
+def _find(
+    indptr: np.ndarray,
+    relations: np.ndarray,
+    step: int,
+    before: np.ndarray,
+    numbers: np.ndarray,
+    anchors: np.ndarray,
+    found: np.ndarray,
+) -> None:
     for i in range(len(numbers)):
         block = np.searchsorted(before, numbers[i], side="right") - 1
         row, count = block * step, before[block]

@@ -31,6 +31,7 @@ from collections import Counter, defaultdict
 from importlib import resources
 
 Triple = tuple[str, str, str]
+Premises = tuple[Triple, ...]
 
 HELD_OUT_SHARE = 0.2
 SEPARATOR = ";"
@@ -92,8 +93,8 @@ def country_splits(seed: int = 0) -> dict[str, list[Triple]]:
     triples = country_triples()
     premises = _Premises(triples)
     rng = random.Random(seed)
-    quota = Counter(relation for _, relation, _ in triples)
-    quota = {relation: int(HELD_OUT_SHARE * count) for relation, count in quota.items()}
+    counts = Counter(relation for _, relation, _ in triples)
+    quota = {relation: int(HELD_OUT_SHARE * count) for relation, count in counts.items()}
     held_out: dict[Triple, None] = {}  # a dict, to keep the order in which they were drawn
     needed: set[Triple] = set()
     for triple in rng.sample(triples, len(triples)):
@@ -117,13 +118,13 @@ class _Premises:
     """For a triple, the sets of other triples from which a rule derives it."""
 
     def __init__(self, triples: list[Triple]):
-        self.tails = defaultdict(list)
-        self.heads = defaultdict(list)
+        self.tails: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        self.heads: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for head, relation, tail in triples:
             self.tails[head, relation].append(tail)
             self.heads[relation, tail].append(head)
 
-    def of(self, triple: Triple) -> list[tuple[Triple, ...]]:
+    def of(self, triple: Triple) -> list[Premises]:
         """List the premises of every rule that derives the triple in the whole graph."""
         head, relation, tail = triple
         if relation == "borders":
@@ -142,7 +143,7 @@ class _Premises:
             return self._from_neighbours(triple) + self._from_subregion(triple)
         return []
 
-    def _through_common_neighbour(self, head, tail):
+    def _through_common_neighbour(self, head: str, tail: str) -> list[Premises]:
         others = self.tails[head, "borders"]
         return [
             ((head, "borders", other), (other, "borders", tail))
@@ -150,7 +151,7 @@ class _Premises:
             if tail in self.tails[other, "borders"]
         ]
 
-    def _from_neighbours(self, triple):
+    def _from_neighbours(self, triple: Triple) -> list[Premises]:
         head, relation, tail = triple
         return [
             ((head, "borders", other), (other, relation, tail))
@@ -158,7 +159,7 @@ class _Premises:
             if tail in self.tails[other, relation]
         ]
 
-    def _from_subregion(self, triple):
+    def _from_subregion(self, triple: Triple) -> list[Premises]:
         head, relation, tail = triple
         (subregion,) = self.tails[head, "in_subregion"]
         own = (head, "in_subregion", subregion)

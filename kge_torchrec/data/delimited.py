@@ -1,7 +1,7 @@
 """TSV and CSV files to record batches, streamed; faulty rows are named by file and line."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -57,7 +57,9 @@ def read_delimited(
         raise DataError(f"{path}: no triples after the header")
 
 
-def _open_csv(stream, delimiter: str, names, skip: int) -> arrow_csv.CSVStreamingReader:
+def _open_csv(
+    stream: pa.NativeFile, delimiter: str, names: Sequence[str], skip: int
+) -> arrow_csv.CSVStreamingReader:
     quoted = delimiter == ","
     return arrow_csv.open_csv(
         stream,
@@ -80,7 +82,7 @@ def _rows(path: Path, delimiter: str, strict: bool = False) -> Iterator[tuple[in
     not closed or followed by text.
     """
 
-    def decoded():
+    def decoded() -> Iterator[tuple[int, str]]:
         for number, line in lines(path):
             try:
                 yield number, line.decode("utf-8")

@@ -1,13 +1,10 @@
 """The filter index: which answers of a query (anchor, relation, ?) are known to be true.
 
-
-Answers of queries, read where they lie when asked for.
-
 A query may have millions of answers, so nobody holds the answers of a batch: only where they start
-and stop.  As the ids of a range ascend, those within a block of entities are a smaller range, found
-by binary search.
+and stop in the index.  As the ids of a range ascend, those within a block of entities are a smaller
+range, found by binary search.  How often entities occur is read off it as well.
 
-Shapes: Q queries, M answers.
+Shapes: Q queries, M answers, N entities.
 """
 
 from __future__ import annotations
@@ -16,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from kge_torchrec.data.search import find_ranges, mark_members, narrow
 from kge_torchrec.data.sort import id_counts, sorted_rows
@@ -116,7 +114,9 @@ class FilterIndex:
         (index,) = self._indices
         return QueryList(index[side].indptr, index[side].relations)
 
-    def _checked(self, side, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+    def _checked(
+        self, side: str, anchors: np.ndarray, relations: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         if side not in SIDES:
             raise ValueError(f"side must be 'head' or 'tail', not {side!r}")
         anchors = np.ascontiguousarray(anchors, np.int64)
@@ -133,7 +133,9 @@ class FilterIndex:
         return anchors, relations
 
 
-def _ranges(index: SideIndex, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+def _ranges(
+    index: SideIndex, anchors: np.ndarray, relations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     return find_ranges(index.indptr, index.relations, anchors, relations)
 
 
@@ -272,7 +274,7 @@ class Degrees:
         heads += tails
         return heads
 
-    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+    def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         """(N,) int64, all of them."""
         return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
 

@@ -53,7 +53,8 @@ def read_id_files(
             ids = batch[role].to_numpy()
             if len(ids) and not (ids.min() >= 0 and ids.max() < len(labels[role])):
                 sizes = {name: len(values) for name, values in labels.items()}
-                raise _fault(path, layout, layout.columns, sizes)
+                fault = _fault(path, layout, layout.columns, sizes)
+                raise fault or DataError(f"{path}: an id has no label")
         yield pa.record_batch([labels[role].take(batch[role]) for role in COLUMNS], list(COLUMNS))
 
 
@@ -67,7 +68,7 @@ def _labels(path: Path, layout: Layout) -> pa.Array:
     batches = _table(path, layout, columns)
     table = pa.Table.from_batches(batches, pa.schema(list(columns.items())))
     if pc.any(pc.equal(table["label"], "")).as_py():
-        raise _fault(path, layout, tuple(columns), {})
+        raise _fault(path, layout, tuple(columns), {}) or DataError(f"{path}: a label is empty")
     ids = table["id"].to_numpy()
     order = np.argsort(ids)
     if not np.array_equal(ids[order], np.arange(len(ids))):
@@ -78,7 +79,12 @@ def _labels(path: Path, layout: Layout) -> pa.Array:
     return table["label"].combine_chunks().take(pa.array(order))
 
 
-def _table(path: Path, layout: Layout, types: dict, on_bytes=None) -> Iterator[pa.RecordBatch]:
+def _table(
+    path: Path,
+    layout: Layout,
+    types: dict[str, pa.DataType],
+    on_bytes: OnBytes | None = None,
+) -> Iterator[pa.RecordBatch]:
     skip, delimiter, count = _start(path, layout)
     found = 0
     try:

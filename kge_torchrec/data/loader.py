@@ -1,14 +1,9 @@
-"""What a batch needs to move between host and device, as TorchRec's pipeline asks for it.
+"""Batches: this rank's share of every global batch, with its negatives, ready for the lookup.
 
-
-The steps of an epoch, in an order that is a function of (seed, epoch).
-
-
-Batches: this rank's share of every global batch, with its negatives, ready for the lookup.
-
-A global batch is a run of positions of the epoch order; rank r takes the r-th part of it.  Triples
-are grouped into chunks that share negatives; chunks are cut at fixed positions of the global
-batch, so what is trained does not depend on the world size.
+A global batch is a run of positions of the epoch's order, which is a function of (seed, epoch);
+rank r takes the r-th part of it.  Triples are grouped into chunks that share negatives; chunks are
+cut at fixed positions of the global batch, so what is trained does not depend on the world size.
+A batch moves between host and device as TorchRec's pipeline asks for it (``Pipelineable``).
 
 Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique entities.
 """

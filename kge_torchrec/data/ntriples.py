@@ -62,7 +62,7 @@ def read_ntriples(
         raise DataError(f"{path}: empty file: no triples")
 
 
-def _texts(path: Path, stream) -> Iterator[tuple[Path, pa.Array, int]]:
+def _texts(path: Path, stream: pa.NativeFile) -> Iterator[tuple[Path, pa.Array, int]]:
     """The lines in blocks, each with the number of its first line."""
     first_line = 1
     for batch in _open_lines(path, stream):
@@ -70,7 +70,7 @@ def _texts(path: Path, stream) -> Iterator[tuple[Path, pa.Array, int]]:
         first_line += batch.num_rows
 
 
-def _open_lines(path: Path, stream) -> arrow_csv.CSVStreamingReader:
+def _open_lines(path: Path, stream: pa.NativeFile) -> arrow_csv.CSVStreamingReader:
     if next(lines(path), None) is None:
         raise DataError(f"{path}: empty file: no triples")
     return arrow_csv.open_csv(

@@ -1,16 +1,9 @@
-"""From files of string triples to a `TripleStore`.
+"""From triples of strings, in files or in memory, to a `TripleStore`.
 
-
-From batches of labels to integer ids, in bounded memory and without a Python object per label.
-
-Each batch is dictionary-encoded on its own, several at a time; the small dictionaries of the
-batches are then themselves dictionary-encoded, which gives the map from batch ids to final ids.
-
-
-Dividing triples into train, valid and test at random.
-
-
-Triples that are already in memory, to record batches.
+Labels become integer ids in bounded memory and without a Python object per label: each batch is
+dictionary-encoded on its own, several at a time; the small dictionaries of the batches are then
+themselves dictionary-encoded, which gives the map from batch ids to final ids.  Triples that come
+without a split are split at random.
 """
 
 from __future__ import annotations
@@ -20,6 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -27,7 +21,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.filter_index import SIDES, build_side
+from kge_torchrec.data.filter_index import SIDES, SideIndex, build_side
 from kge_torchrec.data.prefetch import map_prefetched
 from kge_torchrec.data.readers import (
     SPLITS,
@@ -90,10 +84,13 @@ def prepare(
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     check_writable(Path(output), overwrite)
     files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-    notes = {"sources": {split: [str(path) for path in paths] for split, paths in files.items()}}
+    notes: dict[str, Any] = {
+        "sources": {split: [str(path) for path in paths] for split, paths in files.items()}
+    }
     if WHOLE in files:
         notes["split"] = {"ratio": list(ratio), "seed": seed}
-    dropped = notes["literals"] = Counter()  # filled in while reading
+    dropped: Counter[str] = Counter()
+    notes["literals"] = dropped  # filled in while reading
     return _prepare(
         _read(files, has_header, dropped if literals == "drop" else None, reader, progress),
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
@@ -128,7 +125,14 @@ def prepare_triples(
 
 
 def _prepare(
-    batches: Batches, output: Path, ratio, seed, allow_unseen_relations, overwrite, progress, notes
+    batches: Batches,
+    output: Path,
+    ratio: Sequence[float],
+    seed: int,
+    allow_unseen_relations: bool,
+    overwrite: bool,
+    progress: bool,
+    notes: Mapping[str, Any],
 ) -> TripleStore:
     with new_store(output, overwrite) as directory:
         entities, relations, triples = _encode(batches, notes)
@@ -140,7 +144,7 @@ def _prepare(
             unseen = reports.unseen_relations(relations, triples)
             if unseen and not allow_unseen_relations:
                 raise _unseen_error(unseen)
-            indices = {}
+            indices: dict[str, dict[str, SideIndex]] = {}
             for split in SPLITS:
                 indices[split] = {}
                 for side in SIDES:
@@ -187,12 +191,14 @@ def _hidden(progress: bool) -> bool | None:
     return None if progress else True  # None: tqdm looks whether there is a terminal
 
 
-def _encode(batches: Batches, notes: Mapping) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
+def _encode(
+    batches: Batches, notes: Mapping[str, Any]
+) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
     entities, relations, triples = encode(batches)
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
-    if not len(triples.get(WHOLE, triples.get("train"))):
+    if not len(triples[WHOLE if WHOLE in triples else "train"]):
         literals = sum(notes.get("literals", {}).values())
         if literals:
             raise DataError(
@@ -261,7 +267,7 @@ def encode(
 class _Labels:
     """One vocabulary in the making."""
 
-    def __init__(self):
+    def __init__(self) -> None:
         self.values = pa.array([], pa.large_string())
         self._pending: list[tuple[pa.Array, np.ndarray]] = []
 
@@ -344,7 +350,7 @@ def divide(
     }
 
 
-InMemory = pa.Table | np.ndarray | Iterable[tuple[str, str, str]]
+InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[str, str, str]]
 
 
 def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:

@@ -1,18 +1,13 @@
-"""Queries against all entities: what a step asks, and the answers it should get.
+"""Batches of queries: every entity is a candidate, or sampled ones beside all answers (KvsSample).
 
-Every rank builds the whole global batch, as it scores its own entities for all queries of the step;
-only ids are in it, and of the answers only where they lie.
+Where every entity is a candidate, every rank builds the whole global batch, as it scores its own
+entities for all queries of the step; only ids are in it, and of the answers only where they lie.
+Of KvsSample, rank r takes the r-th part of a step's queries; the entities sampled for a side are
+shared by all of them, and which answers are drawn of a query that has too many is a function of
+(seed, epoch, query), so what is trained does not depend on the world size.
 
-Shapes: N entities, R relations, T triples, E examples an epoch, Q queries of a step.
-
-
-KvsSample: distinct queries with all their answers, against those and a few sampled entities.
-
-Rank r takes the r-th part of a step's queries; the entities sampled for a side are shared by all of
-them, and which answers are drawn of a query that has too many is a function of (seed, epoch,
-query), so what is trained does not depend on the world size.
-
-Shapes: Q queries, M answers after drawing, K sampled entities a side, U unique entities.
+Shapes: N entities, R relations, T triples, E examples an epoch, Q queries of a step, M answers
+after drawing, K sampled entities a side, U unique entities.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What `prepare` found out about the data."""
 
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -12,7 +13,9 @@ from kge_torchrec.data.sort import id_counts
 EXAMPLES = 5
 
 
-def unseen_entities(entities: pa.Array, triples: Mapping[str, np.ndarray]) -> dict:
+def unseen_entities(
+    entities: pa.Array, triples: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, Any]]:
     """Per split: entities (number and examples) without a training triple, and their triples."""
     seen = np.zeros(len(entities), bool)
     for column in (0, 2):
@@ -31,7 +34,9 @@ def unseen_entities(entities: pa.Array, triples: Mapping[str, np.ndarray]) -> di
     return found
 
 
-def unseen_relations(relations: pa.Array, triples: Mapping[str, np.ndarray]) -> dict:
+def unseen_relations(
+    relations: pa.Array, triples: Mapping[str, np.ndarray]
+) -> dict[str, dict[str, int]]:
     """Per split: relations without a training triple, with the number of their triples there."""
     count = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
     found = {}
@@ -48,7 +53,7 @@ def leaks(
     indices: Mapping[str, Mapping[str, SideIndex]],
     num_entities: int,
     num_relations: int,
-) -> dict:
+) -> dict[str, int]:
     """Numbers of triples that two splits share, as ``{"train-valid": 3}``."""
     found = {}
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
@@ -62,7 +67,7 @@ def leaks(
     return found
 
 
-def notes(report: Mapping, keep_literals: str = "data.literals keep") -> list[str]:
+def notes(report: Mapping[str, Any], keep_literals: str = "data.literals keep") -> list[str]:
     """What a person should know about the data before reading results, a sentence each.
 
     keep_literals: what that person types to keep them.

@@ -6,12 +6,17 @@ not wait for.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Literal
+
 import numpy as np
 
 FEW = 8  # queries
 
 
-def find_ranges(indptr, row_relations, anchors, relations) -> tuple[np.ndarray, np.ndarray]:
+def find_ranges(
+    indptr: np.ndarray, row_relations: np.ndarray, anchors: np.ndarray, relations: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
     if len(anchors) > FEW:
         from kge_torchrec.data import compiled_index as compiled_search
@@ -22,7 +27,9 @@ def find_ranges(indptr, row_relations, anchors, relations) -> tuple[np.ndarray, 
     return starts, _places(row_relations, rows, relations, "right")
 
 
-def narrow(ids, starts, stops, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+def narrow(
+    ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, first: int, last: int
+) -> tuple[np.ndarray, np.ndarray]:
     """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
     if len(starts) > FEW:
         from kge_torchrec.data import compiled_index as compiled_search
@@ -33,7 +40,13 @@ def narrow(ids, starts, stops, first: int, last: int) -> tuple[np.ndarray, np.nd
     return lows, _places(ids, ranges, [last - 1] * len(ranges), "right")
 
 
-def mark_members(entities, starts, stops, candidates, found) -> None:
+def mark_members(
+    entities: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    candidates: np.ndarray,
+    found: np.ndarray,
+) -> None:
     """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     if len(starts) > FEW:
         from kge_torchrec.data import compiled_index as compiled_search
@@ -47,7 +60,12 @@ def mark_members(entities, starts, stops, candidates, found) -> None:
         found[query, inside] |= answers[place[inside]] == wanted[inside]
 
 
-def _places(values, ranges: list[tuple[int, int]], wanted, side: str) -> np.ndarray:
+def _places(
+    values: np.ndarray,
+    ranges: list[tuple[int, int]],
+    wanted: np.ndarray | Sequence[int],
+    side: Literal["left", "right"],
+) -> np.ndarray:
     """Where each wanted value has its place in its range of ascending ``values``, (B,) int64."""
     wanted = np.asarray(wanted).astype(values.dtype)  # or numpy would convert the whole range
     found = [

@@ -48,7 +48,9 @@ def draw_distinct(
 
 
 @numba.njit(cache=True, nogil=True)
-def _draw_distinct(sizes, count, numbers, keys, out):
+def _draw_distinct(
+    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
+) -> None:
     own = np.empty_like(keys)
     start = 0
     for i in range(len(sizes)):
@@ -67,7 +69,7 @@ def _draw_distinct(sizes, count, numbers, keys, out):
 
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
 @numba.njit(cache=True, nogil=True)
-def _permute(values, keys, half, size):
+def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
     """Replaces every value by its image, in place."""
     for i in range(len(values)):
         value = _encrypt(values[i], keys, half)
@@ -77,7 +79,7 @@ def _permute(values, keys, half, size):
 
 
 @numba.njit(cache=True, nogil=True)
-def _encrypt(value, keys, half):
+def _encrypt(value: np.uint64, keys: np.ndarray, half: np.uint64) -> np.uint64:
     """The Feistel network on 2 * half bits."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = value >> half, value & mask
@@ -87,7 +89,7 @@ def _encrypt(value, keys, half):
 
 
 @numba.njit(cache=True, nogil=True)
-def _mix(value):
+def _mix(value: np.uint64) -> np.uint64:
     """The finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

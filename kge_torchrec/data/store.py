@@ -1,8 +1,4 @@
-"""The triple store: a directory of memory-mapped ids, vocabularies and filter index.
-
-
-Labels and their ids, memory-mapped.
-"""
+"""The triple store: a directory of memory-mapped ids, labels (``Vocabulary``) and filter index."""
 
 from __future__ import annotations
 
@@ -15,6 +11,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -43,12 +40,12 @@ class TripleStore:
         fingerprint: hash of the labels and triples; equal for stores that mean the same by an id.
     """
 
-    def __init__(self, path: Path, meta: Mapping):
+    def __init__(self, path: Path, meta: Mapping[str, Any]):
         self.path = path
         self.num_entities: int = meta["num_entities"]
         self.num_relations: int = meta["num_relations"]
         self.fingerprint: str = meta["fingerprint"]
-        self.report: dict = meta["report"]
+        self.report: dict[str, Any] = meta["report"]
         self.entities = Vocabulary.open(path / "entities.arrow", "entity")
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
@@ -110,7 +107,7 @@ def write_store(
     relations: pa.Array,
     triples: Mapping[str, np.ndarray],
     indices: Mapping[str, Mapping[str, SideIndex]],
-    report: Mapping,
+    report: Mapping[str, Any],
 ) -> None:
     """Writes all files of a store into the existing ``directory``, the meta file last."""
     Vocabulary(entities).save(directory / "entities.arrow")
@@ -141,7 +138,7 @@ def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, n
         digest.update(labels.buffers()[2] or b"")
     for split in SPLITS:
         digest.update(f"{split} {len(triples[split])}\n".encode())
-        digest.update(np.ascontiguousarray(triples[split]))
+        digest.update(np.ascontiguousarray(triples[split]).data)
     return digest.hexdigest()
 
 
@@ -179,7 +176,7 @@ def _umask() -> int:
     return mask
 
 
-def _read_meta(path: Path) -> dict:
+def _read_meta(path: Path) -> dict[str, Any]:
     if not path.is_dir():
         raise StoreError(f"{path}: no such store; write one with `kge-torchrec prepare`")
     try:
@@ -268,7 +265,7 @@ class Vocabulary:
         candidates = self._labels
         if len(candidates) > MAX_COMPARED:
             candidates = candidates.filter(self._resembling(label))[:MAX_COMPARED]
-        spelled = {}
+        spelled: dict[str, str] = {}
         for candidate in candidates.to_pylist():
             spelled.setdefault(candidate.lower(), candidate)
         close = difflib.get_close_matches(label.lower(), list(spelled), count)

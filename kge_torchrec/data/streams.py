@@ -1,18 +1,18 @@
-"""Opening a data file, compressed or not, as one stream of bytes.
-
-
-Which column is which: the rule that recognises a header.
-"""
+"""A data file as a stream of bytes, compressed or not, and the rule that recognises its header."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pyarrow as pa
 
 from kge_torchrec.errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
 
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -35,7 +35,7 @@ class CountingFile(io.RawIOBase):
     def readable(self) -> bool:
         return True
 
-    def readinto(self, buffer) -> int:
+    def readinto(self, buffer: WriteableBuffer) -> int:
         count = self._file.readinto(buffer)
         self._on_bytes(count)
         return count
@@ -52,7 +52,7 @@ def open_bytes(path: Path, on_bytes: OnBytes | None = None) -> pa.NativeFile:
     return pa.CompressedInputStream(source, compression) if compression else source
 
 
-def lines(path: Path):
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """Numbered lines ``(1, b"...")`` of a file, without line ends or byte order mark.
 
     Slow (a Python object per line): for looking at the first line or for naming a faulty one.
@@ -99,8 +99,8 @@ def roles(fields: Sequence[str]) -> list[str] | None:
     and tail (``subject predicate object``, ``h r t``, ``source type target``, ...). The columns
     may come in any order: ``head,tail,relation`` is read as such.
     """
-    found = [role(field) for field in fields]
-    return found if len(found) == 3 and set(found) == set(COLUMNS) else None
+    found = [meant for field in fields if (meant := role(field))]
+    return found if len(fields) == len(found) == 3 and set(found) == set(COLUMNS) else None
 
 
 def places(names: Sequence[str]) -> list[int] | None:

@@ -13,7 +13,7 @@ Shapes: W ranks.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,7 +48,7 @@ class DenseWrapper:
         """What the dense optimizer steps."""
         return list(self.objective.parameters())
 
-    def synchronised(self, last: bool):
+    def synchronised(self, last: bool) -> AbstractContextManager[None]:
         """A context for a forward and backward; gradients travel at the ``last`` of several."""
         return nullcontext()
 
@@ -99,7 +99,7 @@ class Replicated(DenseWrapper):
         )
         return self._model
 
-    def synchronised(self, last: bool):
+    def synchronised(self, last: bool) -> AbstractContextManager[None]:
         return nullcontext() if last else self._model.no_sync()
 
     def _title(self) -> str:
@@ -121,7 +121,7 @@ class Sharded(DenseWrapper):
     def wrap(self, model: KGEModel) -> nn.Module:
         super().wrap(model)
         pin = self.mesh.device_type == "cuda"
-        fully_shard(
+        self._parts: FSDPModule = fully_shard(
             model.objective,
             mesh=self.mesh,
             reshard_after_forward=self._frees_between,
@@ -129,17 +129,17 @@ class Sharded(DenseWrapper):
         )
         return model
 
-    def synchronised(self, last: bool):
-        self.objective.set_requires_gradient_sync(last)
+    def synchronised(self, last: bool) -> AbstractContextManager[None]:
+        self._parts.set_requires_gradient_sync(last)
         return nullcontext()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        self.objective.unshard()
+        self._parts.unshard()
         try:
             yield
         finally:
-            self.objective.reshard()
+            self._parts.reshard()
 
     def sum_of_parts(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums, group=self.mesh.get_group("shard"))

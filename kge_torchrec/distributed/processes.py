@@ -14,13 +14,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, raised_alike
 
 T = TypeVar("T")
 
@@ -42,7 +42,11 @@ class Processes:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        return dist.group.WORLD
+        """Of all ranks; a rank that is alone may have none.  Raises RuntimeError if so."""
+        group = dist.group.WORLD
+        if group is None:
+            raise RuntimeError("there is no process group: join one by `processes`")
+        return group
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -88,19 +92,19 @@ def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
 
     So a failure on rank 0 ends all ranks in words instead of leaving them in a collective.
     """
-    result = error = None
+    result: T | None = None
+    error: Exception | None = None
     if processes.is_first:
         try:
             result = work()
         except Exception as caught:
-            error = caught
-            error.on_every_rank = True  # so that one of them may speak for all
+            error = raised_alike(caught)
     if processes.world_size > 1:
         result, told = processes.broadcast((result, _sendable(error)))
         error = error or told
     if error is not None:
         raise error
-    return result
+    return cast(T, result)
 
 
 def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
@@ -108,7 +112,8 @@ def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
 
     Where it fails its own error is raised, on the other ranks OtherRankFailed.
     """
-    result = error = None
+    result: T | None = None
+    error: Exception | None = None
     try:
         result = work()
     except Exception as caught:
@@ -116,11 +121,10 @@ def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
     told = processes.gather(None if error is None else f"{error}" or type(error).__name__)
     failed = [rank for rank, text in enumerate(told) if text is not None]
     if error is not None:
-        error.on_every_rank = True
-        raise error
+        raise raised_alike(error)
     if failed:
         raise OtherRankFailed(f"rank {failed[0]}: {told[failed[0]]}")
-    return result
+    return cast(T, result)
 
 
 def _sendable(error: Exception | None) -> Exception | None:
@@ -131,9 +135,7 @@ def _sendable(error: Exception | None) -> Exception | None:
         pickle.loads(pickle.dumps(error))
         return error
     except Exception:
-        stand_in = RuntimeError(f"{type(error).__name__}: {error}")
-        stand_in.on_every_rank = True
-        return stand_in
+        return raised_alike(RuntimeError(f"{type(error).__name__}: {error}"))
 
 
 @contextmanager

@@ -1,13 +1,8 @@
-"""What every embedding engine offers to training, ranking, prediction and checkpoints.
+"""What every embedding backend offers to training, ranking, prediction and checkpoints.
 
-An engine owns the entity table: one row of ``dim`` numbers per entity, split by rows over the
-ranks.  Everything outside ``kge_torchrec.embeddings`` talks to it through these two classes, so
-engines are interchangeable.
-
-Shapes: N entities, D numbers per entity, n rows on this rank, M ids.
-
-
-The rows of the entity table that a rank holds, whoever keeps them.
+A backend owns the entity table: one row of ``dim`` numbers per entity, split by rows over the
+ranks.  Everything outside ``kge_torchrec.embeddings`` talks to it through ``EmbeddingBackend`` and
+``EntityShard``, the rows that a rank holds, so backends are interchangeable.
 
 Shapes: N entities, D numbers per entity, n rows on this rank, M ids.
 """

@@ -1,11 +1,8 @@
-"""Large shards in pieces, so that reading a checkpoint never holds much more than its table.
+"""The form that sharded tensors have in a checkpoint: by rows, in chunks.
 
-torch.distributed.checkpoint reads every saved piece whole, on each rank that needs some of it.
-
-
-A tensor that is split by rows over the ranks, in the form that distributed checkpoints take.
-
-TorchRec describes its shards in the same way, so a checkpoint does not depend on the engine, and
+torch.distributed.checkpoint reads every saved chunk whole, on each rank that needs some of it: in
+chunks of a bounded size, reading never holds much more than the table.  TorchRec describes its
+shards in the same way as ``row_sharded``, so a checkpoint does not depend on the backend, and
 shards of any sizes can be saved and loaded into any others.
 """
 
@@ -13,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -36,7 +34,7 @@ def in_chunks(state: Any, chunk_bytes: int = CHUNK_BYTES) -> Any:
 
 
 def _cut(tensor: DTensor, chunk_bytes: int) -> DTensor:
-    local = tensor.to_local()
+    local: Any = tensor.to_local()  # a LocalShardsWrapper, torch's or TorchRec's
     pieces, offsets = [], []
     for shard, offset in zip(local.local_shards(), local.local_offsets(), strict=True):
         rows = max(1, chunk_bytes // max(1, shard[:1].nbytes))
@@ -58,7 +56,7 @@ def row_sharded(local: Tensor, first_row: int, num_rows: int, group: dist.Proces
 
     first_row is the row of the whole tensor that ``local[0]`` is.  n may be 0 and differ by rank.
     """
-    shape = (num_rows, *local.shape[1:])
+    shape = torch.Size((num_rows, *local.shape[1:]))
     stride = local.stride() if local.dim() == 1 else (local.shape[1], 1)
     # No rows lie behind the last one: a checkpoint takes pieces of equal offset for copies.
     offset = (first_row if len(local) else num_rows,) + (0,) * (local.dim() - 1)

@@ -53,14 +53,14 @@ class DenseRows(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
         """One step of every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    self._step(parameter, group["lr"])
+                    self._step(parameter, parameter.grad, group["lr"])
 
-    def _step(self, parameter: nn.Parameter, lr: float) -> None:
+    def _step(self, parameter: nn.Parameter, grad: Tensor, lr: float) -> None:
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros(())
@@ -70,8 +70,8 @@ class DenseRows(torch.optim.Optimizer):
         state["step"] += 1
         names = [name for name, _ in self._rule.states]
         parts = {name: _rows(local_part(state[name])) for name in names}
-        rows, grad = _rows(local_part(parameter.detach())), _rows(local_part(parameter.grad))
-        self._rule.step(rows, grad, parts, lr, int(state["step"]))
+        rows, moves = _rows(local_part(parameter.detach())), _rows(local_part(grad))
+        self._rule.step(rows, moves, parts, lr, int(state["step"]))
 
 
 def _rows(tensor: Tensor) -> Tensor:

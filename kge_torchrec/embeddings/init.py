@@ -1,18 +1,16 @@
-"""Initial values of the entity table: a function of (seed, global row) and of nothing else.
+"""The start of the entity table: memory for it, and values as a function of (seed, global row).
 
 Any number of ranks and threads, on any device, starts from the same table.  The rows are drawn in
 chunks of 65,536; every chunk has a stream of its own, and a rank that holds the middle of a chunk
 draws it from its beginning.
 
+Main memory for tables is on 2-MiB pages where the kernel has them.  Touched rows lie scattered over
+gigabytes: with small pages finding a row's address takes as long as reading it.  Only tables and
+their state lie like this: torch's own switch for huge pages (THP_MEM_ALLOC_ENABLE) also aligns the
+temporaries of a step to 2 MiB, which glibc then cannot fit into the holes that earlier ones left,
+and a rank was seen to grow by half a gigabyte.
+
 Shapes: n rows on this rank, D numbers per entity.
-
-
-Main memory for tables, on 2-MiB pages where the kernel has them.
-
-Touched rows lie scattered over gigabytes: with small pages finding a row's address takes as long as
-reading it.  Only tables and their state lie like this: torch's own switch for huge pages
-(THP_MEM_ALLOC_ENABLE) also aligns the temporaries of a step to 2 MiB, which glibc then cannot fit
-into the holes that earlier ones left, and a rank was seen to grow by half a gigabyte.
 """
 
 from __future__ import annotations

@@ -88,7 +88,8 @@ class Adagrad(RowOptimizer):
     """Duchi et al. 2011, of the sum of squares, eps outside the root."""
 
     states = (State("sum"),)
-    fbgemm, by_row = "EXACT_ADAGRAD", "rowwise_adagrad"
+    fbgemm = "EXACT_ADAGRAD"
+    by_row: str | None = "rowwise_adagrad"
 
     @classmethod
     def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
@@ -109,7 +110,8 @@ class Adam(RowOptimizer):
 
     states = (State("exp_avg"), State("exp_avg_sq"))
     corrects_bias, weight_decay = True, "decoupled"
-    fbgemm, by_row = "ADAM", "rowwise_adam"
+    fbgemm = "ADAM"
+    by_row: str | None = "rowwise_adam"
 
     @classmethod
     def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
@@ -175,7 +177,7 @@ class TableOptimizer:
                 "rowwise_adagrad, or a regularizer in the loss"
             )
 
-    @property
+    @cached_property
     def kind(self) -> type[RowOptimizer]:
         """What there is to know of it but for its numbers."""
         return optimizer_class(self.name)

@@ -8,7 +8,7 @@ Shapes: n rows on this rank, D numbers a row, M gradients, U distinct rows among
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -84,14 +84,16 @@ def recorded_lookup(rows: Tensor, ids: Tensor, pending: PendingGradients) -> Ten
 
 class _RecordedLookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, anchor: Tensor, rows: Tensor, ids: Tensor, pending: PendingGradients):
+    def forward(
+        ctx: Any, anchor: Tensor, rows: Tensor, ids: Tensor, pending: PendingGradients
+    ) -> Tensor:
         ctx.pending = pending
         ctx.save_for_backward(ids)
         return rows.index_select(0, ids)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         (ids,) = ctx.saved_tensors
         ctx.pending.add(RowGradients(ids, grad))
         return None, None, None, None

@@ -35,10 +35,10 @@ class TrainedModel:
     def __init__(
         self, config: ModelConfig, num_entities: int, num_relations: int, processes: Processes
     ):
-        self._ranks, rank = processes.world_size, processes.rank
-        start, stop = (num_entities * r // self._ranks for r in (rank, rank + 1))
+        self._processes, rank = processes, processes.rank
+        start, stop = (num_entities * r // processes.world_size for r in (rank, rank + 1))
         rows = zeros_on_huge_pages(stop - start, config.dim, device=processes.device)
-        self._shard, self._group = EntityShard(rows, start, num_entities), processes.group
+        self._shard = EntityShard(rows, start, num_entities)
         self.scorer = build_scorer(config, num_relations).to(processes.device)
         self.dense = _Whole()
 
@@ -57,9 +57,9 @@ class TrainedModel:
 
     def _table(self) -> Tensor:
         shard = self._shard
-        if self._ranks == 1:
+        if self._processes.world_size == 1:
             return shard.rows
         # Loads most of torch.distributed, and with the first DTensor torch's compiler.
         from kge_torchrec.embeddings.chunks import row_sharded
 
-        return row_sharded(shard.rows, shard.first_row, shard.num_entities, self._group)
+        return row_sharded(shard.rows, shard.first_row, shard.num_entities, self._processes.group)

@@ -1,7 +1,6 @@
-"""model.json: what an export holds, for programs and people.
+"""The folder of an export and its model.json, which says what it holds, for programs and people.
 
-
-The folder of an export: written under a hidden name, renamed when complete.
+The folder is written under a hidden name and renamed when complete.
 """
 
 from __future__ import annotations
@@ -212,7 +211,7 @@ class ExportFolder:
             for piece in pieces:
                 file.write(piece)
 
-    def finish(self, description: dict) -> None:
+    def finish(self, description: dict[str, Any]) -> None:
         """Adds model.json with the size of every file, then gives the folder its name."""
         sizes = {file.name: file.stat().st_size for file in sorted(self.partial.iterdir())}
         text = json.dumps(description | {"files": sizes}, indent=1, ensure_ascii=False)

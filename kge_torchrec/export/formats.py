@@ -58,7 +58,7 @@ def open_table(file: Path, table_format: str, num_entities: int, dim: int) -> np
 
 
 def _raw(rows: np.ndarray, labels: pa.Array) -> Iterable[memoryview]:
-    yield memoryview(np.ascontiguousarray(rows, NUMBER))
+    yield np.ascontiguousarray(rows, NUMBER).data
 
 
 def _npy_header(num_entities: int, dim: int) -> bytes:

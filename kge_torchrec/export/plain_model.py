@@ -103,9 +103,9 @@ class PlainModel:
         if side not in SIDES:
             raise ValueError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
         triples = self._entity_ids(heads), self._relation_ids(relations), self._entity_ids(tails)
-        heads, relations, tails = torch.broadcast_tensors(*triples)
-        anchor, target = (heads, tails) if side == "tail" else (tails, heads)
-        return self.scorer.score_triples(self.rows(anchor), relations, self.rows(target), side)
+        head, relation, tail = torch.broadcast_tensors(*triples)
+        anchor, target = (head, tail) if side == "tail" else (tail, head)
+        return self.scorer.score_triples(self.rows(anchor), relation, self.rows(target), side)
 
     def predict(
         self,
@@ -120,13 +120,14 @@ class PlainModel:
         already, is no part of an export.  Raises as ``score`` does, and ConfigError for a query
         that makes no sense.
         """
-        if relation is None or (head is None) == (tail is None):
+        side: Side = "tail" if tail is None else "head"
+        given = head if tail is None else tail
+        if relation is None or given is None or (head is not None and tail is not None):
             raise ConfigError("predict takes a relation and either a head or a tail")
         if k < 1:
             raise ConfigError(f"k must be an integer >= 1, got {k}")
-        side, anchor = ("tail", head) if tail is None else ("head", tail)
-        anchor, relation = self._entity_ids(anchor), self._relation_ids(relation)
-        scores, ids = self._best(self.rows(anchor[None]), relation[None], side, k)
+        anchor, relations = self._entity_ids(given)[None], self._relation_ids(relation)[None]
+        scores, ids = self._best(self.rows(anchor), relations, side, k)
         labels = self.entity_labels.labels(ids.numpy())
         return [
             Prediction(rank, label, score)

@@ -1,13 +1,10 @@
-"""Labels as plain text: one a line, in order of id, UTF-8.
+"""The text files of an export: labels, and the entity table as word2vec text.
 
-So that a line is always a label, a backslash, a newline and a carriage return inside of one are
-written as a backslash followed by a backslash, an n and an r.
-
-
-The entity table as word2vec text: a line "N D", then "label v1 ... vD" for every entity.
-
-Numbers have as many digits as it takes to read the same float32 back.  A label is one word here:
-each of its whitespace characters is written as an underscore.
+Labels are one a line, in order of id, UTF-8.  So that a line is always a label, a backslash, a
+newline and a carriage return inside of one are written as a backslash followed by a backslash, an n
+and an r.  word2vec text is a line "N D", then "label v1 ... vD" for every entity, with as many
+digits as it takes to read the same float32 back.  A label is one word there: each of its whitespace
+characters is written as an underscore.
 
 Shapes: N entities, D numbers per entity, m rows.
 """

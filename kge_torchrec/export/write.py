@@ -1,9 +1,6 @@
-"""From a loaded run to a folder of plain files, in the memory of a chunk.
+"""From a loaded run to a folder of plain files, in the memory of a chunk of rows.
 
-Shapes: N entities, D numbers per entity.
-
-
-The entity table on its way to rank 0, one chunk of rows after another.
+The rows of other ranks come to rank 0 one chunk after another.
 
 Shapes: N entities, D numbers per entity, m rows of a chunk.
 """
@@ -13,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
@@ -91,7 +88,7 @@ def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
     Collective; empty but on rank 0.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
-    return get_model_state_dict(scorer, options=options)
+    return cast(dict[str, Tensor], get_model_state_dict(scorer, options=options))
 
 
 def _write_dense(session: Session, folder: ExportFolder, parameters: dict[str, Tensor]) -> None:
@@ -115,7 +112,8 @@ def write_entities(
     """
     table, total = FORMATS[table_format], shard.num_entities
 
-    def append(first: int, rows: np.ndarray) -> None:
+    def append(first: int, rows: np.ndarray | None) -> None:
+        assert rows is not None  # on the first rank
         folder.append(table.file, table.body(rows, labels[first : first + len(rows)]))
         bar.update(len(rows))
 

@@ -1,10 +1,7 @@
-"""What would make a run fit that does not: each answer is found by planning it.
+"""What would make a run fit that does not, or its steps faster: found by planning each answer.
 
 Sizes are searched by halving, so that what is advised fits and the next smaller number of devices
 (or larger cache or dimension) does not.
-
-
-What would make a run's steps faster: the batch from which on its fixed part is a small one.
 
 Some of a step takes the same time however few triples it has: starting operations and collectives,
 and sending what does not grow with the batch.  Where that is more than ``MOST_FIXED`` of the
@@ -48,7 +45,7 @@ class _Setting(NamedTuple):
     cluster: Cluster
     choice: Choice
 
-    def choose(self, **changes) -> _Setting:
+    def choose(self, **changes: Any) -> _Setting:
         return self._replace(choice=replace(self.choice, **changes))
 
 

@@ -11,10 +11,17 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+
+if TYPE_CHECKING:
+    from kge_torchrec.planning.advice import Advice, Faster
+    from kge_torchrec.planning.choice import Choice
+    from kge_torchrec.planning.devices import Cluster
+    from kge_torchrec.planning.plan import TrainingPlan
+    from kge_torchrec.planning.workload import EntityFrequency, Workload
 
 DOES_NOT_FIT = 3  # the exit code; 1 and 2 are errors
 
@@ -75,7 +82,7 @@ def _plan(config: Config, options: argparse.Namespace) -> int:
     return _print_one(plan_training(*asked), options)
 
 
-def _asked(config: Config, options: argparse.Namespace):
+def _asked(config: Config, options: argparse.Namespace) -> tuple[Workload, Cluster, Choice]:
     """(workload, cluster, choice)"""
     from kge_torchrec.planning.choice import Choice
     from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
@@ -86,7 +93,7 @@ def _asked(config: Config, options: argparse.Namespace):
     return _workload(config, cluster, options), cluster, choice
 
 
-def _content(plan) -> tuple[dict[str, Any], list, Any]:
+def _content(plan: TrainingPlan) -> tuple[dict[str, Any], list[Advice], Faster | None]:
     """What JSON holds of it; what would make it fit; what would make it faster."""
     from kge_torchrec.planning.advice import advise, faster
     from kge_torchrec.planning.plan_file import plan_content
@@ -96,7 +103,7 @@ def _content(plan) -> tuple[dict[str, Any], list, Any]:
     return plan_content(plan, advice, quicker), advice, quicker
 
 
-def _print_one(plan, options: argparse.Namespace) -> int:
+def _print_one(plan: TrainingPlan, options: argparse.Namespace) -> int:
     from kge_torchrec.planning.picture import draw
     from kge_torchrec.planning.plan_file import write_plan
     from kge_torchrec.planning.report import report
@@ -110,7 +117,7 @@ def _print_one(plan, options: argparse.Namespace) -> int:
     return 0 if plan.fits else DOES_NOT_FIT
 
 
-def _print_all(plans, form: str) -> int:
+def _print_all(plans: list[TrainingPlan], form: str) -> int:
     from kge_torchrec.planning.plan_file import plan_content
     from kge_torchrec.planning.report import comparison
 
@@ -123,28 +130,31 @@ def _check_picture(path: str | None) -> None:
         raise ConfigError(f"--picture: {path} must end with .png, .svg or .pdf")
 
 
-def _workload(config: Config, cluster, options: argparse.Namespace):
+def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> Workload:
     """The sizes of the run: from the options, the rest from the config's data."""
     from kge_torchrec.planning.workload import TYPICAL_SKEW, EntityFrequency, Workload
     from kge_torchrec.training.assembly import build_objective
 
-    counts = [options.entities, options.relations, options.triples]
+    given = [options.entities, options.relations, options.triples]
     frequency = None
-    if None in counts:
+    if None in given:
         found, of_data = _sizes_of_data(config, options)
-        counts = [own if own is not None else other
-                  for own, other in zip(counts, found, strict=True)]  # fmt: skip
+        given = [own if own is not None else other
+                 for own, other in zip(given, found, strict=True)]  # fmt: skip
         if options.skew is None and options.entities is None:
             frequency = of_data
-    if frequency is None and counts[0] > 0:
+    entities, relations, triples = given
+    if frequency is None:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
-        frequency = EntityFrequency.zipf(counts[0], skew)
+        frequency = EntityFrequency.zipf(max(1, entities), skew)  # Workload refuses none
     config.check_device(cluster.device.is_cuda)
-    config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, counts[2])
-    return Workload(config, *counts, build_objective, frequency)
+    config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, triples)
+    return Workload(config, entities, relations, triples, build_objective, frequency)
 
 
-def _sizes_of_data(config: Config, options: argparse.Namespace):
+def _sizes_of_data(
+    config: Config, options: argparse.Namespace
+) -> tuple[tuple[int, int, int], EntityFrequency]:
     """((entities, relations, triples), frequency) of the config's data, read as training does."""
     import torch
 

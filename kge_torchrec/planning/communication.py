@@ -45,7 +45,11 @@ class Traffic:
 
 
 def exchanges(
-    cluster: Cluster, choice: Choice, shards: Sequence[Shard], workload: Workload, wanted
+    cluster: Cluster,
+    choice: Choice,
+    shards: Sequence[Shard],
+    workload: Workload,
+    wanted: np.ndarray,
 ) -> list[Exchange]:
     """What each rank asks for and is asked for, given (W,) rows wanted by each."""
     if choice.sharding == "data_parallel":
@@ -110,7 +114,15 @@ def _shares(
     return ids, numbers
 
 
-def _add_lookup(cluster, shards, workload, wanted, group, within, between) -> None:
+def _add_lookup(
+    cluster: Cluster,
+    shards: Sequence[Shard],
+    workload: Workload,
+    wanted: np.ndarray,
+    group: np.ndarray,
+    within: dict[str, np.ndarray],
+    between: dict[str, np.ndarray],
+) -> None:
     """Ids, rows and gradients among the ranks of one whole table."""
     ids, numbers = (share[group] for share in _shares(cluster, shards, workload))
     wanted = wanted[group]
@@ -131,7 +143,13 @@ def _others(hosts: np.ndarray, values: np.ndarray, away: bool) -> np.ndarray:
     return values.sum() - of_host if away else of_host - values
 
 
-def _add_replicas(cluster: Cluster, choice: Choice, table_bytes, within, between) -> None:
+def _add_replicas(
+    cluster: Cluster,
+    choice: Choice,
+    table_bytes: np.ndarray,
+    within: dict[str, np.ndarray],
+    between: dict[str, np.ndarray],
+) -> None:
     """The mean over replicas, values and optimizer state, spread over the steps between."""
     peers = np.arange(cluster.world_size).reshape(choice.replicas, -1).T
     for group in peers:

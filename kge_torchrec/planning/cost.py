@@ -4,11 +4,9 @@ It is a model, not a measurement: nothing overlaps, every device reaches the sam
 sheet, and ranks are even.  It is there to say what a step's time is made of and to compare
 layouts, on the slowest rank.
 
-
-What scoring a batch costs: the real objective is run and every operation watched.
-
-So any scorer and loss is counted as it is, not by a formula that resembles it.  It runs on the meta
-device, where nothing is computed and no memory taken, in the blocks of the device planned for.
+What scoring a batch costs is watched: the real objective is run, so that any scorer and loss is
+counted as it is, not by a formula that resembles it.  It runs on the meta device, where nothing is
+computed and no memory taken, in the blocks of the device planned for.
 """
 
 from __future__ import annotations

@@ -2,9 +2,7 @@
 
 Presets are the vendors' data sheets, with the memory that CUDA reports as total; others come from a
 YAML file.  The speeds only feed the model of a step's time; what fits depends on memory alone.
-
-
-Collectives as rings: each rank sends to the next one, on its host or not.
+Collectives are rings: each rank sends to the next one, on its host or not.
 """
 
 from __future__ import annotations
@@ -195,7 +193,7 @@ def read_devices(path: str | Path) -> dict[str, Device]:
     return known
 
 
-def _from_values(name: str, values: Any, known: Mapping[str, Device], path) -> Device:
+def _from_values(name: str, values: Any, known: Mapping[str, Device], path: str | Path) -> Device:
     if not isinstance(values, dict):
         raise ConfigError(f"{name} in {path} should hold 'key: value' pairs")
     values = dict(values)

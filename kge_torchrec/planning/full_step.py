@@ -6,6 +6,8 @@ rank; F rows that every rank fetches, the queries' anchors.
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,6 +25,7 @@ from kge_torchrec.models.losses import (
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.ops import planning_for
 from kge_torchrec.models.scorers import Side
+from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.planning.communication import Traffic, no_traffic
 from kge_torchrec.planning.cost import (
     sending_seconds,
@@ -135,7 +138,8 @@ def _loss(workload: Workload) -> FullLoss:
 
 
 def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> Cost:
-    scorer, parameters = objective.scorer, [p for p in objective.parameters() if p.requires_grad]
+    scorer = cast(QueryScorer, objective.scorer)  # training against all entities takes no other
+    parameters = [p for p in objective.parameters() if p.requires_grad]
     sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
     counts = [queries * (i + 1) // len(sides) - queries * i // len(sides)
               for i in range(len(sides))]  # fmt: skip

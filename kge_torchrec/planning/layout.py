@@ -65,7 +65,14 @@ class DenseLayout:
             return Bytes(main=kept + whole)
         return Bytes(device=whole, main=kept) if self.offload else Bytes(device=kept + whole)
 
-    def send(self, numbers: int, cluster: Cluster, micro_batches: int, within, between) -> None:
+    def send(
+        self,
+        numbers: int,
+        cluster: Cluster,
+        micro_batches: int,
+        within: np.ndarray,
+        between: np.ndarray,
+    ) -> None:
         """Adds the bytes that each rank sends in a step, (W,), all collectives being rings.
 
         Parameters are gathered for every micro-batch, gradients travel at the last.

@@ -1,18 +1,17 @@
-"""What a piece of torch costs: every operation inside is watched as it runs.
-
-
-What collectives really carry: bytes that this rank sends, counted as they pass.
-"""
+"""What a piece of torch costs: operations, and bytes that collectives send, watched as they run."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -46,7 +45,13 @@ class WatchOperations(TorchDispatchMode):
     def cost(self) -> Cost:
         return Cost(self.peak, self.largest, self.flops, self.moved, self.operations)
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         kwargs = kwargs or {}
         out = operation(*args, **kwargs)
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -84,7 +89,7 @@ def _key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def _work(operation, args, kwargs, out) -> int:
+def _work(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of what is limited by arithmetic; 0 for what moves bytes."""
     packet = operation.overloadpacket
     if packet in flop_registry:
@@ -112,12 +117,18 @@ class WatchCollectives(TorchDispatchMode):
         self.sent = dict.fromkeys(("ids", "rows", "gradients", "dense"), 0.0)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
         if operation.namespace == "c10d":
             self._count(operation.overloadpacket, args)
         return operation(*args, **(kwargs or {}))
 
-    def _count(self, operation, args) -> None:
+    def _count(self, operation: OpOverloadPacket, args: tuple[Any, ...]) -> None:
         if operation is torch.ops.c10d.alltoall_base_:
             sent, splits = args[1], args[4]
             if sent.dtype == torch.int64:
@@ -139,7 +150,7 @@ class WatchCollectives(TorchDispatchMode):
         elif operation is not torch.ops.c10d.barrier:
             raise NotImplementedError(f"{operation} is not counted")
 
-    def _ring(self, rounds: int, size: int, group) -> None:
+    def _ring(self, rounds: int, size: int, group: torch.ScriptObject) -> None:
         """``rounds`` times n - 1 of n parts of ``size`` bytes, over n ranks."""
         count = dist.ProcessGroup.unbox(group).size()
         self.sent["dense"] += rounds * (count - 1) / count * size

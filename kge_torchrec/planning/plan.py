@@ -1,10 +1,7 @@
 """A run laid out without running it: which rank holds what, what is sent, what a step takes.
 
 TorchRec's planner says where the shards go; everything else follows from them and from the sizes
-of the run.
-
-
-What a dry run found: the layout of a run, and what follows from it.
+of the run.  ``TrainingPlan`` is what is found.
 """
 
 from __future__ import annotations

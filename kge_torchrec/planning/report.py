@@ -75,7 +75,7 @@ def _head(plan: TrainingPlan) -> str:
 
 def rank_groups(plan: TrainingPlan) -> list[tuple[int, int, int]]:
     """(first, last, fullest) of neighbouring ranks whose shards have the same size."""
-    sizes: list[tuple] = [()] * plan.cluster.world_size
+    sizes: list[tuple[tuple[int, int], ...]] = [()] * plan.cluster.world_size
     for shard in plan.shards:
         sizes[shard.rank] += ((shard.rows, shard.columns),)
     is_cuda = plan.cluster.device.is_cuda

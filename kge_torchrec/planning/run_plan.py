@@ -1,8 +1,4 @@
-"""The plan of a run that is about to start, on the ranks and devices at hand.
-
-
-The plan of a run, beside its other files: what each rank holds, sends and takes.
-"""
+"""The plan of a run about to start, on the ranks and devices at hand, beside its other files."""
 
 from __future__ import annotations
 

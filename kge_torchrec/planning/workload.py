@@ -1,16 +1,12 @@
 """What a run trains, in sizes alone: a config, the graph's counts and how often entities occur.
 
+How many different entities a batch has, which is what de-duplication saves, is computed from groups
+of entities that are drawn equally often, so that a billion of them are a few thousand numbers.  Ids
+are taken to be in no order of frequency.
+
 Letters, here and in the rest of this package: N entities, D numbers per entity, R relations, T
 triples, W ranks, C chunks of b triples a rank, K negatives a chunk and side, U different entities
-of a rank's batch.
-
-
-How many different entities a batch has: what de-duplication saves.
-
-Entities are put into groups that are drawn equally often, so that a billion of them are a few
-thousand numbers.  Ids are taken to be in no order of frequency.
-
-Shapes: N entities, G groups.
+of a rank's batch, G groups.
 """
 
 from __future__ import annotations
@@ -18,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +25,7 @@ from kge_torchrec.data.filter_index import Degrees
 from kge_torchrec.data.loader import share_of
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SIDES, Side
+from kge_torchrec.planning.operations import Cost
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,9 @@ class Workload:
     num_triples: int
     build_objective: Callable[[Config, int], Objective]
     frequency: EntityFrequency
-    costs: dict = field(default_factory=dict, init=False, repr=False, compare=False)  # remembered
+    costs: dict[tuple[object, ...], Cost] = field(  # remembered
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):
@@ -86,7 +86,7 @@ class Workload:
     @property
     def sides(self) -> tuple[Side, ...]:
         sides = self.config.negatives.sides
-        return SIDES if sides == "both" else (sides,)
+        return tuple(side for side in SIDES if sides in (side, "both"))
 
     @property
     def examples(self) -> int:
@@ -103,7 +103,9 @@ class Workload:
     @property
     def batch_size(self) -> int:
         """Examples of a step over all ranks, never more than there are."""
-        return min(self.config.train.batch_size, self.examples)
+        size = self.config.train.batch_size
+        assert size is not None, "Config.with_batch_size settles it"
+        return min(size, self.examples)
 
     @property
     def steps_per_epoch(self) -> float:
@@ -176,7 +178,7 @@ class Workload:
         """The same with steps cut into another number of micro-batches."""
         return self._scored_alike(train=replace(self.config.train, accumulation=micro_batches))
 
-    def _scored_alike(self, **sections) -> Workload:
+    def _scored_alike(self, **sections: Any) -> Workload:
         """With other sections of the config; scorer and loss are the same, and so are their costs.
 
         What was watched at one size is then not watched again.
@@ -256,7 +258,7 @@ class EntityFrequency:
                 degree = self.probability * 2 * self.triples
                 absent = np.where(degree > 0, degree * np.log1p(-share), 0.0)
             if negatives:
-                drawn = 1 / self.num_entities
+                drawn: float | np.ndarray = 1 / self.num_entities
                 if negative_power is not None:
                     drawn = self.powered(negative_power)
                 absent = absent + negatives * np.log1p(-drawn)

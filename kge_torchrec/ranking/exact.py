@@ -4,15 +4,10 @@ Every rank scores its own rows for the same queries and counts how many score be
 answer and how many tie with it; the counts are summed over the ranks once per side.  Nothing of
 size T x N is ever held, only one block of scores.
 
-Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
-
-
-How many scores of a block lie below a query's true score, and how many equal it.
-
 Comparisons with NaN are false, so a NaN is counted neither as less nor as equal: whoever takes
 the rest for better candidates lets a NaN count against the model.
 
-Shapes: B queries, n candidates.
+Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
 """
 
 from __future__ import annotations
@@ -74,7 +69,15 @@ def rank_triples(
 class _Counter:
     """Counts worse and equal candidates of queries, batch by batch."""
 
-    def __init__(self, scorer, shard, known, block_bytes, batch_size, progress):
+    def __init__(
+        self,
+        scorer: Scorer,
+        shard: EntityShard,
+        known: FilterIndex | None,
+        block_bytes: int | None,
+        batch_size: int,
+        progress: Callable[[int], object] | None,
+    ):
         self.scorer, self.shard, self.known = scorer, shard, known
         self.block_bytes, self.batch_size, self.progress = block_bytes, batch_size, progress
 
@@ -176,7 +179,7 @@ def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> No
 # One thread on purpose: a pass over scores still in cache takes a few percent of the matrix
 # product that made them, while a second thread pool beside torch's slows both down.
 @numba.njit(nogil=True, cache=True)
-def _count(scores, true, less, equal):
+def _count(scores: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray) -> None:
     for i in range(scores.shape[0]):
         threshold = true[i]
         below = 0

@@ -6,6 +6,7 @@ Shapes: T triples.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +32,7 @@ class Ranks:
     def sides(self) -> tuple[Side, ...]:
         return tuple(self.optimistic)
 
-    def values(self, side: str, kind: str) -> np.ndarray:
+    def values(self, side: Side | Literal["both"], kind: str) -> np.ndarray:
         """(T,) float64 ranks of one side, or (2T,) of side "both"; realistic is the mean rank."""
         if side == "both":
             return np.concatenate([self.values(one, kind) for one in self.sides])
@@ -48,10 +49,8 @@ def metrics(ranks: Ranks) -> dict[str, dict[str, dict[str, float]]]:
     """
     if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
         raise ValueError("no metrics without ranks: the set of triples is empty")
-    return {
-        side: {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
-        for side in (*ranks.sides, "both")
-    }
+    sides: tuple[Side | Literal["both"], ...] = (*ranks.sides, "both")
+    return {side: {kind: _summary(ranks.values(side, kind)) for kind in KINDS} for side in sides}
 
 
 def results_table(results: dict[str, dict[str, dict[str, float]]]) -> str:

@@ -1,12 +1,11 @@
-"""The queries of one step that a scorer answers in one direction, seen from one rank.
+"""The queries of a step against all entities, as one rank sees them.
 
-Shapes: q queries, m rows of a block, D numbers a row.
+``QueryShard``: queries that a scorer answers in one direction, and which of their answers and
+anchors live here.  ``GatheredRows``: the rows that every rank needs for a moment, and their
+gradients on the way home.
 
-
-Rows that every rank needs for a moment, and their gradients on the way home.
-
-Shapes: F rows, repeats included, A distinct ones that live on this rank, m rows of a block, D
-numbers a row.
+Shapes: q queries, m rows of a block, D numbers a row; F gathered rows, repeats included, A distinct
+ones that live on this rank.
 """
 
 from __future__ import annotations

@@ -10,9 +10,6 @@ It holds:
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
     .lock            which process trains in it, while one does
-
-
-metrics.jsonl and TensorBoard: what a run says of itself while it trains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""A run in memory: its data, engine and checkpoints, for training, ranking and prediction.
-
-
-From the config's data.path to an open store.
-"""
+"""A run in memory: its data, backend and checkpoints, for training, ranking and prediction."""
 
 from __future__ import annotations
 

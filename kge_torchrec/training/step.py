@@ -1,26 +1,25 @@
-"""One training step after another: TorchRec's pipeline, or the same steps in a plain loop.
+"""One training step: lookup, score, loss, backward, and what lies between that and the optimizers.
 
+    PlainStep      the step as it reads; PipelinedStep is the same in TorchRec's pipeline
+    StepOptimizer  micro-batches summed, gradients unscaled, checked and clipped, then stepped by:
 
-From gradients to a step: micro-batches summed, gradients unscaled, checked and clipped.
-
-    group        backward of every micro-batch of a step; dense gradients travel at the last one
-    unscale      float16: divide by the loss scale, or skip the step on all ranks alike
-    clip_value   each number of each gradient
-    clip_norm    the norm over all dense parameters and all rows of the table, on all ranks
-    step         table and dense parameters
+        group        backward of every micro-batch; dense gradients travel at the last one
+        unscale      float16: divide by the loss scale, or skip the step on all ranks alike
+        clip_value   each number of each gradient
+        clip_norm    the norm over all dense parameters and all rows of the table, on all ranks
+        step         table and dense parameters
 
 What is clipped is the gradient of the whole step: summed over micro-batches, ranks and a row's
-duplicates, so that nothing depends on how the step was divided.
+duplicates, so that nothing depends on how the step was divided.  What a step drops is a function of
+where it is in training, not of what was drawn before.
 
 Shapes: U rows of this rank's shard with a gradient, D numbers a row.
-
-
-What a step drops: a function of where it is in training, not of what was drawn before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import numpy as np
@@ -44,22 +43,46 @@ class Pipeline(Protocol):
     def progress(self, batches: Iterator[Batch]) -> Tensor: ...
 
 
-class Loop:
+PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, as a watcher hears of them
+
+
+class PlainStep:
     """batch -> device -> forward -> backward -> step, one after another."""
 
-    def __init__(self, backend: EmbeddingBackend, update: StepOptimizer, device: torch.device):
-        self.backend, self.update, self.device = backend, update, device
+    def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
+        self.backend, self.optimizer, self.device = backend, optimizer, device
+        self._ended: Callable[[str], object] = lambda part: None
+
+    @contextmanager
+    def watched(self, watch: Callable[[str], object]) -> Iterator[None]:
+        """Calls ``watch`` with the name of each of ``PARTS`` as it ends, within the block."""
+        objective, unwatched = self.backend.unwrapped_model.objective, self._ended
+        hooks = [
+            objective.register_forward_pre_hook(lambda *_: watch("lookup")),
+            objective.register_forward_hook(lambda *_: watch("score")),
+        ]
+        self._ended = watch
+        try:
+            yield
+        finally:
+            self._ended = unwatched
+            for hook in hooks:
+                hook.remove()
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
         """Trains one step; returns its loss, detached."""
-        return self.update.group(lambda: self._train(batches))
+        return self.optimizer.group(lambda: self._train(batches))
 
     def _train(self, batches: Iterator[Batch]) -> Tensor:
-        batch = self.backend.prepare(next(batches)).to(self.device, non_blocking=True)
-        self.update.zero_grad()
+        batch = next(batches)
+        self._ended("data")
+        batch = self.backend.prepare(batch).to(self.device, non_blocking=True)
+        self.optimizer.zero_grad()
         loss, detached = self.backend.model(batch)
         loss.backward()  # FBGEMM's table steps here on CUDA, all others below
-        self.update.step()
+        self._ended("backward")
+        self.optimizer.step()
+        self._ended("update")
         return detached
 
 
@@ -73,19 +96,19 @@ class PipelinedStep:
     """TorchRec's pipeline: the next batch's ids travel while this batch is computed.
 
     Only ids are sent ahead, rows are looked up after the step before: training is as exact as in
-    ``Loop``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
+    ``PlainStep``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
     """
 
-    def __init__(self, backend: EmbeddingBackend, update: StepOptimizer, device: torch.device):
-        # It tells its optimizer of every batch, as an StepOptimizer wants it.
+    def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
+        # It tells its optimizer of every batch, as a StepOptimizer wants it.
         self._pipeline = TrainPipelineSparseDist(
-            backend.model, update, device, execute_all_batches=True
+            backend.model, optimizer, device, execute_all_batches=True
         )
-        self.update, self._model, self._checked = update, backend.model, False
+        self.optimizer, self._model, self._checked = optimizer, backend.model, False
 
     def progress(self, batches: Iterator[Batch]) -> Tensor:
         """Trains one step; returns its loss, detached."""
-        loss = self.update.group(lambda: self._pipeline.progress(batches))
+        loss = self.optimizer.group(lambda: self._pipeline.progress(batches))
         if not self._checked:
             self._check()
         return loss
@@ -100,17 +123,17 @@ class PipelinedStep:
 
 
 def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Pipeline:
-    """What train.pipeline names; "auto" is sparse_dist where the engine can."""
+    """What train.pipeline names; "auto" is sparse_dist where the backend can."""
     name = train.pipeline
     if name == "auto":
         name = "sparse_dist" if backend.has_sparse_dist else "loop"
-    return {"sparse_dist": PipelinedStep, "loop": Loop}[name](
+    return {"sparse_dist": PipelinedStep, "loop": PlainStep}[name](
         backend, StepOptimizer(backend, train), device
     )
 
 
 class StepOptimizer:
-    """The optimizer of an engine as a pipeline sees it: told of every micro-batch."""
+    """The optimizers of a backend as a pipeline sees it: told of every micro-batch."""
 
     def __init__(self, backend: EmbeddingBackend, train: TrainConfig):
         self.backend, self.parts = backend, train.accumulation

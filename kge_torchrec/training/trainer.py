@@ -1,16 +1,9 @@
 """The training loop: epochs of steps, validation, early stopping, checkpoints, final results.
 
-One step reads: set the learning rate, train the next batch, remember its loss.  Everything that
-waits for the device happens at intervals.
-
-
-The learning rate as a factor of its base value: a function of the step, so it resumes itself.
-
-
-Noticing that training has gone astray: losses and parameters that are no finite numbers.
-
-Losses are kept on the device until somebody asks, so that no step waits.  Parameters are looked at
-before they are saved: the last step's update is in no loss yet.
+One step reads: set the learning rate, train the next batch, remember its loss
+(``Trainer.train_step``).  Everything that waits for the device happens at intervals: losses are
+kept on the device until somebody asks.  Parameters are looked at before they are saved: the last
+step's update is in no loss yet.  The learning rate is a function of the step, so it resumes itself.
 """
 
 from __future__ import annotations
@@ -102,7 +95,7 @@ class Trainer:
         started = self._seconds()
         start_seconds, start_triples = progress.seconds, progress.triples
         while progress.step < self.batches.steps_per_epoch:
-            bar.update(self._step(batches))
+            bar.update(self.train_step(batches))
             stopping = self.stop.after_step()
             saving = stopping or self._saves_here()
             if not (saving or self._reads_here()):
@@ -119,7 +112,7 @@ class Trainer:
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
-    def _step(self, batches: Iterator[Batch]) -> int:
+    def train_step(self, batches: Iterator[Batch]) -> int:
         """Trains the next batch; returns its number of triples, over all ranks."""
         progress, batch_size = self.progress, self.config.train.batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)

@@ -13,14 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comparison_made_up import measurement, training
 from tqdm import tqdm
 from training_runs import QUIET, config_of
 
 import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.comparison import compare
-from kge_torchrec.comparison.command import variants
+from kge_torchrec.comparison.compare import in_turn
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import TripleStore
 
@@ -49,7 +48,14 @@ def test_from_python(tmp_path):
         kge_torchrec.compare(config, engines=["torchrec", "other"])
 
 
-def test_a_whole_comparison(tmp_path, capsys):
+def test_a_whole_comparison(tmp_path, capsys, monkeypatch):
+    bars = []
+
+    class Bar(tqdm):
+        def update(self, n=1):
+            bars.append((n, self.total))
+
+    monkeypatch.setattr(compare, "tqdm", Bar)
     folder = tmp_path / "compared"
     options = ["--engines", "torchrec", "handrolled", "--world-sizes", "1", "2"]
     options += ["--repeats", "1", "--steps", "3"]
@@ -57,6 +63,7 @@ def test_a_whole_comparison(tmp_path, capsys):
     found = json.loads((folder / "comparison.json").read_text())
     out, _ = capsys.readouterr()
 
+    assert {sum(steps for steps, _ in bars)} == {total for _, total in bars}  # reaches its end
     assert found["complete"] is True and found["failure"] is None
     assert found["engines"] == ["torchrec", "handrolled"]
     assert found["config"]["model"]["dim"] == 16 and found["machine"]["packages"]["torch"]
@@ -96,40 +103,10 @@ def test_a_whole_comparison(tmp_path, capsys):
     assert multiprocessing.active_children() == []
 
 
-def test_contenders_take_turns_and_the_bar_reaches_its_end(tmp_path, monkeypatch):
-    """Worlds that find something made up at once."""
-    worlds, steps = [], []
-
-    def run_world(work, world_size, *args, device, advance):
-        worlds.append((world_size, work.__name__, args[0] if work is not train else None))
-        if work is train:
-            assert list(args[0]) == ["handrolled", "torchrec"]
-            advance(2 * 3)
-            return [training(0.0, 0.0)] * world_size
-        advance(args[1].total)
-        return measurement(0, 5.0, 6.0, ranks=world_size)["ranks"]
-
-    monkeypatch.setattr(compare, "run_world", run_world)
-
-    class Bar(tqdm):
-        def update(self, n=1):
-            steps.append((n, self.total))
-
-    monkeypatch.setattr(compare, "tqdm", Bar)
-    train = compare.train_side_by_side
-    config = config_of("countries", tmp_path / "run", train__batch_size=10**6, train__epochs=3)
-    extent = compare.Extent(world_sizes=(1, 2), repeats=3)
-    configs = variants(config, ["handrolled", "torchrec"])
-    found = compare.Comparison(configs, extent).run()
-
-    assert found["complete"]
-    turns = [(size, config and config.entities.engine) for size, _, config in worlds]
-    there, back = ["handrolled", "torchrec"], ["torchrec", "handrolled"]
-    assert turns == [(size, name) for size in (1, 2) for name in [None, *there, *back, *there]]
-    assert list(found["speed"]["2"]) == there
-    assert [one["repeat"] for one in found["speed"]["2"]["torchrec"]] == [0, 1, 2]
-    done, totals = zip(*steps, strict=True)
-    assert {sum(done)} == set(totals)
+def test_variants_take_turns():
+    assert [in_turn(["a", "b", "c"], repeat) for repeat in range(3)] == [
+        ["a", "b", "c"], ["c", "b", "a"], ["a", "b", "c"],
+    ]  # fmt: skip
 
 
 def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading.Thread:

@@ -2,10 +2,15 @@
 
 import gc
 
+import pytest
+import torch
 import torch.distributed as dist
 from worlds import run_world
 
-from kge_torchrec.distributed.processes import processes
+from kge_torchrec.config import ModelConfig
+from kge_torchrec.distributed.processes import Processes, processes
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
+from kge_torchrec.embeddings.trained import TrainedModel
 
 
 def test_a_group_of_one_is_made_and_ended():
@@ -14,6 +19,14 @@ def test_a_group_of_one_is_made_and_ended():
         assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
         assert ranks.broadcast("value") == "value"
     assert not dist.is_initialized()
+
+
+def test_a_process_outside_any_group_reads_a_model_but_has_no_group():
+    alone = Processes(0, 1, 1, torch.device("cpu"))
+    model = TrainedModel(ModelConfig(dim=4), 5, 2, alone)
+    assert model.parameter_state()[ENTITY_WEIGHT].shape == (5, 4)
+    with pytest.raises(RuntimeError, match="no process group: join one"):
+        _ = alone.group
 
 
 def test_the_group_outlives_whoever_made_it():

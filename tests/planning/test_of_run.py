@@ -9,36 +9,18 @@ from worlds import run_world
 
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.embeddings.torchrec.planner import host_memory
 from kge_torchrec.planning.plan_file import plan_content, write_plan
 from kge_torchrec.planning.run_plan import plan_run
 
 
-def trained(config, plan: str | None):
-    """On a rank: what is planned, what is held, and the trained parameters.
-
-    plan: a file to take the sharding from, in place of asking the planner.
-    """
-    from kge_torchrec.embeddings.torchrec import backend as engine
-
+def trained(config, plan: str):
+    """On a rank: what is planned, and written to ``plan``; what is held; the parameters."""
     with processes("cpu") as ranks:
-        store = TripleStore.open(config.data.path)
-        planned = plan_run(config, store, ranks, build_objective)
-        if plan is not None:
-            if ranks.is_first:
-                write_plan(plan, plan_content(planned))
-            ranks.barrier()
-            file = read_plan(plan)
-            file.check(
-                num_entities=store.num_entities,
-                dim=config.model.dim,
-                optimizer=config.train.optimizer,
-                world_size=ranks.world_size,
-                local_world_size=ranks.local_world_size,
-                device_type="cpu",
-            )
-            engine.plan_row_wise = lambda *_, **__: file.sharding_plan()
+        planned = plan_run(config, TripleStore.open(config.data.path), ranks, build_objective)
+        if ranks.is_first:
+            write_plan(plan, plan_content(planned))
+        ranks.barrier()
         session = fit(config)
         shard = session.backend.shard()
         mine = [(s.first_row, s.rows) for s in planned.shards if s.rank == ranks.rank]
@@ -48,13 +30,19 @@ def trained(config, plan: str | None):
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_run_from_a_plan_file_is_the_run_without(tmp_path, world_size):
-    store = tiny_store(tmp_path / "store")
+    store, plan = tiny_store(tmp_path / "store"), str(tmp_path / "plan.json")
     own, planned = (
         run_world(
             world_size,
             trained,
-            config_of(store.path, tmp_path / name, train__epochs=1, train__optimizer="adam"),
-            str(tmp_path / "plan.json") if name == "planned" else None,
+            config_of(
+                store.path,
+                tmp_path / name,
+                train__epochs=1,
+                train__optimizer="adam",
+                run__plan=plan if name == "planned" else None,
+            ),
+            plan,
         )
         for name in ("own", "planned")
     )

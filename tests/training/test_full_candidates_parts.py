@@ -149,7 +149,7 @@ def test_adam_moves_the_rows_of_a_large_table_by_bce(tmp_path, regime):
         loop, rows = Trainer(session, TrainState(), None), session.backend.shard().rows
         start, batches = rows.clone(), loop.batches.epoch(0)
         for _ in range(3):
-            loop._step(batches)
+            loop.train_step(batches)
         moved = (rows - start).abs() / (3 * config.train.lr)  # Adam's steps are of the rate
     assert moved.median() > 0.3
 

@@ -105,7 +105,7 @@ def snapshot(session: Session) -> list[torch.Tensor]:
 
 def spoil(loop: Trainer, where: str) -> None:
     """Makes this rank's gradients of one step infinite: all of the loss, or of the relations."""
-    engine, update = loop.session.backend, loop.pipeline.update
+    engine, update = loop.session.backend, loop.pipeline.optimizer
     if where == "loss":
         loss = engine.unwrapped_model.scale.forward
         engine.unwrapped_model.scale.forward = lambda value: loss(value) * math.inf
@@ -122,7 +122,7 @@ def spoil(loop: Trainer, where: str) -> None:
 
 def mend(loop: Trainer) -> None:
     vars(loop.session.backend.unwrapped_model.scale).pop("forward", None)
-    vars(loop.pipeline.update).pop("step", None)
+    vars(loop.pipeline.optimizer).pop("step", None)
 
 
 def rank_overflows(store: Path, folder: Path, where: str) -> dict:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from kge_torchrec.config.sparse_options import SparseOptions
@@ -142,7 +143,7 @@ class AllToAllBackend:
             dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)
         return steps
 
-    def _sharded(self, local: Tensor):
+    def _sharded(self, local: Tensor) -> DTensor:
         shard = self.shard()
         return row_sharded(local, shard.first_row, shard.num_entities, self.table.group)
 

@@ -1,34 +1,27 @@
-"""The hand-rolled engine's optimizer: one step on the rows that have a gradient, and on no other.
+"""Own sparse optimizer: one step on the rows that have a gradient, and on no other.
 
-The formulas are those of ``row_update``, with the choices of ``SparseOptions``.  FBGEMM's own
+The formulas are those of ``row_kernels``, with the choices of ``SparseOptions``.  FBGEMM's own
 choices on a CPU table take the fused kernel of that file; all else is torch operations, a bounded
-number of rows at a time.
-
-Each way to count steps comes with the arithmetic of the system that counts so:
+number of rows at a time.  Each way to count steps comes with the arithmetic of the system that
+counts so:
 
     table  FBGEMM           betas and their powers in float32
     shard  dice-embeddings  betas and their powers in float64
     row    DGL              betas in float64, their powers in float32
 
-Shapes: n rows on this rank, D numbers a row, M gradients, U distinct rows among them, u rows at a
-time, K numbers of a state a row: D, or 1 if it is row-wise.
-
-
-Stochastic rounding to bfloat16: up or down at random, such that the mean is the number itself.
-
+A state in bfloat16 is rounded up or down at random, such that the mean is the number itself.
 Rounding to the nearest loses every change that is smaller than half the distance between two
 neighbours; with a beta of 0.999 a second moment then stops at a quarter of its value.  Here a
 number between two neighbours goes to the upper one with the probability that its place between
 them says, so small changes arrive on average (Gupta et al., Deep Learning with Limited Numerical
-Precision, 2015).
+Precision, 2015).  The random bits are no stream that is drawn one after another but a function of
+where they are used: (step, which state, global row, column).  The same run on other ranks, in other
+chunks, on another device or after a resume therefore rounds the same way.  That function is
+SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), of which
+any number can be computed without those before it.
 
-The random bits are no stream that is drawn one after another but a function of where they are
-used: (step, which state, global row, column).  The same run on other ranks, in other pieces, on
-another device or after a resume therefore rounds the same way.  That function is SplitMix64
-(Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), of which any number
-can be computed without those before it.
-
-Shapes: u rows, K columns.
+Shapes: n rows on this rank, D numbers a row, M gradients, U distinct rows among them, u rows at a
+time, K numbers of a state per row: D, or 1 if it is row-wise.
 """
 
 from __future__ import annotations
@@ -294,7 +287,7 @@ def _is_fbgemms(options: SparseOptions) -> bool:
 def _decays(betas: tuple[float, float], counting: str) -> list[tuple[float, float]]:
     """(beta, 1 - beta) of both betas."""
     if counting == "table":
-        betas = tuple(float(np.float32(beta)) for beta in betas)
+        return [(beta, 1 - beta) for beta in (float(np.float32(beta)) for beta in betas)]
     return [(beta, 1 - beta) for beta in betas]
 
 

@@ -1,23 +1,16 @@
 """The entity table by hand: rows fetched from their owners and gradients sent home by all_to_all.
 
+    route     which rank owns which row: a batch's ids to their owners, on the host
     forward   counts, ids to their owners, rows back
     backward  gradients to the owners, kept until ``step``
-    step      the sparse optimizer on the rows that got a gradient
+    step      the sparse optimizer on the rows that got a gradient, in a thread if asked for
 
 Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
 dice-embeddings' TorchFSDPTrainer, which sends every duplicate; here batches are de-duplicated
 unless entities.deduplicate is false.
 
-Shapes: n rows on this rank, D numbers a row, M ids of this rank's batch, R ids asked of this rank,
-W ranks.
-
-
-Which rank owns which row, and the way of a batch's ids to their owners.
-
-Shapes: N rows, W ranks, M ids of this rank's batch, R ids that this rank is asked for.
-
-
-Work in a thread while the next batch is loaded.
+Shapes: N rows of the table, n of them on this rank, D numbers a row, M ids of this rank's batch, R
+ids asked of this rank, W ranks.
 """
 
 from __future__ import annotations
@@ -47,14 +40,14 @@ class _Lookup(torch.autograd.Function):
     """Rows in forward; in backward their gradients travel to the owners."""
 
     @staticmethod
-    def forward(ctx, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
         rows, ctx.asked = table.fetch(route)
         ctx.table, ctx.route = table, route
         return rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
         ctx.table.send_home(grad, ctx.route, ctx.asked)
         return None, None, None
 
@@ -228,9 +221,11 @@ class Route(Pipelineable):
     receive: list[int]  # (W,) ids from each rank; they sum to R
     distinct: bool  # no id occurs twice in ``ids``
 
-    def _map(self, change) -> Route:
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Route:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        changed = {k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)}
+        changed: dict[str, Any] = {
+            k: change(v) for k, v in tensors.items() if isinstance(v, Tensor)
+        }
         return replace(self, **changed)
 
     def to(self, device: torch.device, non_blocking: bool = False) -> Route:
@@ -261,8 +256,8 @@ def make_route(
     """
     order = _NOTHING
     if ranges.world_size == 1:
-        counts = [ids.numel()]
-        return Route(ids, _or_nothing(occurrences), order, counts, counts, ascending)
+        alone = [ids.numel()]
+        return Route(ids, _or_nothing(occurrences), order, alone, alone, ascending)
     if ascending:
         below = torch.searchsorted(ids, ranges.starts())
         counts = torch.diff(below, append=torch.tensor([ids.numel()]))
@@ -286,7 +281,7 @@ class Background:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="table-step")
-        self._work: Future | None = None
+        self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
         """Runs ``work`` in the thread, once the work before it is done (and raises its error)."""

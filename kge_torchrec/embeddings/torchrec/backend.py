@@ -49,7 +49,7 @@ class _Wrap(DataParallelWrapper):
     def __init__(self, wrapper: DenseWrapper):
         self._wrapper = wrapper
 
-    def wrap(self, dmp, env: ShardingEnv, device: torch.device) -> None:
+    def wrap(self, dmp: DistributedModelParallel, env: ShardingEnv, device: torch.device) -> None:
         dmp._dmp_wrapped_module = self._wrapper.wrap(dmp._dmp_wrapped_module)
 
 

@@ -1,23 +1,19 @@
 """The entity table as a TorchRec EmbeddingCollection: built before sharding, looked into after.
 
-Shapes: N entities, D numbers per entity.
-
-
-FBGEMM's table: its steps counted and taken from outside, and a form that steps when told to.
-
 FBGEMM's kernel steps inside the backward of a lookup.  That is the fastest way, but whoever wants
 to sum several backward passes or to clip their sum comes too late.  ``DeferredEmbedding`` keeps
 what reaches this rank instead, and steps once, with one lookup and backward of all of it.
 
-Shapes: n rows on this rank, D numbers a row, M gradients.
+Shapes: N entities, n rows on this rank, D numbers per entity, M gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed.batched_embedding_kernel import (
@@ -31,6 +27,11 @@ from torchrec.types import DataType
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
 from kge_torchrec.embeddings.pending import PendingGradients, RowGradients, recorded_lookup
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+
+if TYPE_CHECKING:
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+        SplitTableBatchedEmbeddingBagsCodegen,
+    )
 
 _DATA_TYPES = {
     torch.float32: DataType.FP32,
@@ -108,7 +109,7 @@ def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients])
         step_rows(table, gradients)
 
 
-def _kernel(sharded_model: nn.Module) -> nn.Module:
+def _kernel(sharded_model: nn.Module) -> BatchedFusedEmbedding:
     """TorchRec's wrapper of the local table, FBGEMM's or ours."""
     kernels = [
         kernel
@@ -122,19 +123,21 @@ def _kernel(sharded_model: nn.Module) -> nn.Module:
     return kernels[0]
 
 
-def steps_taken(table: nn.Module) -> int:
+def steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen) -> int:
     """Number of optimizer steps that FBGEMM's table has counted; no state_dict holds it."""
     # FBGEMM corrects the Adams' bias with the copy on the host, which can be read without waiting.
     return int(table.iter_cpu.item() or table.iter.item())
 
 
-def set_steps_taken(table: nn.Module, steps: int) -> None:
+def set_steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen, steps: int) -> None:
     """Sets what ``steps_taken`` reads, without waiting for the device."""
     table.iter.fill_(steps)
     table.iter_cpu.fill_(steps)
 
 
-def step_rows(table: nn.Module, gradients: Iterable[RowGradients]) -> None:
+def step_rows(
+    table: SplitTableBatchedEmbeddingBagsCodegen, gradients: Iterable[RowGradients]
+) -> None:
     """One step of FBGEMM's optimizer, with gradients in parts; no row is in two of them.
 
     Those of a row within a part are summed.
@@ -159,7 +162,12 @@ class DeferredEmbedding(BatchedFusedEmbedding):
     exact.  It takes (M, D) numbers more memory and one more pass over the rows of a batch.
     """
 
-    def __init__(self, config: GroupedEmbeddingConfig, pg=None, device=None) -> None:
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__(config, pg, device)
         self.pending = PendingGradients()
         self._optim = _StepsWhenTold(config, self._emb_module, pg, self.pending)
@@ -172,7 +180,11 @@ class DeferredEmbedding(BatchedFusedEmbedding):
 
 class _StepsWhenTold(EmbeddingFusedOptimizer):
     def __init__(
-        self, config: GroupedEmbeddingConfig, table: nn.Module, pg: Any, pending: PendingGradients
+        self,
+        config: GroupedEmbeddingConfig,
+        table: SplitTableBatchedEmbeddingBagsCodegen,
+        pg: dist.ProcessGroup | None,
+        pending: PendingGradients,
     ) -> None:
         super().__init__(config, table, pg)
         self._table, self._pending = table, pending

@@ -30,6 +30,8 @@ class CpuFusedTable(nn.Module):
     in the middle of training changes nothing.
     """
 
+    weights_host: Tensor
+
     def __init__(self, num_rows: int, dim: int, optimizer: TableOptimizer) -> None:
         super().__init__()
         self.optimizer = optimizer

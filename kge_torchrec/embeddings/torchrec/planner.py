@@ -1,33 +1,24 @@
 """Where the rows of the entity table go, and whether they fit: TorchRec's planner, asked quietly.
 
 Needs no process group and no GPU, so a plan for 64 GPUs can be looked at on a laptop.  The planner
-is told the bytes of ``table_memory`` in place of its own estimate.
+is told the bytes of ``table_memory`` in place of its own estimate.  Those are after FBGEMM's
+split_table_batched_embeddings_ops_training (1.6 to 1.8): state is float32 whatever the values are;
+with rows in main memory ("unified virtual memory", UVM) state of D numbers per row lies there too,
+while state of one number per row stays on the GPU; the cache holds values only.  TorchRec's own
+estimate (1.8) counts the state in the type of the values, in the cache as well.
 
-Shapes: N entities, D numbers per entity, W ranks.
-
-
-Bytes of a shard of the entity table: values, optimizer state and cache, and where they lie.
-
-After FBGEMM's split_table_batched_embeddings_ops_training (1.6 to 1.8): state is float32 whatever
-the values are; with rows in main memory ("unified virtual memory", UVM) state of D numbers a row
-lies there too, while state of one number a row stays on the GPU; the cache holds values only.
-TorchRec's own estimate (1.8) counts the state in the type of the values, in the cache as well.
-
-Shapes: n rows and d columns of a shard.
-
-
-Plans in words: bytes, ranks that hold the same, and the few lines that training prints.
+Shapes: N entities, D numbers per entity, W ranks; n rows and d columns of a shard.
 """
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -44,15 +35,16 @@ from torchrec.distributed.planner.types import (
     ParameterConstraints,
     PlannerError,
     ShardEstimator,
+    ShardingOption,
     Storage,
 )
 from torchrec.distributed.types import CacheParams, ShardingPlan, ShardingType
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
-from kge_torchrec.errors import KGEError
+from kge_torchrec.errors import KGEError, raised_alike
 
 __all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
 
@@ -95,7 +87,7 @@ def plan_row_wise(
     device_type: str,
     *,
     process_group: dist.ProcessGroup | None = None,
-    **options,
+    **options: Any,
 ) -> ShardingPlan:
     """``plan_table`` by rows over all ranks, as training has it.
 
@@ -195,18 +187,24 @@ def plan_table(
 class _TableStorage(ShardEstimator):
     """Tells TorchRec's planner the bytes of each shard."""
 
-    def __init__(self, topology: Topology, constraints, form: TableForm) -> None:
+    def __init__(
+        self,
+        topology: Topology,
+        constraints: dict[str, ParameterConstraints] | None,
+        form: TableForm,
+    ) -> None:
         self._form, self._is_cuda = form, topology.compute_device == "cuda"
         self.largest: tuple[int, dict[str, Bytes]] = (0, {})  # rows and parts of a shard
 
-    def estimate(self, sharding_options, *_, **__) -> None:
+    def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
         for option in sharding_options:
             for shard in option.shards:
-                parts = table_memory(*shard.size, self._form, self._is_cuda)
+                rows, columns = shard.size
+                parts = table_memory(rows, columns, self._form, self._is_cuda)
                 need = sum(parts.values(), Bytes())
                 shard.storage = Storage(hbm=need.device, ddr=need.main)
-                if shard.size[0] > self.largest[0]:
-                    self.largest = shard.size[0], parts
+                if rows > self.largest[0]:
+                    self.largest = rows, parts
 
 
 def _explain(
@@ -271,15 +269,14 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _on_rank_0(group: dist.ProcessGroup, work):
+def _on_rank_0(group: dist.ProcessGroup, work: Callable[[], Value]) -> Value:
     """Rank 0's result or error on every rank: an error on one alone would leave others waiting."""
-    box = [None, None]
+    box: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
             box[0] = work()
         except Exception as caught:
-            caught.on_every_rank = True  # so that one of them may speak for all
-            box[1] = caught
+            box[1] = raised_alike(caught)
     if dist.get_world_size(group) > 1:
         dist.broadcast_object_list(box, group=group, group_src=0)
     result, error = box

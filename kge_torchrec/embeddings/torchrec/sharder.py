@@ -8,17 +8,17 @@ factories; each class here overrides one link.
            kernel, DeferredEmbedding on CUDA where the step has to wait
         -> RwSparseFeaturesDist, RwSequenceEmbeddingDist: nothing to carry on a single rank
 
-
-A TableOptimizer in the words of TorchRec's sharder, and back.
+What they are told, the ``TableOptimizer`` above all, travels in one dictionary, ``fused_params``.
 """
 
 from __future__ import annotations
 
 import copy
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.distributed.batched_embedding_kernel import (
@@ -43,9 +43,25 @@ from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer,
 from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
 
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torchrec import EmbeddingCollection, KeyedJaggedTensor
+    from torchrec.distributed.embedding_sharding import (
+        BaseSparseFeaturesDist,
+        EmbeddingSharding,
+        EmbeddingShardingInfo,
+    )
+    from torchrec.distributed.sharding.sequence_sharding import SequenceShardingContext
+    from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
+
 
 class _CpuFusedEmbedding(BatchedFusedEmbedding):
-    def __init__(self, config: GroupedEmbeddingConfig, pg=None, device=None) -> None:
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         # Not BatchedFusedEmbedding's own __init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _check(config)
@@ -64,7 +80,9 @@ class _FusedOptimizer(EmbeddingFusedOptimizer):
     A first state is never taken for that, so the state is described as one.
     """
 
-    def __init__(self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg) -> None:
+    def __init__(
+        self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg: dist.ProcessGroup | None
+    ) -> None:
         super().__init__(config, table, pg)
         self._table = table
         for states in table.get_optimizer_state():
@@ -97,7 +115,14 @@ def _check(config: GroupedEmbeddingConfig) -> None:
 
 
 class _Lookup(GroupedEmbeddingsLookup):
-    def _create_embedding_kernel(self, config, pg, device, *args, **kwargs):
+    def _create_embedding_kernel(
+        self,
+        config: GroupedEmbeddingConfig,
+        pg: dist.ProcessGroup | None,
+        device: torch.device | None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> BaseBatchedEmbedding:
         kernel = None
         if config.compute_kernel == EmbeddingComputeKernel.FUSED:
             on_cpu = device is None or device.type == "cpu"
@@ -117,7 +142,12 @@ def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | Non
 
 
 class _RowWiseSharding(RwSequenceEmbeddingSharding):
-    def create_lookup(self, device=None, fused_params=None, feature_processor=None):
+    def create_lookup(
+        self,
+        device: torch.device | None = None,
+        fused_params: dict[str, Any] | None = None,
+        feature_processor: Any = None,
+    ) -> GroupedEmbeddingsLookup:
         return _Lookup(
             grouped_configs=self._grouped_embedding_configs,
             pg=self._pg,
@@ -125,12 +155,16 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
             env=self._env,
         )
 
-    def create_input_dist(self, device=None):
+    def create_input_dist(
+        self, device: torch.device | None = None
+    ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         if self._world_size == 1:
             return DpSparseFeaturesDist()
         return super().create_input_dist(device)
 
-    def create_output_dist(self, device=None):
+    def create_output_dist(
+        self, device: torch.device | None = None
+    ) -> DpSequenceEmbeddingDist | RwSequenceEmbeddingDist:
         if self._world_size == 1:
             return DpSequenceEmbeddingDist()
         ascending = all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
@@ -149,7 +183,10 @@ class _OrderedOutputDist(RwSequenceEmbeddingDist):
     permuting them anyway costs as much as the optimizer step.
     """
 
-    def forward(self, local_embs, sharding_ctx=None):
+    def forward(
+        self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None
+    ) -> Awaitable[Tensor]:
+        assert sharding_ctx is not None  # TorchRec always passes one here
         sharding_ctx = copy.copy(sharding_ctx)
         sharding_ctx.unbucketize_permute_tensor = None
         return super().forward(local_embs, sharding_ctx)
@@ -158,8 +195,13 @@ class _OrderedOutputDist(RwSequenceEmbeddingDist):
 class _ShardedEntityCollection(ShardedEmbeddingCollection):
     @classmethod
     def create_embedding_sharding(
-        cls, sharding_type, sharding_infos, env, device=None, qcomm_codecs_registry=None
-    ):
+        cls,
+        sharding_type: str,
+        sharding_infos: list[EmbeddingShardingInfo],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        qcomm_codecs_registry: Any = None,
+    ) -> EmbeddingSharding[Any, Any, Any, Any]:
         if sharding_type != ShardingType.ROW_WISE.value:
             return super().create_embedding_sharding(
                 sharding_type, sharding_infos, env, device, qcomm_codecs_registry
@@ -179,7 +221,12 @@ class EntitySharder(EmbeddingCollectionSharder):
     """
 
     def shard(
-        self, module, params, env, device: torch.device | None = None, module_fqn: str | None = None
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
     ) -> ShardedEmbeddingCollection:
         return _ShardedEntityCollection(
             module,
@@ -193,7 +240,7 @@ class EntitySharder(EmbeddingCollectionSharder):
         )
 
     @property
-    def sharded_module_type(self):
+    def sharded_module_type(self) -> type[_ShardedEntityCollection]:
         return _ShardedEntityCollection
 
 
@@ -259,14 +306,14 @@ def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
             f"name: FBGEMM's {fbgemm_name} has no CPU table here; "
             f"there are {', '.join(TABLE_OPTIMIZERS)}"
         )
-    default = {field.name: field.default for field in fields(TableOptimizer)}
+    default = TableOptimizer()
     return TableOptimizer(
         name=_NAMES[fbgemm_name],
-        lr=params.get("learning_rate", default["lr"]),
+        lr=params.get("learning_rate", default.lr),
         betas=(
-            params.get("beta1", default["betas"][0]),
-            params.get("beta2", default["betas"][1]),
+            params.get("beta1", default.betas[0]),
+            params.get("beta2", default.betas[1]),
         ),
-        eps=params.get("eps", default["eps"]),
+        eps=params.get("eps", default.eps),
         weight_decay=params.get("weight_decay", 0.0),
     )

@@ -1,0 +1,55 @@
+"""Parts that a config names by import path, for tests of the keys that are theirs alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pyarrow as pa
+
+from kge_torchrec import Reader, RowOptimizer, State
+
+
+class Momentum(RowOptimizer):
+    """Gradient descent with momentum (Polyak 1964)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """The momentum.
+
+        Args:
+            keep: Share of it that stays from one step to the next.
+        """
+
+        keep: float = 0.5
+
+    states = (State("velocity"),)
+
+    def __init__(self, keep: float):
+        self.keep = keep
+
+    def step(self, rows, grad, states, lr, step):
+        rows -= lr * states["velocity"].mul_(self.keep).add_(grad)
+
+
+class Words(Reader):
+    """Three words a line."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """The lines.
+
+        Args:
+            backwards: Whether the tail comes first.
+        """
+
+        backwards: bool = False
+
+    suffixes = (".words",)
+
+    def __init__(self, backwards: bool):
+        self.backwards = backwards
+
+    def read(self, path, on_bytes=None):
+        lines = [line.split()[:: -1 if self.backwards else 1] for line in path.open()]
+        columns = [list(column) for column in zip(*lines, strict=True)]
+        yield pa.record_batch(columns, names=["head", "relation", "tail"])
