@@ -38,27 +38,28 @@ class Option(NamedTuple):
     help: str
 
 
-def parse_options(owner: type, values: dict[str, Any], key: str) -> Any:
+def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     """The owner's Options with these values; what is null or not given takes its default.
 
     key: where the values stand in the config, for messages.
     Raises ConfigError for an option that the owner does not have, one without default that is not
     given, a wrong type, and what the dataclass itself refuses.
     """
-    if not is_dataclass(owner.Options):
+    settings: Any = owner.Options
+    if not is_dataclass(settings):
         raise ConfigError(f"{key}: {_name_of(owner)}.Options must be a dataclass")
     chosen = {name: value for name, value in values.items() if value is not None}
-    known = [item.name for item in fields(owner.Options)]
+    known = [item.name for item in fields(settings)]
     for name in sorted(chosen.keys() - set(known)):
         has = f"has {', '.join(known)}" if known else "has none"
         raise ConfigError(f"{key}.{name} is no option of {_name_of(owner)}, which {has}")
-    for item in fields(owner.Options):
+    for item in fields(settings):
         if item.name not in chosen and item.default is item.default_factory is MISSING:
             raise ConfigError(f"{key}.{item.name}: {_name_of(owner)} has no default for it; set it")
     try:
-        parser = _parser_of(owner.Options)
+        parser = _parser_of(settings)
         typed = vars(parser.instantiate(parser.parse_object(chosen)))
-        return owner.Options(**typed)
+        return settings(**typed)
     except ArgumentError as error:
         raise ConfigError(_of_option(str(error), owner, chosen, key)) from None
     except ConfigError:
@@ -67,7 +68,7 @@ def parse_options(owner: type, values: dict[str, Any], key: str) -> Any:
         raise ConfigError(f"{key}: {error}") from None
 
 
-def options_help(owner: type) -> list[Option]:
+def options_help(owner: Any) -> list[Option]:
     """The options that a class has, as its help text lists them."""
     said = {p.arg_name: p.description for p in parse_docstring(owner.Options.__doc__ or "").params}
     hints = get_type_hints(owner.Options)
@@ -88,7 +89,7 @@ def wrong_type(message: str, prefix: str = "") -> str | None:
     return None
 
 
-def _default(item: Field) -> str:
+def _default(item: Field[Any]) -> str:
     """As a config has it."""
     if item.default is MISSING and item.default_factory is MISSING:
         return "none, to be given"
@@ -109,7 +110,7 @@ def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> st
 
 
 @cache
-def _parser_of(options: type) -> ArgumentParser:
+def _parser_of(options: Any) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(options, None)
     return parser

@@ -15,9 +15,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kge_torchrec.config.registry import KINDS
+from kge_torchrec.config.registry import KINDS, resolve
 
-_ADAMS = ("adam", "rowwise_adam")
 _CHOICES = {
     "duplicates": ("sum", "mean"),
     "bias_correction": ("table", "row", "shard"),
@@ -101,17 +100,24 @@ def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
     Raises ValueError, naming the option, for one that the optimizer has no use for.
     """
     chosen = {option: value for option, value in chosen.items() if value is not None}
-    of_ours = [option for option in chosen if option != "async_step"]
-    if of_ours and optimizer not in KINDS["table_optimizer"].ours:
-        raise ValueError(f"{of_ours[0]}: {optimizer} takes its own step; only ours have variants")
-    options = SparseOptions(**{**asdict(preset(name, optimizer)), **chosen})
-    if "bias_correction" in chosen and optimizer not in _ADAMS:
+    options, kind = preset(name, optimizer), resolve("table_optimizer", optimizer)
+    options = SparseOptions(**{**asdict(options), **chosen})
+    if "bias_correction" in chosen and not kind.corrects_bias:
         raise ValueError(f"bias_correction: {optimizer} corrects no bias, only the Adams do")
-    if options.epsilon == "uncorrected" and optimizer not in _ADAMS:
+    if options.epsilon == "uncorrected" and not kind.corrects_bias:
         raise ValueError(f"epsilon: uncorrected is of the Adams, not of {optimizer}")
+    if optimizer not in KINDS["table_optimizer"].ours:
+        _refuse_for_foreign(optimizer, options)
     of_state = [option for option in _OF_STATE if option in chosen]
-    if optimizer == "sgd" and of_state:
-        raise ValueError(f"{of_state[0]}: sgd keeps no state")
+    if of_state and not kind.states:
+        raise ValueError(f"{of_state[0]}: {optimizer} keeps no state")
     if "state_rounding" in chosen and options.state_dtype != "bf16":
         raise ValueError("state_rounding: only bf16 states are rounded; set state_dtype bf16")
     return options
+
+
+def _refuse_for_foreign(optimizer: str, options: SparseOptions) -> None:
+    """An optimizer of another package is given sums of gradients and float32 states as they are."""
+    for option, value in asdict(options).items():
+        if option != "async_step" and value != getattr(FBGEMM, option):
+            raise ValueError(f"{option}: {optimizer} is not ours and takes its own step; leave it")

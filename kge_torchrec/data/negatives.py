@@ -49,8 +49,8 @@ class NegativeSampler:
 
 def _check(draw: EntityDraw, num_entities: int) -> None:
     """Raises ConfigError for a draw that does not keep to what ``EntityDraw`` says of it."""
-    some = np.append(np.random.default_rng(0).random(62), [0.0, np.nextafter(1.0, 0.0)])
-    some = some.reshape(4, 16)
+    ends = [0.0, np.nextafter(1.0, 0.0)]
+    some = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
     ids, again = draw(some.copy()), draw(some.T.copy())
     problem = ""
     if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.shape == some.shape):

@@ -195,3 +195,12 @@ def test_a_config_with_a_contradiction_cannot_be_made():
     with pytest.raises(ConfigError, match=r"^train\.weight_decay: dicee"):
         load_config(None, {**keys, "train.weight_decay": 0.1})
     assert Config().entities.sparse_options(Config().train.optimizer) == FBGEMM
+
+
+@pytest.mark.parametrize(
+    "keys", [{"duplicates": "mean"}, {"state_dtype": "bf16"}, {"state_device": "cpu"}]
+)
+def test_an_optimizer_of_another_package_takes_its_own_step(keys):
+    assert choose("fbgemm", "foreign_parts:Momentum", async_step=True).async_step
+    with pytest.raises(ValueError, match=f"{next(iter(keys))}: foreign_parts:Momentum is not ours"):
+        choose("fbgemm", "foreign_parts:Momentum", **keys)

@@ -55,7 +55,13 @@ def oracle(scorer, table, triples, known=()):
     return {side: oracle_ranks(scorer, table, triples, known, side) for side in SIDES}
 
 
-@pytest.mark.parametrize("name", RANKED)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in ("complex", "transe_l1") else name
+        for name in RANKED
+    ],
+)
 def test_ranks_are_the_oracles_on_every_world_size(name):
     table, scorer = duplicated_table(), make_scorer(name, R, D)
     threads = torch.get_num_threads()

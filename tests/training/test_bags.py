@@ -73,7 +73,7 @@ def trained(world_size: int) -> dict:
         return run_world(world_size, rank_trains_all, store, Path(folder))[0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", VARIANTS)
 def test_parameters_are_the_same_for_every_number(name, world_size):
     one, *others = (trained(world_size)[name, bags] for bags in BAGS)

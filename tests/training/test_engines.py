@@ -63,7 +63,11 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
 
 @pytest.mark.parametrize(
     "optimizer, world_size",
-    [(name, 2) for name in OPTIMIZER_NAMES] + [("adam", 1), ("adam", 4), ("rowwise_adagrad", 4)],
+    [
+        *((name, 2) for name in OPTIMIZER_NAMES),
+        ("rowwise_adagrad", 4),
+        *(pytest.param("adam", ranks, marks=pytest.mark.slow) for ranks in (1, 4)),
+    ],
 )
 def test_fifty_steps_give_the_same_parameters(optimizer, world_size):
     ours = trained(world_size, "handrolled", optimizer)
@@ -128,8 +132,15 @@ def test_more_ranks_than_entities_resume_in_the_other(tmp_path):
     assert largest_difference(found["handrolled"], found["torchrec"]) < 1e-5
 
 
-@pytest.mark.parametrize("preset", ["dicee", "dgl"])
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    "preset, world_size",
+    [
+        ("dgl", 1),
+        ("dicee", 2),
+        pytest.param("dicee", 1, marks=pytest.mark.slow),
+        pytest.param("dgl", 2, marks=pytest.mark.slow),
+    ],
+)
 def test_presets_learn_and_resume_bitwise(tmp_path, preset, world_size):
     changes = {"entities__engine": "handrolled", "entities__preset": preset,
                "train__optimizer": "adam", "train__lr": 0.01, "train__epochs": 6}  # fmt: skip
