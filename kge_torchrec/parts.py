@@ -25,14 +25,15 @@ def listing(kind: str, name: str | None = None) -> str:
 
 
 def options_table(kind: str) -> str:
-    """The options of all parts of a kind as rows of a Markdown table."""
-    rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
-    for name in names_of(kind):
+    """The options of our parts of a kind as rows of a Markdown table; what is the same is one."""
+    owners: dict[Option, list[str]] = {}
+    for name in KINDS[kind].ours:
         for option in options_help(resolve(kind, name)):
-            default = "null" if option.default is None else f"{option.default}"
-            rows.append(
-                f"| `{name}` | `{option.name}` | {option.kind} | {default} | {option.help} |"
-            )
+            owners.setdefault(option, []).append(f"`{name}`")
+    rows = ["| name | option | type | default | meaning |", "|---|---|---|---|---|"]
+    for option, names in owners.items():
+        said = f"`{option.name}`", option.kind, option.default, option.help
+        rows.append(f"| {', '.join(names)} | {' | '.join(said)} |")
     return "\n".join(rows)
 
 
@@ -44,8 +45,7 @@ def _text(name: str, part: Any) -> str:
 
 
 def _said(option: Option) -> str:
-    default = "null" if option.default is None else option.default
-    return f"{option.name} ({option.kind}, default {default}): {option.help}"
+    return f"{option.name} ({option.kind}, default {option.default}): {option.help}"
 
 
 def _first_sentence(part: Any) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.models.scorers import SCORERS, SIDES
 
 RELATIONS = 3
@@ -62,7 +63,7 @@ def case_of(name):
 
 def directions(case):
     """(side, reciprocal) that a scorer can answer."""
-    needs = SCORERS[case[0]].needs_reciprocal
+    needs = resolve("scorer", case[0]).needs_reciprocal
     return [
         (side, inverses) for side in SIDES for inverses in (False, True) if inverses or not needs
     ]
@@ -84,7 +85,8 @@ def make(case, reciprocal=True, dtype=torch.float64, **shared):
     """A scorer with random parameters, in evaluation mode."""
     name, dim, options = case
     torch.manual_seed(0)
-    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared).to(dtype).eval()
+    scorer = resolve("scorer", name)(RELATIONS, dim, reciprocal, **options, **shared)
+    scorer = scorer.to(dtype).eval()
     with torch.no_grad():
         for parameter in scorer.parameters():
             parameter.normal_()

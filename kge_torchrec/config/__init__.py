@@ -114,6 +114,9 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if regime == "sampled":
             return
+        scorer = self.model.scorer
+        if ":" in scorer or scorer not in SCORER_NAMES:
+            self._check_encodes(regime, scorer)
         form = "over_answers" if regime == "kvssample" else "over_all"
         if not resolve("loss", loss).covers(form):
             raise ConfigError(
@@ -141,6 +144,14 @@ class Config:
             raise ConfigError(
                 f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
                 "there is no lookup for sparse_dist to send ahead; use auto"
+            )
+
+    def _check_encodes(self, regime: str, scorer: str) -> None:
+        """All of ours are query scorers; looking at others loads torch."""
+        if not hasattr(resolve("scorer", scorer), "encode_query"):
+            raise ConfigError(
+                f"model.scorer: negatives.regime {regime} encodes each query once, which {scorer} "
+                "does not; derive it from QueryScorer, or use sampled"
             )
 
     def _check_full(self, regime: str) -> None:
@@ -184,6 +195,16 @@ class Config:
                 f"negatives.sides {self.negatives.sides}: with model.reciprocal true, {side} "
                 f"queries are asked of {asked}, which would never be trained but are ranked; "
                 "set negatives.sides both, or model.reciprocal false"
+            )
+
+    def check_device(self, on_cuda: bool) -> None:
+        """Raises ConfigError if the table's engine cannot take the optimizer's steps there."""
+        optimizer = self.train.optimizer
+        if on_cuda and self.entities.engine == "torchrec" and optimizer not in OPTIMIZER_NAMES:
+            raise ConfigError(
+                f"train.optimizer {optimizer}: on GPUs entities.engine torchrec steps inside "
+                f"FBGEMM's kernel, which has {', '.join(OPTIMIZER_NAMES)} only; set "
+                "entities.engine handrolled"
             )
 
     def with_batch_size(self, on_cuda: bool, world_size: int, triples: int) -> Config:

@@ -138,6 +138,8 @@ class LossConfig:
         """The ``Options`` of each of ``regularizers``, by name."""
         found = {}
         for name, given in self.regularizers.items():
+            if given is None:
+                raise ConfigError(f"loss.regularizers.{name} has no value; give its weight")
             values = given if isinstance(given, dict) else {"weight": given}
             of = resolve("regularizer", name)
             found[name] = parse_options(of, values, f"loss.regularizers.{name}")

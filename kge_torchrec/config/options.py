@@ -7,9 +7,10 @@ once.
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, fields
+from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from typing import Any, NamedTuple, get_type_hints
+from types import UnionType
+from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from docstring_parser import parse as parse_docstring
 from jsonargparse import ArgumentError, ArgumentParser
@@ -21,7 +22,9 @@ _KINDS = {
     "float": "a number",
     "bool": "true or false",
     "str": "text",
+    "list": "a list",
     "tuple": "a list",
+    "dict": "a mapping",
     "NoneType": "null",
 }
 
@@ -31,7 +34,7 @@ class Option(NamedTuple):
 
     name: str
     kind: str  # "integer", "number or null", ...
-    default: Any
+    default: str  # as a config has it
     help: str
 
 
@@ -39,21 +42,26 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     """The owner's Options with these values; what is null or not given takes its default.
 
     key: where the values stand in the config, for messages.
-    Raises ConfigError for an option that the owner does not have, a wrong type, and what the
-    dataclass itself refuses.
+    Raises ConfigError for an option that the owner does not have, one without default that is not
+    given, a wrong type, and what the dataclass itself refuses.
     """
+    settings: Any = owner.Options
+    if not is_dataclass(settings):
+        raise ConfigError(f"{key}: {_name_of(owner)}.Options must be a dataclass")
     chosen = {name: value for name, value in values.items() if value is not None}
-    known = [item.name for item in fields(owner.Options)]
+    known = [item.name for item in fields(settings)]
     for name in sorted(chosen.keys() - set(known)):
         has = f"has {', '.join(known)}" if known else "has none"
         raise ConfigError(f"{key}.{name} is no option of {_name_of(owner)}, which {has}")
+    for item in fields(settings):
+        if item.name not in chosen and item.default is item.default_factory is MISSING:
+            raise ConfigError(f"{key}.{item.name}: {_name_of(owner)} has no default for it; set it")
     try:
-        parser = _parser_of(owner.Options)
+        parser = _parser_of(settings)
         typed = vars(parser.instantiate(parser.parse_object(chosen)))
-        return owner.Options(**typed)
+        return settings(**typed)
     except ArgumentError as error:
-        message = wrong_type(str(error), f"{key}.") or f"{key}: {error}"
-        raise ConfigError(message) from None
+        raise ConfigError(_of_option(str(error), owner, chosen, key)) from None
     except ConfigError:
         raise
     except ValueError as error:
@@ -66,9 +74,8 @@ def options_help(owner: Any) -> list[Option]:
     hints = get_type_hints(owner.Options)
     found = []
     for item in fields(owner.Options):
-        default = None if item.default is MISSING else item.default
         text = " ".join((said.get(item.name) or "").split())
-        found.append(Option(item.name, _kind(hints[item.name]), default, text))
+        found.append(Option(item.name, _kind(hints[item.name]), _default(item), text))
     return found
 
 
@@ -82,17 +89,48 @@ def wrong_type(message: str, prefix: str = "") -> str | None:
     return None
 
 
+def _default(item: Field[Any]) -> str:
+    """As a config has it."""
+    if item.default is MISSING and item.default_factory is MISSING:
+        return "none, to be given"
+    value = item.default if item.default_factory is MISSING else item.default_factory()
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> str:
+    """The parser's message about the value of an option in the words of the other errors."""
+    named = re.search(r'Parser key "(\w+)', message)
+    if not named:
+        return f"{key}: {message}"
+    name = named[1]
+    wanted = _wanted(get_type_hints(owner.Options)[name])
+    return f"{key}.{name} must be {wanted}, got {chosen[name]}"
+
+
 @cache
-def _parser_of(options: type) -> ArgumentParser:
+def _parser_of(options: Any) -> ArgumentParser:
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(options, None)
     return parser
 
 
 def _kind(hint: Any) -> str:
-    members = getattr(hint, "__args__", (hint,))
-    words = [_KINDS.get(getattr(m, "__name__", str(m)), str(m)) for m in members]
-    return " or ".join(word.removeprefix("an ").removeprefix("a ") for word in words)
+    return " or ".join(
+        word.removeprefix("an ").removeprefix("a ") for word in _wanted(hint).split(" or ")
+    )
+
+
+def _wanted(hint: Any) -> str:
+    """An annotation in words."""
+    origin = get_origin(hint)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, get_args(hint)))}"
+    if origin in (Union, UnionType):
+        return " or ".join(map(_wanted, get_args(hint)))
+    plain = origin or hint
+    return _KINDS.get(getattr(plain, "__name__", ""), str(hint))
 
 
 def _name_of(owner: Any) -> str:

@@ -16,15 +16,20 @@ Nothing is imported before it is asked for: reading a config costs what the conf
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import inspect
+import logging
+from collections import defaultdict
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import entry_points
+from operator import attrgetter
 from typing import Any
 
 from kge_torchrec.config.checks import ConfigError, one_of
 
+log = logging.getLogger(__name__)
 _SCORERS = "kge_torchrec.models.scorers"
 
 
@@ -126,19 +131,25 @@ def register(kind: str, name: str, target: str | type) -> None:
     Every process that reads such a config has to register the name: where several train, let the
     config name the import path, or let an entry point register it.
 
-    Raises ValueError for an unknown kind, and for a name that is taken by another class.
+    Raises ValueError for an unknown kind, a target that is neither, and for a name that another
+    class has.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
-    name = canonical(name)
-    if name in KINDS[kind].ours or _registered.get((kind, name), target) != target:
+    if not (inspect.isclass(target) or (isinstance(target, str) and _is_path(target))):
+        raise ValueError(f"target must be a class or package.module:Class, got {target!r}")
+    if ":" in name:
+        raise ValueError(f"name: {name!r} would be read as an import path; leave the colon out")
+    name, place = canonical(name), _place(target)
+    others = {*_installed(kind).get(name, ()), _place(_registered.get((kind, name), target))}
+    if name in KINDS[kind].ours or others != {place}:
         raise ValueError(f"the {kind} {name!r} exists already; register yours by another name")
     _registered[kind, name] = target
 
 
 def canonical(name: str) -> str:
     """A name as it is looked up: of lower case, with underscores; import paths as they are."""
-    return name if ":" in name else name.lower().replace("-", "_")
+    return name if ":" in name or "." in name else name.lower().replace("-", "_")
 
 
 def names_of(kind: str) -> list[str]:
@@ -149,25 +160,54 @@ def names_of(kind: str) -> list[str]:
 
 def check_name(kind: str, name: str) -> None:
     """Raises ConfigError unless the name is known or an import path; imports nothing."""
-    if ":" not in name:
-        one_of(KINDS[kind].key, name, names_of(kind))
+    key, names = KINDS[kind].key, names_of(kind)
+    if name in names or _is_path(name):
+        return
+    if ":" in name or "." in name or not names:
+        raise ConfigError(f"{key} must be a name or package.module:Class, got {name!r}")
+    one_of(key, name, names)
 
 
 def resolve(kind: str, name: str) -> Any:
     """The class of that name.
 
-    Raises ConfigError, naming the key, for an unknown name, for a module or class that cannot be
-    imported, and for a class that is not of this kind.
+    Raises ConfigError, naming the key, for an unknown name, for one that two installed packages
+    give to different classes, for a module or class that cannot be imported, and for a class that
+    is not of this kind.
     """
     check_name(kind, name)
-    known = KINDS[kind].ours | _installed(kind)
-    found = _loaded(KINDS[kind].key, known.get(name) or _registered.get((kind, name), name))
+    found = _loaded(KINDS[kind].key, _target(kind, name))
     base = _loaded(KINDS[kind].key, KINDS[kind].base)
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ConfigError(
             f"{KINDS[kind].key}: {name} is no class derived from {base.__module__}.{base.__name__}"
         )
     return found
+
+
+def _target(kind: str, name: str) -> str | type:
+    """What a known name stands for, or the import path itself."""
+    if name in KINDS[kind].ours:
+        return KINDS[kind].ours[name]
+    if (kind, name) in _registered:
+        return _registered[kind, name]
+    places = _installed(kind).get(name, (name,))
+    if len(places) > 1:
+        raise ConfigError(
+            f"{KINDS[kind].key}: installed packages give the name {name} to "
+            f"{' and to '.join(places)}; write the one that is meant"
+        )
+    return places[0]
+
+
+def _is_path(text: str) -> bool:
+    """Whether it has the form of package.module:Class."""
+    module, _, name = text.partition(":")
+    return all(word.isidentifier() for word in (*module.split("."), *name.split(".")))
+
+
+def _place(target: str | type) -> str:
+    return target if isinstance(target, str) else f"{target.__module__}:{target.__qualname__}"
 
 
 def _loaded(key: str, target: str | type) -> Any:
@@ -181,12 +221,22 @@ def _loaded(key: str, target: str | type) -> Any:
             f"{key}: {target} cannot be imported: {error}; install its package, or start Python "
             "where the module lies"
         ) from error
-    if not hasattr(found, name):
-        raise ConfigError(f"{key}: the module {module} has no {name}")
-    return getattr(found, name)
+    try:
+        return attrgetter(name)(found)
+    except AttributeError:
+        close = difflib.get_close_matches(name, vars(found), n=1, cutoff=0.7)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise ConfigError(f"{key}: the module {module} has no {name}{hint}") from None
 
 
 @cache
-def _installed(kind: str) -> dict[str, str]:
-    """What the entry points of installed packages say, {name: module:Class}."""
-    return {point.name: point.value for point in entry_points(group=f"kge_torchrec.{kind}")}
+def _installed(kind: str) -> dict[str, tuple[str, ...]]:
+    """What the entry points of installed packages say, {name: (module:Class, ...)}."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for point in entry_points(group=f"kge_torchrec.{kind}"):
+        name, place = canonical(point.name), f"{point.module}:{point.attr}"
+        if name in KINDS[kind].ours:
+            log.warning("%s is named %s, as one of ours, and so has no name here", place, name)
+        else:
+            found[name].add(place)
+    return {name: tuple(sorted(places)) for name, places in found.items()}

@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.registry import KINDS, resolve
 
 _CHOICES = {
     "duplicates": ("sum", "mean"),
@@ -106,7 +106,7 @@ def choose(name: str, optimizer: str, **chosen: Any) -> SparseOptions:
         raise ValueError(f"bias_correction: {optimizer} corrects no bias, only the Adams do")
     if options.epsilon == "uncorrected" and not kind.corrects_bias:
         raise ValueError(f"epsilon: uncorrected is of the Adams, not of {optimizer}")
-    if kind.fbgemm is None:
+    if optimizer not in KINDS["table_optimizer"].ours:
         _refuse_for_foreign(optimizer, options)
     of_state = [option for option in _OF_STATE if option in chosen]
     if of_state and not kind.states:

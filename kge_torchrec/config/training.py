@@ -85,7 +85,9 @@ class TrainConfig:
             check(small, f"train.{key}", "at most 0.99999994, the float32 before 1", value)
         positive("train.eps", self.eps)
         not_negative("train.weight_decay", self.weight_decay)
-        if self.weight_decay and resolve("table_optimizer", self.optimizer).weight_decay is None:
+        if self.optimizer not in OPTIMIZER_NAMES:
+            self._check_foreign()
+        elif self.weight_decay and resolve("table_optimizer", self.optimizer).weight_decay is None:
             raise ConfigError(
                 f"train.weight_decay: FBGEMM's {self.optimizer} has none; use loss.l2, or one of "
                 "adam, rowwise_adam, rowwise_adagrad"
@@ -102,8 +104,17 @@ class TrainConfig:
                 positive(f"train.{key}", getattr(self, key))
         one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
         at_least("train.log_every", self.log_every, 1)
-        if self.optimizer not in OPTIMIZER_NAMES or self.optimizer_options:
+        if self.optimizer_options:
             self.row_optimizer_options()
+
+    def _check_foreign(self) -> None:
+        """An optimizer that is not ours takes its own step, with settings of its own."""
+        if self.weight_decay:
+            raise ConfigError(
+                f"train.weight_decay is of our optimizers; {self.optimizer} takes its settings "
+                "from train.optimizer_options"
+            )
+        self.row_optimizer_options()
 
     def row_optimizer_options(self) -> Any:
         """The ``Options`` of the optimizer: none of ours has any."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numba
 import numpy as np
 
+from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data.filter_index import Degrees
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ class NegativeSampler:
     def __init__(self, num_entities: int, count: int, seed: int, draw: EntityDraw | None = None):
         self.num_entities, self.count, self.seed = num_entities, count, seed
         self._to_ids = draw or UniformDraw(num_entities)
+        _check(self._to_ids, num_entities)
 
     def draw(self, epoch: int, step: int, side: int, first_chunk: int, chunks: int) -> np.ndarray:
         """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on."""
@@ -43,6 +45,22 @@ class NegativeSampler:
         words = bits.random_raw(chunks * blocks * _PER_COUNTER)
         unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
         return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, : self.count])
+
+
+def _check(draw: EntityDraw, num_entities: int) -> None:
+    """Raises ConfigError for a draw that does not keep to what ``EntityDraw`` says of it."""
+    ends = [0.0, np.nextafter(1.0, 0.0)]
+    some = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
+    ids, again = draw(some.copy()), draw(some.T.copy())
+    problem = ""
+    if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.shape == some.shape):
+        problem = "does not give an int64 id for each number, in the same shape"
+    elif ids.min() < 0 or ids.max() >= num_entities:
+        problem = f"gives ids outside [0, {num_entities})"
+    elif not np.array_equal(ids, again.T):
+        problem = "gives ids that are no function of their number alone: ranks would not agree"
+    if problem:
+        raise ConfigError(f"negatives.sampling: {type(draw).__name__} {problem}")
 
 
 class EntityDraw:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
@@ -110,13 +111,14 @@ def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Recor
     for batch in batches:
         try:
             columns = pa.Table.from_batches([batch]).select(_COLUMNS.names).cast(_COLUMNS)
-        except (TypeError, KeyError, AttributeError, pa.ArrowInvalid) as error:
+        except (TypeError, KeyError, AttributeError, pa.ArrowException) as error:
             raise DataError(
                 f"{path}: its reader gave no record batch of the string columns head, relation and "
                 f"tail: {error}"
             ) from error
-        if any(column.null_count for column in columns.columns):
-            raise DataError(f"{path}: its reader gave a triple with an empty place")
+        for name, column in zip(_COLUMNS.names, columns.columns, strict=True):
+            if pc.any(pc.fill_null(pc.equal(pc.binary_length(column), 0), True)).as_py():
+                raise DataError(f"{path}: its reader gave a triple whose {name} is empty")
         yield from columns.to_batches()
 
 
@@ -173,6 +175,8 @@ def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Pa
         return _of_files([path for path in named if not layout_of(path)] or named)
     if len(files) == 1:
         return {WHOLE: files}
+    if not suffixes:
+        raise DataError(f"{directory}: its reader has no suffixes; name the files one by one")
     if not files:
         raise DataError(
             f"{directory}: no file of triples here; looked for train, valid and test "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data import ENTITY
+from kge_torchrec.distributed.processes import world_size
 
 if TYPE_CHECKING:
     from kge_torchrec.data.queries import SampledBatch
@@ -133,6 +134,6 @@ class EntityShard:
         here = self.holds(ids)
         out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)
         out[here] = self.rows[ids[here] - self.first_row].float()
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(out)
         return out

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.config.registry import KINDS, names_of, resolve
 
 if TYPE_CHECKING:
@@ -159,6 +160,8 @@ class TableOptimizer:
     def __post_init__(self) -> None:
         if ":" not in self.name and self.name not in names_of("table_optimizer"):
             raise ValueError(f"name: {self.name!r} is none of {', '.join(TABLE_OPTIMIZERS)}")
+        if not self.is_ours and self.kind.step is RowOptimizer.step:
+            raise ConfigError(f"train.optimizer: {self.name} has no step; give it one")
         for field in ("lr", "eps", "weight_decay"):
             value = getattr(self, field)
             if not (math.isfinite(value) and value >= 0):

@@ -17,9 +17,10 @@ from typing import Any
 from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.registry import canonical, resolve
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.formats import FORMATS
-from kge_torchrec.models.scorers import SCORERS, Scorer
+from kge_torchrec.models.scorers import Scorer
 
 FORMAT = "kge-torchrec export"
 FORMAT_VERSION = 1
@@ -33,7 +34,7 @@ def describe(
     model: ModelConfig, num_entities: int, num_relations: int, table_format: str
 ) -> dict[str, Any]:
     """What model.json says of any export of this model; ``files`` is added when it is complete."""
-    scorer = SCORERS[model.scorer]
+    scorer = resolve("scorer", model.scorer)
     return {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -98,7 +99,14 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
-    """The config's model section.  Raises ExportError if this version has no such model."""
+    """The config's model section.
+
+    Raises ExportError if its scorer cannot be found here, or this version has no such model.
+    """
+    try:
+        resolve("scorer", canonical(str(description["model"].get("scorer"))))
+    except ConfigError as error:
+        raise ExportError(f"{path}: {error}") from error
     try:
         return config_from_dict({"model": description["model"]}).model
     except ConfigError as error:

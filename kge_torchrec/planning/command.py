@@ -147,6 +147,7 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
     if frequency is None:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
         frequency = EntityFrequency.zipf(max(1, entities), skew)  # Workload refuses none
+    config.check_device(cluster.device.is_cuda)
     config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, triples)
     return Workload(config, entities, relations, triples, build_objective, frequency)
 

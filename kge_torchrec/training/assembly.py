@@ -70,7 +70,11 @@ def build_regularizers(config: LossConfig) -> Regularizers:
 
 @quiet_dependencies()
 def build_backend(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
-    """Table, scorer and optimizers at their start, a function of the seed only.  Collective."""
+    """Table, scorer and optimizers at their start, a function of the seed only.  Collective.
+
+    Raises ConfigError for an optimizer that the engine cannot step with on this device.
+    """
+    config.check_device(processes.device.type == "cuda")
     train = config.train
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
     objective = build_objective(config, store.num_relations)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data.queries import QueryBatch
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.models.losses import (
@@ -125,8 +126,8 @@ class _Step:
         self.loss, self.scorer = trainer.loss, trainer.scorer
         self.regularizers = trainer.objective.regularizers
         self.weight = 1 / batch.queries  # the loss is the mean over the queries
-        spread = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
+        self.world = world_size()
+        self.rank = dist.get_rank() if self.world > 1 else 0
         asked = directed(batch.asked, self.scorer)
         self.query_shards = [QueryShard(part, shard) for part in asked]
         self.fetched = GatheredRows(asked, shard, bool(self._relation_weight))

@@ -32,6 +32,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import SampledBatch
 from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
@@ -221,7 +222,7 @@ class StepOptimizer:
         of_dense = sum((g.square().sum().to(device) for g in dense), torch.zeros((), device=device))
         squares = self.backend.dense.sum_of_parts(of_dense)
         of_rows = rows.square().sum().to(device)
-        if dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(of_rows)
         norm = (squares + of_rows).sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
@@ -231,7 +232,7 @@ class StepOptimizer:
     def _any_rank(self, flag: Tensor) -> bool:
         """Whether a flag () is true on any rank."""
         found = flag.float()
-        if dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 

@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import QueryBatch, SampledBatch
-from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
@@ -254,7 +254,7 @@ def peak_memory_bytes() -> int:
     """The largest resident size of any rank so far.  Collective."""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
 
@@ -330,7 +330,7 @@ class LossesSeen:
             return []
         mine = torch.stack(self._losses).double()
         self._losses.clear()
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = world_size()
         every = [mine]
         if world > 1:
             every = [torch.empty_like(mine) for _ in range(world)]

@@ -127,7 +127,8 @@ class _Lookup(GroupedEmbeddingsLookup):
         if config.compute_kernel == EmbeddingComputeKernel.FUSED:
             on_cpu = device is None or device.type == "cpu"
             kernel = kernel_of(on_cpu, is_deferred(config.fused_params))
-        config = replace(config, fused_params=of_fbgemm(config.fused_params))
+        if kernel is not _CpuFusedEmbedding:
+            config = replace(config, fused_params=of_fbgemm(config.fused_params))
         if kernel is not None:
             return kernel(config, pg, device)
         return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
