@@ -38,7 +38,6 @@ from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
-from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.step import Pipeline
@@ -115,21 +114,11 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 
 
 def build_objective(config: Config, num_relations: int) -> Objective:
-    """Scorer and loss, not yet at their start.
-
-    Raises ConfigError for a scorer that negatives.regime cannot be trained with.
-    """
+    """Scorer and loss, not yet at their start."""
     of_queries = config.negatives.regime == "kvssample"
     loss = build_loss(config.loss)
-    scorer = build_scorer(config.model, num_relations)
-    if config.negatives.regime != "sampled" and not isinstance(scorer, QueryScorer):
-        raise ConfigError(
-            f"model.scorer: {config.model.scorer} is no QueryScorer; negatives.regime "
-            f"{config.negatives.regime} encodes each query once for all its candidates. Derive it "
-            "from QueryScorer, or use negatives.regime sampled"
-        )
     return (QueryObjective if of_queries else Objective)(
-        scorer,
+        build_scorer(config.model, num_relations),
         loss.over_answers() if of_queries else loss,
         sides_of(config.negatives.sides),
         build_regularizers(config.loss),

@@ -25,7 +25,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -70,8 +70,7 @@ class FullCandidates:
         self.kept_bytes = kept_bytes
         self.block_bytes = block_bytes or block_bytes_of(device.type)
         self.objective = backend.unwrapped_model.objective
-        assert isinstance(self.objective.scorer, QueryScorer)  # build_objective takes no other
-        self.scorer = self.objective.scorer
+        self.scorer = cast(QueryScorer, self.objective.scorer)  # the config takes no other
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
