@@ -13,7 +13,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 READY := $(VENV)/.ready-$(VARIANT)
 
-.PHONY: help setup demo test slow gpu test-all mutations lint hooks docs clean
+.PHONY: help setup demo test slow gpu test-all mutations lint types hooks docs clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,9 +57,12 @@ test-all: test slow  ## both
 mutations: $(READY)  ## puts deliberate faults in, one by one: a test must notice each
 	$(BIN)/python scripts/check_mutations.py
 
-lint: $(READY)  ## what CI checks besides the tests
+lint: $(READY) types  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(READY)  ## mypy, which lint runs too
+	$(BIN)/python -m mypy
 
 hooks: $(VENV)/.ready-dev  ## checks of lint before every commit of this checkout
 	$(BIN)/pre-commit install

@@ -5,6 +5,7 @@ seconds, and happens when a name below is first used.
 """
 
 from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
@@ -55,11 +56,50 @@ _WITHOUT_TORCHREC = ("KGEError", "load_model")  # the rest of the set may be mis
 
 __all__ = [*_HOMES]
 
+if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
+    from kge_torchrec.api import Run as Run
+    from kge_torchrec.api import evaluate as evaluate
+    from kge_torchrec.api import open_run as open_run
+    from kge_torchrec.api import resume as resume
+    from kge_torchrec.api import train as train
+    from kge_torchrec.comparison.command import compare as compare
+    from kge_torchrec.config import CheckpointConfig as CheckpointConfig
+    from kge_torchrec.config import Config as Config
+    from kge_torchrec.config import ConfigError as ConfigError
+    from kge_torchrec.config import DataConfig as DataConfig
+    from kge_torchrec.config import DenseConfig as DenseConfig
+    from kge_torchrec.config import EntitiesConfig as EntitiesConfig
+    from kge_torchrec.config import EvaluationConfig as EvaluationConfig
+    from kge_torchrec.config import LossConfig as LossConfig
+    from kge_torchrec.config import ModelConfig as ModelConfig
+    from kge_torchrec.config import NegativesConfig as NegativesConfig
+    from kge_torchrec.config import RunConfig as RunConfig
+    from kge_torchrec.config import TrainConfig as TrainConfig
+    from kge_torchrec.config.parser import load_config as load_config
+    from kge_torchrec.config.registry import register as register
+    from kge_torchrec.data.negatives import EntityDraw as EntityDraw
+    from kge_torchrec.data.prepare import prepare as prepare
+    from kge_torchrec.data.readers import Reader as Reader
+    from kge_torchrec.embeddings.optimizers import RowOptimizer as RowOptimizer
+    from kge_torchrec.embeddings.optimizers import State as State
+    from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit as PlanDoesNotFit
+    from kge_torchrec.errors import DataError as DataError
+    from kge_torchrec.errors import KGEError as KGEError
+    from kge_torchrec.export.plain_model import load_model as load_model
+    from kge_torchrec.models.losses import Loss as Loss
+    from kge_torchrec.models.regularizers import Regularizer as Regularizer
+    from kge_torchrec.models.scorers.base import DotScorer as DotScorer
+    from kge_torchrec.models.scorers.base import QueryScorer as QueryScorer
+    from kge_torchrec.models.scorers.base import Scorer as Scorer
+    from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
+    from kge_torchrec.planning.command import plan as plan
+    from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
+else:
 
-def __getattr__(name: str):
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name not in _WITHOUT_TORCHREC:
-        import_module("kge_torchrec.environment").check_packages()
-    value = globals()[name] = getattr(import_module(_HOMES[name]), name)
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name not in _WITHOUT_TORCHREC:
+            import_module("kge_torchrec.environment").check_packages()
+        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        return value

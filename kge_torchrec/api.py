@@ -11,11 +11,14 @@ from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
+from kge_torchrec.data import Side
 from kge_torchrec.data.report import notes
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
@@ -106,9 +109,10 @@ class Run:
             raise ConfigError("predict takes a relation and either a head or a tail")
         if k < 1:
             raise ConfigError(f"k must be an integer >= 1, got {k}")
-        side, anchor = ("tail", head) if tail is None else ("head", tail)
+        side: Side = "tail" if tail is None else "head"
         store, session = self.session.store, self.session
-        anchors, relations = store.entities.ids([anchor]), store.relations.ids([relation])
+        given = [label for label in (head, tail) if label is not None]
+        anchors, relations = store.entities.ids(given), store.relations.ids([relation])
         exclude = None if known else store.filter_index().answers(side, anchors, relations)
         with session.whole_scorer() as scorer:
             scores, ids = top_k(
@@ -121,12 +125,12 @@ class Run:
                 exclude=exclude,
             )
         found = ids[0] >= 0
-        ids, scores = ids[0, found].numpy(force=True), scores[0, found].tolist()
-        labels = store.entities.labels(ids)
-        splits = _splits_of_answers(store, side, anchors, relations, ids)
+        answers, their_scores = ids[0, found].numpy(force=True), scores[0, found].tolist()
+        labels = store.entities.labels(answers)
+        splits = _splits_of_answers(store, side, anchors, relations, answers)
         return [
             Prediction(rank, *answer)
-            for rank, answer in enumerate(zip(labels, scores, splits, strict=True), 1)
+            for rank, answer in enumerate(zip(labels, their_scores, splits, strict=True), 1)
         ]
 
     def export(
@@ -153,6 +157,7 @@ class Run:
         on_first_rank(self._processes, folder.check)  # before the model is loaded
         wanted = checkpoint or BEST
         session = self._load(wanted)
+        assert self._progress is not None  # _load has read it
         export_model(session, folder, format, self._progress, with_results=wanted == BEST)
         return folder.path
 
@@ -366,6 +371,7 @@ def _fit(
         results = _final_results(session, progress)
 
         def write() -> None:
+            assert metrics is not None  # on the first rank
             metrics.write("test", progress.global_step, results)
             folder.write_results(results)
 
@@ -406,7 +412,9 @@ def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
     }
 
 
-def _splits_of_answers(store, side: str, anchors, relations, ids) -> list[str | None]:
+def _splits_of_answers(
+    store: TripleStore, side: Side, anchors: np.ndarray, relations: np.ndarray, ids: np.ndarray
+) -> list[str | None]:
     """The split that holds each of the ids (K,) as an answer, the first of several."""
     splits: list[str | None] = [None] * len(ids)
     for split in ("test", "valid", "train"):

@@ -12,14 +12,19 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.registry import KINDS
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
+
+if TYPE_CHECKING:
+    from kge_torchrec.api import Run
+
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
 _DESCRIPTION = """\
 Knowledge-graph embeddings on TorchRec.
@@ -52,7 +57,7 @@ examples:
   kge-torchrec train --resume runs/mine --train.epochs 200
   torchrun --standalone --nproc_per_node=4 -m kge_torchrec train CONFIG
 """
-_INDENT = dict.fromkeys(("initial_indent", "subsequent_indent"), " " * 22)
+_INDENT = " " * 22
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -135,20 +140,22 @@ def _version() -> str:
     return f"kge-torchrec {__version__} ({others})"
 
 
-def _add_verb(verbs, name: str, does: str, run) -> argparse.ArgumentParser:
+def _add_verb(
+    verbs: Verbs, name: str, does: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
     verb.set_defaults(run=run)
     return verb
 
 
-def _add_parts(verbs) -> None:
+def _add_parts(verbs: Verbs) -> None:
     does = "list what a config can name, with the options of each"
     parts = _add_verb(verbs, "parts", does, _parts)
     parts.add_argument("kind", choices=tuple(KINDS))
     parts.add_argument("name", nargs="?", help="one of them, or package.module:Class")
 
 
-def _add_prepare(verbs) -> None:
+def _add_prepare(verbs: Verbs) -> None:
     does = "turn files of triples into a memory-mapped store, once for many runs"
     prepare = _add_verb(verbs, "prepare", does, _prepare)
     prepare.add_argument(
@@ -210,7 +217,7 @@ def _yaml_dict(text: str) -> dict[str, Any]:
     return values
 
 
-def _add_evaluate(verbs) -> None:
+def _add_evaluate(verbs: Verbs) -> None:
     does = "rank the triples of a split exactly, among all entities, with a trained run"
     evaluate = _add_verb(verbs, "evaluate", does, _evaluate)
     evaluate.add_argument("folder", metavar="RUN", help="the folder of a run")
@@ -222,7 +229,7 @@ def _add_evaluate(verbs) -> None:
     )
 
 
-def _add_predict(verbs) -> None:
+def _add_predict(verbs: Verbs) -> None:
     does = "list the best answers of a trained run to (head, relation, ?) or (?, relation, tail)"
     predict = _add_verb(verbs, "predict", does, _predict)
     predict.add_argument("folder", metavar="RUN", help="the folder of a run")
@@ -238,7 +245,7 @@ def _add_predict(verbs) -> None:
     )
 
 
-def _add_export(verbs) -> None:
+def _add_export(verbs: Verbs) -> None:
     does = "write a trained run as plain files, which other programs and load_model read"
     export = _add_verb(verbs, "export", does, _export)
     export.add_argument("folder", metavar="RUN", help="the folder of a run")
@@ -288,7 +295,9 @@ def _train(arguments: list[str]) -> int:
 def _train_help() -> str:
     from kge_torchrec.config.parser import build_parser, published
 
-    names = textwrap.fill(", ".join(published()), width=98, **_INDENT)
+    names = textwrap.fill(
+        ", ".join(published()), width=98, initial_indent=_INDENT, subsequent_indent=_INDENT
+    )
     description = _TRAIN_DESCRIPTION.format(published=names)
     return build_parser("kge-torchrec train", _TRAIN_USAGE, description).format_help()
 
@@ -308,7 +317,7 @@ def _resume(arguments: list[str]) -> int:
     return 0
 
 
-def _report(run) -> None:
+def _report(run: Run) -> None:
     """The results table and where to go from here, on rank 0."""
     from kge_torchrec.ranking.metrics import results_table
 
@@ -372,7 +381,7 @@ def _prepare(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _open(folder: str):
+def _open(folder: str) -> Run:
     """The run in a folder, as ``open_run`` gives it."""
     _check_run(folder)
 

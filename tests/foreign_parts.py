@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pyarrow as pa
+import torch
 
-from kge_torchrec import Reader, RowOptimizer, State
+from kge_torchrec import Reader, RowOptimizer, Scorer, State
 
 
 class Momentum(RowOptimizer):
@@ -53,3 +54,16 @@ class Words(Reader):
         lines = [line.split()[:: -1 if self.backwards else 1] for line in path.open()]
         columns = [list(column) for column in zip(*lines, strict=True)]
         yield pa.record_batch(columns, names=["head", "relation", "tail"])
+
+
+class Distance(Scorer):
+    """TransE, by the bare contract of a scorer: it encodes no queries."""
+
+    def score_candidates(self, anchor, relation, candidates, side):
+        relation, side = self.direct(relation, side)
+        sign = 1 if side == "tail" else -1
+        return -torch.cdist(anchor + sign * self.relation(relation), candidates)
+
+    def score_triples(self, anchor, relation, target, side="tail"):
+        anchor, target = anchor[..., None, :], target[..., None, :]
+        return self.score_candidates(anchor, relation[..., None], target, side)[..., 0, 0]

@@ -1,5 +1,6 @@
 """The checks that run before torch is imported."""
 
+import ast
 import ctypes
 import logging
 import os
@@ -8,11 +9,13 @@ import runpy
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import pytest
 from key_effects import restored
 from training_runs import QUIET
 
+import kge_torchrec
 from kge_torchrec import api, environment
 from kge_torchrec.environment import (
     KNOWN_SETS,
@@ -60,6 +63,15 @@ for name in ("cli", "config.parser", "environment"):
 assert state() == before and "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_type_checkers_see_the_public_names():
+    """The block that they read, and that is never run, imports what ``__all__`` has, as it does."""
+    tree = ast.parse(Path(kge_torchrec.__file__).read_text(encoding="utf-8"))
+    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
+    seen = {name.asname: of.module for of in block.body for name in of.names}
+    assert all(name.asname == name.name for of in block.body for name in of.names)  # public
+    assert seen == kge_torchrec._HOMES and set(seen) == set(kge_torchrec.__all__)
 
 
 def test_training_from_python_leaves_warnings_and_loggers_as_they_are(tmp_path):

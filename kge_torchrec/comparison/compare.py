@@ -26,11 +26,12 @@ from tqdm import tqdm
 from kge_torchrec.comparison.launch import RankFailed, machine_facts, run_world, write_json
 from kge_torchrec.comparison.lockstep import train_side_by_side
 from kge_torchrec.comparison.plots import draw
-from kge_torchrec.comparison.report import describe, summarize, tables, verdict
+from kge_torchrec.comparison.report import describe, examples_of, summarize, tables, verdict
 from kge_torchrec.comparison.speed import Timing, measure_speed
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.training.assembly import examples_per_epoch
 from kge_torchrec.training.session import open_store
 
 FORMAT_VERSION = 1
@@ -161,8 +162,8 @@ class Comparison:
         by_name = self.found["speed"].setdefault(str(world_size), empty)
         by_name[name].append({"repeat": repeat, "triples_per_second": rates, "ranks": ranks})
         self._write()
-        listed = ", ".join(f"{rate:,.0f}" for rate in rates)
-        self._say(f"{_ranks(world_size)}, {name}, repeat {repeat + 1}: {listed} triples/s")
+        speeds = ", ".join(f"{rate:,.0f}" for rate in rates) + f" {examples_of(self.found)}/s"
+        self._say(f"{_ranks(world_size)}, {name}, repeat {repeat + 1}: {speeds}")
 
     def _world(self, bar: tqdm, world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
         return run_world(work, world_size, *args, device=self.device, advance=bar.update)
@@ -201,9 +202,8 @@ class Comparison:
     def _bar(self) -> Iterator[tqdm]:
         """One bar for all steps of all worlds."""
         config = next(iter(self.configs.values()))
-        size = config.train.batch_size
-        assert size is not None, "settled in __init__"
-        steps_per_epoch = -(-len(self.store.train) // size)
+        examples = examples_per_epoch(config, self.store)
+        steps_per_epoch = -(-examples // config.train.settled_batch_size)
         one_size = config.train.epochs * steps_per_epoch + self.extent.repeats * (
             self.extent.timing.total
         )

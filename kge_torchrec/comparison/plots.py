@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from kge_torchrec.comparison.report import largest
+from kge_torchrec.comparison.report import examples_of, largest
 from kge_torchrec.training.step import PARTS
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
@@ -87,7 +87,7 @@ def _speed(comparison: dict[str, Any], figure: Figure) -> bool:
         axes.bar(place, median, _WIDTH, color=colour, label=name)
         axes.errorbar(place, median, [[below], [above]], color="black", capsize=4)
     axes.yaxis.set_major_formatter("{x:,.0f}")
-    axes.set(ylabel="positive triples per second")
+    axes.set(ylabel=f"{examples_of(comparison)} per second")
     axes.set_title("median and spread of the repeats", fontsize="medium")
     return bool(summary)
 

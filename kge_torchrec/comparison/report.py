@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from kge_torchrec.config import NegativesConfig
 from kge_torchrec.training.step import PARTS
 
 Measurements = list[dict[str, Any]]
@@ -110,6 +111,11 @@ Row = list[str]
 _NUMERIC = re.compile(r"[\d.,e+-]+").fullmatch
 
 
+def examples_of(comparison: dict[str, Any]) -> str:
+    """What a speed counts, triples or queries; the figures are called triples either way."""
+    return NegativesConfig(regime=comparison["config"]["negatives"]["regime"]).examples
+
+
 def tables(comparison: dict[str, Any]) -> str:
     """All tables, one after another."""
     texts = []
@@ -117,7 +123,8 @@ def tables(comparison: dict[str, Any]) -> str:
         title = "training, same start and batches; largest parameter difference from the first"
         texts.append(_table(title, *_training_table(comparison)))
     if comparison["summary"]:
-        texts.append(_table("speed, spread over the repeats", *_speed_table(comparison["summary"])))
+        speed = _speed_table(comparison["summary"], examples_of(comparison))
+        texts.append(_table("speed, spread over the repeats", *speed))
         texts.append(_table("a step, part by part, ms", *_split(comparison["summary"])))
         title = "traffic, a step and rank, to other ranks; integers are ids and their counts"
         texts.append(_table(title, *_traffic(comparison["summary"])))
@@ -149,9 +156,9 @@ def largest(difference: dict[str, Any]) -> float | None:
     return None if None in values else max(values)
 
 
-def _speed_table(summary: dict[str, Any]) -> tuple[Row, list[Row]]:
+def _speed_table(summary: dict[str, Any], examples: str) -> tuple[Row, list[Row]]:
     device = any(f["peak_device_bytes"] for by_name in summary.values() for f in by_name.values())
-    header = ["ranks", "variant", "triples/s", "lowest", "highest", "ratio", "peak MiB"]
+    header = ["ranks", "variant", f"{examples}/s", "lowest", "highest", "ratio", "peak MiB"]
     rows = []
     for world_size, name, found in _each(summary):
         speed = found["triples_per_second"]
@@ -230,7 +237,8 @@ def verdict(comparison: dict[str, Any]) -> list[str]:
     world_sizes = dict.fromkeys([*comparison["training"], *comparison["speed"]])
     for world_size in world_sizes:
         said = _training(comparison, comparison["training"].get(world_size))
-        said += _speed(comparison["engines"][0], comparison["speed"].get(world_size, {}))
+        measured = comparison["speed"].get(world_size, {})
+        said += _speed(comparison["engines"][0], measured, examples_of(comparison))
         if said:
             sentences.append(f"At world size {world_size}, {'; '.join(said)}.")
     return sentences
@@ -300,16 +308,16 @@ def _parameters(name: str, first: str, measured: list[dict[str, Any]], rate: flo
     return f"{said}: {steps} parameters differ by up to {rates}"
 
 
-def _speed(first: str, by_name: dict[str, list[dict[str, Any]]]) -> list[str]:
+def _speed(first: str, by_name: dict[str, Measurements], examples: str) -> list[str]:
     base = by_name.get(first)
     return [
-        _faster(name, ours, first, base)
+        _faster(name, ours, first, base, examples)
         for name, ours in by_name.items()
         if name != first and ours and base
     ]
 
 
-def _faster(name: str, ours: Measurements, first: str, base: Measurements) -> str:
+def _faster(name: str, ours: Measurements, first: str, base: Measurements, examples: str) -> str:
     """Who is faster, if the difference is larger than those between repeats of the same."""
     mine, theirs = triples_per_second(ours), triples_per_second(base)
     repeats = min(len(ours), len(base))
@@ -325,7 +333,7 @@ def _faster(name: str, ours: Measurements, first: str, base: Measurements) -> st
     among_themselves = max(mine.highest / mine.lowest, theirs.highest / theirs.lowest)
     if mine.overlaps(theirs) or factor.median <= among_themselves or float(times) == 1:
         return (
-            f"no difference in speed stands out from the spread, {_range(mine)} triples/s of "
+            f"no difference in speed stands out from the spread, {_range(mine)} {examples}/s of "
             f"{name} and {_range(theirs)} of {first} {over}"
         )
     between = f", {low} to {high} {over}" if low != high else f" {over}"

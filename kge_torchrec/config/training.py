@@ -122,6 +122,12 @@ class TrainConfig:
         return parse_options(owner, self.optimizer_options, "train.optimizer_options")
 
     @property
+    def settled_batch_size(self) -> int:
+        """``batch_size`` of a config that ``Config.with_batch_size`` gave, which is never null."""
+        assert self.batch_size is not None, "Config.with_batch_size settles it"
+        return self.batch_size
+
+    @property
     def steps_on_sums(self) -> bool:
         """Whether a step has to wait for the sum of several gradients, or for what it is cut to."""
         return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None

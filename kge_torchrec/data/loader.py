@@ -10,15 +10,14 @@ Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique enti
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
+from torchrec import KeyedJaggedTensor, streamable
 
 from kge_torchrec.data import ENTITY
 from kge_torchrec.data.filter_index import FilterIndex
@@ -26,29 +25,29 @@ from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle
 
+B = TypeVar("B", bound="Pipelineable")
 
-class Pipelineable(Pipelineable):
+
+@dataclass
+class Pipelineable(streamable.Pipelineable):
     """A dataclass whose tensors (and jagged tensors) move together; other fields stay."""
 
-    def _map(self, change) -> Pipelineable:
+    def _map(self: B, change: Callable[[Any], Any]) -> B:
         return replace(self, **{name: change(getattr(self, name)) for name in self._tensors()})
 
     def _tensors(self) -> list[str]:
         names = (field.name for field in fields(self))
         return [name for name in names if hasattr(getattr(self, name), "record_stream")]
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Pipelineable:
+    def to(self: B, device: torch.device, non_blocking: bool = False) -> B:
         return self._map(lambda x: x.to(device=device, non_blocking=non_blocking))
 
-    def pin_memory(self) -> Pipelineable:
+    def pin_memory(self: B) -> B:
         return self._map(lambda x: x.pin_memory())
 
     def record_stream(self, stream: Any) -> None:
         for name in self._tensors():
             getattr(self, name).record_stream(stream)
-
-
-B = TypeVar("B", bound=Pipelineable)
 
 
 class EpochBatches(Generic[B]):
@@ -211,8 +210,8 @@ class BatchBuilder(EpochBatches[Batch]):
             for side in self.sides
         }
         head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
-        every = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
-        every = torch.from_numpy(every)
+        ids = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
+        every = torch.from_numpy(ids)
         unique, entities = torch.unique(every, return_inverse=True)
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDE_CODES}
         weight = share.mask.astype(np.float32) * (self.world_size / size)
@@ -226,7 +225,9 @@ class BatchBuilder(EpochBatches[Batch]):
             deduplicated=self.deduplicate,
         )
 
-    def _known(self, side: str, rows: np.ndarray, negatives: dict, chunks: int) -> Tensor:
+    def _known(
+        self, side: str, rows: np.ndarray, negatives: Mapping[str, np.ndarray], chunks: int
+    ) -> Tensor:
         """(C, b, K) bool: which negatives of the side make a known fact; empty if not asked."""
         if self.known is None or side not in negatives or len(rows) == 0:
             return torch.zeros(0, dtype=torch.bool)

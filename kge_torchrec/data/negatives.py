@@ -77,7 +77,7 @@ class EntityDraw:
     @classmethod
     def of(cls, store: TripleStore, options: Any) -> EntityDraw:
         """The draw for a graph; by default constructed with both."""
-        return cls(store, options)
+        return cls(store, options)  # type: ignore[call-arg]  # a subclass that takes both
 
     @classmethod
     def frequency_power(cls, options: Any) -> float | None:
@@ -151,13 +151,15 @@ class DegreeDraw(EntityDraw):
 
 
 @numba.njit(cache=True, nogil=True)
-def _weight(heads, tails, power, entity):
+def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> float:
     degree = heads[entity + 1] - heads[entity] + tails[entity + 1] - tails[entity]
     return float(degree) ** power if degree else 0.0
 
 
 @numba.njit(cache=True, nogil=True)
-def _add_up(heads, tails, power, step, sums):
+def _add_up(
+    heads: np.ndarray, tails: np.ndarray, power: float, step: int, sums: np.ndarray
+) -> None:
     """Fills in the sum of weights before every step-th entity, and the total at the end."""
     total = 0.0
     for entity in range(len(heads) - 1):
@@ -168,7 +170,15 @@ def _add_up(heads, tails, power, step, sums):
 
 
 @numba.njit(cache=True, nogil=True)
-def _draw(heads, tails, power, step, sums, targets, ids):
+def _draw(
+    heads: np.ndarray,
+    tails: np.ndarray,
+    power: float,
+    step: int,
+    sums: np.ndarray,
+    targets: np.ndarray,
+    ids: np.ndarray,
+) -> None:
     """The first entity at which the sum of weights exceeds each target."""
     for i in range(len(targets)):
         block = np.searchsorted(sums, targets[i], side="right") - 1

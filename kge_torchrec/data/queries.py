@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor
 
+from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.filter_index import Answers, FilterIndex
-from kge_torchrec.data.loader import SIDE_CODES, EpochBatches, Pipelineable, as_feature
+from kge_torchrec.data.loader import SIDE_CODES, Batch, EpochBatches, Pipelineable, as_feature
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
@@ -34,7 +35,7 @@ _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the nega
 class SideQueries:
     """Queries for one side and their answers."""
 
-    side: str
+    side: Side
     anchor: np.ndarray  # (Q,) int64
     relation: np.ndarray  # (Q,) int64
     answers: Answers  # of the Q queries, distinct for a query; it may have none
@@ -68,7 +69,7 @@ class TripleQueries:
     triples: (T, 3), columns head, relation, tail; memory-mapped is fine.
     """
 
-    def __init__(self, triples: np.ndarray, sides: Sequence[str]):
+    def __init__(self, triples: np.ndarray, sides: Sequence[Side]):
         self.triples, self.sides = triples, tuple(sides)
 
     def __len__(self) -> int:
@@ -90,7 +91,7 @@ class DistinctQueries:
     Queries and answers are read from the index of the only split of ``known``.
     """
 
-    def __init__(self, known: FilterIndex, sides: Sequence[str]):
+    def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
         self._queries = {side: known.queries(side) for side in sides}
 
@@ -110,7 +111,7 @@ class DistinctQueries:
 class EveryQuery:
     """AllvsAll: every entity with every relation, on every side, answered or not."""
 
-    def __init__(self, known: FilterIndex, sides: Sequence[str]):
+    def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known, self.sides = known, tuple(sides)
         self._each_side = known.num_entities * known.num_relations
 
@@ -128,7 +129,7 @@ class EveryQuery:
 
 
 def _answered(
-    known: FilterIndex, side: str, anchor: np.ndarray, relation: np.ndarray
+    known: FilterIndex, side: Side, anchor: np.ndarray, relation: np.ndarray
 ) -> SideQueries:
     return SideQueries(side, anchor, relation, known.answers(side, anchor, relation))
 
@@ -190,6 +191,9 @@ class QuerySample(Pipelineable):
     deduplicated: bool = True
 
 
+SampledBatch = Batch | QuerySample  # whose rows are looked up
+
+
 class QuerySampleBuilder(EpochBatches[QuerySample]):
     """Builds batch (epoch, step) for one rank.
 
@@ -205,7 +209,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         batch_size: int,
         sampler: NegativeSampler,
         *,
-        sides: Sequence[str] = ("head", "tail"),
+        sides: Sequence[Side] = SIDES,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,

@@ -77,6 +77,11 @@ class Processes:
         return found.tolist()
 
 
+def world_size() -> int:
+    """How many ranks work together, 1 in a process that is in no group."""
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
 class RankLost(KGEError, RuntimeError):
     """Another rank died or cannot be reached any more, which this rank met in a collective."""
 

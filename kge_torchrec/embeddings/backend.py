@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data import ENTITY
+from kge_torchrec.distributed.processes import world_size
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.loader import Batch
+    from kge_torchrec.data.queries import SampledBatch
     from kge_torchrec.distributed.dense import DenseWrapper
     from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
     from kge_torchrec.models.model import KGEModel
@@ -29,20 +30,35 @@ if TYPE_CHECKING:
 __all__ = ["ENTITY", "ENTITY_WEIGHT", "EmbeddingBackend", "EntityShard"]
 
 
+class Optimizer(Protocol):
+    """What steps the table and the dense parameters."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Before the first backward of a step."""
+
+    def step(self) -> None:
+        """After its last one."""
+
+
 class EmbeddingBackend(Protocol):
     """The entity side of a model that is ready to train."""
 
     model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
-    optimizer: torch.optim.Optimizer  # zero_grad() before a step, step() after its backward
     has_sparse_dist: bool  # whether TrainPipelineSparseDist can run the model
     layout: str  # which rank holds what, for people
     dense: DenseWrapper  # how the dense parameters lie on the ranks
     unwrapped_model: KGEModel  # the model inside all wrappers
     scorer: Scorer  # inside that; this rank may hold parts of its parameters only
-    # Table gradients between backward and step; None where the kernel steps inside backward.
-    pending: PendingGradients | None
 
-    def prepare(self, batch: Batch) -> Batch:
+    @property
+    def optimizer(self) -> Optimizer:
+        """Of table and dense parameters."""
+
+    @property
+    def pending(self) -> PendingGradients | None:
+        """Table gradients between backward and step; None where the kernel steps in backward."""
+
+    def prepare(self, batch: SampledBatch) -> SampledBatch:
         """What is left to do on the host before a batch moves to its device.  Collective."""
 
     def shard(self) -> EntityShard:
@@ -118,6 +134,6 @@ class EntityShard:
         here = self.holds(ids)
         out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)
         out[here] = self.rows[ids[here] - self.first_row].float()
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(out)
         return out

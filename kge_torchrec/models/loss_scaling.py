@@ -81,14 +81,19 @@ class GradientBarrier(nn.Module):
 
     def gradients(self) -> list[Tensor]:
         """Of the rows (U, D) of every lookup since the last release, as backward left them."""
-        return [leaf.grad for _, leaf in self._held]
+        return [_gradient(leaf) for _, leaf in self._held]
 
     def release(self, factor: float) -> None:
         """Multiplies the gradients and sends them to the table.  Collective."""
         held, self._held = self._held, []
         for rows, leaf in held:
-            rows.backward(leaf.grad.mul_(factor))
+            rows.backward(_gradient(leaf).mul_(factor))
 
     def drop(self) -> None:
         """Forgets them."""
         self._held.clear()
+
+
+def _gradient(leaf: Tensor) -> Tensor:
+    assert leaf.grad is not None  # backward has been there
+    return leaf.grad

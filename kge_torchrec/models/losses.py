@@ -106,8 +106,9 @@ class SoftmaxLoss(Loss):
         normalizer = torch.logaddexp(positive, negative.logsumexp(-1))
         if not self.label_smoothing:
             return normalizer - positive
+        choices: int | Tensor = negative.shape[-1] + 1
         if mask is None:
-            total, choices = negative.sum(-1) + positive, negative.shape[-1] + 1
+            total = negative.sum(-1) + positive
         else:
             total = negative.masked_fill(~mask, 0.0).sum(-1) + positive
             choices = mask.sum(-1) + 1
@@ -382,7 +383,8 @@ class FullSoftmax(_FullLoss):
         scores.sub_(top[:, None]).exp_()
         normalizer.copy_(scores.sum(1).log_().add_(top))
 
-    def _factor(self, top: Tensor, seen: Tensor) -> Tensor:
+    def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
+        assert seen is not None  # as it normalizes
         return torch.exp(top - seen[0])
 
 

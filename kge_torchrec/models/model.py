@@ -11,8 +11,8 @@ answers: Q queries, M answers, K sampled entities a side; q and m of one side.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from typing import Protocol
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn, promote_types
@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy
 from kge_torchrec.data.loader import ENTITY
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.regularizers import Regularizers
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.scorers.base import SIDES, QueryScorer, Scorer, Side
 
 
 class TripleBatch(Protocol):
@@ -68,7 +68,8 @@ class Objective(nn.Module):
         """
         for name in self.scorer.uncompiled if device == "cpu" else ():
             setattr(self.scorer, name, torch.compiler.disable(getattr(self.scorer, name)))
-        self._loss_of_side = torch.compile(self._loss_of_side, mode=mode)
+        compiled = torch.compile(self._loss_of_side, mode=mode)
+        self._loss_of_side = compiled  # type: ignore[method-assign]  # in its place
         self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
@@ -124,7 +125,7 @@ class Objective(nn.Module):
             loss = loss + self._penalty(anchor, factors, target)
         return (loss * weight).sum()
 
-    def _autocast(self, device: torch.device):
+    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if self.precision == torch.float32:
             return nullcontext()
         return torch.autocast(device.type, self.precision)
@@ -161,14 +162,14 @@ def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ..
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(index)
         ctx.count, ctx.sizes = rows.shape[0], sizes
         return tuple(rows.index_select(0, part) for part in index.split(sizes))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         out = grads[0].new_zeros(ctx.count, grads[0].shape[1])
         for part, grad in zip(index.split(ctx.sizes), grads, strict=True):
@@ -192,11 +193,13 @@ class SampledQueries(Protocol):
 class QueryObjective(Objective):
     """Mean over the batch's queries of a loss over their answers, plus regularizers.
 
-    The scorer is a QueryScorer.  Answers are penalised by their mean, as if each query were one
-    triple.
+    Answers are penalised by their mean, as if each query were one triple.
     """
 
-    def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:
+    scorer: QueryScorer
+
+    # It is fed batches of its own.
+    def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:  # type: ignore[override]
         """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
         if batch.relation.numel() == 0:  # a rank without queries takes part in every exchange
             return self._nothing(rows)
@@ -263,7 +266,7 @@ class KGEModel(nn.Module):
         self.hold = GradientBarrier() if scales_loss else nn.Identity()
         self.scale = LossScale() if scales_loss else nn.Identity()
 
-    def forward(self, batch) -> tuple[Tensor, Tensor]:
+    def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
         """Returns (loss to differentiate, the loss itself, detached)."""
         rows = self.entities(batch.ids)[ENTITY].values()
         loss = self.objective(self.hold(rows), batch)

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -162,25 +162,25 @@ def fused(distance: Distance, query: Tensor, rows: Tensor) -> Tensor:
 
 class _Fused(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, rows: Tensor, distance: Distance) -> Tensor:
+    def forward(ctx: Any, query: Tensor, rows: Tensor, distance: Distance) -> Tensor:
         value = _kernel(_value)(distance, query, rows)
         ctx.save_for_backward(query, rows, value)
         ctx.distance = distance
         return value
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         given = ctx.distance, *ctx.saved_tensors, grad
         return _kernel(_gradient_of_query)(*given), _kernel(_gradient_of_rows)(*given), None
 
 
-def _kernel(formula):
+def _kernel(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """The formula, compiled; in the middle of compiling it becomes part of what is compiled."""
     return formula if torch.compiler.is_compiling() else _compiled(formula)
 
 
 @cache
-def _compiled(formula):
+def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return torch.compile(formula)
 
 
@@ -229,7 +229,7 @@ def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
     return _ComplexDistance.apply(query, rows)
 
 
-def _query_blocks(query: Tensor, rows: Tensor):
+def _query_blocks(query: Tensor, rows: Tensor) -> Iterator[slice]:
     """Slices of the b queries small enough that the pairwise differences stay in cache."""
     chunks, count, dim = query.shape
     step = max(1, BLOCK_NUMBERS[block_device(query)] // max(1, chunks * rows.shape[1] * dim))
@@ -247,7 +247,7 @@ def _differences(query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 class _ComplexDistance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, query: Tensor, rows: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(query, rows)
         out = query.new_empty(query.shape[0], query.shape[1], rows.shape[1])
         for block in _query_blocks(query, rows):
@@ -255,7 +255,7 @@ class _ComplexDistance(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         query, rows = ctx.saved_tensors
         grad_query, grad_rows = torch.zeros_like(query), torch.zeros_like(rows)
         for block in _query_blocks(query, rows):

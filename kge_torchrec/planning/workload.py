@@ -103,9 +103,7 @@ class Workload:
     @property
     def batch_size(self) -> int:
         """Examples of a step over all ranks, never more than there are."""
-        size = self.config.train.batch_size
-        assert size is not None, "Config.with_batch_size settles it"
-        return min(size, self.examples)
+        return min(self.config.train.settled_batch_size, self.examples)
 
     @property
     def steps_per_epoch(self) -> float:

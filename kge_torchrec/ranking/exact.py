@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
@@ -92,7 +93,7 @@ class _Counter:
             done += size
             if self.progress is not None:
                 self.progress(size)
-        if dist.is_initialized() and dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(counts)
         return counts.cpu().numpy()
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
@@ -73,9 +74,9 @@ def _best(keys: Tensor, k: int) -> Tensor:
 
 def _gather(keys: Tensor) -> Tensor:
     """(B, k) of this rank -> (B, ranks * k) of all."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if world_size() == 1:
         return keys
-    parts = [torch.empty_like(keys) for _ in range(dist.get_world_size())]
+    parts = [torch.empty_like(keys) for _ in range(world_size())]
     dist.all_gather(parts, keys)
     return torch.cat(parts, 1)
 

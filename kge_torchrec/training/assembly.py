@@ -38,6 +38,7 @@ from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
+from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.step import Pipeline
@@ -50,7 +51,7 @@ _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the
 
 def sides_of(name: str) -> tuple[Side, ...]:
     """The sides that negatives.sides means: "both", or one side's own name."""
-    return SIDES if name == "both" else (name,)
+    return tuple(side for side in SIDES if name in ("both", side))
 
 
 def build_loss(config: LossConfig) -> Loss:
@@ -83,33 +84,52 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     if config.dense.compile:
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
     table = table_optimizer(train)
-    parts = (store.num_entities, objective, table)
-    options = {
-        "dense": dense_wrapper(config.dense, processes),
-        "init": init,
-        "seed": config.seed,
-        "scales_loss": train.precision == "fp16",
-    }
+    dense, scales_loss = dense_wrapper(config.dense, processes), train.precision == "fp16"
     if config.entities.engine == "torchrec":
         return TorchRecBackend(
-            *parts,
+            store.num_entities,
+            objective,
+            table,
             dense_optimizer(train),
             processes,
-            **options,
+            dense=dense,
+            init=init,
+            seed=config.seed,
+            scales_loss=scales_loss,
             plan=planned_sharding(config, store, processes),
             ascending_ids=config.entities.deduplicate,
             deferred=train.steps_on_sums,
         )
-    sparse = config.entities.sparse_options(train.optimizer)
-    return AllToAllBackend(*parts, sparse, dense_optimizer(train), processes, **options)
+    return AllToAllBackend(
+        store.num_entities,
+        objective,
+        table,
+        config.entities.sparse_options(train.optimizer),
+        dense_optimizer(train),
+        processes,
+        dense=dense,
+        init=init,
+        seed=config.seed,
+        scales_loss=scales_loss,
+    )
 
 
 def build_objective(config: Config, num_relations: int) -> Objective:
-    """Scorer and loss, not yet at their start."""
+    """Scorer and loss, not yet at their start.
+
+    Raises ConfigError for a scorer that negatives.regime cannot be trained with.
+    """
     of_queries = config.negatives.regime == "kvssample"
     loss = build_loss(config.loss)
+    scorer = build_scorer(config.model, num_relations)
+    if config.negatives.regime != "sampled" and not isinstance(scorer, QueryScorer):
+        raise ConfigError(
+            f"model.scorer: {config.model.scorer} is no QueryScorer; negatives.regime "
+            f"{config.negatives.regime} encodes each query once for all its candidates. Derive it "
+            "from QueryScorer, or use negatives.regime sampled"
+        )
     return (QueryObjective if of_queries else Objective)(
-        build_scorer(config.model, num_relations),
+        scorer,
         loss.over_answers() if of_queries else loss,
         sides_of(config.negatives.sides),
         build_regularizers(config.loss),
@@ -125,11 +145,12 @@ def planned_sharding(
 
     Raises ConfigError, on every rank, for a plan that is not for just this run.
     """
-    if config.run.plan is None:
+    file = config.run.plan
+    if file is None:
         return None
 
     def read() -> ShardingPlan:
-        plan = read_plan(config.run.plan)
+        plan = read_plan(file)
         plan.check(
             num_entities=store.num_entities,
             dim=config.model.dim,
@@ -192,36 +213,51 @@ def build_batches(
     config: Config, store: TripleStore, processes: Processes
 ) -> BatchBuilder | QueryBatches | QuerySampleBuilder:
     """This rank's batches."""
-    negatives = config.negatives
+    negatives, sides = config.negatives, sides_of(config.negatives.sides)
+    batch_size, on_cuda = config.train.settled_batch_size, processes.device.type == "cuda"
     if negatives.is_full:
-        on_cuda = processes.device.type == "cuda"
-        examples = _examples(negatives.regime, store, sides_of(negatives.sides))
-        return QueryBatches(examples, config.train.batch_size, config.seed, ahead=on_cuda)
+        examples = _examples(negatives.regime, store, sides)
+        return QueryBatches(examples, batch_size, config.seed, ahead=on_cuda)
     draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
-    shared = {
-        "sides": sides_of(negatives.sides),
-        "seed": config.seed,
-        "rank": processes.rank,
-        "world_size": processes.world_size,
-        "ahead": processes.device.type == "cuda",
-        "deduplicate": config.entities.deduplicate,
-        "bags": LOOKUP_BAGS[processes.device.type],
-        "accumulation": config.train.accumulation,
-    }
     if negatives.regime == "kvssample":
-        known = store.filter_index(("train",))
         return QuerySampleBuilder(
-            known, config.train.batch_size, sampler, max_answers=negatives.max_answers, **shared
+            store.filter_index(("train",)),
+            batch_size,
+            sampler,
+            sides=sides,
+            seed=config.seed,
+            rank=processes.rank,
+            world_size=processes.world_size,
+            ahead=on_cuda,
+            deduplicate=config.entities.deduplicate,
+            bags=LOOKUP_BAGS[processes.device.type],
+            accumulation=config.train.accumulation,
+            max_answers=negatives.max_answers,
         )
     return BatchBuilder(
         store.train,
-        config.train.batch_size,
+        batch_size,
         sampler,
+        sides=sides,
         chunk_size=negatives.chunk_size,
         known=store.filter_index(("train",)) if negatives.filtered else None,
-        **shared,
+        seed=config.seed,
+        rank=processes.rank,
+        world_size=processes.world_size,
+        ahead=on_cuda,
+        deduplicate=config.entities.deduplicate,
+        bags=LOOKUP_BAGS[processes.device.type],
+        accumulation=config.train.accumulation,
     )
+
+
+def examples_per_epoch(config: Config, store: TripleStore) -> int:
+    """What an epoch passes through: triples or queries, as negatives.examples says."""
+    sides, regime = sides_of(config.negatives.sides), config.negatives.regime
+    if regime == "sampled":
+        return len(store.train)
+    return len(_examples("kvsall" if regime == "kvssample" else regime, store, sides))
 
 
 def _examples(regime: str, store: TripleStore, sides: tuple[Side, ...]) -> Examples:

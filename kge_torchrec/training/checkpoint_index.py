@@ -13,13 +13,14 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from kge_torchrec.errors import KGEError
 
+T = TypeVar("T")
 Index = dict[str, Any]  # as JSON has it
 
 _THREADS = 4  # pieces under way at once: memory for as many, and disks like several requests
@@ -97,7 +98,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
-def in_threads(work: Callable, *items: Iterable) -> list:
+def in_threads(work: Callable[..., T], *items: Iterable[Any]) -> list[T]:
     """``map``, several at once: reading, writing and checksums leave Python's lock."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, *items))

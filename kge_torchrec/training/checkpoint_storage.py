@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -38,12 +38,13 @@ from torch.distributed.checkpoint import (
 )
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
@@ -58,6 +59,9 @@ from kge_torchrec.training.checkpoint_index import (
     pieces_of,
     read_piece,
 )
+
+T = TypeVar("T")
+Place = tuple[str, torch.Size | None]  # a tensor's name, and the offset of a piece of it
 
 
 class RankFailed(KGEError, RuntimeError):
@@ -119,7 +123,7 @@ class RawWriter(StorageWriter):
         self.folder = folder
         self.index: Index | None = None
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer writes once."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
@@ -141,7 +145,9 @@ class RawWriter(StorageWriter):
             file.truncate(end)
 
             def write(item: WriteItem, start: int) -> WriteResult:
-                numbers = _as_bytes(planner.resolve_data(item))
+                tensor = planner.resolve_data(item)
+                assert isinstance(tensor, Tensor)  # _bytes_of has refused all else
+                numbers = _as_bytes(tensor)
                 _write_at(file.fileno(), numbers, start)
                 place = {"file": name, "start": start, "crc32": zlib.crc32(numbers)}
                 return WriteResult(item.index, len(numbers), place)
@@ -154,14 +160,7 @@ class RawWriter(StorageWriter):
         """Puts the index together, on rank 0."""
         places = {_key(r.index): r.storage_data for of_rank in results for r in of_rank}
         self.index = {
-            name: {
-                "dtype": str(stored.properties.dtype).removeprefix("torch."),
-                "size": list(stored.size),
-                "pieces": [
-                    {"offset": list(c.offsets), "size": list(c.sizes), **places[name, c.offsets]}
-                    for c in stored.chunks
-                ],
-            }
+            name: _entry(name, stored, places)
             for name, stored in metadata.state_dict_metadata.items()
         }
 
@@ -169,7 +168,7 @@ class RawWriter(StorageWriter):
         return None
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
@@ -183,9 +182,9 @@ class RawReader(StorageReader):
     def __init__(self, folder: Path, index: Index):
         super().__init__()
         self.folder, self.index = folder, index
-        self._places: dict[tuple[str, torch.Size], dict[str, Any]] = {}
+        self._places: dict[Place, dict[str, Any]] = {}
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
@@ -193,7 +192,7 @@ class RawReader(StorageReader):
             stored = {name: self._tensor(name, entry) for name, entry in self.index.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise Damaged(f"its index makes no sense ({error!r})") from error
-        return Metadata(stored)
+        return Metadata({**stored})
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> TensorStorageMetadata:
         dtype, chunks = dtype_of(entry), []
@@ -231,7 +230,7 @@ class RawReader(StorageReader):
         return read_piece(self.folder, index.fqn, dtype, self._places[_key(index)])
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return True
 
 
@@ -283,19 +282,36 @@ class TensorsOnly(DefaultLoadPlanner):
         raise Damaged(f"{read_item.dest_index.fqn} is no tensor")
 
 
-def _key(index: MetadataIndex) -> tuple[str, torch.Size | None]:
+def _key(index: MetadataIndex) -> Place:
     return index.fqn, index.offset
 
 
+def _entry(
+    name: str,
+    stored: TensorStorageMetadata | BytesStorageMetadata,
+    places: dict[Place, dict[str, Any]],
+) -> dict[str, Any]:
+    """What the index says of a tensor."""
+    assert isinstance(stored, TensorStorageMetadata)  # _bytes_of has refused all else
+    return {
+        "dtype": str(stored.properties.dtype).removeprefix("torch."),
+        "size": list(stored.size),
+        "pieces": [
+            {"offset": list(c.offsets), "size": list(c.sizes), **places[name, c.offsets]}
+            for c in stored.chunks
+        ],
+    }
+
+
 def _bytes_of(item: WriteItem) -> int:
-    if item.type == WriteItemType.BYTE_IO:
+    if item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds tensors only")
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 
 def _as_bytes(tensor: Tensor) -> memoryview:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data
 
 
 def _write_at(handle: int, numbers: memoryview, start: int) -> None:
@@ -304,7 +320,7 @@ def _write_at(handle: int, numbers: memoryview, start: int) -> None:
         numbers, start = numbers[written:], start + written
 
 
-def _done(value: Any) -> Future:
-    future: Future = Future()
+def _done(value: T) -> Future[T]:
+    future: Future[T] = Future()
     future.set_result(value)
     return future

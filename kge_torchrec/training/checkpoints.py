@@ -197,7 +197,7 @@ def _make_empty(folder: Path) -> None:
     folder.mkdir(parents=True)
 
 
-def _finish(partial: Path, target: Path, index: Index, progress: TrainState) -> None:
+def _finish(partial: Path, target: Path, index: Index | None, progress: TrainState) -> None:
     """Completes a checkpoint on disk, then gives it its name."""
     texts = {
         _INDEX: json.dumps({"tensors": index}),

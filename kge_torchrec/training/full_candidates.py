@@ -23,7 +23,7 @@ block, D numbers a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.data.queries import QueryBatch
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.models.losses import (
@@ -69,7 +70,8 @@ class FullCandidates:
         self.kept_bytes = kept_bytes
         self.block_bytes = block_bytes or block_bytes_of(device.type)
         self.objective = backend.unwrapped_model.objective
-        self.scorer: QueryScorer = self.objective.scorer
+        assert isinstance(self.objective.scorer, QueryScorer)  # build_objective takes no other
+        self.scorer = self.objective.scorer
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
@@ -124,8 +126,8 @@ class _Step:
         self.loss, self.scorer = trainer.loss, trainer.scorer
         self.regularizers = trainer.objective.regularizers
         self.weight = 1 / batch.queries  # the loss is the mean over the queries
-        spread = dist.is_initialized()
-        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if spread else (0, 1)
+        self.world = world_size()
+        self.rank = dist.get_rank() if self.world > 1 else 0
         asked = directed(batch.asked, self.scorer)
         self.query_shards = [QueryShard(part, shard) for part in asked]
         self.fetched = GatheredRows(asked, shard, bool(self._relation_weight))
@@ -168,6 +170,7 @@ class _Step:
 
         Every rank knows the loss of all candidates, and its own part of all else.
         """
+        assert self.joined is not None  # row_gradients has been used up
         return self.loss.values(self.joined).sum() * self.weight + self.auxiliary * self.world
 
     @property
@@ -303,7 +306,7 @@ class _Step:
         return of_first, list(found[len(first) : stop])
 
 
-def _add(sums: list[Tensor], terms: list[Tensor | None]) -> None:
+def _add(sums: list[Tensor], terms: Sequence[Tensor | None]) -> None:
     """Adds each term to its sum in place; None is 0."""
     for total, term in zip(sums, terms, strict=True):
         if term is not None:

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from kge_torchrec.data.filter_index import Answers
 from kge_torchrec.data.queries import SideQueries
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.models.losses import BlockAnswers
@@ -171,6 +172,6 @@ def _all_but(held: Tensor, count: int) -> Tensor:
 
 def _summed(x: Tensor) -> Tensor:
     """Over all ranks, in place."""
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(x)
     return x

@@ -25,7 +25,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import yaml
 
@@ -33,10 +33,8 @@ from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import Overrides, is_set, load_config
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
 
 log = logging.getLogger(__name__)
 
@@ -150,7 +148,9 @@ class RunFolder:
 
 
 def _lock(file: IO[str], folder: Path) -> None:
-    if fcntl is None:
+    try:
+        import fcntl
+    except ImportError:  # Windows
         return
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -199,7 +199,7 @@ class MetricsLog:
             self._board.close()
 
 
-def _board(folder: RunFolder, resumed_at: int | None):
+def _board(folder: RunFolder, resumed_at: int | None) -> SummaryWriter:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at)
@@ -221,7 +221,7 @@ def _drop_after(file: Path, step: int) -> None:
     files.write_text(file, "".join(f"{line}\n" for line in kept))
 
 
-def _scalars(values: dict[str, Any], prefix: str = ""):
+def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
     for key, value in values.items():
         if isinstance(value, dict):
             yield from _scalars(value, f"{prefix}{key}/")

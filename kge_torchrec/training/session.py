@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -103,8 +104,8 @@ class Session:
         if trains:
             allow_tf32(config.train.tf32)
             self.backend = _engine(config, self.store, processes, plan_may_differ)
-        else:
-            self.backend = _trained_model(config, self.store, processes)
+        else:  # the part of a backend that reads
+            self.backend = _trained_model(config, self.store, processes)  # type: ignore[assignment]
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
@@ -134,8 +135,9 @@ class Session:
         state = self.backend.state()
         _, progress = self.checkpoints.load_first(state, names[::-1])
         self.backend.load_state(state)
-        if self.loss_scale:
-            self.backend.unwrapped_model.scale.load_state(progress.loss_scale)
+        scale = self.backend.unwrapped_model.scale
+        if isinstance(scale, LossScale):
+            scale.load_state(progress.loss_scale)
         return progress
 
     def restore_parameters(self, which: str = BEST) -> TrainState:
@@ -167,7 +169,7 @@ class Session:
             )
         return [which]
 
-    def rank(self, split: str) -> dict:
+    def rank(self, split: str) -> dict[str, Any]:
         """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""
         return self._metrics(self.store.split(split), split)
 
@@ -179,11 +181,11 @@ class Session:
         stream = np.random.default_rng(self.config.seed)
         return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
 
-    def validate(self) -> dict:
+    def validate(self) -> dict[str, Any]:
         """Metrics of ``validation_triples``, all entities being candidates."""
         return self._metrics(self.validation_triples(), "valid")
 
-    def _metrics(self, triples: np.ndarray, split: str) -> dict:
+    def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
         from tqdm import tqdm
 
         from kge_torchrec.ranking.exact import rank_triples

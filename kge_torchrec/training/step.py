@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -30,17 +30,18 @@ from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.loader import Batch
+from kge_torchrec.data.queries import SampledBatch
 from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
-from kge_torchrec.models.loss_scaling import LossScale
+from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 
 
 class Pipeline(Protocol):
     """Trains the next step of an iterator of micro-batches; StopIteration when all are trained."""
 
-    def progress(self, batches: Iterator[Batch]) -> Tensor: ...
+    def progress(self, batches: Iterator[Any]) -> Tensor: ...
 
 
 PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, as a watcher hears of them
@@ -69,11 +70,11 @@ class PlainStep:
             for hook in hooks:
                 hook.remove()
 
-    def progress(self, batches: Iterator[Batch]) -> Tensor:
+    def progress(self, batches: Iterator[SampledBatch]) -> Tensor:
         """Trains one step; returns its loss, detached."""
         return self.optimizer.group(lambda: self._train(batches))
 
-    def _train(self, batches: Iterator[Batch]) -> Tensor:
+    def _train(self, batches: Iterator[SampledBatch]) -> Tensor:
         batch = next(batches)
         self._ended("data")
         batch = self.backend.prepare(batch).to(self.device, non_blocking=True)
@@ -106,7 +107,7 @@ class PipelinedStep:
         )
         self.optimizer, self._model, self._checked = optimizer, backend.model, False
 
-    def progress(self, batches: Iterator[Batch]) -> Tensor:
+    def progress(self, batches: Iterator[SampledBatch]) -> Tensor:
         """Trains one step; returns its loss, detached."""
         loss = self.optimizer.group(lambda: self._pipeline.progress(batches))
         if not self._checked:
@@ -127,9 +128,10 @@ def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.
     name = train.pipeline
     if name == "auto":
         name = "sparse_dist" if backend.has_sparse_dist else "loop"
-    return {"sparse_dist": PipelinedStep, "loop": PlainStep}[name](
-        backend, StepOptimizer(backend, train), device
-    )
+    optimizer = StepOptimizer(backend, train)
+    if name == "sparse_dist":
+        return PipelinedStep(backend, optimizer, device)
+    return PlainStep(backend, optimizer, device)
 
 
 class StepOptimizer:
@@ -140,7 +142,7 @@ class StepOptimizer:
         self.clip_norm, self.clip_value = train.clip_norm, train.clip_value
         model = backend.unwrapped_model
         self.scale = model.scale if isinstance(model.scale, LossScale) else None
-        self.held = model.hold
+        self.held = model.hold if isinstance(model.hold, GradientBarrier) else None
         self._part = 0
 
     def group(self, train_one: Callable[[], Tensor]) -> Tensor:
@@ -158,14 +160,14 @@ class StepOptimizer:
         """Before a micro-batch: forgets gradients before the first one only."""
         if self._part == 0:
             self.backend.optimizer.zero_grad(set_to_none)
-            if self.scale is not None:
+            if self.held is not None:
                 self.held.drop()
 
     def step(self) -> None:
         """After a micro-batch: steps after the last one only.  Collective."""
         if not self._is_last:
             return
-        if self.scale is not None and not self._unscale(self.scale):
+        if not self._unscale():
             self.backend.skip_step()
             return
         if self.clip_value is not None:
@@ -184,32 +186,43 @@ class StepOptimizer:
             if parameter.grad is not None:
                 yield local_part(parameter.grad)
 
-    def _unscale(self, scale: LossScale) -> bool:
-        """Divides by the scale and ends the table's backward; False if a gradient overflowed."""
+    def _row_gradients(self) -> Tensor:
+        """(U, D) of the table's rows, as they will be stepped by."""
+        assert self.backend.pending is not None  # as TrainConfig.steps_on_sums
+        return self.backend.pending.sums()
+
+    def _unscale(self) -> bool:
+        """Divides by the scale, if there is one, and ends the table's backward.
+
+        False if a gradient overflowed.
+        """
+        scale, held = self.scale, self.held
+        if scale is None or held is None:
+            return True
         factor = 1 / scale.value
-        overflow = self._any_rank(~_is_finite([*self._dense(), *self.held.gradients()]))
+        overflow = self._any_rank(~_is_finite([*self._dense(), *held.gradients()]))
         scale.after_step(overflow)
         if overflow:
-            self.held.drop()
+            held.drop()
             return False
         for gradient in self._dense():
             gradient.mul_(factor)
-        self.held.release(factor)
+        held.release(factor)
         return True
 
     def _clip_value(self, limit: float) -> None:
         for gradient in self._dense():
             gradient.clamp_(-limit, limit)
-        self.backend.pending.sums().clamp_(-limit, limit)
+        self._row_gradients().clamp_(-limit, limit)
 
     def _clip_norm(self, limit: float) -> None:
-        rows = self.backend.pending.sums()
+        rows = self._row_gradients()
         dense = list(self._dense())
         device = self.backend.shard().rows.device
         of_dense = sum((g.square().sum().to(device) for g in dense), torch.zeros((), device=device))
         squares = self.backend.dense.sum_of_parts(of_dense)
         of_rows = rows.square().sum().to(device)
-        if dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(of_rows)
         norm = (squares + of_rows).sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
@@ -219,7 +232,7 @@ class StepOptimizer:
     def _any_rank(self, flag: Tensor) -> bool:
         """Whether a flag () is true on any rank."""
         found = flag.float()
-        if dist.get_world_size() > 1:
+        if world_size() > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX)
         return bool(found)
 

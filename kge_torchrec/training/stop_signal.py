@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from types import FrameType
+from typing import Any
 
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.errors import KGEError
@@ -36,7 +37,7 @@ class StopSignal:
     def __init__(self, processes: Processes):
         self._processes = processes
         self._received = False
-        self._handlers: dict[int, object] = {}
+        self._handlers: dict[int, Any] = {}  # as signal.signal gives them
         self._steps_left = self._steps_between = 1
         self._asked_at = time.monotonic()
 

@@ -23,8 +23,8 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.loader import Batch
-from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.data.queries import QueryBatch, SampledBatch
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
@@ -112,9 +112,9 @@ class Trainer:
         seconds = max(progress.seconds - start_seconds, 1e-9)
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
-    def train_step(self, batches: Iterator[Batch]) -> int:
+    def train_step(self, batches: Iterator[SampledBatch | QueryBatch]) -> int:
         """Trains the next batch; returns its number of triples, over all ranks."""
-        progress, batch_size = self.progress, self.config.train.batch_size
+        progress, batch_size = self.progress, self.config.train.settled_batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.backend.set_learning_rate(factor)
         seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
@@ -238,7 +238,7 @@ class Trainer:
         progress, size = self.progress, self.batches.examples
         return tqdm(
             total=self.config.train.epochs * size,
-            initial=progress.epoch * size + progress.step * self.config.train.batch_size,
+            initial=progress.epoch * size + progress.step * self.config.train.settled_batch_size,
             unit=f" {self.config.negatives.examples}",
             unit_scale=True,
             disable=self.session.hide_bars,
@@ -254,7 +254,7 @@ def peak_memory_bytes() -> int:
     """The largest resident size of any rank so far.  Collective."""
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
     peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
-    if dist.is_initialized() and dist.get_world_size() > 1:
+    if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
 
@@ -330,7 +330,7 @@ class LossesSeen:
             return []
         mine = torch.stack(self._losses).double()
         self._losses.clear()
-        world = dist.get_world_size() if dist.is_initialized() else 1
+        world = world_size()
         every = [mine]
         if world > 1:
             every = [torch.empty_like(mine) for _ in range(world)]

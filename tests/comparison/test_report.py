@@ -9,7 +9,7 @@ from comparison_made_up import comparison, measurement, training
 
 from kge_torchrec.comparison.launch import read_json, write_json
 from kge_torchrec.comparison.plots import draw
-from kge_torchrec.comparison.report import summarize, tables, traffic
+from kge_torchrec.comparison.report import summarize, tables, traffic, verdict
 
 PNG = b"\x89PNG\r\n\x1a\n"
 
@@ -21,6 +21,19 @@ def whole() -> dict:
         torchrec=[measurement(0, 1e5, 1.1e5, ranks=2), measurement(1, 1e5, 1.2e5, ranks=2)],
         handrolled=[measurement(0, 2e5, 2.1e5, ranks=2), measurement(1, 2e5, 2.4e5, ranks=2)],
     )
+
+
+def test_speed_counts_what_an_epoch_passes_through():
+    """A query of kvssample has several triples: a speed in triples would be none."""
+    alike = {name: [measurement(0, 1e5, 1.1e5, ranks=2)] for name in ("torchrec", "handrolled")}
+    found = comparison(training(0.0, 1e-6), **alike)
+    for regime, counted, other in (
+        ("sampled", "triples/s", "queries/s"),
+        ("kvssample", "queries/s", "triples/s"),
+    ):
+        found["config"]["negatives"]["regime"] = regime
+        for text in (tables(found), verdict(found)[0]):
+            assert counted in text and other not in text
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.data.loader import Batch
+from kge_torchrec.data.queries import SampledBatch
 from kge_torchrec.distributed.dense import DenseWrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
@@ -80,7 +80,7 @@ class AllToAllBackend:
         self._base_table_rate = table_optimizer.lr
         self.layout = f"{_describe(self.table)}\n{dense.describe()}"
 
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Routes the ids while they are on the host.  Collective."""
         return replace(batch, ids=self.table.route(batch))
 

@@ -27,7 +27,7 @@ from torchrec import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.data.loader import Batch
+from kge_torchrec.data.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
 from kge_torchrec.embeddings.backend import ENTITY, EntityShard
@@ -87,7 +87,7 @@ class HandrolledTable(nn.Module):
         self.join()
         return self._shard
 
-    def route(self, batch: Batch) -> Route:
+    def route(self, batch: SampledBatch) -> Route:
         """Where the ids of a batch, still on the CPU, go.  Collective."""
         ids, places = batch.ids.values(), None
         if self.counts_places:

@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from kge_torchrec.data.loader import Batch
+from kge_torchrec.data.queries import SampledBatch
 from kge_torchrec.distributed.dense import DenseWrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import EntityShard
@@ -137,7 +137,7 @@ class TorchRecBackend:
         if self.pending is None:
             set_table_step(self.model, table_step(self.model) - 1)
 
-    def prepare(self, batch: Batch) -> Batch:
+    def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Nothing: TorchRec distributes the ids on the device."""
         return batch
 

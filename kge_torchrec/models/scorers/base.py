@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from kge_torchrec.config.checks import ConfigError, check
+from kge_torchrec.data import SIDES as SIDES
+from kge_torchrec.data import Side as Side
 from kge_torchrec.models.ops import pairwise
 
-Side = Literal["head", "tail"]
-SIDES: tuple[Side, ...] = ("head", "tail")
 # What so many real numbers make, in the message for a model.dim that is no multiple of them.
 GROUPS = {
     2: "two real numbers make a complex one",
@@ -88,7 +88,7 @@ class Scorer(nn.Module):
         **options: Any,
     ):
         super().__init__()
-        self.options = self.Options(**options)
+        self.options: Any = self.Options(**options)  # each scorer has its own
         self.check(dim, reciprocal, self.options)
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
         width = self.relation_dim(dim, self.options)
@@ -312,10 +312,10 @@ class DotScorer(QueryScorer):
         """Hidden dropout of the query."""
         return self.hidden_dropout(query)
 
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+    def similarity(self, query: Any, rows: Tensor) -> Tensor:
         return (query * rows).sum(-1)
 
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+    def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
         return torch.matmul(query, rows.transpose(-1, -2))
 
 
@@ -346,7 +346,12 @@ class UnitNorm(nn.Module):
 
 def normalization_of(name: str, dim: int) -> nn.Module:
     """The normalization of rows of dim numbers: none, unit or layer (with scale and shift)."""
-    return {"none": nn.Identity, "unit": UnitNorm, "layer": lambda: nn.LayerNorm(dim)}[name]()
+    made: dict[str, Callable[[], nn.Module]] = {
+        "none": nn.Identity,
+        "unit": UnitNorm,
+        "layer": lambda: nn.LayerNorm(dim),
+    }
+    return made[name]()
 
 
 def init_layers(module: nn.Module, stream: np.random.Generator) -> None:

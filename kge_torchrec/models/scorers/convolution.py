@@ -28,11 +28,11 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError, at_least
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
-from kge_torchrec.models.scorers.base import GROUPS, DotScorer, Side, check_share
+from kge_torchrec.models.scorers.base import GROUPS, DotScorer, Scorer, Side, check_share
 
 
 @dataclass(frozen=True)
-class ConvolutionOptions:
+class ConvolutionOptions(Scorer.Options):
     """The convolution.
 
     Args:

@@ -161,7 +161,8 @@ class Shallom(QueryScorer):
 
     def picked(self, query: Half, index: Tensor) -> Half:
         """All queries share the layer."""
-        return Half(*super().picked(tuple(query[:-1]), index), query.layer)
+        hidden, weight, bias = super().picked(tuple(query[:-1]), index)
+        return Half(hidden, weight, bias, query.layer)
 
     def similarity(self, query: Half, rows: Tensor) -> Tensor:
         score = self._score(query.hidden, query.weight, rows @ query.layer.t())
