@@ -214,6 +214,26 @@ FAULTS = [
     # what a config may ask
     Fault("one side trained with inverse relations", SESSION, "config.check_trainable()", "pass",
           "tests/training/test_earlier_runs.py -k one_side"),
+    # parts of other packages
+    Fault("an optimizer of others is lost on the way to the CPU table",
+          "embeddings/torchrec/sharder.py", "if kernel is not _CpuFusedEmbedding:", "if True:",
+          "tests/test_extend.py -k step_of_a_run"),
+    Fault("FBGEMM steps in place of an optimizer of others", "training/assembly.py",
+          'config.check_device(processes.device.type == "cuda")', "pass",
+          "tests/test_extend.py -k fbgemm"),
+    Fault("gradients of one row step one after another", "embeddings/foreign_optimizer.py",
+          "torch.unique(ids, return_inverse=True)", "ids, torch.arange(len(ids))",
+          "tests/test_extend.py -k formula"),
+    Fault("a draw may have random numbers of its own", "data/negatives.py",
+          "elif not np.array_equal(ids, again.T):", "elif False:",
+          "tests/test_extend.py -k promise"),
+    Fault("an export knows our scorers only", "export/description.py",
+          'scorer = resolve("scorer", model.scorer)',
+          "from kge_torchrec.models.scorers import SCORERS; scorer = SCORERS[model.scorer]",
+          "tests/test_extend.py -k export_scores"),
+    Fault("a registered class takes our name", "config/registry.py",
+          "if name in KINDS[kind].ours or others != {place}:", "if others != {place}:",
+          "tests/test_extend.py -k registered_name"),
 ]  # fmt: skip
 
 
