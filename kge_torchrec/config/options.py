@@ -45,9 +45,9 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     Raises ConfigError for an option that the owner does not have, one without default that is not
     given, a wrong type, and what the dataclass itself refuses.
     """
-    settings: Any = owner.Options
-    if not is_dataclass(settings):
+    if not is_dataclass(owner.Options):
         raise ConfigError(f"{key}: {_name_of(owner)}.Options must be a dataclass")
+    settings: Any = owner.Options
     chosen = {name: value for name, value in values.items() if value is not None}
     known = [item.name for item in fields(settings)]
     for name in sorted(chosen.keys() - set(known)):
