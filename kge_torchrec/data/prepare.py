@@ -215,7 +215,7 @@ def _without_repeats(
     """Each split with every triple once, at its first place; and the numbers dropped."""
     kept, dropped = {}, {}
     for split, rows in triples.items():
-        again = repeats(rows.T, (sizes[0], sizes[1], sizes[0]))
+        again = repeats([*rows.T], (sizes[0], sizes[1], sizes[0]))
         kept[split] = np.delete(rows, again, axis=0) if len(again) else rows
         dropped[split] = len(again)
     return kept, dropped

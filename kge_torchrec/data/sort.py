@@ -69,7 +69,7 @@ def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
     key = pack(columns, sizes)
     if key is None:
         order = np.lexsort(columns[::-1])
-        equal = np.logical_and.reduce([np.diff(column[order]) == 0 for column in columns])
+        equal = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
         return np.sort(order[1:][equal])
     ordered = np.sort(key)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 
 from kge_torchrec.config import TrainConfig
@@ -158,7 +159,7 @@ def _slowest(cluster: Cluster, traffic: Traffic, kind: str) -> float:
     seconds = (
         traffic.within[kind] / device.within_host + traffic.between[kind] / device.between_hosts
     )
-    return float(seconds.max()) / EFFICIENCY
+    return float(np.max(seconds)) / EFFICIENCY
 
 
 # A chunk of more triples than this is watched at half the size and at this one and extended in a
