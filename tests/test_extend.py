@@ -64,6 +64,7 @@ from kge_torchrec.training.assembly import (
     build_batches,
     build_loss,
     build_regularizers,
+    dense_optimizer,
 )
 
 ROTE, SQUARED, LP = "my_parts.rote:RotE", "my_parts.squared:SquaredError", "my_parts.lp:Lp"
@@ -415,6 +416,25 @@ def test_the_optimizer_steps_as_its_formula(folder):
     np.testing.assert_allclose(relations.detach().numpy(), of_relations, rtol=1e-5, atol=1e-6)
     (state,) = fused.get_optimizer_state()
     np.testing.assert_allclose(state["momentum"].numpy(), momentum, rtol=1e-5, atol=1e-6)
+
+
+class WithAdam(RowOptimizer):
+    """Has a torch optimizer for dense parameters."""
+
+    def step(self, rows, grad, states, lr, step):
+        rows.sub_(lr * grad)
+
+    @classmethod
+    def dense(cls, parameters, lr, of):
+        return torch.optim.Adam(parameters, lr=lr)
+
+
+def test_dense_parameters_step_alike_or_by_an_optimizer_of_torch(folder):
+    parameters = [torch.nn.Parameter(torch.ones(2, 3))]
+    for name, kind in ((LION, DenseRows), (f"{HERE}:WithAdam", torch.optim.Adam)):
+        keys = {"train.optimizer": name, "train.lr": 0.1, "train.relation_lr": 0.03}
+        optimizer = dense_optimizer(config_from_dict(keys).train)(parameters)
+        assert type(optimizer) is kind and optimizer.param_groups[0]["lr"] == 0.03
 
 
 def rank_steps(folder: Path, runs: list) -> list[tuple[dict, dict]]:
