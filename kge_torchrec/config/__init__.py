@@ -198,7 +198,7 @@ class Config:
             )
 
     def check_device(self, on_cuda: bool) -> None:
-        """Raises ConfigError if the table's engine cannot take the optimizer's steps there."""
+        """Raises ConfigError if the table's backend cannot take the optimizer's steps there."""
         optimizer = self.train.optimizer
         if on_cuda and self.entities.engine == "torchrec" and optimizer not in OPTIMIZER_NAMES:
             raise ConfigError(

@@ -199,7 +199,7 @@ ENGINE_NAMES = ("torchrec", "handrolled")
 
 @dataclass(frozen=True)
 class EntitiesConfig:
-    """The engine that holds the entity table.
+    """The backend that holds the entity table.
 
     Args:
         engine: torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare
@@ -233,7 +233,7 @@ class EntitiesConfig:
         """The preset with the keys that are set.
 
         Raises ConfigError, naming the key, when they contradict each other, the optimizer or the
-        engine.
+        backend.
         """
         keys = {name: getattr(self, name) for name in asdict(FBGEMM)}
         try:

@@ -2,6 +2,6 @@
 
 from typing import Literal
 
-ENTITY = "entity"  # name of the entity table and of its only feature, in every engine
+ENTITY = "entity"  # name of the entity table and of its only feature, in every backend
 Side = Literal["head", "tail"]  # the missing one, which a query asks for
 SIDES: tuple[Side, ...] = ("head", "tail")

@@ -5,7 +5,7 @@
     fsdp    every rank holds a part of each parameter; whole ones exist while the objective runs
     hybrid  the same within groups of ranks; the groups repeat each other
 
-All of them average gradients over all ranks, under the same parameter names, in every engine.
+All of them average gradients over all ranks, under the same parameter names, in every backend.
 
 Shapes: W ranks.
 """

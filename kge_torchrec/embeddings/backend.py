@@ -73,8 +73,8 @@ class EmbeddingBackend(Protocol):
     def state(self) -> dict[str, Any]:
         """Everything a checkpoint needs: parameters, optimizer state and the step of the table.
 
-        The same names and forms in every engine, sharded by rows of any sizes, so that a
-        checkpoint of one engine and world size resumes in others.
+        The same names and forms in every backend, sharded by rows of any sizes, so that a
+        checkpoint of one backend and world size resumes in others.
         """
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class EmbeddingBackend(Protocol):
         """Takes the place of ``optimizer.step`` when gradients are not to be used."""
 
 
-# What every engine calls the table in a checkpoint, and the first part of its states' names.
+# What every backend calls the table in a checkpoint, and the first part of its states' names.
 ENTITY_WEIGHT = f"entities.embeddings.{ENTITY}.weight"
 
 

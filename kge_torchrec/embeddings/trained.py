@@ -1,6 +1,6 @@
 """A trained model to read: rows and scorer alone, as ranking, prediction and export need them.
 
-No optimizer, no lookup, no TorchRec, hence no plan either: it takes what any engine wrote into a
+No optimizer, no lookup, no TorchRec, hence no plan either: it takes what any backend wrote into a
 checkpoint, on any number of ranks, and is there a second after the program has started.
 """
 
@@ -17,7 +17,7 @@ from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.models.scorers import build_scorer
 
-_SCORER = "objective.scorer."  # where engines keep the scorer, in the names of a checkpoint
+_SCORER = "objective.scorer."  # where backends keep the scorer, in the names of a checkpoint
 
 
 class _Whole:

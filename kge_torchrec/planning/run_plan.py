@@ -63,7 +63,7 @@ log = logging.getLogger(__name__)
 def write_run_plan(session: Session) -> None:
     """Writes plan.txt and plan.json, and prints the layout, on rank 0; nothing on the others.
 
-    plan.txt begins with the layout that the engine has; the rest of both files is what a dry run
+    plan.txt begins with the layout that the backend has; the rest of both files is what a dry run
     says of the run, with which another one may train (run.plan).  Training does without a plan that
     cannot be made or written: that is a warning.
     """

@@ -71,7 +71,7 @@ def build_regularizers(config: LossConfig) -> Regularizers:
 def build_backend(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective.
 
-    Raises ConfigError for an optimizer that the engine cannot step with on this device.
+    Raises ConfigError for an optimizer that the backend cannot step with on this device.
     """
     config.check_device(processes.device.type == "cuda")
     train = config.train

@@ -309,8 +309,8 @@ class TableForm:
     kernel: FUSED (rows on the device), UVM (rows in main memory), UVM_CACHING (main memory with a
         cache on the GPU), or DENSE (data-parallel: whole gradients and torch's own optimizer).
     cache_ratio: share of the rows that the cache of UVM_CACHING holds.
-    state_bytes: of one number of state; 2 for the hand-rolled engine's bfloat16 state.
-    counts_rows: whether each row counts its steps in an int32 (the hand-rolled engine's
+    state_bytes: of one number of state; 2 for the all_to_all backend's bfloat16 state.
+    counts_rows: whether each row counts its steps in an int32 (the all_to_all backend's
         bias_correction row).
     state_in_main: whether all state is kept in main memory (its state_device cpu).
     """
