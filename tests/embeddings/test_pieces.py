@@ -20,7 +20,7 @@ def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
     return fit(config_of(store, run, **changes)).parameters
 
 
-@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+@pytest.mark.parametrize("engine", ["torchrec", pytest.param("handrolled", marks=pytest.mark.slow)])
 def test_any_pieces_resume_as_any_others(tmp_path, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}

@@ -250,7 +250,13 @@ def rank_loads_and_goes_on(folder: str, size: int) -> dict:
     return results
 
 
-@pytest.mark.parametrize(("saved_on", "loaded_on", "size"), [(2, 4, 5), (4, 2, 5), (4, 1, 101)])
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on", "size"),
+    [
+        (2, 4, 5),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 5), (4, 1, 101))),
+    ],
+)
 def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_on, size):
     run_world(saved_on, rank_saves, str(tmp_path), size)
     resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)

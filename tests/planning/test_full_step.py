@@ -45,7 +45,10 @@ def test_three_products_a_step(loss, is_cuda):
     assert full_cost(work, 400, is_cuda).flops == 3 * 2 * 128 * 400 * 16
 
 
-@pytest.mark.parametrize("scorer", ["complex", "rotate", "transe_l2"])
+@pytest.mark.parametrize(
+    "scorer",
+    ["complex", *(pytest.param(name, marks=pytest.mark.slow) for name in ("rotate", "transe_l2"))],
+)
 def test_many_queries_are_extended_from_fewer_on_a_cpu(monkeypatch, scorer):
     keys = {"model__scorer": scorer, "train__batch_size": 400, "model__dim": 32}
     monkeypatch.setattr(module, "_QUERIES", 800)

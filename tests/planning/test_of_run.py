@@ -28,7 +28,9 @@ def trained(config, plan: str):
     return mine, held, planned.fits, session.parameters
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(
+    "world_size", [2, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in (1, 4))]
+)
 def test_a_run_from_a_plan_file_is_the_run_without(tmp_path, world_size):
     store, plan = tiny_store(tmp_path / "store"), str(tmp_path / "plan.json")
     own, planned = (

@@ -60,6 +60,7 @@ def test_widths_that_only_our_own_engine_takes_on_cuda(capsys):
         run(arguments)
 
 
+@pytest.mark.slow
 def test_dense_part_above_the_capacity(capsys):
     arguments = ["--entities=1000", "--relations=12M", "--triples=13M", "--devices", "2xL4"]
     assert run([*arguments, "--model.dim=100"]) == DOES_NOT_FIT

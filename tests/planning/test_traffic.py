@@ -56,9 +56,8 @@ HYBRID = {
     [
         (1, SHARED),
         (2, SHARED),
-        (4, SHARED),
         (4, CHUNKS),
-        (2, DUPLICATES),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, SHARED), (2, DUPLICATES))),
         (2, FSDP),
         (4, HYBRID),
     ],

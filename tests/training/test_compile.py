@@ -29,7 +29,8 @@ def train(store: Path, folder: Path, compiled: bool, **changes) -> dict:
     return fit(config, without_checkpoints).parameters
 
 
-@pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_traced_parts_train_the_same(store, tmp_path, monkeypatch, precision):
     """Traced as for inductor, whose compiler would take most of the time, and without breaks."""
     traced = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)

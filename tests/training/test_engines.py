@@ -64,9 +64,19 @@ def train_in(world_size: int, changes: dict, folder: Path | None = None) -> dict
 @pytest.mark.parametrize(
     "optimizer, world_size",
     [
-        *((name, 2) for name in OPTIMIZER_NAMES),
+        ("adam", 2),
+        ("rowwise_adam", 2),
         ("rowwise_adagrad", 4),
-        *(pytest.param("adam", ranks, marks=pytest.mark.slow) for ranks in (1, 4)),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("adam", 1),
+                ("adam", 4),
+                ("adagrad", 2),
+                ("rowwise_adagrad", 2),
+                ("sgd", 2),
+            )
+        ),
     ],
 )
 def test_fifty_steps_give_the_same_parameters(optimizer, world_size):
@@ -93,12 +103,13 @@ def test_in_a_thread_bitwise_the_same():
     "optimizer, first, then",
     [
         ("adam", ("torchrec", 1), ("handrolled", 2)),
-        ("adam", ("handrolled", 2), ("torchrec", 4)),
-        ("rowwise_adam", ("handrolled", 4), ("torchrec", 1)),
-        ("rowwise_adagrad", ("torchrec", 2), ("handrolled", 4)),
+        ("rowwise_adagrad", ("handrolled", 2), ("torchrec", 4)),
         *(
             pytest.param(*case, marks=pytest.mark.slow)
             for case in (
+                ("adam", ("handrolled", 2), ("torchrec", 4)),
+                ("rowwise_adam", ("handrolled", 4), ("torchrec", 1)),
+                ("rowwise_adagrad", ("torchrec", 2), ("handrolled", 4)),
                 ("adagrad", ("handrolled", 1), ("torchrec", 2)),
                 ("sgd", ("torchrec", 4), ("handrolled", 1)),
                 ("rowwise_adam", ("handrolled", 1), ("handrolled", 4)),

@@ -13,7 +13,7 @@ from oracle_full_candidates import train_dense
 from training_runs import config_of, fit, largest_difference, parameters, tiny_store
 from worlds import run_world
 
-from kge_torchrec.config import ENGINE_NAMES, OPTIMIZER_NAMES, Config, RunConfig
+from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.run_folder import RunFolder
@@ -118,8 +118,16 @@ def dense(number: int) -> dict:
     )
 
 
-RUNS = [(engine, ranks, "whole") for engine in ENGINE_NAMES for ranks in (1, 2, 4)]
-RUNS += [("torchrec", 2, "small")]
+RUNS = [
+    ("torchrec", 1, "whole"),
+    ("handrolled", 2, "whole"),
+    ("torchrec", 2, "small"),
+    ("torchrec", 4, "whole"),
+    *(
+        pytest.param(*case, "whole", marks=pytest.mark.slow)
+        for case in (("handrolled", 1), ("torchrec", 2), ("handrolled", 4))
+    ),
+]
 
 
 @pytest.mark.parametrize("engine, world_size, blocks", RUNS)

@@ -194,8 +194,22 @@ def test_what_is_dropped_does_not_depend_on_the_ranks(tmp_path):
                 assert largest_difference(alone, together) < 1e-5, (name, ranks)
 
 
-@pytest.mark.parametrize("regime", ["1vsall", "kvsall", "kvssample"])
-@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+@pytest.mark.parametrize(
+    "engine, regime",
+    [
+        ("torchrec", "1vsall"),
+        ("handrolled", "kvsall"),
+        ("torchrec", "kvssample"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("handrolled", "1vsall"),
+                ("torchrec", "kvsall"),
+                ("handrolled", "kvssample"),
+            )
+        ),
+    ],
+)
 def test_resuming_changes_no_bit(tmp_path, regime, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {

@@ -283,6 +283,7 @@ def test_a_rank_killed_twice_comes_back_and_ends_as_if_undisturbed(tmp_path):
     assert results["test"] == json.loads((tmp_path / "whole" / "results.json").read_text())["test"]
 
 
+@pytest.mark.slow
 def test_sigterm_on_the_command_line(tmp_path):
     config = config_of("countries", tmp_path / "run", **LONG)
     config.save(tmp_path / "config.yaml")

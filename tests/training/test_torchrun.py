@@ -54,6 +54,7 @@ for number in range(3):
 """
 
 
+@pytest.mark.slow
 def test_groups_one_after_another_do_not_meet(tmp_path):
     """torchrun's store keeps what groups have written into it, when they are gone."""
     (tmp_path / "groups.py").write_text(GROUPS)
