@@ -10,12 +10,21 @@ import re
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
 from types import UnionType
-from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
-
-from docstring_parser import parse as parse_docstring
-from jsonargparse import ArgumentError, ArgumentParser
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from kge_torchrec.config.checks import ConfigError
+
+if TYPE_CHECKING:  # a tenth of a second, which whoever prepares a store need not wait for
+    from jsonargparse import ArgumentParser
 
 _KINDS = {
     "int": "an integer",
@@ -56,6 +65,8 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     for item in fields(settings):
         if item.name not in chosen and item.default is item.default_factory is MISSING:
             raise ConfigError(f"{key}.{item.name}: {_name_of(owner)} has no default for it; set it")
+    from jsonargparse import ArgumentError
+
     try:
         parser = _parser_of(settings)
         typed = vars(parser.instantiate(parser.parse_object(chosen)))
@@ -70,6 +81,8 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
 
 def options_help(owner: Any) -> list[Option]:
     """The options that a class has, as its help text lists them."""
+    from docstring_parser import parse as parse_docstring
+
     said = {p.arg_name: p.description for p in parse_docstring(owner.Options.__doc__ or "").params}
     hints = get_type_hints(owner.Options)
     found = []
@@ -111,6 +124,8 @@ def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> st
 
 @cache
 def _parser_of(options: Any) -> ArgumentParser:
+    from jsonargparse import ArgumentParser
+
     parser = ArgumentParser(exit_on_error=False)
     parser.add_class_arguments(options, None)
     return parser
