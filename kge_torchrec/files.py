@@ -41,7 +41,12 @@ def put_in_place(made: Path, target: Path) -> None:
     replaces = target.exists()
     if replaces:
         target.rename(old)
-    made.rename(target)
+    try:
+        made.rename(target)
+    except OSError:
+        if replaces:  # what was there stays
+            old.rename(target)
+        raise
     sync(target.parent)
     if replaces:
         shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,52 @@
+"""Files and folders are there whole or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kge_torchrec import files
+
+
+def folder(path: Path, content: str) -> Path:
+    path.mkdir()
+    (path / "content").write_text(content)
+    return path
+
+
+def test_a_folder_takes_the_place_of_another_and_nothing_else_stays(tmp_path):
+    made, target = folder(tmp_path / ".made", "new"), folder(tmp_path / "it", "before")
+    folder(tmp_path / ".made.old", "of a program that was killed")
+    files.put_in_place(made, target)
+    assert (target / "content").read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["it"]
+
+
+def test_a_folder_that_cannot_take_its_name_leaves_what_was_there(tmp_path, monkeypatch):
+    made, target = folder(tmp_path / ".made", "new"), folder(tmp_path / "it", "before")
+    rename = Path.rename
+
+    def refuse(path: Path, to: Path) -> Path:
+        if path == made:
+            raise OSError(28, "No space left on device")
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        files.put_in_place(made, target)
+    assert (target / "content").read_text() == "before"
+
+
+def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+    file = tmp_path / "results.json"
+    files.write_json(file, {"mrr": 0.5})
+
+    def refuse(path: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "sync", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        files.write_json(file, {"mrr": 0.6})
+    assert file.read_text() == '{\n "mrr": 0.5\n}\n'
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
