@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,35 +210,31 @@ def build_batches(
         return QueryBatches(examples, batch_size, config.seed, ahead=on_cuda)
     draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
+    shared: dict[str, Any] = {
+        "sides": sides,
+        "seed": config.seed,
+        "rank": processes.rank,
+        "world_size": processes.world_size,
+        "ahead": on_cuda,
+        "deduplicate": config.entities.deduplicate,
+        "bags": LOOKUP_BAGS[processes.device.type],
+        "accumulation": config.train.accumulation,
+    }
     if negatives.regime == "kvssample":
         return QuerySampleBuilder(
             store.filter_index(("train",)),
             batch_size,
             sampler,
-            sides=sides,
-            seed=config.seed,
-            rank=processes.rank,
-            world_size=processes.world_size,
-            ahead=on_cuda,
-            deduplicate=config.entities.deduplicate,
-            bags=LOOKUP_BAGS[processes.device.type],
-            accumulation=config.train.accumulation,
+            **shared,
             max_answers=negatives.max_answers,
         )
     return BatchBuilder(
         store.train,
         batch_size,
         sampler,
-        sides=sides,
         chunk_size=negatives.chunk_size,
         known=store.filter_index(("train",)) if negatives.filtered else None,
-        seed=config.seed,
-        rank=processes.rank,
-        world_size=processes.world_size,
-        ahead=on_cuda,
-        deduplicate=config.entities.deduplicate,
-        bags=LOOKUP_BAGS[processes.device.type],
-        accumulation=config.train.accumulation,
+        **shared,
     )
 
 
