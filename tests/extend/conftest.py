@@ -1,0 +1,30 @@
+"""The modules of docs/extend.md as files, so that there is one copy of their code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from extended import importable
+from test_documentation import ROOT, blocks_of
+from training_runs import tiny_store
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Iterator[Path]:
+    """Where the page's modules lie."""
+    folder = tmp_path_factory.mktemp("extend")
+    page = ROOT / "docs" / "extend.md"
+    for block in blocks_of(page.read_text(encoding="utf-8"), page.name):
+        if block.markers.get("file", "").startswith("my_parts/"):
+            path = folder / block.markers["file"]
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(block.text, encoding="utf-8")
+    with importable(folder):
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> Path:
+    return tiny_store(tmp_path_factory.mktemp("graph") / "store").path

@@ -1,0 +1,168 @@
+"""Names, import paths and options in a config: what they find, or what is told instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from extended import LION, LP, MIXED, ROTE, SQUARED, part
+from test_documentation import ROOT
+
+from kge_torchrec import (
+    Loss,
+    QueryScorer,
+    RowOptimizer,
+    Scorer,
+    register,
+)
+from kge_torchrec.config import ConfigError, registry
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.embeddings.optimizers import Adam, TableOptimizer
+from kge_torchrec.parts import listing, options_table
+
+HERE = __name__  # parts below are of this module
+
+
+# What a config may get wrong
+
+
+class NoForms(Loss):
+    """Sampled candidates only."""
+
+
+class NoQuery(Scorer):
+    """Encodes nothing."""
+
+
+class Needy(QueryScorer):
+    """Has an option without default."""
+
+    @dataclass(frozen=True)
+    class Options:
+        size: int
+        kind: str = "a"
+
+
+class NoDataclass(QueryScorer):
+    class Options:
+        pass
+
+
+class NoStep(RowOptimizer):
+    """Gives no step."""
+
+
+WRONG = [
+    ({"model.scorer": "complx"}, "model.scorer must be one of .*did you mean 'complex'"),
+    ({"model.scorer": "my_parts.rote.RotE"}, "a name or package.module:Class, got 'my_p"),
+    ({"model.scorer": "my_parts.rote:"}, "a name or package.module:Class"),
+    ({"model.scorer": ":RotE"}, "a name or package.module:Class"),
+    ({"model.scorer": "no_parts.rote:RotE"}, "cannot be imported: No module named 'no_parts'"),
+    ({"model.scorer": "my_parts.rote:RotF"}, "my_parts.rote has no RotF; did you mean RotE?"),
+    ({"model.scorer": LP}, "model.scorer: .*Lp is no class derived from .*base.Scorer"),
+    ({"model.scorer": "my_parts.rote:math"}, "model.scorer: .* is no class derived from"),
+    ({"model.scorer": ROTE, "model.options": {"move": True}},
+     "model.options.move is no option of rote, which has moves"),
+    ({"model.scorer": ROTE, "model.options": {"moves": "far"}},
+     "model.options.moves must be true or false, got far"),
+    ({"model.scorer": ROTE, "model.dim": 7}, r"even for rote \(two real numbers"),
+    ({"model.scorer": ROTE, "model.hidden_dropout": 0.5}, "no meaning for my_parts.rote:RotE"),
+    ({"model.scorer": f"{HERE}:Needy"}, "model.options.size: Needy has no default for it; set it"),
+    ({"model.scorer": f"{HERE}:NoDataclass"}, "NoDataclass.Options must be a dataclass"),
+    ({"model.scorer": f"{HERE}:NoQuery", "negatives.regime": "kvsall"}, "derive it from QueryScor"),
+    ({"loss.name": SQUARED, "loss.options": {"rest": 0}}, "loss.options.rest must be > 0, got 0"),
+    ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "1vsall"}, "use softmax or bce"),
+    ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "kvssample"}, "use softmax or bce"),
+    ({"loss.regularizers": {"l3": 1}}, "loss.regularizers must be one of n3, l2"),
+    ({"loss.regularizers": {LP: None}}, "has no value; give its weight"),
+    ({"loss.regularizers": {LP: {"q": 1}}}, "Lp.q is no option of Lp, which has weight, p"),
+    ({"negatives.sampling": "unifrom"}, "did you mean 'uniform'"),
+    ({"negatives.sampling": MIXED, "negatives.options": {"share": "half"}},
+     "negatives.options.share must be a number, got half"),
+    ({"train.optimizer": LION, "train.weight_decay": 0.1}, "settings from train.optimizer_options"),
+    ({"train.optimizer": LION, "train.optimizer_options": {"beta3": 1}}, "beta3 is no option of L"),
+    ({"train.optimizer": LION, "entities.engine": "handrolled", "entities.duplicates": "mean"},
+     "entities.duplicates: .*Lion is not ours and takes its own step"),
+    ({"data.reader": "jsonl"}, "data.reader must be a name or package.module:Class, got 'jsonl'"),
+    ({"data.reader_options": {"head": "h"}}, "data.reader_options are of data.reader"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("keys, message", WRONG, ids=[message[:40] for _, message in WRONG])
+def test_wrong_names_and_options_are_told(folder, keys, message):
+    with pytest.raises(ConfigError, match=message):
+        config_from_dict(keys)
+
+
+def test_an_optimizer_without_a_step_is_told():
+    with pytest.raises(ConfigError, match="NoStep has no step"):
+        TableOptimizer(f"{HERE}:NoStep")
+    with pytest.raises(ConfigError, match="has no step"):  # its kernels go by name
+        TableOptimizer(f"{Adam.__module__}:Adam")
+
+
+# Names
+
+
+@pytest.fixture
+def registered(monkeypatch):
+    """What a test registers is forgotten."""
+    monkeypatch.setattr(registry, "_registered", {})
+
+
+def test_a_registered_name_is_a_name(folder, registered):
+    register("scorer", "Rot-E", ROTE)
+    kind = part("scorer", ROTE)
+    register("scorer", "rot_e", kind)  # the same class
+    assert config_from_dict({"model.scorer": "ROT-E"}).model.scorer == "rot_e"
+    assert part("scorer", "rot_e") is kind and "rot_e" in registry.names_of("scorer")
+    assert "moves (true or false, default true): Whether a relation" in listing("scorer", "rot_e")
+    register("loss", "rot_e", SQUARED)  # names are of a kind
+    for arguments, message in (
+        (("scorer", "rot_e", LP), "'rot_e' exists already"),
+        (("scorer", "ComplEx", ROTE), "'complex' exists already"),
+        (("scorers", "x", ROTE), "kind must be one of scorer, loss"),
+        (("scorer", "x", "my_parts.rote.RotE"), "a class or package.module:Class"),
+        (("scorer", "my:x", ROTE), "leave the colon out"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            register(*arguments)
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """Installs packages with entry points, {name: text of entry_points.txt}."""
+
+    def install(**packages: str) -> None:
+        for name, text in packages.items():
+            info = tmp_path / f"{name}-1.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+            (info / "entry_points.txt").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        registry._installed.cache_clear()
+
+    yield install
+    monkeypatch.undo()
+    registry._installed.cache_clear()
+
+
+def test_an_entry_point_is_a_name(folder, installed, registered, caplog):
+    installed(
+        one=f"[kge_torchrec.scorer]\nRot-E = {ROTE}\ntwice = {ROTE}\ncomplex = {ROTE}\n",
+        other=f"[kge_torchrec.scorer]\ntwice = {LP}\n\n[kge_torchrec.loss]\nsquared = {SQUARED}\n",
+    )
+    assert part("scorer", "rot_e") is part("scorer", ROTE)
+    assert part("loss", "squared") is part("loss", SQUARED)
+    assert config_from_dict({"model.scorer": "rot_e", "loss.name": "squared"}).loss.name
+    assert part("scorer", "complex").name == "complex" and "as one of ours" in caplog.text
+    with pytest.raises(ConfigError, match=f"the name twice to {LP} and to {ROTE}"):
+        config_from_dict({"model.scorer": "twice"})
+    with pytest.raises(ValueError, match="'squared' exists already"):
+        register("loss", "squared", LP)
+    register("loss", "squared", SQUARED)
+
+
+def test_the_table_of_options_is_that_of_the_classes():
+    page = (ROOT / "docs" / "scorers.md").read_text(encoding="utf-8")
+    assert f"\n\n{options_table('scorer')}\n\n" in page

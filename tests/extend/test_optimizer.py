@@ -1,0 +1,183 @@
+"""A row optimizer of another package steps as its formula, wherever a row or parameter lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from extended import ENGINES, LION, importable, part, rank_trains
+from training_runs import config_of, fit, largest_difference, parameters
+from worlds import run_world
+
+from kge_torchrec import (
+    RowOptimizer,
+    State,
+)
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.sparse_options import FBGEMM
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer
+from kge_torchrec.embeddings.foreign_optimizer import DenseRows
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.planning import command as plan_command
+from kge_torchrec.training.assembly import (
+    build_backend,
+    dense_optimizer,
+)
+
+HERE = __name__  # parts below are of this module
+
+
+def lion(rows, momentum, ids, grad, lr, beta1=0.9, beta2=0.99, decay=0.1):
+    """The step, row by row."""
+    for row in sorted(set(ids)):
+        total = sum(g for i, g in zip(ids, grad, strict=True) if i == row)
+        change = np.sign(beta1 * momentum[row] + (1 - beta1) * total) + decay * rows[row]
+        rows[row] -= lr * change
+        momentum[row] = beta2 * momentum[row] + (1 - beta2) * total
+
+
+def test_the_optimizer_steps_as_its_formula(folder):
+    """In the tables of both engines, duplicates summed, and on the dense parameters."""
+    random = np.random.default_rng(0)
+    options = part("table_optimizer", LION).Options(decay=0.1)
+    optimizer = TableOptimizer(LION, lr=0.05, options=options)
+    start = random.normal(size=(9, 4))
+    tensor = lambda x: torch.tensor(x, dtype=torch.float32)  # noqa: E731
+    handrolled = SparseOptimizer(optimizer, FBGEMM, tensor(start))
+    fused = CpuFusedTable(9, 4, optimizer)
+    fused.rows.copy_(tensor(start))
+    relations = torch.nn.Parameter(tensor(start))
+    dense = DenseRows([relations], 0.05, optimizer.rule)
+    rows, momentum, of_relations, of_momentum = start.copy(), 0 * start, start.copy(), 0 * start
+    for _ in range(4):
+        ids, grad = random.integers(0, 8, 12), random.normal(size=(12, 4))
+        lion(rows, momentum, ids, grad, 0.05)
+        handrolled.step(torch.from_numpy(ids), tensor(grad))
+        fused.step_rows([RowGradients(torch.from_numpy(ids), tensor(grad))])
+        every = random.normal(size=(9, 4))
+        lion(of_relations, of_momentum, range(9), every, 0.05)
+        relations.grad = tensor(every)
+        dense.step()
+    for found in (handrolled.rows, fused.rows):
+        np.testing.assert_allclose(found.numpy(), rows, rtol=1e-5, atol=1e-6)
+        assert torch.equal(found[8], tensor(start)[8])  # never touched
+    np.testing.assert_allclose(relations.detach().numpy(), of_relations, rtol=1e-5, atol=1e-6)
+    (state,) = fused.get_optimizer_state()
+    np.testing.assert_allclose(state["momentum"].numpy(), momentum, rtol=1e-5, atol=1e-6)
+
+
+class WithAdam(RowOptimizer):
+    """Has a torch optimizer for dense parameters."""
+
+    def step(self, rows, grad, states, lr, step):
+        rows.sub_(lr * grad)
+
+    @classmethod
+    def dense(cls, parameters, lr, of):
+        return torch.optim.Adam(parameters, lr=lr)
+
+
+def test_dense_parameters_step_alike_or_by_an_optimizer_of_torch(folder):
+    parameters = [torch.nn.Parameter(torch.ones(2, 3))]
+    for name, kind in ((LION, DenseRows), (f"{HERE}:WithAdam", torch.optim.Adam)):
+        keys = {"train.optimizer": name, "train.lr": 0.1, "train.relation_lr": 0.03}
+        optimizer = dense_optimizer(config_from_dict(keys).train)(parameters)
+        assert type(optimizer) is kind and optimizer.param_groups[0]["lr"] == 0.03
+
+
+def rank_steps(folder: Path, runs: list) -> list[tuple[dict, dict]]:
+    """Parameters before and after the only step of each run."""
+    found = []
+    with importable(folder):
+        for config in runs:
+            start = []
+            end = fit(config, lambda loop, start=start: start.append(parameters(loop.session)))
+            found.append((start[0], end.parameters))
+    return found
+
+
+def test_a_step_of_a_run_is_the_optimizers(folder, store, tmp_path):
+    """The first one has the length of the learning rate, by the sign of the gradient alone."""
+    ends = []
+    for world in (1, 2):
+        changes = {"train__optimizer": LION, "train__lr": 0.01, "train__relation_lr": 0.03,
+                   "train__epochs": 1, "train__batch_size": 130}  # fmt: skip
+        runs = [config_of(store, tmp_path / f"{e}{world}", entities__engine=e, **changes)
+                for e in ENGINES]  # fmt: skip
+        for start, end in run_world(world, rank_steps, folder, runs)[0]:
+            ends.append(end)
+            for name, rate in (("entities", 0.01), ("relations", 0.03)):
+                moved = (end[name] - start[name]).abs()
+                torch.testing.assert_close(moved, torch.full_like(moved, rate), rtol=0, atol=1e-6)
+    assert all(largest_difference(end, ends[0]) < 1e-6 for end in ends)
+
+
+class Averaged(RowOptimizer):
+    """w -= lr (m + g) / (1 + seen), m the last gradient, seen a number a row."""
+
+    states = (State("last"), State("seen", by_row=True))
+
+    def step(self, rows, grad, states, lr, step):
+        last, seen = states["last"], states["seen"]
+        seen.add_(grad.square().mean(1, keepdim=True))
+        rows.sub_(lr / step**0.5 * (last + grad) / (1 + seen))
+        last.copy_(grad)
+
+
+@pytest.fixture(scope="module")
+def averaged(store, tmp_path_factory) -> tuple[dict, dict]:
+    """The keys of a run with states of both kinds, and where it ends on one rank."""
+    changes = {"train__optimizer": f"{HERE}:Averaged", "train__lr": 0.2, "train__epochs": 2}
+    return changes, fit(config_of(store, tmp_path_factory.mktemp("run"), **changes)).parameters
+
+
+@pytest.mark.parametrize("one, other", [ENGINES, ENGINES[::-1]])
+def test_states_go_on_in_the_other_engine(averaged, folder, store, tmp_path, one, other):
+    changes, expected = averaged
+    stopped = {**changes, "train__epochs": 1, "entities__engine": one}
+    fit(config_of(store, tmp_path / "run", **stopped))
+    config = config_of(store, tmp_path / "run", entities__engine=other, **changes)
+    ((found, _),) = run_world(2, rank_trains, folder, [config])[0]
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize(
+    "world, dense",
+    [
+        (2, {"wrapper": "fsdp"}),
+        pytest.param(4, {"wrapper": "hybrid", "replicas": 2}, marks=pytest.mark.slow),
+    ],
+)
+def test_parts_of_dense_parameters_step_alike(averaged, folder, store, tmp_path, world, dense):
+    changes, expected = averaged
+    keys = {f"dense__{key}": value for key, value in dense.items()}
+    config = config_of(store, tmp_path / "run", **changes, **keys)
+    ((found, _),) = run_world(world, rank_trains, folder, [config])[0]
+    assert largest_difference(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_micro_batches_and_clipping_are_of_the_sum(averaged, store, tmp_path, engine):
+    changes = {**averaged[0], "entities__engine": engine, "train__clip_norm": 0.2}
+    one, other = (fit(config_of(store, tmp_path / f"{n}", train__accumulation=n, **changes))
+                  for n in (1, 3))  # fmt: skip
+    assert largest_difference(one.parameters, other.parameters) < 1e-5
+    assert largest_difference(one.parameters, averaged[1]) > 1e-3
+
+
+def test_fbgemms_kernel_takes_no_steps_of_others(folder, store):
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    with pytest.raises(ConfigError, match=f"{LION}: on GPUs .* set entities.engine handrolled"):
+        build_backend(config_of(store, train__optimizer=LION), TripleStore.open(store), on_gpu)
+    arguments = ["--entities=1M", "--relations=10", "--triples=1M", "--devices", "1xH200"]
+    arguments += ["--train.optimizer", LION]
+    with pytest.raises(ConfigError, match=r"set entities\.engine handrolled"):
+        plan_command.run(arguments)
+    assert plan_command.run([*arguments, "--entities.engine=handrolled"]) == 0

@@ -1,0 +1,186 @@
+"""A loss, a regularizer, a draw and a reader of another package do what they say."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+from extended import JSON_LINES, LP, MIXED, SQUARED, part
+from training_runs import config_of, random_triples
+
+from kge_torchrec import (
+    DataError,
+    EntityDraw,
+    Reader,
+)
+from kge_torchrec.config import ConfigError, LossConfig
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.readers import make_reader
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.models.losses import BlockAnswers
+from kge_torchrec.training.assembly import (
+    build_batches,
+    build_loss,
+    build_regularizers,
+)
+
+HERE = __name__  # parts below are of this module
+
+
+# The loss
+
+
+def test_the_forms_of_the_loss_are_one_loss(folder):
+    """By hand, and over all entities in blocks: values, and the gradients that autograd has."""
+    torch.manual_seed(0)
+    loss = build_loss(LossConfig(name=SQUARED, options={"rest": 0.3}))
+    scores = torch.randn(3, 7, requires_grad=True)
+    answers = torch.zeros(3, 7, dtype=torch.bool)
+    answers[[0, 1, 1, 2], [2, 0, 6, 3]] = True
+    expected = torch.where(answers, (1 - scores) ** 2, 0.3 * scores**2).sum(1)
+    query, column = answers.nonzero().T
+    positive, others = scores[answers], ~answers
+    torch.testing.assert_close(loss.over_answers()(positive, query, scores, others), expected)
+    alone = [0, 2]  # queries with one answer
+    one = loss(scores[answers][[0, 3]], scores[alone], others[alone])
+    torch.testing.assert_close(one, expected[alone])
+    (gradient,) = torch.autograd.grad(0.5 * expected.sum(), scores)
+    full, parts = loss.over_all(7), []
+    for start, stop in ((0, 4), (4, 7)):
+        here = (column >= start) & (column < stop)
+        share = 1 / answers.sum(1)[query[here]]
+        block = BlockAnswers(query[here], column[here] - start, share)
+        slopes = scores.detach()[:, start:stop].clone()
+        top, seen = full.start(slopes, block)
+        parts.append((slopes, top, seen, block))
+    seen = full.join(torch.stack([part[2] for part in parts]))
+    torch.testing.assert_close(full.values(seen), expected.detach())
+    for slopes, top, _, block in parts:
+        full.finish(slopes, top, seen, block, 0.5)
+    torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), gradient)
+
+
+# The regularizer
+
+
+def test_the_penalty_is_added(folder):
+    rows = torch.tensor([[1.0, -4.0], [0.0, 9.0]])
+    of = lambda given: build_regularizers(LossConfig(regularizers={LP: given})).of(rows, True)  # noqa: E731
+    torch.testing.assert_close(of(0.5), torch.tensor([2.5, 4.5]))
+    torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))
+
+
+# The draw
+
+
+def test_the_draw_is_the_mixture_on_any_number_of_ranks(folder, store):
+    graph = TripleStore.open(store)
+    kind = part("negative_sampler", MIXED)
+    sampler = NegativeSampler(37, 500, 3, kind.of(graph, kind.Options(share=0.25)))
+    drawn = sampler.draw(1, 2, 0, 0, 400)
+    split = [sampler.draw(1, 2, 0, first, 100) for first in (0, 100, 200, 300)]
+    assert np.array_equal(np.concatenate(split), drawn)
+    ends = np.bincount(np.concatenate([graph.train[:, 0], graph.train[:, 2]]), minlength=37)
+    expected = 0.25 * ends / ends.sum() + 0.75 / 37
+    found = np.bincount(drawn.ravel(), minlength=37) / drawn.size
+    assert abs(found - expected).max() < 5 * math.sqrt(expected.max() / drawn.size)
+    assert abs(found - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
+
+
+@dataclass
+class Draw(EntityDraw):
+    """What a draw may do wrong."""
+
+    store: TripleStore
+    options: Draw.Options
+
+    @dataclass(frozen=True)
+    class Options:
+        how: str = "beyond"
+
+    def __call__(self, unit):
+        if self.options.how == "own":
+            return np.random.default_rng().integers(0, 37, unit.shape)
+        if self.options.how == "place":
+            return np.arange(unit.size).reshape(unit.shape) % 37
+        ids = (unit * (38 if self.options.how == "beyond" else 37)).astype(np.int64)
+        return {"type": ids.astype(np.int32), "shape": ids.ravel()}.get(self.options.how, ids)
+
+
+@pytest.mark.parametrize(
+    "how, problem",
+    [("beyond", r"outside \[0, 37\)"), ("own", "ranks would not agree"),
+     ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape")],
+)  # fmt: skip
+def test_a_draw_that_breaks_its_promise_is_refused(store, how, problem):
+    changes = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": how}}
+    config = config_of(store, **changes)
+    ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"negatives.sampling: Draw .*{problem}"):
+        build_batches(config, TripleStore.open(store), ranks)
+
+
+# The reader
+
+
+def test_the_reader_gives_the_triples(folder, tmp_path):
+    triples = random_triples(9, 2, 30)
+    expected = prepare_triples({"train": triples}, tmp_path / "expected")
+    lines = "".join(json.dumps(dict(zip("hrt", triple, strict=True))) + "\n" for triple in triples)
+    (tmp_path / "graph").mkdir()
+    (tmp_path / "graph" / "train.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    reader = make_reader(JSON_LINES, {"head": "h", "relation": "r", "tail": "t"}, "data")
+    found = prepare(tmp_path / "graph", tmp_path / "found", reader=reader, progress=False)
+    assert np.array_equal(found.train, expected.train)
+    labels = [list(store.entities.labels(np.arange(9))) for store in (found, expected)]
+    assert labels[0] == labels[1]
+    file = tmp_path / "one.jsonl"
+    for line, problem in (('{"h": "a"}', "KeyError"), ("a b c", "JSON"), ("[1]", "TypeError")):
+        file.write_text(lines + line)
+        with pytest.raises(DataError, match=f"one.jsonl:31: no triple: .*{problem}"):
+            prepare(file, tmp_path / "no", reader=reader, progress=False)
+    assert not (tmp_path / "no").exists()
+
+
+@dataclass
+class Given(Reader):
+    """Gives what it is told to."""
+
+    batches: list = field(default_factory=list)
+
+    def read(self, path, on_bytes=None):
+        yield from self.batches
+
+
+def batch(**columns):
+    return pa.record_batch(list(columns.values()), list(columns))
+
+
+TEXT = pa.array(["a", "b"])
+
+
+@pytest.mark.parametrize(
+    "given, problem",
+    [
+        (batch(head=TEXT, relation=TEXT, tail=pa.array(["a", None])), "triple whose tail is empty"),
+        (batch(head=TEXT, relation=pa.array(["", "r"]), tail=TEXT), "whose relation is empty"),
+        (batch(head=TEXT, relation=TEXT), "no record batch of the string columns"),
+        (batch(head=TEXT, relation=TEXT, tail=pa.array([["a"], ["b"]])), "no record batch"),
+        ([("a", "r", "b")], "no record batch"),
+    ],
+    ids=["null", "nothing", "two columns", "lists", "no batch"],
+)
+def test_what_a_reader_gives_is_checked(tmp_path, given, problem):
+    (tmp_path / "graph").write_text("")
+    with pytest.raises(DataError, match=f"graph: its reader gave .*{problem}"):
+        prepare(tmp_path / "graph", tmp_path / "s", reader=Given([given]), progress=False)
+    with pytest.raises(DataError, match="its reader has no suffixes; name the files"):
+        prepare(tmp_path, tmp_path / "s", reader=Given([given]), progress=False)

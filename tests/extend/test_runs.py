@@ -1,0 +1,177 @@
+"""Runs of parts from another package: trained, resumed, ranked, exported and planned like ours."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import oracle_scorers
+import pytest
+import scorer_cases
+import torch
+from extended import ALL, ENGINES, LION, MIXED, ROTE, rank_trains
+from models import test_scorers
+from planned_runs import workload
+from training_runs import config_of, fit, largest_difference
+from worlds import run_world
+
+from kge_torchrec import (
+    api,
+    load_model,
+)
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import ExportError
+from kge_torchrec.planning import command as plan_command
+
+
+def rote(scorer, parameters, h, r, t):
+    """One complex number after another."""
+    half, total = len(h) // 2, 0.0
+    moves = r[half:] if scorer.options.moves else np.zeros(len(h))
+    for k in range(half):
+        turned = complex(h[2 * k], h[2 * k + 1]) * complex(math.cos(r[k]), math.sin(r[k]))
+        there = turned + complex(moves[2 * k], moves[2 * k + 1])
+        total += abs(there - complex(t[2 * k], t[2 * k + 1])) ** 2
+    return -total
+
+
+def test_the_scorer_has_the_properties_of_ours(folder, monkeypatch):
+    monkeypatch.setitem(oracle_scorers.FORMULAS, "rote", rote)
+    for options in ({}, {"moves": False}):
+        case = (ROTE, 6, options)
+        for side, inverses in scorer_cases.directions(case):
+            test_scorers.test_triples_score_as_in_the_paper(case, side, inverses)
+            test_scorers.test_all_calls_agree(case, side, inverses)
+            test_scorers.test_scores_of_relations(case, side, inverses)
+        for normalization in ("unit", "layer"):
+            test_scorers.test_normalized_triples_score_as_in_the_paper(case, normalization)
+        for shape in ((), (5,), (2, 4)):
+            test_scorers.test_shape_and_type_of_scores(case, shape)
+        test_scorers.test_nothing_to_score(case)
+        test_scorers.test_bits_depend_on_the_query_and_the_row_alone(case)
+    test_scorers.test_small_distances_between_long_rows_keep_their_digits(ROTE)
+
+
+@pytest.fixture(scope="module")
+def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]]:
+    """By number of ranks: both engines with sampled negatives, then queries with all answers."""
+    found = {}
+    for world in (1, 2, 4):
+        runs = tmp_path_factory.mktemp("runs")
+        configs = [config_of(store, runs / e, entities__engine=e, **ALL) for e in ENGINES]
+        full = {**ALL, "negatives__regime": "kvsall", "negatives__chunk_size": 0}
+        configs.append(config_of(store, runs / "kvsall", **full))
+        answers = {**full, "negatives__regime": "kvssample"}
+        configs.append(config_of(store, runs / "kvssample", **answers))
+        # What is sent for sampled candidates of queries is what is sent for those of triples.
+        found[world] = run_world(world, rank_trains, folder, configs[: 3 if world == 4 else 4])[0]
+    return found
+
+
+def test_every_world_and_engine_ends_in_the_same_place(worlds):
+    (first, _), (_, _), (full, _), (answers, _) = worlds[1]
+    for of_world in worlds.values():
+        for found, expected in zip(of_world, (first, first, full, answers), strict=False):
+            assert largest_difference(found[0], expected) < 1e-5
+    for one, other in itertools.combinations((first, full, answers), 2):
+        assert largest_difference(one, other) > 1e-2
+    assert first["relations"].shape == (6, 4 + 8)
+
+
+def test_ranks_are_those_of_the_definition(worlds, store):
+    """By numpy alone, in float64, from the parameters."""
+    graph = TripleStore.open(store)
+    known = {
+        tuple(row) for name in ("train", "valid", "test") for row in graph.split(name).tolist()
+    }
+    for found, ranked in (of_world[0] for of_world in worlds.values()):
+        table, relations = (found[k].double().numpy() for k in ("entities", "relations"))
+        numbers = table[:, 0::2] + 1j * table[:, 1::2]
+        ranks = []
+        for head, relation, tail in graph.test.tolist():
+            for anchor, row, answer, triple in (
+                (head, relation, tail, lambda e, h=head, r=relation: (h, r, e)),
+                (tail, relation + 3, head, lambda e, t=tail, r=relation: (e, r, t)),
+            ):
+                phase, move = relations[row, :4], relations[row, 4:]
+                point = numbers[anchor] * np.exp(1j * phase) + move[0::2] + 1j * move[1::2]
+                scores = -(abs(point - numbers) ** 2).sum(1)
+                others = [e for e in range(len(table)) if triple(e) not in known]
+                ranks.append(1 + sum(scores[e] > scores[answer] for e in others))
+        ranks = np.array(ranks)
+        assert ranked["mrr"] == pytest.approx((1 / ranks).mean(), abs=1e-6)
+        assert ranked["mr"] == pytest.approx(ranks.mean(), abs=1e-6)
+        assert ranked["hits@10"] == pytest.approx((ranks <= 10).mean(), abs=1e-6)
+
+
+def test_a_run_goes_on_with_more_ranks(folder, store, worlds, tmp_path):
+    start = config_of(store, tmp_path / "run", **{**ALL, "train__epochs": 1})
+    fit(start)
+    end = config_of(store, tmp_path / "run", **ALL)
+    ((found, _),) = run_world(2, rank_trains, folder, [end])[0]
+    assert largest_difference(found, worlds[1][0][0]) < 1e-5
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_run_goes_on_with_the_states_of_another_optimizer(folder, store, tmp_path, engine):
+    changes = {**ALL, "train__optimizer": LION, "train__lr": 0.01, "entities__engine": engine}
+    whole = fit(config_of(store, tmp_path / "whole", **changes)).parameters
+    fit(config_of(store, tmp_path / "run", **{**changes, "train__epochs": 1}))
+    assert largest_difference(
+        fit(config_of(store, tmp_path / "run", **changes)).parameters, whole
+    ) == 0  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def export(folder, store, tmp_path_factory) -> tuple[Path, torch.Tensor]:
+    """An export, and the scores of all training triples by its run."""
+    here = tmp_path_factory.mktemp("export")
+    with api.train(config_of(store, here / "run", **{**ALL, "train__epochs": 1})) as run:
+        rows, scorer = run.session.backend.shard().rows, run.session.scorer
+        heads, relations, tails = torch.from_numpy(run.session.store.train.astype(np.int64)).T
+        with torch.no_grad():
+            scores = scorer.score_triples(rows[heads], relations, rows[tails])
+        return run.export(here / "out"), scores
+
+
+def test_an_export_scores_as_its_run(export, store):
+    path, scores = export
+    model, train = load_model(path), TripleStore.open(store).train.astype(np.int64)
+    assert torch.equal(model.score(*train.T), scores)
+    description = json.loads((path / "model.json").read_text())
+    assert description["parameters"]["score"].startswith("RotE (Chami et al. 2020): score(h, r, t)")
+    assert description["entities"]["row"].startswith("4 complex numbers")
+    assert "D/2 phases, then D of the move" in description["entities"]["layout"]
+
+
+def test_an_export_without_its_module_says_what_is_missing(export, folder):
+    sys.path.remove(str(folder))
+    kept = {
+        name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("my_parts")
+    }
+    try:
+        with pytest.raises(ExportError, match=f"{ROTE} cannot be imported: No module") as raised:
+            load_model(export[0])
+        assert "damaged" not in str(raised.value)
+    finally:
+        sys.path.insert(0, str(folder))
+        sys.modules.update(kept)
+
+
+def test_a_plan_counts_what_the_classes_say(folder, capsys):
+    keys = {"model__scorer": ROTE, "model__dim": 8, "model__reciprocal": False}
+    work = workload(relations=7, **keys, train__optimizer=LION, negatives__sampling=MIXED)
+    assert work.dense_parameters == 7 * (4 + 8) and work.negative_power is None
+    bare = workload(relations=7, **keys, model__options={"moves": False})
+    assert bare.dense_parameters == 7 * 4
+    sizes = ["--entities=1M", "--relations=10", "--triples=1M", "--devices=2xCPU-64GB"]
+    assert plan_command.run([*sizes, "--model.scorer", ROTE, "--train.optimizer", LION]) == 0
+    said = capsys.readouterr().out
+    assert f"(fp32, {LION}), {ROTE} with 10 relations" in said
+    sizes = dict(re.findall(r"^  (\w[\w ]+?)  +(\S+ \w+)$", said, re.MULTILINE))
+    assert sizes["optimizer state"] == sizes["weights"] == "0.24 GiB"  # one state
