@@ -30,6 +30,12 @@ def describe(reporter: Reporter, ranks: Processes, word: str) -> dict:
     }
 
 
+def take_many_steps(reporter: Reporter, ranks: Processes) -> None:
+    for _ in range(100):
+        reporter.advance(1)
+        time.sleep(0.005)
+
+
 def raise_on_rank_one(reporter: Reporter, ranks: Processes) -> None:
     """The others lose the connection and raise as well."""
     reporter.keep({"so far": ranks.rank})

@@ -7,14 +7,21 @@ waits for them would wait for ever.
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 
+import hypothesis  # noqa: F401 (half of all test modules import it, and pytest)
 import numpy as np
+import pytest  # noqa: F401
 import torch
 import training_runs  # noqa: F401 (it imports what trains)
 
+import kge_torchrec.api
+import kge_torchrec.export.write
+import kge_torchrec.planning.command  # noqa: F401
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
+from kge_torchrec.data import compiled_index  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
@@ -45,4 +52,5 @@ _before = threads()
 torch.set_num_threads(1)
 load_kernels()
 load_config()
+gc.freeze()  # a rank collects what it made itself, and writes to no page that it shares
 assert threads() == _before

@@ -91,8 +91,9 @@ def run_world(
             while running:
                 ended = wait(running, timeout=POLL_SECONDS)
                 running = [sentinel for sentinel in running if sentinel not in ended]
-                advance(int(steps[0]) - shown)
-                shown = int(steps[0])
+                done = int(steps[0])  # read once: the ranks go on meanwhile
+                advance(done - shown)
+                shown = done
                 codes = [rank.exitcode for rank in ranks]
                 if any(codes):
                     raise _cause(codes, folder)

@@ -10,7 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from comparison_ranks import describe, die_on_last_rank, raise_on_rank_one, start_and_wait
+from comparison_ranks import (
+    describe,
+    die_on_last_rank,
+    raise_on_rank_one,
+    start_and_wait,
+    take_many_steps,
+)
 
 from kge_torchrec.comparison.launch import RankFailed, run_world
 
@@ -31,6 +37,18 @@ def test_ranks_join_one_group_as_under_torchrun(world_size):
         assert values["total"] == world_size * (world_size + 1) / 2
         assert values["variables"] == [str(rank), str(world_size)] * 2
         assert values["nan"] is None
+
+
+def test_steps_done_while_the_bar_moves_are_counted(monkeypatch):
+    monkeypatch.setattr("kge_torchrec.comparison.launch.POLL_SECONDS", 0.01)
+    steps = []
+
+    def move(done: int) -> None:
+        time.sleep(0.02)
+        steps.append(done)
+
+    run_world(take_many_steps, 1, advance=move)
+    assert len(steps) > 2 and sum(steps) == 100
 
 
 def test_the_rank_that_raised_first_is_named():
