@@ -19,6 +19,7 @@ from torch import Tensor, nn, promote_types
 from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, QueryScorer, Scorer, Side
@@ -66,8 +67,6 @@ class Objective(nn.Module):
 
         device: "cpu" or "cuda", where they will run.  mode: as torch.compile takes it.
         """
-        for name in self.scorer.uncompiled if device == "cpu" else ():
-            setattr(self.scorer, name, torch.compiler.disable(getattr(self.scorer, name)))
         compiled = torch.compile(self._loss_of_side, mode=mode)
         self._loss_of_side = compiled  # type: ignore[method-assign]  # in its place
         self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
@@ -82,23 +81,30 @@ class Objective(nn.Module):
             return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
         ids, sides = batch.entities, len(self.sides)
         sizes = [count, count, *[(ids.numel() - 2 * count) // sides] * sides]
-        taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
-        head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
         targets = dict(zip(SIDES, ids.split(sizes)[:2], strict=True))
-        negative_ids = ids.split(sizes)[2:]
+        negative_ids = [part.view(chunks, -1) for part in ids.split(sizes)[2:]]
+        # More candidates than rows: whatever can reads them where they are.
+        in_place = batch.deduplicated and sum(sizes[2:]) > len(rows) and self._picks_rows(rows)
+        if in_place:
+            taken = take_rows(rows, ids[: 2 * count], sizes[:2])
+        else:
+            taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
 
         total = rows.new_zeros(())
         for position, side in enumerate(self.sides):
             anchor, target = (head, tail) if side == "tail" else (tail, head)
             # The accidental positive is no negative: a drawn entity that is the answer itself.
-            candidates = taken[2 + position].view(chunks, -1, rows.shape[1])
-            candidate_ids = negative_ids[position].view(chunks, 1, -1)
-            mask = candidate_ids != targets[side].view(chunks, triples, 1)
+            candidate_ids = negative_ids[position]
+            mask = candidate_ids[:, None] != targets[side].view(chunks, triples, 1)
             known = batch.known_tail if side == "tail" else batch.known_head
             if known.numel():
                 mask &= ~known
+            candidates, index = rows, candidate_ids
+            if not in_place:
+                candidates, index = taken[2 + position].view(chunks, -1, rows.shape[1]), None
             rows_of_side = anchor, batch.relation, target, candidates
-            total = total + self._loss_of_side(*rows_of_side, mask, batch.weight, side)
+            total = total + self._loss_of_side(*rows_of_side, mask, batch.weight, side, index)
         return total / len(self.sides)
 
     def _loss_of_side(
@@ -110,10 +116,19 @@ class Objective(nn.Module):
         mask: Tensor,
         weight: Tensor,
         side: Side,
+        index: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum over the queries of one side; rows (C, b, D) and (C, K, D)."""
+        """The weighted sum over the queries of one side.
+
+        anchor, target: (C, b, D); candidates: (C, K, D), or the rows that index (C, K) picks.
+        """
         with self._autocast(anchor.device):
-            scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
+            if index is None:
+                scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
+            else:
+                assert isinstance(self.scorer, QueryScorer)  # as _picks_rows
+                given = anchor, relation, target, candidates, index, side
+                scores = self.scorer.score_contrast_at(*given)
         positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
         loss = self.loss(positive, negative, mask)
         if self.relation_weight:
@@ -124,6 +139,10 @@ class Objective(nn.Module):
             factors = self.scorer.relation_factors(relation, side)
             loss = loss + self._penalty(anchor, factors, target)
         return (loss * weight).sum()
+
+    def _picks_rows(self, rows: Tensor) -> bool:
+        """Whether candidates are scored where they are among the batch's rows."""
+        return isinstance(self.scorer, QueryScorer) and self.scorer.picks_rows and has_kernels(rows)
 
     def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
         if self.precision == torch.float32:
@@ -223,7 +242,7 @@ class QueryObjective(Objective):
         """0, with a gradient for everything."""
         return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
 
-    def _loss_of_side(
+    def _loss_of_side(  # type: ignore[override]  # and has parts of its own
         self,
         anchor: Tensor,
         relation: Tensor,

@@ -10,11 +10,11 @@ import torch
 from scorer_cases import normal
 from torch._inductor.utils import run_and_get_code
 
-from kge_torchrec.models import ops
+from kge_torchrec.models import distances
 from kge_torchrec.models.scorers import SCORERS
 
-PLAIN = {"manhattan": ops.manhattan, "euclidean": ops.euclidean,
-         "moduli": ops.complex_distance}  # fmt: skip
+PLAIN = {"manhattan": distances.manhattan, "euclidean": distances.euclidean,
+         "moduli": distances.complex_distance}  # fmt: skip
 
 
 def value_and_gradients(function, query, rows, weight):
@@ -34,14 +34,14 @@ def case(dtype=torch.float64, chunks=2, queries=7, rows=5, dim=6, device="cpu"):
 @pytest.fixture
 def not_compiled(monkeypatch):
     """The formulas by torch itself, with (b, K, D) in memory."""
-    monkeypatch.setattr(ops, "_kernel", lambda formula: formula)
+    monkeypatch.setattr(distances, "_kernel", lambda formula: formula)
 
 
 @pytest.mark.parametrize("kind", PLAIN)
 def test_the_formulas_are_those_distances(not_compiled, kind):
     query, rows, weight = case()
     expected = value_and_gradients(PLAIN[kind], query, rows, weight)
-    found = value_and_gradients(lambda q, r: ops.fused(kind, q, r), query, rows, weight)
+    found = value_and_gradients(lambda q, r: distances.fused(kind, q, r), query, rows, weight)
     for one, other in zip(found, expected, strict=True):
         assert one.isfinite().all()
         torch.testing.assert_close(one, other)
@@ -53,26 +53,26 @@ def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, n
     torch.nn.init.normal_(scorer.relations)
     anchor, rows, _ = case(torch.float32, dim=8)
     given = anchor, torch.zeros(2, 7, dtype=torch.int64), rows, "tail"
-    expected, taken, fused = scorer.score_candidates(*given), [], ops.fused
-    monkeypatch.setattr(ops, "is_fused", lambda query: True)
-    monkeypatch.setattr(ops, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x))
+    expected, taken, fused = scorer.score_candidates(*given), [], distances.fused
+    monkeypatch.setattr(distances, "is_fused", lambda query: True)
+    monkeypatch.setattr(distances, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x))
     torch.testing.assert_close(scorer.score_candidates(*given), expected)
     assert len(taken) == 1
 
 
 def test_when_they_are_taken(monkeypatch):
-    monkeypatch.setattr(ops, "_has_compiler", lambda: True)
+    monkeypatch.setattr(distances, "_has_compiler", lambda: True)
     cuda = type("query", (), {"device": torch.device("cuda")})
-    assert ops.is_fused(cuda) and not ops.is_fused(torch.zeros(1))
+    assert distances.is_fused(cuda) and not distances.is_fused(torch.zeros(1))
     with torch.no_grad():  # ranking
-        assert not ops.is_fused(cuda)
-    monkeypatch.setattr(ops, "_has_compiler", lambda: False)
-    assert not ops.is_fused(cuda)
+        assert not distances.is_fused(cuda)
+    monkeypatch.setattr(distances, "_has_compiler", lambda: False)
+    assert not distances.is_fused(cuda)
 
 
 def test_half_precision_is_summed_in_float32(not_compiled):
     query, rows, _ = case(torch.bfloat16)
-    value = ops.fused("manhattan", query, rows)
+    value = distances.fused("manhattan", query, rows)
     assert value.dtype == torch.float32
     assert torch.autograd.grad(value.sum(), query)[0].dtype == torch.bfloat16
 
@@ -83,12 +83,12 @@ def test_half_precision_is_summed_in_float32(not_compiled):
 def test_no_difference_of_pairs_is_in_memory(kind, inside):
     """In the code that Inductor writes, alone and as a part of something compiled."""
     torch._dynamo.reset()
-    ops._compiled.cache_clear()
+    distances._compiled.cache_clear()
     query, rows, weight = case(torch.float32, 1, 64, 48, 20)
     expected = value_and_gradients(PLAIN[kind], query, rows, weight)
 
     def function(query, rows):
-        return ops.fused(kind, query, rows)
+        return distances.fused(kind, query, rows)
 
     compiled = torch.compile(function, fullgraph=True) if inside else function
     found, codes = run_and_get_code(value_and_gradients, compiled, query, rows, weight)

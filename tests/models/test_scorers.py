@@ -16,8 +16,9 @@ from scorer_cases import (
 )
 
 from kge_torchrec.config import SCORER_NAMES
-from kge_torchrec.models import ops
+from kge_torchrec.models import distances, ops
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.ranking.blocks import score_block
 
 
@@ -96,6 +97,29 @@ def test_all_calls_agree(case, side, inverses):
 
 
 @every_direction
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_candidates_where_they_are(case, side, inverses, dtype):
+    """Named by their places among all rows, they score as copies of them do, and learn as much."""
+    scorer, dim = make(case, inverses, normalization="layer", dtype=dtype), case[1]
+    if not isinstance(scorer, QueryScorer):
+        pytest.skip("has no query")
+    anchor, target = (normal(2, 3, dim, dtype=dtype) for _ in range(2))
+    table, relation = normal(4, dim, dtype=dtype).requires_grad_(), torch.randint(RELATIONS, (2, 3))
+    index = torch.tensor([[0, 2, 2, 1, 0], [1, 1, 1, 1, 2]])
+    found = scorer.score_contrast_at(anchor, relation, target, table, index, side)
+    expected = scorer.score_contrast(anchor, relation, target, table[index], side)
+    gradients = []
+    for positive, against in (found, expected):
+        loss = positive.sum() + (against * torch.linspace(-1, 1, 5, dtype=dtype)).sum()
+        inputs = table, *scorer.parameters()
+        gradients.append(
+            torch.autograd.grad(loss, inputs, allow_unused=True, materialize_grads=True)
+        )
+    for one, other in zip((*found, *gradients[0]), (*expected, *gradients[1]), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+@every_direction
 def test_scores_of_relations(case, side, inverses):
     scorer, dim = make(case, inverses, normalization="layer"), case[1]
     anchor, target = normal(2, 3, dim), normal(2, 3, dim)
@@ -120,13 +144,13 @@ def test_nothing_to_score(case):
 
 @pytest.mark.parametrize("numbers_at_once", [1, 100, 1 << 18])
 def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once):
-    monkeypatch.setattr(ops, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
-    query, rows = (normal(2, n, 6).requires_grad_() for n in (5, 3))
-    distance = ops.complex_distance(query, rows)
+    monkeypatch.setattr(distances, "BLOCK_NUMBERS", {"cpu": numbers_at_once})
+    query, rows = (normal(2, n, 6, dtype=torch.float64).requires_grad_() for n in (5, 3))
+    distance = distances.complex_distance(query, rows)
     a, b = (torch.view_as_complex(x.unflatten(-1, (-1, 2))) for x in (query, rows))
     expected = (a[:, :, None] - b[:, None]).abs().sum(-1)
     torch.testing.assert_close(distance, expected)
-    weight = normal(*distance.shape)
+    weight = normal(*distance.shape, dtype=torch.float64)
     for one, other in zip(
         torch.autograd.grad((distance * weight).sum(), (query, rows)),
         torch.autograd.grad((expected * weight).sum(), (query, rows)),

@@ -10,7 +10,6 @@ import torch
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
-from kge_torchrec.models.scorers import rotational
 from kge_torchrec.training.trainer import Trainer
 
 
@@ -30,28 +29,20 @@ def train(store: Path, folder: Path, compiled: bool, **changes) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_traced_parts_train_the_same(store, tmp_path, monkeypatch, precision):
+@pytest.mark.parametrize(
+    "scorer, precision",
+    [("complex", "fp32"), ("complex", "bf16"), ("rotate", "fp32"), ("transe_l1", "fp32")],
+)
+def test_traced_parts_train_the_same(store, tmp_path, monkeypatch, scorer, precision):
     """Traced as for inductor, whose compiler would take most of the time, and without breaks."""
+    torch._dynamo.reset()
     traced = functools.partial(torch.compile, backend="aot_eager", fullgraph=True)
     monkeypatch.setattr(torch, "compile", traced)
     changes = {"train__precision": precision, "loss__n3": 0.01, "negatives__chunk_size": 8}
+    changes["model__scorer"] = scorer
     plain, compiled = (train(store, tmp_path, flag, **changes) for flag in (False, True))
     assert largest_difference(plain, compiled) < (1e-5 if precision == "fp32" else 0.02)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
-
-
-def test_distances_of_rotate_are_left_uncompiled(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-    compiling, distance = [], rotational.complex_distance
-
-    def watched(query, rows):
-        compiling.append(torch.compiler.is_compiling())
-        return distance(query, rows)
-
-    monkeypatch.setattr(rotational, "complex_distance", watched)
-    train(store, tmp_path, True, model__scorer="rotate")
-    assert compiling and not any(compiling)
 
 
 def rank_trains(store: Path, folder: Path, changes: dict) -> tuple[dict, dict]:

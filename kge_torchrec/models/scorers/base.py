@@ -28,7 +28,8 @@ from torch.utils._pytree import tree_map_only
 from kge_torchrec.config.checks import ConfigError, check
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
-from kge_torchrec.models.ops import pairwise
+from kge_torchrec.models.distances import compared_at
+from kge_torchrec.models.ops import pairwise, pick
 
 # What so many real numbers make, in the message for a model.dim that is no multiple of them.
 GROUPS = {
@@ -73,8 +74,6 @@ class Scorer(nn.Module):
     relation_is_complex = False
     # Columns at the end of an entity's row that are no part of its vector.
     bias_columns = 0
-    # Methods that torch.compile is to leave as they are on a CPU.
-    uncompiled: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -221,6 +220,11 @@ class QueryScorer(Scorer):
     anchors; only the similarities read it, and ``picked`` where a part has another shape.
     """
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "similarity_matrix" in vars(cls) and "similarity_at" not in vars(cls):
+            cls.similarity_at = QueryScorer.similarity_at  # type: ignore[method-assign]
+
     @property
     def drops_pairs(self) -> bool:
         """Whether ``similarity_matrix`` draws in training, for each pair of a query and a row."""
@@ -237,6 +241,18 @@ class QueryScorer(Scorer):
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
         """query (C, b), rows (C, K, D) -> (C, b, K)"""
         raise NotImplementedError
+
+    def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
+        """query (C, b), the rows (U, D) that index (C, K) int64 picks -> (C, b, K)
+
+        A class that gives another ``similarity_matrix`` gets this one back.
+        """
+        return self.similarity_matrix(query, pick(rows, index))
+
+    @property
+    def picks_rows(self) -> bool:
+        """Whether ``similarity_at`` does without a copy of the rows for each chunk."""
+        return type(self).similarity_at is not QueryScorer.similarity_at
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """The query of anchor rows (..., D) and relation ids (...)."""
@@ -284,6 +300,20 @@ class QueryScorer(Scorer):
         positive = self.similarity(query, self.entity(target))
         return positive, self.similarity_matrix(query, self.entity(candidates))
 
+    def score_contrast_at(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        target: Tensor,
+        rows: Tensor,
+        index: Tensor,
+        side: Side,
+    ) -> tuple[Tensor, Tensor]:
+        """``score_contrast`` with the rows (U, D) that index (C, K) int64 picks as candidates."""
+        query = self.encode_query(anchor, relation, side)
+        positive = self.similarity(query, self.entity(target))
+        return positive, self.similarity_at(query, self.entity(rows), index)
+
     def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
         query = self.encode_query(anchor[None], relation[None], side)
         return lambda rows: self.similarity_matrix(query, self.entity(rows[None]))[0]
@@ -317,6 +347,9 @@ class DotScorer(QueryScorer):
 
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
         return torch.matmul(query, rows.transpose(-1, -2))
+
+    def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
+        return compared_at("dot", query, rows, index)
 
 
 class TrilinearScorer(DotScorer):

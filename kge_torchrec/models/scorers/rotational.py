@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.ops import complex_distance, pairwise, rotated
+from kge_torchrec.models.distances import compared_at, complex_distance
+from kge_torchrec.models.ops import pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
 
 
@@ -37,8 +38,6 @@ class RotatE(QueryScorer):
     is_distance = True
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # entities only: relations are phases
-    # its loop takes torch.compile two minutes, and then three times as long to run
-    uncompiled = ("similarity_matrix",)
 
     @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
@@ -63,6 +62,9 @@ class RotatE(QueryScorer):
 
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -complex_distance(query, rows)
+
+    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        return -compared_at("moduli", query, rows, index)
 
 
 class Projected(NamedTuple):

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.models.ops import euclidean, manhattan, pairwise
+from kge_torchrec.models.distances import compared_at, euclidean, manhattan
+from kge_torchrec.models.ops import pairwise
 from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
 
 
@@ -46,6 +47,9 @@ class TransEL1(TransE):
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -manhattan(query, rows)
 
+    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        return -compared_at("manhattan", query, rows, index)
+
 
 class TransEL2(TransE):
     name = "transe_l2"
@@ -55,6 +59,9 @@ class TransEL2(TransE):
 
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -euclidean(query, rows)
+
+    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        return -compared_at("euclidean", query, rows, index)
 
 
 class Projected(NamedTuple):

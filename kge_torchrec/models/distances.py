@@ -1,0 +1,212 @@
+"""Distances of all pairs of a query and a row, and who computes them where.
+
+Distances keep their digits.  The product form of the Euclidean distance loses digits where
+distances are small, and ranking would then disagree with the scores of single triples.  On a CPU
+they have kernels of their own, ``pair_kernels``.  On CUDA the backward of ``torch.cdist`` has all
+(b, K, D) differences in memory, and its forward a thread block for every pair, so that training
+takes ``fused`` there: of each formula Inductor makes one kernel that reads queries and rows and
+writes its sums alone.  Ranking stays with kernels that compute a pair alike wherever it stands, for
+ties to remain ties.
+
+Shapes: C chunks, b queries, K candidates, U rows, D numbers (D/2 complex ones) a row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.models.ops import (
+    BLOCK_NUMBERS,
+    EPSILON,
+    Comparison,
+    Distance,
+    block_device,
+    pick,
+)
+
+_EXACT = "donot_use_mm_for_euclid_dist"
+
+
+def euclidean(query: Tensor, rows: Tensor) -> Tensor:
+    """(C, b, D), (C, K, D) -> (C, b, K)"""
+    if is_fused(query):
+        return fused("euclidean", query, rows)
+    if has_kernels(query):
+        return _pair_scores("euclidean", query, rows)
+    return torch.cdist(query, rows, p=2.0, compute_mode=_EXACT)
+
+
+def manhattan(query: Tensor, rows: Tensor) -> Tensor:
+    """(C, b, D), (C, K, D) -> (C, b, K)"""
+    if is_fused(query):
+        return fused("manhattan", query, rows)
+    if has_kernels(query):
+        return _pair_scores("manhattan", query, rows)
+    return torch.cdist(query, rows, p=1.0)
+
+
+def compared_at(comparison: Comparison, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    """A query and the rows that its chunk picks: (C, b, D), (U, D), (C, K) int64 -> (C, b, K).
+
+    Where there are kernels no row is copied, whoever picks it.
+    """
+    if has_kernels(query):
+        return _pair_scores(comparison, query, rows, index)
+    picked = pick(rows, index)
+    if comparison == "dot":
+        return torch.matmul(query, picked.transpose(-1, -2))
+    distances = {"euclidean": euclidean, "manhattan": manhattan, "moduli": complex_distance}
+    return distances[comparison](query, picked)
+
+
+def has_kernels(query: Tensor) -> bool:
+    """Whether ``pair_kernels`` computes this: on a CPU, but not with double precision."""
+    return query.device.type == "cpu" and query.dtype != torch.float64
+
+
+def _pair_scores(*given: Any) -> Tensor:
+    from kge_torchrec.models.pair_kernels import pair_scores  # numba takes its time to load
+
+    return pair_scores(*given)
+
+
+def is_fused(query: Tensor) -> bool:
+    """Whether ``fused`` is to be taken: training on CUDA, where Triton can compile."""
+    if query.device.type != "cuda":
+        return False
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and _has_compiler())
+
+
+@cache
+def _has_compiler() -> bool:
+    """Triton needs a C compiler for what launches its kernels."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(found) and importlib.util.find_spec("triton") is not None
+
+
+def fused(distance: Distance, query: Tensor, rows: Tensor) -> Tensor:
+    """(C, b, D), (C, K, D) -> (C, b, K), by kernels that torch compiles at their first use.
+
+    "moduli" is the sum of the moduli of D/2 complex numbers.  Half precision is computed in
+    float32, as autocast has it of torch.cdist.
+    """
+    query, rows = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, rows))
+    return _Fused.apply(query, rows, distance)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, rows: Tensor, distance: Distance) -> Tensor:
+        value = _kernel(_value)(distance, query, rows)
+        ctx.save_for_backward(query, rows, value)
+        ctx.distance = distance
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        given = ctx.distance, *ctx.saved_tensors, grad
+        return _kernel(_gradient_of_query)(*given), _kernel(_gradient_of_rows)(*given), None
+
+
+def _kernel(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The formula, compiled; in the middle of compiling it becomes part of what is compiled."""
+    return formula if torch.compiler.is_compiling() else _compiled(formula)
+
+
+@cache
+def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return torch.compile(formula)
+
+
+def _value(distance: Distance, query: Tensor, rows: Tensor) -> Tensor:
+    difference = query[:, :, None] - rows[:, None]
+    if distance == "manhattan":
+        return difference.abs().sum(-1)
+    if distance == "euclidean":
+        return difference.square().sum(-1).sqrt()
+    return _moduli(difference).sum(-1)
+
+
+def _gradient_of_query(
+    distance: Distance, query: Tensor, rows: Tensor, value: Tensor, grad: Tensor
+) -> Tensor:
+    return _slopes(distance, query[:, :, None] - rows[:, None], value, grad).sum(2)
+
+
+def _gradient_of_rows(
+    distance: Distance, query: Tensor, rows: Tensor, value: Tensor, grad: Tensor
+) -> Tensor:
+    # The differences anew, and the other way round, lest they be kept as common to both.
+    return _slopes(distance, rows[:, None] - query[:, :, None], value, grad).sum(1)
+
+
+def _slopes(distance: Distance, difference: Tensor, value: Tensor, grad: Tensor) -> Tensor:
+    """Gradients by the differences, (C, b, K, D); never in memory once compiled."""
+    if distance == "manhattan":
+        return grad[..., None] * difference.sign()
+    if distance == "euclidean":  # 0 where rows are equal, as torch.cdist has it
+        return torch.where(value > 0, grad / value, 0)[..., None] * difference
+    per_number = grad[..., None] / _moduli(difference)
+    return per_number[..., None].expand(*per_number.shape, 2).flatten(-2) * difference
+
+
+def _moduli(difference: Tensor) -> Tensor:
+    """(..., D) -> (..., D/2)"""
+    real, imaginary = difference[..., 0::2], difference[..., 1::2]
+    return (real.square() + imaginary.square() + EPSILON).sqrt()
+
+
+def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
+    """(C, b, D), (C, K, D) -> (C, b, K): sum over k of |query_k - row_k|."""
+    if is_fused(query):
+        return fused("moduli", query, rows)
+    if has_kernels(query):
+        return _pair_scores("moduli", query, rows)
+    return _ComplexDistance.apply(query, rows)
+
+
+def _query_blocks(query: Tensor, rows: Tensor) -> Iterator[slice]:
+    """Slices of the b queries small enough that the pairwise differences stay in cache."""
+    chunks, count, dim = query.shape
+    step = max(1, BLOCK_NUMBERS[block_device(query)] // max(1, chunks * rows.shape[1] * dim))
+    for start in range(0, count, step):
+        yield slice(start, min(start + step, count))
+
+
+def _differences(query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Differences (real, imaginary) and their moduli, each (C, block, K, D/2)."""
+    real = query[..., None, 0::2] - rows[:, None, :, 0::2]
+    imaginary = query[..., None, 1::2] - rows[:, None, :, 1::2]
+    modulus = torch.addcmul(real * real, imaginary, imaginary).add_(EPSILON).sqrt_()
+    return real, imaginary, modulus
+
+
+class _ComplexDistance(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(query, rows)
+        out = query.new_empty(query.shape[0], query.shape[1], rows.shape[1])
+        for block in _query_blocks(query, rows):
+            out[:, block] = _differences(query[:, block], rows)[2].sum(-1)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        query, rows = ctx.saved_tensors
+        grad_query, grad_rows = torch.zeros_like(query), torch.zeros_like(rows)
+        for block in _query_blocks(query, rows):
+            real, imaginary, modulus = _differences(query[:, block], rows)
+            slope = grad[:, block, :, None] / modulus
+            for offset, part in ((0, real), (1, imaginary)):
+                part *= slope
+                grad_query[:, block, offset::2] = part.sum(2)
+                grad_rows[..., offset::2] -= part.sum(1)
+        return grad_query, grad_rows
