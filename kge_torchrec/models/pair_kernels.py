@@ -25,13 +25,13 @@ from __future__ import annotations
 
 from typing import Any, get_args
 
-import numba
 import numpy as np
 import torch
 from numba import njit, prange
 from torch import Tensor
 
 from kge_torchrec.models.ops import EPSILON, Comparison
+from kge_torchrec.models.row_sums import JIT, by_row, threads_for
 
 _COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
 _DOT, _EUCLIDEAN, _MANHATTAN, _MODULI = range(4)  # their places
@@ -39,10 +39,6 @@ _EPSILON = np.float32(EPSILON)
 
 _QUERIES = 16  # that a thread takes at once: what they hold stays in the nearest cache
 _ROWS = 16  # few, for threads to end together: some rows have more pairs than others
-# Below this many numbers of all pairs, waking a second thread costs more than it saves.
-_SERIAL_NUMBERS = 1 << 18
-
-_JIT: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 # Sums may run in vector lanes, products may be fused with them.
 _FAST = {"reassoc", "nsz", "contract"}
 
@@ -76,7 +72,7 @@ def _scores(query: Tensor, rows: Tensor, index: Tensor, kind: int) -> Tensor:
     scores = query.new_empty(*query.shape[:2], index.shape[1])
     blocks = len(index) * -(-query.shape[1] // _QUERIES)
     arguments = _arrays(query, rows, index, scores)
-    if _threads(blocks, scores.numel() * query.shape[2]) == 1:
+    if threads_for(blocks, scores.numel() * query.shape[2]) == 1:
         _score_blocks(kind, 0, blocks, *arguments)
     else:
         _score_in_parallel(kind, blocks, *arguments)
@@ -90,7 +86,7 @@ def _gradient_of_queries(
     grad = torch.empty_like(query)
     blocks = len(index) * -(-query.shape[1] // _QUERIES)
     arguments = _arrays(query, rows, index, weights, grad)
-    if _threads(blocks, weights.numel() * query.shape[2]) == 1:
+    if threads_for(blocks, weights.numel() * query.shape[2]) == 1:
         _pull_into_queries(kind, 0, blocks, *arguments)
     else:
         _pull_into_queries_in_parallel(kind, blocks, *arguments)
@@ -102,10 +98,10 @@ def _gradient_of_rows(
     query: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
 ) -> Tensor:
     grad = torch.empty_like(rows)
-    places, bounds = _by_row(index.reshape(-1).numpy(), len(rows))
+    places, bounds = by_row(index.reshape(-1).numpy(), len(rows))
     blocks = -(-len(rows) // _ROWS)
     arguments = (*_arrays(query, rows), index.shape[1], places, bounds, *_arrays(weights, grad))
-    if _threads(blocks, weights.numel() * query.shape[2]) == 1:
+    if threads_for(blocks, weights.numel() * query.shape[2]) == 1:
         _pull_into_rows(kind, 0, blocks, *arguments)
     else:
         _pull_into_rows_in_parallel(kind, blocks, *arguments)
@@ -140,17 +136,7 @@ def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     return tuple(tensor.detach().numpy() for tensor in tensors)
 
 
-def _threads(blocks: int, numbers: int) -> int:
-    """How many take part; numba is told so."""
-    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set as it is loaded
-    threads = max(1, min(torch.get_num_threads(), most, blocks))
-    if numbers < _SERIAL_NUMBERS:
-        return 1
-    numba.set_num_threads(threads)
-    return threads
-
-
-@njit(fastmath=_FAST, **_JIT)
+@njit(fastmath=_FAST, **JIT)
 def _compare(
     kind: int, q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
 ) -> tuple[np.float32, np.float32, np.float32, np.float32]:
@@ -188,12 +174,12 @@ def _compare(
     return s0, s1, s2, s3
 
 
-@njit(fastmath=_FAST, **_JIT)
+@njit(fastmath=_FAST, **JIT)
 def _modulus(real: np.float32, imaginary: np.float32) -> np.float32:
     return np.sqrt(real * real + imaginary * imaginary + _EPSILON)
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _score_blocks(
     kind: int,
     start: int,
@@ -218,7 +204,7 @@ def _score_blocks(
                 out[k], out[k1], out[k2], out[k3] = found
 
 
-@njit(parallel=True, **_JIT)
+@njit(parallel=True, **JIT)
 def _score_in_parallel(
     kind: int,
     blocks: int,
@@ -231,7 +217,7 @@ def _score_in_parallel(
         _score_blocks(kind, block, block + 1, query, rows, index, scores)
 
 
-@njit(fastmath=_FAST, **_JIT)
+@njit(fastmath=_FAST, **JIT)
 def _pull(
     kind: int,
     w0: np.float32,
@@ -269,7 +255,7 @@ def _pull(
             )
 
 
-@njit(**_JIT)  # nothing may be reordered here: the signs of small differences decide
+@njit(**JIT)  # nothing may be reordered here: the signs of small differences decide
 def _pull_signs(
     w0: np.float32,
     w1: np.float32,
@@ -293,7 +279,7 @@ def _pull_signs(
         total[d] += (s0 + s1) + (s2 + s3)
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _pull_into_queries(
     kind: int,
     start: int,
@@ -326,7 +312,7 @@ def _pull_into_queries(
                     _pull(kind, w0, w1, w2, w3, query[c, i], x0, x1, x2, x3, grad[c, i])
 
 
-@njit(parallel=True, **_JIT)
+@njit(parallel=True, **JIT)
 def _pull_into_queries_in_parallel(
     kind: int,
     blocks: int,
@@ -340,23 +326,7 @@ def _pull_into_queries_in_parallel(
         _pull_into_queries(kind, block, block + 1, query, rows, index, weights, grad)
 
 
-@njit(**_JIT)
-def _by_row(picked: np.ndarray, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Row u is picked at places[bounds[u]:bounds[u + 1]], in their order: a counting sort."""
-    bounds = np.zeros(rows + 1, np.int64)
-    for row in picked:
-        bounds[row + 1] += 1
-    for row in range(rows):
-        bounds[row + 1] += bounds[row]
-    filled, places = bounds[:rows].copy(), np.empty(picked.shape[0], np.int64)
-    for place in range(picked.shape[0]):
-        row = picked[place]
-        places[filled[row]] = place
-        filled[row] += 1
-    return places, bounds
-
-
-@njit(**_JIT)
+@njit(**JIT)
 def _pull_into_rows(
     kind: int,
     start: int,
@@ -389,7 +359,7 @@ def _pull_into_rows(
             _pull_four(kind, chunk, place, weight, query, rows[row], grad[row])
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _pull_four(
     kind: int,
     chunk: np.ndarray,
@@ -408,7 +378,7 @@ def _pull_four(
         _pull(kind, w0, w1, w2, w3, row, q0, q1, q2, q3, total)
 
 
-@njit(parallel=True, **_JIT)
+@njit(parallel=True, **JIT)
 def _pull_into_rows_in_parallel(
     kind: int,
     blocks: int,

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models import ops, pair_kernels
+from kge_torchrec.models import ops, pair_kernels, row_sums
 from kge_torchrec.models.distances import compared_at
 from kge_torchrec.models.pair_kernels import pair_scores
 
@@ -90,7 +90,7 @@ def test_a_pair_scores_the_same_wherever_it_stands(comparison):
 
 @every_comparison
 def test_the_number_of_threads_changes_no_bit(comparison, monkeypatch):
-    monkeypatch.setattr(pair_kernels, "_SERIAL_NUMBERS", 0)
+    monkeypatch.setattr(row_sums, "SERIAL_NUMBERS", 0)
     used, tell = [], numba.set_num_threads
     monkeypatch.setattr(numba, "set_num_threads", lambda n: used.append(n) or tell(n))
     before, found = torch.get_num_threads(), []
@@ -129,7 +129,7 @@ def test_half_precision_is_computed_in_float32():
 
 def test_gradients_that_nobody_asks_for_are_not_computed(monkeypatch):
     query, table, index = case()
-    monkeypatch.setattr(pair_kernels, "_by_row", None)
+    monkeypatch.setattr(pair_kernels, "by_row", None)
     scores = pair_scores("dot", query.requires_grad_(), table, index)
     scores.sum().backward()
     assert query.grad is not None
