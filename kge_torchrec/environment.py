@@ -186,16 +186,25 @@ def keep_large_blocks() -> bool:
 
 
 def limit_spinning() -> bool:
-    """Makes idle OpenMP workers sleep after some 50 microseconds; True if it could be set.
+    """Makes idle OpenMP workers sleep after a while; True if it could be set.
 
-    By default they spin for milliseconds on the core that another thread or process needs; a
-    training step next to other work was seen to take 10 to 50 times longer.  OpenMP reads this
-    once, when torch is loaded.  OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment win.
+    By default they spin for milliseconds on the core that another thread or process needs: a step
+    next to other work was seen to take 20 times longer.  Waking them costs as well: on a quiet
+    machine a small step takes a fifth longer where they sleep after some 50 microseconds (as here
+    on a host that is in use) instead of five times that (as here on one that is not).  OpenMP reads
+    this once, when torch is loaded.  OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment win.
     """
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return False
-    os.environ["GOMP_SPINCOUNT"] = "2000"
+    os.environ["GOMP_SPINCOUNT"] = "2000" if _is_in_use() else "10000"
     return True
+
+
+def _is_in_use() -> bool:
+    """Whether other ranks, or something else, may want this host's cores."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 or not hasattr(os, "getloadavg"):
+        return True
+    return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
 
 
 def set_threads(requested: int, local_world_size: int) -> int:

@@ -9,8 +9,8 @@ Sections: training, ranks, scale, ranking, ingest, start-up; all of them if none
 shared by the batch or drawn for each triple; and against all entities (1vsall, softmax).  The floor
 is the same work with gradients derived by hand in plain torch, without autograd or a framework.
 **ranks** the FB15k-237 recipe in one process with all cores and in several with their share of
-them, by both engines.  **scale**, **ranking**, **ingest**: the scripts of those names.  **start-up**
-seconds of whole commands.
+them, by both engines.  **scale**, **ranking**, **ingest**: the scripts of those names.
+**start-up** seconds of whole commands.
 
 Both sides run in processes of their own, by turns, under the same settings of allocator and OpenMP.
 A figure is the median over processes of each one's median.  Where a side's processes differ by more
@@ -73,11 +73,11 @@ class Figure:
     def __str__(self) -> str:
         text = f"{self.name} {_median(self.ours):.6g} {self.unit}{_spread(self.ours)}"
         if self.floor:
-            text += (
-                f", floor {_median(self.floor):.6g}{_spread(self.floor)}: {self.ratio:.3f} of it"
-            )
+            text += f", floor {_median(self.floor):.6g}{_spread(self.floor)}"
+            text += f": {self.ratio:.3f} of it"
         if self.peer:
-            text += f", PyKEEN {_median(self.peer):.6g}: {_median(self.ours) / _median(self.peer):.1f} x"
+            times = _median(self.ours) / _median(self.peer)
+            text += f", PyKEEN {_median(self.peer):.6g}: {times:.1f} x"
         return text + (" unquiet" if self.unquiet else "")
 
 
@@ -255,16 +255,15 @@ def ranks(options: argparse.Namespace) -> list[Figure]:
     for batch in (None, 4096):
         with tempfile.TemporaryDirectory() as folder:
             found = _compared(options, folder, batch)
-        one = found["1"]
         for world_size, engines in found.items():
             for engine, rates in engines.items():
-                figure = Figure(f"{engine}-{world_size}-ranks-batch-{batch or 'recipe'}", "triples/s",
-                                [_median(repeat) for repeat in rates])  # fmt: skip
+                name = f"{engine}-{world_size}-ranks-batch-{batch or 'recipe'}"
+                figure = _said(Figure(name, "triples/s", _medians(rates)))
                 figure.unquiet = _differ(figure.ours, options.spread)
-                figures.append(_said(figure))
-                print(f"  {_median(figure.ours) / _median(_medians(one[engine])):.3f} of one process",
-                      f"{_median(figure.ours) / _median(_medians(engines['handrolled'])):.3f} of the "
-                      "hand-rolled engine", flush=True)  # fmt: skip
+                figures.append(figure)
+                of_one = _median(figure.ours) / _median(_medians(found["1"][engine]))
+                of_other = _median(figure.ours) / _median(_medians(engines["handrolled"]))
+                print(f"  {of_one:.3f} of one process, {of_other:.3f} of the hand-rolled engine")
     return figures
 
 
@@ -393,8 +392,10 @@ def main() -> None:
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         who, *rest = sys.argv[2:]
-        work = {"ours": lambda data, *more: ours(Path(data), *more),
-                "floor": lambda folder, data, *more: floor(Path(folder), Path(data), *more)}  # fmt: skip
-        print(json.dumps(work[who](*rest)))
+        if who == "ours":
+            rates = ours(Path(rest[0]), *rest[1:])
+        else:
+            rates = floor(Path(rest[0]), Path(rest[1]), *rest[2:])
+        print(json.dumps(rates))
     else:
         main()

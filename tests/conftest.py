@@ -1,10 +1,10 @@
 """What holds for all tests."""
 
 import gc
+import os
 
-from kge_torchrec.environment import limit_spinning
-
-limit_spinning()  # as in the programs, before any test module loads torch
+# Other processes of the tests want the cores; read once, when a test module loads torch.
+os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 
 def pytest_collection_finish(session):

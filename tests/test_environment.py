@@ -98,11 +98,16 @@ def test_training_from_python_is_quiet(tmp_path):
     assert (done.stdout, lines) == ("", [])
 
 
-def test_a_program_of_ours_is_quiet_and_does_not_spin():
-    code = """
+@pytest.mark.parametrize(
+    "load, ranks, spins", [(0.1, 1, "10000"), (64 * 1024, 1, "2000"), (0.1, 2, "2000")]
+)
+def test_a_program_of_ours_is_quiet_and_does_not_spin_for_long(load, ranks, spins):
+    code = f"""
 import os, warnings
 from kge_torchrec.environment import prepare_process
 
+os.environ["LOCAL_WORLD_SIZE"] = "{ranks}"
+os.getloadavg = lambda: ({load}, 0, 0)
 prepare_process()
 warnings.warn_explicit("a notice", UserWarning, "file", 1, module="torch.nn")
 warnings.warn_explicit("ours", UserWarning, "file", 1, module="kge_torchrec")
@@ -112,7 +117,7 @@ print(os.environ["GOMP_SPINCOUNT"])
     done = subprocess.run(
         [sys.executable, "-c", code], env=others, capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == "2000"
+    assert done.stdout.strip() == spins
     assert "ours" in done.stderr and "a notice" not in done.stderr
 
 

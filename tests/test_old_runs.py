@@ -39,7 +39,8 @@ def rank_resumes(run: str) -> dict:
         return opened.results["test"], parameters(opened.session)
 
 
-@pytest.mark.parametrize("world_size, tolerance", [(2, 0.0), (1, 1e-5)])
+# Its scores were matrix products of copied rows; kernels since then round the last bit otherwise.
+@pytest.mark.parametrize("world_size, tolerance", [(2, 1e-6), (1, 1e-5)])
 def test_an_old_run_goes_on_as_it_would_have_then(run, world_size, tolerance):
     results, found = run_world(world_size, rank_resumes, "run")[0]
     whole = safetensors.torch.load_file(run.parent / "resumed_to_4_epochs.safetensors")

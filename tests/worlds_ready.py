@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
+from typing import get_args
 
 import hypothesis  # noqa: F401 (half of all test modules import it, and pytest)
 import numpy as np
@@ -25,6 +26,9 @@ from kge_torchrec.data import compiled_index  # noqa: F401 (read where a ranking
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
+from kge_torchrec.models.ops import Comparison
+from kge_torchrec.models.pair_kernels import pair_scores
+from kge_torchrec.models.row_sums import sums_by_row
 from kge_torchrec.ranking.exact import count_block
 
 
@@ -35,6 +39,10 @@ def load_kernels() -> None:
     for name in OPTIMIZER_NAMES:
         states = [torch.zeros(2, *shape) for shape in _STATES[name]]
         update_rows(TableOptimizer(name), 0.1, 1, rows, grad, torch.zeros(2, 4), *states)
+    sums_by_row(torch.tensor([0, 1, 1]), (grad,), 2)
+    query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
+    for comparison in get_args(Comparison):
+        pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

@@ -14,7 +14,7 @@ from numba import njit, prange
 from torch import Tensor
 
 JIT: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
-PARTS = 4  # that gradients may come in
+PARTS = 4  # that gradients come in: head, tail and the candidates of both sides
 _ROWS = 64  # that a thread takes at once
 # Below this many numbers, waking a second thread costs more than it saves.
 SERIAL_NUMBERS = 1 << 17
@@ -23,9 +23,11 @@ SERIAL_NUMBERS = 1 << 17
 def sums_by_row(index: Tensor, parts: tuple[Tensor, ...], count: int) -> Tensor:
     """(U, D): row u has the sum of the gradients at the places where index is u, in their order.
 
-    index: (M,) int64 in [0, U), not checked here; parts: up to ``PARTS`` of (m, D) float32, M rows
-    in all; count: U.
+    index: (M,) int64 in [0, U), not checked here; parts: (m, D) float32 each, M rows in all, copied
+    if they are more than ``PARTS``; count: U.
     """
+    if len(parts) > PARTS:
+        parts = (torch.cat(parts),)
     dim = parts[0].shape[1]
     out = torch.empty(count, dim)
     starts = np.cumsum([0, *map(len, parts)])

@@ -86,7 +86,7 @@ def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]
 
 @functools.cache
 def trained(world_size: int, pipeline: str = "sparse_dist", rest: bool = False) -> dict[int, dict]:
-    numbers = list(NUMBERS[world_size] if pipeline == "sparse_dist" else DIAGONAL)
+    numbers = list(NUMBERS[world_size] if pipeline == "sparse_dist" else DIAGONAL[::2])
     if rest:
         numbers = [number for number in range(len(PAIRS)) if number not in numbers]
     with tempfile.TemporaryDirectory() as folder:

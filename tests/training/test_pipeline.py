@@ -40,7 +40,7 @@ def rank_watches(store: Path, run: Path) -> tuple[bool, str, list[str]]:
     ShardedEmbeddingCollection.input_dist = watched_distribute
     torch.Tensor.backward = watched_backward
     try:
-        session = fit(config_of(store, run, train__epochs=1))
+        session = fit(config_of(store, run, train__epochs=1, train__pipeline="sparse_dist"))
     finally:
         ShardedEmbeddingCollection.input_dist, torch.Tensor.backward = distribute, backward
     modules = session.backend.model.modules()
@@ -56,6 +56,13 @@ def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, wor
         for batch in range(1, 5):
             ahead = events.index(f"distribute {batch + 1}")
             assert ahead < events.index(f"backward {batch} ends")
+
+
+def test_one_rank_on_a_cpu_has_nothing_to_overlap(store, tmp_path):
+    session = fit(config_of(store, tmp_path / "run", train__epochs=1))
+    (table,) = (m for m in session.backend.model.modules()
+                if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
+    assert not table.is_pipelined
 
 
 def count_weights(loop: Trainer, found: list) -> None:
@@ -102,5 +109,5 @@ def test_a_model_that_cannot_be_pipelined_is_refused(store, tmp_path, monkeypatc
 
     monkeypatch.setattr(KGEModel, "forward", opaque)
     with pytest.raises(NotPipelined, match=r"use train.pipeline loop"):
-        fit(config_of(store, tmp_path / "a"))
+        fit(config_of(store, tmp_path / "a", train__pipeline="sparse_dist"))
     fit(config_of(store, tmp_path / "b", train__pipeline="loop"))

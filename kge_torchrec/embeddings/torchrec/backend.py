@@ -65,8 +65,6 @@ class TorchRecBackend:
     deferred: gradients of several backward passes, or clipped ones, step as one.
     """
 
-    has_sparse_dist = True
-
     def __init__(
         self,
         num_entities: int,
@@ -84,6 +82,8 @@ class TorchRecBackend:
         deferred: bool = False,
     ):
         device = processes.device
+        # One rank on a CPU neither sends nor copies ids, so that there is nothing to overlap.
+        self.has_sparse_dist = processes.world_size > 1 or device.type != "cpu"
         collection = entity_collection(num_entities, objective.scorer.dim)
         model = KGEModel(collection, objective.to(device), scales_loss)
         settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)

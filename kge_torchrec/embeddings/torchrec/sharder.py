@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec import JaggedTensor
 from torchrec.distributed.batched_embedding_kernel import (
     BaseBatchedEmbedding,
     BatchedFusedEmbedding,
@@ -212,6 +213,17 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
             device=device,
             qcomm_codecs_registry=qcomm_codecs_registry,
         )
+
+    def forward(self, *features: KeyedJaggedTensor) -> Any:
+        """As TorchRec's; but a single rank on a CPU has all the rows, and sends itself nothing.
+
+        Under TorchRec's pipeline another forward takes this one's place.
+        """
+        (kernel,) = self._lookups[0]._emb_modules
+        if self._env.world_size > 1 or not isinstance(kernel, _CpuFusedEmbedding):
+            return super().forward(*features)
+        (ids,) = features
+        return {ENTITY: JaggedTensor(kernel.emb_module(ids.values()), lengths=ids.lengths())}
 
 
 class EntitySharder(EmbeddingCollectionSharder):

@@ -1,0 +1,48 @@
+"""Gradients of rows, summed for each row: as index_add_ does it, bit for bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.models import row_sums
+from kge_torchrec.models.row_sums import sums_by_row
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=7),
+    rows=st.integers(1, 150),
+    dim=st.integers(1, 19),
+    seed=st.integers(0, 99),
+)
+def test_any_parts(sizes, rows, dim, seed):
+    stream = torch.Generator().manual_seed(seed)
+    index = torch.randint(rows, (sum(sizes),), generator=stream)
+    parts = tuple(torch.randn(size, dim, generator=stream) for size in sizes)
+    expected = torch.zeros(rows, dim).index_add_(0, index, torch.cat(parts))
+    assert torch.equal(sums_by_row(index, parts, rows), expected)
+
+
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    index, parts = torch.randint(500, (3000,)), (torch.randn(1000, 24), torch.randn(2000, 24))
+    alone = sums_by_row(index, parts, 500)
+    monkeypatch.setattr(row_sums, "SERIAL_NUMBERS", 0)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert torch.equal(sums_by_row(index, parts, 500), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("numbers, blocks, threads", [(1, 9, 1), (1 << 20, 1, 1), (1 << 20, 9, 2)])
+def test_threads_are_for_much_work(numbers, blocks, threads):
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert row_sums.threads_for(blocks, numbers) == threads
+    finally:
+        torch.set_num_threads(before)
