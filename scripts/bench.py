@@ -116,7 +116,9 @@ def settings(data: Path, scorer: str, work: str, folder: str) -> list[str]:
         values |= {"loss.name": "bce", "negatives.count": 128, "negatives.chunk_size": chunk}
     else:
         batch = 512
-        values |= {"loss.name": "softmax", "negatives.regime": work}
+        regime, _, precision = work.partition("-")
+        values |= {"loss.name": "softmax", "negatives.regime": regime}
+        values["train.precision"] = precision or "fp32"
     return [f"--{key}={value}" for key, value in (values | {"train.batch_size": batch}).items()]
 
 
@@ -200,7 +202,10 @@ def peer(options: argparse.Namespace, scorer: str) -> list[float]:
 
 
 def training(options: argparse.Namespace) -> list[Figure]:
-    works = [(scorer, work) for scorer in SCORERS for work in SAMPLED] + [("complex", "1vsall")]
+    works = [(scorer, work) for scorer in SCORERS for work in SAMPLED] + [
+        ("complex", "1vsall"),
+        ("complex", "1vsall-bf16"),
+    ]
     figures = []
     for scorer, work in works:
         name = f"{scorer}-{work}"

@@ -41,6 +41,7 @@ def main() -> None:
         "negatives.regime": "1vsall",
         "train.batch_size": options.batch_size,
         "train.optimizer": options.optimizer,
+        "train.precision": options.precision,
         "entities.engine": options.engine,
     }
     keep_large_blocks()
@@ -109,6 +110,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--loss", default="softmax")
     parser.add_argument("--n3", type=float, default=0.05)
     parser.add_argument("--optimizer", default="adagrad")
+    parser.add_argument("--precision", default="fp32")
     parser.add_argument("--engine", default="torchrec")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)

@@ -161,7 +161,7 @@ class Config:
             ("train.accumulation", train.accumulation > 1, "1: scores are held in blocks anyway"),
             ("train.clip_norm", train.clip_norm is not None, "null"),
             ("train.clip_value", train.clip_value is not None, "null"),
-            ("train.precision", train.precision != "fp32", "fp32"),
+            ("train.precision", train.precision == "fp16", "bf16 or fp32"),
             ("dense.wrapper", dense.wrapper in ("fsdp", "hybrid"), "auto"),
             ("dense.compile", dense.compile, "false"),
         ):

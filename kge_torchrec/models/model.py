@@ -122,7 +122,7 @@ class Objective(nn.Module):
 
         anchor, target: (C, b, D); candidates: (C, K, D), or the rows that index (C, K) picks.
         """
-        with self._autocast(anchor.device):
+        with self.autocast(anchor.device):
             if index is None:
                 scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
             else:
@@ -132,7 +132,7 @@ class Objective(nn.Module):
         positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
         loss = self.loss(positive, negative, mask)
         if self.relation_weight:
-            with self._autocast(anchor.device):
+            with self.autocast(anchor.device):
                 relation_loss = relation_prediction(self.scorer, anchor, relation, target, side)
             loss = loss + self.relation_weight * relation_loss
         if self.regularizers.any:
@@ -144,7 +144,8 @@ class Objective(nn.Module):
         """Whether candidates are scored where they are among the batch's rows."""
         return isinstance(self.scorer, QueryScorer) and self.scorer.picks_rows and has_kernels(rows)
 
-    def _autocast(self, device: torch.device) -> AbstractContextManager[object]:
+    def autocast(self, device: torch.device) -> AbstractContextManager[object]:
+        """In which scores are computed."""
         if self.precision == torch.float32:
             return nullcontext()
         return torch.autocast(device.type, self.precision)
@@ -259,7 +260,7 @@ class QueryObjective(Objective):
         """The sum over the queries of one side; anchor (q, D), answer (m, D), sampled (K, D)."""
         if relation.numel() == 0:
             return self._nothing(sampled)
-        with self._autocast(anchor.device):
+        with self.autocast(anchor.device):
             scores = self.scorer.score_answers(anchor, relation, answer, query, sampled, side)
         positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
         total = self.loss(positive, query, negative, ~known).sum()

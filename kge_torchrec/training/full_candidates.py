@@ -191,7 +191,15 @@ class _Step:
         return _Block(places, rows, scores, [top for top, _ in started], answers)
 
     def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
-        """(1, q, m) of each query shard against a block's rows as the scorer takes them, (m, D)."""
+        """(1, q, m) of each query shard against a block's rows as the scorer takes them, (m, D).
+
+        In float32, whatever their products are computed in: they become slopes where they are.
+        """
+        with self.trainer.objective.autocast(self.trainer.device):
+            scores = self._products(places, entities)
+        return [x.float() for x in scores]
+
+    def _products(self, places: range, entities: Tensor) -> list[Tensor]:
         if not self.trainer.drops_pairs:
             return [query_shard.scores(self.scorer, entities) for query_shard in self.query_shards]
         # The cell as a whole is drawn for, also the rows of it that other ranks hold.

@@ -248,7 +248,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
         ({"loss__name": "margin"}, "loss.name: margin compares"),
         ({"negatives__filtered": True}, "negatives.filtered: 1vsall takes every entity"),
         ({"train__pipeline": "sparse_dist"}, "train.pipeline: with negatives.regime 1vsall"),
-        ({"train__precision": "bf16"}, "train.precision: with negatives.regime 1vsall"),
+        ({"train__precision": "fp16"}, "train.precision: with negatives.regime 1vsall"),
         ({"negatives__regime": "allvsall"}, "loss.name: softmax has nothing to learn"),
         ({"negatives__regime": "kvsall", "loss__relation_weight": 1.0}, "loss.relation_weight"),
         ({"negatives__regime": "kvssample", "negatives__chunk_size": 8}, "negatives.chunk_size"),
@@ -319,3 +319,35 @@ def test_no_rank_holds_the_answers_of_others():
     assert column.tolist() == list(range(0, rows - 10, 2)) and not query.any()
     assert share.tolist() == pytest.approx([2 / entities] * len(column))
     assert peak < 1 << 20
+
+
+def rank_trains_in(store, folder, regime: str) -> tuple[list[dict], set]:
+    """Parameters after training in fp32 and in bf16, and what was multiplied in the latter."""
+    kinds, found, product = set(), [], torch.matmul
+
+    def watched(a, b):
+        out = product(a, b)
+        kinds.add(out.dtype)
+        return out
+
+    for precision in ("fp32", "bf16"):
+        torch.matmul = watched if precision == "bf16" else product
+        try:
+            config = config_of(store, folder / precision, negatives__regime=regime,
+                               train__precision=precision, train__optimizer="adam",
+                               model__scorer="complex")  # fmt: skip
+            found.append(fit(config).parameters)
+        finally:
+            torch.matmul = product
+    return found, kinds
+
+
+@pytest.mark.parametrize("regime, world_size", [("1vsall", 1), ("kvsall", 2)])
+def test_products_in_bfloat16(tmp_path, regime, world_size):
+    store = tiny_store(tmp_path / "store").path
+    ranks = run_world(world_size, rank_trains_in, store, tmp_path, regime)
+    for (full, lower), kinds in ranks:
+        assert kinds == {torch.bfloat16}
+        assert all(value.dtype == torch.float32 for value in lower.values())
+        assert 0 < largest_difference(full, lower) < 0.1
+        assert largest_difference(ranks[0][0][1], lower) == 0

@@ -234,7 +234,7 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
         ({"train__precision": "fp8"}, r"train.precision must be one of fp32, bf16, fp16"),
         (
             {"train__precision": "fp16", "negatives__regime": "1vsall"},
-            r"train.precision: .*regime 1vsall.*set it to fp32",
+            r"train.precision: .*regime 1vsall.*set it to bf16 or fp32",
         ),
     ],
 )
