@@ -45,11 +45,15 @@ def sums_by_row(index: Tensor, parts: tuple[Tensor, ...], count: int) -> Tensor:
 
 
 def threads_for(blocks: int, numbers: int) -> int:
-    """How many threads work on so many blocks of so many numbers; numba is told so."""
-    if numbers < SERIAL_NUMBERS:
-        return 1
+    """How many threads work on so many blocks of so many numbers; numba is told so.
+
+    A process of one thread never is: starting numba's threads took a third of its speed, in
+    everything that torch did.
+    """
     most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set as it is loaded
     threads = max(1, min(torch.get_num_threads(), most, blocks))
+    if threads == 1 or numbers < SERIAL_NUMBERS:
+        return 1
     numba.set_num_threads(threads)
     return threads
 

@@ -46,3 +46,13 @@ def test_threads_are_for_much_work(numbers, blocks, threads):
         assert row_sums.threads_for(blocks, numbers) == threads
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_process_of_one_thread_does_not_start_others(monkeypatch):
+    monkeypatch.setattr(row_sums.numba, "set_num_threads", lambda threads: pytest.fail("started"))
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert row_sums.threads_for(9, 1 << 30) == 1
+    finally:
+        torch.set_num_threads(before)
