@@ -263,9 +263,9 @@ def ranks(options: argparse.Namespace) -> list[Figure]:
         for world_size, engines in found.items():
             for engine, rates in engines.items():
                 name = f"{engine}-{world_size}-ranks-batch-{batch or 'recipe'}"
-                figure = _said(Figure(name, "triples/s", _medians(rates)))
+                figure = Figure(name, "triples/s", _medians(rates))
                 figure.unquiet = _differ(figure.ours, options.spread)
-                figures.append(figure)
+                figures.append(_said(figure))
                 of_one = _median(figure.ours) / _median(_medians(found["1"][engine]))
                 of_other = _median(figure.ours) / _median(_medians(engines["handrolled"]))
                 print(f"  {of_one:.3f} of one process, {of_other:.3f} of the hand-rolled engine")

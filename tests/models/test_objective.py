@@ -266,3 +266,34 @@ def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
         of[world] = total.detach(), *torch.autograd.grad(total, (table, objective.scorer.relations))
     for world in (2, 3, 7):
         torch.testing.assert_close(of[world], of[1], rtol=1e-6, atol=1e-7)
+
+
+class Plain(SCORERS["distmult"]):
+    """Scores candidates in a way of its own."""
+
+    def score_candidates(self, anchor, relation, candidates, side):
+        return super().score_candidates(anchor, relation, candidates, side)
+
+
+@pytest.mark.parametrize(
+    "scorer, triples, rows, in_place",
+    [
+        (SCORERS["distmult"], 1, ENTITIES, True),
+        (SCORERS["transe_l1"], 32, ENTITIES, True),
+        (SCORERS["distmult"], 33, ENTITIES, False),  # a product of matrices is faster
+        (SCORERS["distmult"], 1, 999, False),  # fewer candidates than rows
+        (SCORERS["pairre"], 1, ENTITIES, False),  # has no kernel
+        (Plain, 1, ENTITIES, False),
+    ],
+)
+def test_candidates_of_few_queries_are_not_copied(monkeypatch, scorer, triples, rows, in_place):
+    made, called = scorer(RELATIONS, DIM), []
+    torch.nn.init.normal_(made.relations)
+    for name in ("score_contrast", "score_contrast_at"):
+        method = getattr(made, name)
+        watched = lambda *x, name=name, method=method: called.append(name) or method(*x)  # noqa: E731
+        monkeypatch.setattr(made, name, watched)
+    batch = random_batch(4, triples, 5)
+    batch.weight = batch.weight.float()
+    Objective(made, SoftmaxLoss())(torch.randn(rows, DIM), batch)
+    assert called == ["score_contrast_at" if in_place else "score_contrast"] * 2

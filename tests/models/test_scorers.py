@@ -18,7 +18,6 @@ from scorer_cases import (
 from kge_torchrec.config import SCORER_NAMES
 from kge_torchrec.models import distances, ops
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.models.scorers.base import QueryScorer
 from kge_torchrec.ranking.blocks import score_block
 
 
@@ -101,8 +100,6 @@ def test_all_calls_agree(case, side, inverses):
 def test_candidates_where_they_are(case, side, inverses, dtype):
     """Named by their places among all rows, they score as copies of them do, and learn as much."""
     scorer, dim = make(case, inverses, normalization="layer", dtype=dtype), case[1]
-    if not isinstance(scorer, QueryScorer):
-        pytest.skip("has no query")
     anchor, target = (normal(2, 3, dim, dtype=dtype) for _ in range(2))
     table, relation = normal(4, dim, dtype=dtype).requires_grad_(), torch.randint(RELATIONS, (2, 3))
     index = torch.tensor([[0, 2, 2, 1, 0], [1, 1, 1, 1, 2]])

@@ -270,3 +270,13 @@ def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
         loop.pipeline.progress(stream)
         assert all(value.isfinite().all() for value in parameters(session).values())
         assert scale.skipped == 1
+
+
+@pytest.mark.parametrize("has, precision, said", [(True, "bf16", 0), (False, "bf16", 1),
+                                                  (False, "fp32", 0)])  # fmt: skip
+def test_a_cpu_without_such_products_says_so(monkeypatch, caplog, has, precision, said):
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: has, raising=False)
+    monkeypatch.setattr(assembly.platform, "machine", lambda: "x86_64")
+    with processes("cpu") as ranks:
+        assembly._notice_of_precision(precision, ranks)
+    assert len(caplog.records) == said

@@ -251,8 +251,16 @@ class QueryScorer(Scorer):
 
     @property
     def picks_rows(self) -> bool:
-        """Whether ``similarity_at`` does without a copy of the rows for each chunk."""
-        return type(self).similarity_at is not QueryScorer.similarity_at
+        """Whether ``score_contrast_at`` does without a copy of the rows for each chunk.
+
+        Not of a class that scores candidates in a way of its own, which would be passed over.
+        """
+        own = type(self)
+        return (
+            own.similarity_at is not QueryScorer.similarity_at
+            and own.score_contrast is QueryScorer.score_contrast
+            and own.score_candidates is QueryScorer.score_candidates
+        )
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
         """The query of anchor rows (..., D) and relation ids (...)."""
