@@ -23,9 +23,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -33,11 +31,9 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
+from kge_torchrec.models.row_sums import threads_for
 
 _ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)  # places in TABLE_OPTIMIZERS
-
-# Below this many gradient numbers waking a second thread costs more than it saves.
-_SERIAL_NUMBERS = 1 << 17
 
 _AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
 
@@ -283,13 +279,11 @@ def update_rows(
         _step_numbers(optimizer, lr, step),
     )
     kind = TABLE_OPTIMIZERS.index(optimizer.name)
-    most = numba.config.NUMBA_NUM_THREADS  # type: ignore[attr-defined]  # set as it is loaded
-    threads = min(torch.get_num_threads(), most, count)
-    if threads == 1 or grad.numel() < _SERIAL_NUMBERS:
+    threads = threads_for(count, grad.numel())
+    if threads == 1:
         _update_range(kind, 0, count, *arguments)
-        return
-    numba.set_num_threads(threads)
-    _update_parallel(kind, threads, count, *arguments)
+    else:
+        _update_parallel(kind, threads, count, *arguments)
 
 
 def _two_dimensional(state: Tensor) -> np.ndarray:

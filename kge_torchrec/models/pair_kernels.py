@@ -23,6 +23,7 @@ Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D numbers a r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, get_args
 
 import numpy as np
@@ -70,12 +71,7 @@ def _scores(query: Tensor, rows: Tensor, index: Tensor, kind: int) -> Tensor:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
         raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
     scores = query.new_empty(*query.shape[:2], index.shape[1])
-    blocks = len(index) * -(-query.shape[1] // _QUERIES)
-    arguments = _arrays(query, rows, index, scores)
-    if threads_for(blocks, scores.numel() * query.shape[2]) == 1:
-        _score_blocks(kind, 0, blocks, *arguments)
-    else:
-        _score_in_parallel(kind, blocks, *arguments)
+    _over_queries(_score_blocks, _score_in_parallel, kind, query, rows, index, scores)
     return scores
 
 
@@ -84,12 +80,8 @@ def _gradient_of_queries(
     query: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
 ) -> Tensor:
     grad = torch.empty_like(query)
-    blocks = len(index) * -(-query.shape[1] // _QUERIES)
-    arguments = _arrays(query, rows, index, weights, grad)
-    if threads_for(blocks, weights.numel() * query.shape[2]) == 1:
-        _pull_into_queries(kind, 0, blocks, *arguments)
-    else:
-        _pull_into_queries_in_parallel(kind, blocks, *arguments)
+    kernels = _pull_into_queries, _pull_into_queries_in_parallel
+    _over_queries(*kernels, kind, query, rows, index, weights, grad)
     return grad
 
 
@@ -106,6 +98,24 @@ def _gradient_of_rows(
     else:
         _pull_into_rows_in_parallel(kind, blocks, *arguments)
     return grad
+
+
+def _over_queries(
+    serial: Callable[..., None],
+    parallel: Callable[..., None],
+    kind: int,
+    query: Tensor,
+    rows: Tensor,
+    index: Tensor,
+    *of_pairs: Tensor,
+) -> None:
+    """Runs a kernel over blocks of queries, on as many threads as pay."""
+    blocks = len(index) * -(-query.shape[1] // _QUERIES)
+    arguments = _arrays(query, rows, index, *of_pairs)
+    if threads_for(blocks, query.numel() * index.shape[1]) == 1:
+        serial(kind, 0, blocks, *arguments)
+    else:
+        parallel(kind, blocks, *arguments)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
