@@ -233,6 +233,23 @@ def allow_tf32(allowed: bool) -> None:
 
 
 @contextmanager
+def products_in_bf16() -> Iterator[None]:
+    """Inside, a CPU that multiplies bfloat16 rounds the factors of float32 products to it.
+
+    It sums in float32 and converts where it multiplies, so that no tensor changes its type; other
+    CPUs go on as before.
+    """
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def without_tf32() -> Iterator[None]:
     """Whole float32 products inside, whatever is allowed outside; that is put back."""
     import torch

@@ -72,7 +72,7 @@ FAULTS = [
         if self.reduction == "sum":""",
           """        total = of_positive + of_negative.sum(-1)
         if True:""", "tests/models/test_same_losses.py"),
-    Fault("reduction of full bce ignored", "models/losses.py",
+    Fault("reduction of full bce ignored", "models/full_losses.py",
           "FullBinaryCrossEntropy(num_entities, self.label_smoothing, self.reduction)",
           "FullBinaryCrossEntropy(num_entities, self.label_smoothing)",
           "tests/models/test_same_losses.py"),

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.embeddings.torchrec.planner import TableForm
-from kge_torchrec.models.losses import (
+from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
     BlockAnswers,
     FullBinaryCrossEntropy,

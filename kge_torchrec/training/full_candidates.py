@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, cast
 
 import torch
@@ -35,7 +35,8 @@ from kge_torchrec.data.queries import QueryBatch
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.models.losses import (
+from kge_torchrec.environment import products_in_bf16
+from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
     BlockAnswers,
     FullLoss,
@@ -73,12 +74,17 @@ class FullCandidates:
         self.scorer = cast(QueryScorer, self.objective.scorer)  # the config takes no other
         self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
         layers = (nn.Dropout, nn.Dropout2d)
+        self._on_cpu = device.type == "cpu"
+        self._rounds_products = self._on_cpu and self.objective.precision == torch.bfloat16
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
         self.drops_pairs = self.scorer.drops_pairs
 
     def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
         """Trains one batch; returns its loss, detached."""
-        batch = next(batches)
+        with products_in_bf16() if self._rounds_products else nullcontext():
+            return self._train(next(batches))
+
+    def _train(self, batch: QueryBatch) -> Tensor:
         self.backend.optimizer.zero_grad()  # also tells the table its learning rate
         step = _Step(self, batch, self.backend.shard())
         self.backend.step_rows(step.row_gradients())
@@ -97,6 +103,10 @@ class FullCandidates:
         with torch.random.fork_rng(devices):
             seed_generators(seed, *place)
             yield
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """In which scores are computed; not where the products alone are rounded."""
+        return nullcontext() if self._on_cpu else self.objective.autocast(self.device)
 
     def blocks(self, shard: EntityShard, queries: int) -> list[range]:
         """The rows of a shard in blocks for Q queries; cells where their pairs are drawn for."""
@@ -141,19 +151,26 @@ class _Step:
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
         blocks = self.trainer.blocks(self.shard, self.batch.queries)
-        if self.loss.normalizes and len(blocks) > 1:  # scores are computed twice
+        if len(blocks) == 1:
+            yield self._in_one_block(blocks[0])
+            return
+        if self.loss.normalizes:  # scores are computed twice
             for places in blocks:
                 self._start(places, graph=False)
             self._join()
         for places in blocks:
-            block = self._start(places)
-            if len(blocks) == 1:
-                self._join()
-            yield self.fetched.hold_back(places, self._finish(block))
+            yield self.fetched.hold_back(places, self._finish(self._start(places)))
         if self.joined is None:
             self._join()
-        self._backward_of_queries()
+        self.fetched.add(self._backward_of_queries())
         yield self.fetched.gradients()
+
+    def _in_one_block(self, places: range) -> RowGradients:
+        """The same of all rows at once: nothing has to be held back."""
+        block = self._start(places)
+        self._join()
+        of_rows = self._finish(block)
+        return self.fetched.add_to(of_rows, self._backward_of_queries())
 
     def dense_gradients(self) -> list[Tensor]:
         """Of the objective's parameters, over all ranks."""
@@ -195,7 +212,7 @@ class _Step:
 
         In float32, whatever their products are computed in: they become slopes where they are.
         """
-        with self.trainer.objective.autocast(self.trainer.device):
+        with self.trainer.autocast():
             scores = self._products(places, entities)
         return [x.float() for x in scores]
 
@@ -247,17 +264,18 @@ class _Step:
         """Of anchors and answers, each by its owner: adds its gradient to that of the rows."""
         if not self.regularizers.any:
             return
-        places, weights = zip(*(d.touched(block.places) for d in self.query_shards), strict=True)
-        place = torch.cat(places)
+        each = zip(self.query_shards, block.answers, strict=True)
+        touched = [of_shard.touched(block.places, answers) for of_shard, answers in each]
+        place, weight = (torch.cat(parts) for parts in zip(*touched, strict=True))
         with torch.enable_grad():
             rows = block.rows.detach().index_select(0, place).requires_grad_()
-            penalty = self.regularizers.of(rows, self.scorer.is_complex) * torch.cat(weights)
+            penalty = self.regularizers.of(rows, self.scorer.is_complex) * weight
             total = penalty.sum() * self.weight
         of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
         self.auxiliary = self.auxiliary + total.detach()
 
-    def _backward_of_queries(self) -> None:
-        """From the encoded queries to the fetched rows; also all that only the queries are in."""
+    def _backward_of_queries(self) -> Tensor:
+        """(F, D) from the encoded queries to the fetched rows; also what only queries are in."""
         outputs = [x for query_shard in self.query_shards for x in query_shard.graph]
         slopes = [x for query_shard in self.query_shards for x in query_shard.gradients]
         with torch.enable_grad():
@@ -267,7 +285,7 @@ class _Step:
             outputs.append(rest)
             slopes.append(torch.ones_like(rest))
         (grad,), _ = self._differentiate(outputs, slopes, [self.fetched.rows], [])
-        self.fetched.add(grad)
+        return grad
 
     def _of_own_queries(self) -> Tensor | None:
         """Penalty on relations and prediction of relations, of this rank's share of the queries."""

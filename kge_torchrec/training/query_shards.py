@@ -23,7 +23,7 @@ from kge_torchrec.data.queries import SideQueries
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.models.losses import BlockAnswers
+from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.models.scorers.base import QueryScorer, Scorer
 
 
@@ -100,11 +100,11 @@ class QueryShard:
         arrays = query, entity - first, self._share[query]
         return BlockAnswers(*(to_device(x, self.device) for x in arrays))
 
-    def touched(self, block: range) -> tuple[Tensor, Tensor]:
-        """Places in a block of anchors and answers, and how much each counts in its query."""
+    def touched(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
+        """Places in a block of anchors and its answers, and how much each counts in its query."""
         found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
         anchor = to_device(self._anchor[found] - block.start, self.device)
-        _, answer, share = self.answers(block)
+        _, answer, share = answers
         return torch.cat([anchor, answer]), torch.cat([share.new_ones(len(anchor)), share])
 
 
@@ -156,6 +156,13 @@ class GatheredRows:
         """Adds gradients (F, D) of ``rows``, which are this rank's part.  Collective."""
         own = _summed(grad).index_select(0, self._position)
         self._gradients.index_add_(0, self._inverse, own)
+
+    def add_to(self, of_rows: Tensor, grad: Tensor) -> RowGradients:
+        """Adds gradients (F, D) of ``rows`` to those of all rows that live here.  Collective."""
+        own = _summed(grad).index_select(0, self._position)
+        of_rows.index_add_(0, self._rows_held.index_select(0, self._inverse), own)
+        every = torch.arange(len(of_rows), device=self.device)
+        return RowGradients(every, of_rows, None, True)
 
     def gradients(self) -> RowGradients:
         """Of the fetched rows that live here."""

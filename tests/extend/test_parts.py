@@ -25,7 +25,7 @@ from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.models.losses import BlockAnswers
+from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.training.assembly import (
     build_batches,
     build_loss,

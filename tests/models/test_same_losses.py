@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kge_torchrec.config import LossConfig
-from kge_torchrec.models.losses import BlockAnswers
+from kge_torchrec.models.full_losses import BlockAnswers
 from kge_torchrec.training.assembly import build_loss
 
 QUERIES, ENTITIES = 4, 9

@@ -11,7 +11,7 @@ from worlds import run_world
 from kge_torchrec.config import SCORER_NAMES, ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.models.losses import score_blocks
+from kge_torchrec.models.full_losses import score_blocks
 from kge_torchrec.planning import full_step as module
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.choice import Choice
