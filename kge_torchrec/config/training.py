@@ -133,6 +133,11 @@ class TrainConfig:
         """Whether a step has to wait for the sum of several gradients, or for what it is cut to."""
         return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None
 
+    @property
+    def needs_whole_gradient(self) -> bool:
+        """Whether no row can step before the gradients of all are known, on all ranks."""
+        return self.steps_on_sums or self.precision == "fp16"
+
 
 @dataclass(frozen=True)
 class EvaluationConfig:
