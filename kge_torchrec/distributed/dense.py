@@ -54,7 +54,10 @@ class DenseWrapper:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which this rank has whole parameters to read.  Collective."""
+        """A context in which this rank has whole parameters, to read and to differentiate by.
+
+        Collective.
+        """
         yield
 
     def set_gradients(self, terms: Sequence[Tensor]) -> None:
