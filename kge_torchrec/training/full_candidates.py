@@ -25,7 +25,7 @@ block, D numbers a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple, cast
 
@@ -86,23 +86,30 @@ class FullCandidates:
         """Trains one step; returns its loss, detached."""
         parts = [next(batches) for _ in range(self.accumulation)]
         self.backend.optimizer.zero_grad()  # also tells the table its learning rate
-        shard, dense = self.backend.shard(), self.backend.dense
+        shard = self.backend.shard()
         held = HeldGradients(shard) if self.holds else None
         take = self.backend.step_rows if held is None else held.add
-        losses = []
-        with dense.gathered():
-            parameters = [p for p in self.objective.parameters() if p.requires_grad]
-            sums = [torch.zeros_like(p) for p in parameters]
-            for part in parts:
-                if part.asked:  # on all ranks alike
-                    backward = _Backward(self, part, shard, parameters, sums)
-                    take(backward.row_gradients())
-                    losses.append(backward.loss_value())
-        dense.set_gradients(sums)
+        with self.backend.dense.gathered():
+            dense = _Dense(self.objective)
+            asked = [part for part in parts if part.asked]  # the same on all ranks
+            losses = [self._backward(part, shard, dense, take) for part in asked]
+        self.backend.dense.set_gradients(dense.sums)
         largest = max(part.queries for part in parts)
         if held is None or self._step_held(held, self.blocks(shard, largest)):
             self.backend.optimizer.step()
         return torch.stack(losses).sum()
+
+    def _backward(
+        self,
+        batch: QueryBatch,
+        shard: EntityShard,
+        dense: _Dense,
+        take: Callable[[Iterator[RowGradients]], None],
+    ) -> Tensor:
+        """Gives gradients of rows to ``take``, adds those of dense parameters; returns the loss."""
+        backward = _Backward(self, batch, shard, dense)
+        take(backward.row_gradients())
+        return backward.loss_value()
 
     def _step_held(self, held: HeldGradients, blocks: list[range]) -> bool:
         """Steps the rows, block by block, by what is held; False if a gradient overflowed."""
@@ -145,19 +152,19 @@ class _Block(NamedTuple):
     answers: list[BlockAnswers]
 
 
-class _Backward:
-    """Of one batch; ``row_gradients`` has to be used up before the other results are there.
+class _Dense:
+    """The objective's parameters, whole, and sums of this rank's terms of their gradients."""
 
-    parameters: the objective's, whole; their gradients, this rank's terms, are added to ``dense``.
-    """
+    def __init__(self, objective: nn.Module):
+        self.parameters = [p for p in objective.parameters() if p.requires_grad]
+        self.sums = [torch.zeros_like(p) for p in self.parameters]
+
+
+class _Backward:
+    """Of one batch; ``row_gradients`` has to be used up before the other results are there."""
 
     def __init__(
-        self,
-        trainer: FullCandidates,
-        batch: QueryBatch,
-        shard: EntityShard,
-        parameters: list[nn.Parameter],
-        dense: list[Tensor],
+        self, trainer: FullCandidates, batch: QueryBatch, shard: EntityShard, dense: _Dense
     ):
         self.trainer, self.batch, self.shard = trainer, batch, shard
         self.loss, self.scorer = trainer.loss, trainer.scorer
@@ -175,7 +182,7 @@ class _Backward:
         self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
         self.joined: Tensor | None = None  # (3, Q) of all blocks of all ranks
         self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
-        self.parameters, self.dense = parameters, dense
+        self.dense = dense
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
@@ -331,12 +338,12 @@ class _Backward:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Gradients of ``first`` and ``then``; those of the dense parameters are added up."""
         pairs = [(x, s) for x, s in zip(outputs, slopes, strict=True) if x.requires_grad]
-        inputs = [*first, *then, *self.parameters]
+        inputs = [*first, *then, *self.dense.parameters]
         found = torch.autograd.grad(
             [x for x, _ in pairs], inputs, [s for _, s in pairs], allow_unused=True
         )
         stop = len(first) + len(then)
-        _add(self.dense, found[stop:])
+        _add(self.dense.sums, found[stop:])
         of_first = [
             torch.zeros_like(x) if grad is None else grad
             for x, grad in zip(first, found[: len(first)], strict=True)
