@@ -12,7 +12,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 from oracle_table import DenseTable
-from oracle_training import cubed, rate_factor, relation_optimizer, table_optimizer
+from oracle_training import clip, cubed, rate_factor, relation_optimizer, table_optimizer
 from oracle_training import score as score_triples
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -62,6 +62,7 @@ def train_dense(
                 optimizer.zero_grad()
                 optimizer.param_groups[0]["lr"] = config.train.lr * factor
             loss.backward()
+            clip(config, [entities, *dense.values()])
             for optimizer in optimizers:
                 optimizer.step()
             if config.negatives.regime == "kvssample":

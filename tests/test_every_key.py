@@ -147,7 +147,8 @@ CASES = [
     case("entities.async_step", False, True, "steps_in_thread"),
     # dense
     case("dense.wrapper", "none", "ddp", "dense_wrapper"),
-    case("dense.wrapper", "none", "fsdp", "dense_wrapper"),
+    *(case("dense.wrapper", "none", "fsdp", "dense_wrapper", **regime)
+      for regime in ({}, KVSALL)),
     case("dense.sharding", "full", "grad_op", "fully_shard", dense__wrapper="fsdp"),
     case("dense.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
     case("dense.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
@@ -192,11 +193,14 @@ CASES = [
     case("train.optimizer_options", {}, {"keep": 0.9}, "table", "scorer",
          train__optimizer="foreign_parts:Momentum"),
     case("train.precision", "fp32", "bf16", "table", "scorer"),
-    case("train.precision", "fp32", "fp16", "table", "scorer"),
+    *(case("train.precision", "fp32", "fp16", "table", "scorer", **regime)
+      for regime in ({}, KVSALL)),
     case("train.tf32", False, True, "tf32"),
-    case("train.accumulation", 1, 2, "batches"),
-    case("train.clip_norm", None, 1e-3, "table", "scorer", **ONE_STEP),
-    case("train.clip_value", None, 1e-4, "table", "scorer", **ONE_STEP),
+    *(case("train.accumulation", 1, 2, "batches", **regime) for regime in ({}, KVSALL)),
+    *(case("train.clip_norm", None, 1e-3, "table", "scorer", **ONE_STEP, **regime)
+      for regime in ({}, KVSALL)),
+    *(case("train.clip_value", None, 1e-4, "table", "scorer", **ONE_STEP, **regime)
+      for regime in ({}, KVSALL)),
     case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
     case("train.log_every", 1, 2, "kinds"),
     # evaluation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -102,6 +104,14 @@ def largest_difference(one: dict[str, Tensor], other: dict[str, Tensor]) -> floa
     """Over all numbers of all parameters."""
     assert one.keys() == other.keys()
     return max(float((one[k].double() - other[k].double()).abs().max()) for k in one)
+
+
+def kernels_of_cuda(really: bool):
+    """A context in which TorchRec's table has them; FBGEMM has most optimizers on a CPU too."""
+    ours = sharder.kernel_of
+    return patch.object(
+        sharder, "kernel_of", lambda on_cpu, deferred: ours(on_cpu and not really, deferred)
+    )
 
 
 def rank() -> int:

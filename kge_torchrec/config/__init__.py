@@ -140,11 +140,6 @@ class Config:
             raise ConfigError(f"{key}: negatives.regime kvssample {why}")
         if self.negatives.is_full:
             self._check_full(regime)
-        if self.negatives.is_full and self.train.pipeline == "sparse_dist":
-            raise ConfigError(
-                f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
-                "there is no lookup for sparse_dist to send ahead; use auto"
-            )
 
     def _check_encodes(self, regime: str, scorer: str) -> None:
         """All of ours are query scorers; looking at others loads torch."""
@@ -155,22 +150,17 @@ class Config:
             )
 
     def _check_full(self, regime: str) -> None:
-        """Rows of full candidates step block by block, before the whole gradient is known."""
-        train, dense = self.train, self.dense
-        for key, wanted, instead in (
-            ("train.accumulation", train.accumulation > 1, "1: scores are held in blocks anyway"),
-            ("train.clip_norm", train.clip_norm is not None, "null"),
-            ("train.clip_value", train.clip_value is not None, "null"),
-            ("train.precision", train.precision == "fp16", "bf16 or fp32"),
-            ("dense.wrapper", dense.wrapper in ("fsdp", "hybrid"), "auto"),
-            ("dense.compile", dense.compile, "false"),
-        ):
-            if wanted:
-                raise ConfigError(
-                    f"{key}: with negatives.regime {regime} every row steps as soon as its own "
-                    f"gradient is known, outside the usual step; set it to {instead}, or "
-                    "negatives.regime sampled"
-                )
+        if self.train.pipeline == "sparse_dist":
+            raise ConfigError(
+                f"train.pipeline: with negatives.regime {regime} every rank scores its own rows, "
+                "there is no lookup for sparse_dist to send ahead; use auto"
+            )
+        if self.dense.compile:
+            raise ConfigError(
+                f"dense.compile: with negatives.regime {regime} a loss is in closed form over "
+                "blocks of scores, outside the function that is compiled; set it to false, or "
+                "negatives.regime sampled"
+            )
 
     @property
     def untrained_side(self) -> str | None:

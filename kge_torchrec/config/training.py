@@ -36,8 +36,8 @@ class TrainConfig:
         decay: Factor an epoch (exponential) or at a plateau.
         plateau_patience: Validations without progress before a plateau decays.
         precision: Of scorer and gradients: fp32, bf16, or fp16 with dynamic loss scaling.  Losses,
-            parameters and optimizer state are fp32; with all entities as candidates bf16 is that of
-            their scores, and there is no fp16.
+            parameters and optimizer state are fp32; with all entities as candidates both are those
+            of their scores.
         tf32: Let CUDA round the factors of fp32 products to 10 bits of mantissa.
         accumulation: Micro-batches that a step is cut into, for less memory; the result is that of
             one batch.
@@ -132,6 +132,11 @@ class TrainConfig:
     def steps_on_sums(self) -> bool:
         """Whether a step has to wait for the sum of several gradients, or for what it is cut to."""
         return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None
+
+    @property
+    def needs_whole_gradient(self) -> bool:
+        """Whether no row can step before the gradients of all are known, on all ranks."""
+        return self.steps_on_sums or self.precision == "fp16"
 
 
 @dataclass(frozen=True)

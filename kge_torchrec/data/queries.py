@@ -12,7 +12,7 @@ after drawing, K sampled entities a side, U unique entities.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -25,7 +25,6 @@ from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.filter_index import Answers, FilterIndex
 from kge_torchrec.data.loader import SIDE_CODES, Batch, EpochBatches, Pipelineable, as_feature
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
@@ -41,12 +40,13 @@ class SideQueries:
     answers: Answers  # of the Q queries, distinct for a query; it may have none
 
 
-@dataclass(frozen=True)
-class QueryBatch:
-    """A whole step, the same on every rank."""
+@dataclass
+class QueryBatch(Pipelineable):
+    """A whole step, or a micro-batch of it, the same on every rank."""
 
     asked: tuple[SideQueries, ...]  # one a side, those without queries left out
-    seed: int  # of what the model draws in this step
+    weight: float  # of a query: 1 / queries of the whole step
+    seed: int  # of what the model draws
 
     @property
     def queries(self) -> int:
@@ -55,7 +55,9 @@ class QueryBatch:
 
 
 class Examples(Protocol):
-    """What an epoch passes through once."""
+    """What an epoch passes through once; each asks the same number of queries, ``queries_each``."""
+
+    queries_each: int
 
     def __len__(self) -> int: ...
 
@@ -71,6 +73,7 @@ class TripleQueries:
 
     def __init__(self, triples: np.ndarray, sides: Sequence[Side]):
         self.triples, self.sides = triples, tuple(sides)
+        self.queries_each = len(self.sides)
 
     def __len__(self) -> int:
         return len(self.triples)
@@ -91,6 +94,8 @@ class DistinctQueries:
     Queries and answers are read from the index of the only split of ``known``.
     """
 
+    queries_each = 1
+
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
         self._queries = {side: known.queries(side) for side in sides}
@@ -110,6 +115,8 @@ class DistinctQueries:
 
 class EveryQuery:
     """AllvsAll: every entity with every relation, on every side, answered or not."""
+
+    queries_each = 1
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known, self.sides = known, tuple(sides)
@@ -134,42 +141,42 @@ def _answered(
     return SideQueries(side, anchor, relation, known.answers(side, anchor, relation))
 
 
-class QueryBatches:
+class QueryBatches(EpochBatches[QueryBatch]):
     """The batches of an epoch, in an order that is a function of (seed, epoch).
 
     batch_size: examples a step over all ranks.
     ahead: build a few batches ahead in threads; for GPUs, which would wait otherwise.
+    accumulation: micro-batches that a step comes in.
     """
 
-    def __init__(self, examples: Examples, batch_size: int, seed: int = 0, ahead: bool = False):
-        if len(examples) == 0:
-            raise ValueError("there are no training triples")
-        self._examples, self.batch_size, self.seed, self.ahead = examples, batch_size, seed, ahead
+    def __init__(
+        self,
+        examples: Examples,
+        batch_size: int,
+        seed: int = 0,
+        ahead: bool = False,
+        accumulation: int = 1,
+    ):
+        self._examples = examples
+        super().__init__(batch_size, seed, ahead, accumulation)
 
     @property
     def examples(self) -> int:
         """E: triples for 1vsAll, else queries."""
         return len(self._examples)
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Steps an epoch; the last one may be smaller."""
-        return -(-self.examples // self.batch_size)
-
-    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[QueryBatch]:
-        """The batches of an epoch, from ``first_step`` on."""
-        order = EpochShuffle(self.examples, self.seed, epoch)
-        steps = range(first_step, self.steps_per_epoch)
-        build = prefetched if self.ahead else map
-        yield from build(lambda step: self.batch(order, epoch, step), steps)
-
-    def batch(self, order: EpochShuffle, epoch: int, step: int) -> QueryBatch:
-        """The batch of one step of an epoch."""
-        start = step * self.batch_size
-        positions = np.arange(start, min(start + self.batch_size, self.examples))
+    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> QueryBatch:
+        """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
+        first = step * self.batch_size
+        size = min(self.batch_size, self.examples - first)
+        start, stop = (first + size * i // self.accumulation for i in (part, part + 1))
+        asked = self._examples.ask(order(np.arange(start, stop)))
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM, step))
-        asked = [part for part in self._examples.ask(order(positions)) if len(part.anchor)]
-        return QueryBatch(tuple(asked), int(seeds.generate_state(1, np.uint64)[0] >> np.uint64(1)))
+        return QueryBatch(
+            asked=tuple(of_side for of_side in asked if len(of_side.anchor)),
+            weight=1 / (size * self._examples.queries_each),
+            seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
+        )
 
 
 _ANSWER_STREAM = 3  # sets draws of answers apart from the order, the negatives and ``queries``

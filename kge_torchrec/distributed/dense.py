@@ -12,7 +12,7 @@ Shapes: W ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.processes import Processes, world_size
 
 if TYPE_CHECKING:
     from torchrec.optim.keyed import KeyedOptimizerWrapper
@@ -54,8 +54,25 @@ class DenseWrapper:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which this rank has whole parameters to read.  Collective."""
+        """A context in which this rank has whole parameters, to read and to differentiate by.
+
+        Collective.
+        """
         yield
+
+    def set_gradients(self, terms: Sequence[Tensor]) -> None:
+        """Makes sums over the ranks the gradients that the dense optimizer steps by.  Collective.
+
+        For a backward whose gradients were taken of ``gathered`` parameters.  terms: this rank's,
+        one for each parameter that has gradients, whole.
+        """
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        for parameter, grad in zip(trained, _summed(terms), strict=True):
+            parameter.grad = self._part_of(grad, parameter)
+
+    def _part_of(self, grad: Tensor, parameter: nn.Parameter) -> Tensor:
+        """What this rank holds of a whole gradient."""
+        return grad
 
     def sum_of_parts(self, sums: Tensor) -> Tensor:
         """Sums over this rank's parts of the parameters -> over whole parameters.  Collective."""
@@ -141,6 +158,13 @@ class Sharded(DenseWrapper):
         finally:
             self._parts.reshard()
 
+    @torch.no_grad()
+    def _part_of(self, grad: Tensor, parameter: nn.Parameter) -> Tensor:
+        part = torch.empty_like(parameter)  # sharded, and in main memory, as that is
+        own = self._rows(len(grad))[self.mesh.get_local_rank("shard")]
+        local_part(part).copy_(grad[own.start : own.stop])
+        return part
+
     def sum_of_parts(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums, group=self.mesh.get_group("shard"))
         return sums
@@ -153,11 +177,15 @@ class Sharded(DenseWrapper):
         return f"{self.name}, {sharding}{offload}, ranks {order}{sizes}"
 
     def _place(self, parameter: nn.Parameter) -> str:
+        rows = self._rows(parameter.shape[0])
+        return f", rows {', '.join(f'{own.start:,} to {own.stop:,}' for own in rows)}"
+
+    def _rows(self, count: int) -> list[range]:
+        """Those of a parameter that each part has, by their number."""
         parts = self.mesh.shape[-1]
-        each = -(-parameter.shape[0] // parts)  # as torch.chunk
-        starts = [min(part * each, parameter.shape[0]) for part in range(parts + 1)]
-        ranges = (f"{start:,} to {stop:,}" for start, stop in pairwise(starts))
-        return f", rows {', '.join(ranges)}"
+        each = -(-count // parts)  # as torch.chunk
+        starts = [min(part * each, count) for part in range(parts + 1)]
+        return [range(*ends) for ends in pairwise(starts)]
 
 
 def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:
@@ -196,6 +224,16 @@ def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
         )
     sizes, names = (replicas, ranks // replicas), ("replicate", "shard")
     return init_device_mesh(processes.device.type, sizes, mesh_dim_names=names)
+
+
+def _summed(terms: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each of them over all ranks, by one collective."""
+    if world_size() == 1 or not terms:
+        return terms
+    flat = torch.cat([term.reshape(-1) for term in terms])
+    dist.all_reduce(flat)
+    parts = flat.split([term.numel() for term in terms])
+    return [part.view_as(term) for part, term in zip(parts, terms, strict=True)]
 
 
 def local_part(tensor: Tensor) -> Tensor:

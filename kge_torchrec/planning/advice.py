@@ -103,8 +103,6 @@ def _changes_beside_the_table(plan: TrainingPlan) -> dict[str, _Change]:
     wrapper = plan.workload.config.dense.wrapper
     if wrapper in ("fsdp", "hybrid") or plan.cluster.world_size == 1:
         return {}
-    if plan.workload.config.negatives.is_full:  # which takes no sharded parameters
-        return {}
     if _weight(plan, "dense parameters") < _MATTERS:
         return {}
     return {
@@ -324,8 +322,8 @@ def _with_other_wrapper(found: Faster) -> Faster:
     First of all, since what it saves does not grow with the batch and so decides how large one is.
     """
     plan, best = found.then, found
-    if not plan.times.get("dense gradients") or plan.workload.config.negatives.is_full:
-        return found  # against all entities parameters cannot be sharded
+    if not plan.times.get("dense gradients"):
+        return found
     for name in ("ddp", "hybrid", "fsdp"):
         other = _changed(found, plan.workload.with_dense_wrapper(name), {"dense.wrapper": name})
         if other and other.then.step_seconds < (1 - _WORTH) * best.then.step_seconds:

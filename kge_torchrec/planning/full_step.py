@@ -34,6 +34,7 @@ from kge_torchrec.planning.cost import (
     work_seconds,
 )
 from kge_torchrec.planning.devices import Cluster, Ring
+from kge_torchrec.planning.layout import DenseLayout
 from kge_torchrec.planning.operations import Cost, WatchOperations
 from kge_torchrec.planning.workload import Workload
 
@@ -54,13 +55,18 @@ def fetched_of(workload: Workload) -> int:
     return queries_of(workload) * (2 if workload.config.loss.relation_weight else 1)
 
 
+def _of_micro_batch(workload: Workload, count: int) -> int:
+    """The share of a step's queries, or of what goes with each, in its largest micro-batch."""
+    return -(-count // workload.config.train.accumulation)
+
+
 def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
-    """Of n rows against the queries of a step, forward and backward.
+    """Of n rows against the queries of a micro-batch, forward and backward.
 
     Bytes alive are those of one block of rows, all else is of all blocks.  Softmax scores several
     blocks twice, which adds a third to the three products of each.
     """
-    queries = queries_of(workload)
+    queries = _of_micro_batch(workload, queries_of(workload))
     if not rows:
         return Cost(0, 0, 0, 0, 0)
     device = "cuda" if is_cuda else "cpu"
@@ -75,7 +81,18 @@ def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
 
 def fetched_bytes(workload: Workload) -> int:
     """Fetched rows, their gradients, sums of those that live here, and their places."""
-    return fetched_of(workload) * (4 * 3 * workload.dim + 8 * 3)
+    return _of_micro_batch(workload, fetched_of(workload)) * (4 * 3 * workload.dim + 8 * 3)
+
+
+def held_bytes(workload: Workload, rows: int) -> int:
+    """Gradients of n rows that step only when those of all rows are known."""
+    return 4 * rows * workload.dim if workload.config.train.needs_whole_gradient else 0
+
+
+def dense_sum_bytes(workload: Workload, layout: DenseLayout) -> int:
+    """Whole gradients of sharded parameters; where they are sent, once more."""
+    copies = 2 if layout.splits > 1 else 1
+    return 4 * copies * workload.dense_parameters if layout.is_sharded else 0
 
 
 def batch_bytes(workload: Workload) -> int:
@@ -90,9 +107,10 @@ def full_traffic(workload: Workload, cluster: Cluster) -> Traffic:
     for kind, size in (
         ("rows", 4 * fetched_of(workload) * workload.dim),
         ("gradients", 4 * fetched_of(workload) * workload.dim),
-        ("dense", 4 * workload.dense_parameters),
     ):
         ring.all_reduce(size, traffic.within[kind], traffic.between[kind])
+    layout, dense = DenseLayout.of(workload.config.dense, cluster), workload.dense_parameters
+    layout.send_whole(dense, cluster, traffic.within["dense"], traffic.between["dense"])
     seen = 4 * 3 * queries_of(workload) * (ranks - 1)
     ring.send(seen, traffic.within["rows"], traffic.between["rows"])
     return traffic
@@ -107,11 +125,15 @@ def full_step_time(
     cost: Cost,
     traffic: Traffic,
 ) -> dict[str, float]:
-    """Seconds of each part of a step, of a rank with n rows; a model as in ``step_time``."""
+    """Seconds of each part of a step, of a rank with n rows; a model as in ``step_time``.
+
+    cost: of a micro-batch.
+    """
+    micro_batches = workload.config.train.accumulation
     return {
-        "scoring": work_seconds(workload, cluster, cost),
+        "scoring": micro_batches * work_seconds(workload, cluster, cost),
         "table optimizer": table_optimizer_seconds(cluster, form, rows, columns),
-        **starting_seconds(cluster, cost, 1, _COLLECTIVES),
+        **starting_seconds(cluster, cost, micro_batches, _COLLECTIVES),
         **sending_seconds(cluster, traffic),
     }
 

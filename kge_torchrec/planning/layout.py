@@ -77,11 +77,31 @@ class DenseLayout:
 
         Parameters are gathered for every micro-batch, gradients travel at the last.
         """
-        size, ranks = 4 * numbers, np.arange(cluster.world_size)
-        copies = cluster.world_size // self.splits
-        part = size / self.splits
-        for group in np.split(ranks, copies):
-            passes = self.gathers * micro_batches + 1 if self.is_sharded else 0
-            Ring(cluster, group).send(passes * (self.splits - 1) * part, within, between)
+        ranks, copies = np.arange(cluster.world_size), cluster.world_size // self.splits
+        passes = self.gathers * micro_batches + 1 if self.is_sharded else 0
+        self._send_parts(passes, numbers, cluster, within, between)
         for group in ranks.reshape(copies, self.splits).T:
-            Ring(cluster, group).all_reduce(part, within, between)
+            Ring(cluster, group).all_reduce(4 * numbers / self.splits, within, between)
+
+    def send_whole(
+        self, numbers: int, cluster: Cluster, within: np.ndarray, between: np.ndarray
+    ) -> None:
+        """The same of a step that gathers parameters once and sums gradients whole."""
+        if self.is_sharded:
+            self._send_parts(1, numbers, cluster, within, between)
+        ring = Ring(cluster, np.arange(cluster.world_size))
+        ring.all_reduce(4 * numbers, within, between)
+
+    def _send_parts(
+        self,
+        passes: int,
+        numbers: int,
+        cluster: Cluster,
+        within: np.ndarray,
+        between: np.ndarray,
+    ) -> None:
+        """Of P numbers all parts to or from all ranks of a copy, so many times."""
+        copies = cluster.world_size // self.splits
+        size = passes * (self.splits - 1) * 4 * numbers / self.splits
+        for group in np.split(np.arange(cluster.world_size), copies):
+            Ring(cluster, group).send(size, within, between)

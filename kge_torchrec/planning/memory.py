@@ -1,6 +1,7 @@
 """What fills a rank's memory, part by part.
 
-Exact: weights, optimizer state, cache, gradients of a replicated table, dense parameters.
+Exact: weights, optimizer state, cache, gradients of a replicated table or held against all
+entities, dense parameters.
 Expected: rows and ids (they follow the number of different entities of a batch), activations (the
 objective is watched, see ``objective_cost``), batches.  Measured or assumed: the process itself.
 """
@@ -85,16 +86,13 @@ def rank_memory(
         for part, size in table_memory(shard.rows, shard.columns, form, is_cuda).items():
             parts[part] += size
 
-    def on_device(size: float) -> Bytes:
-        return Bytes(device=round(size)) if is_cuda else Bytes(main=round(size))
-
     growth = 1.0 if is_cuda else _growth(cost)
     dense = DenseLayout.of(workload.config.dense, cluster)
     numbers = workload.dense_parameters
     parts["dense parameters"] = dense.memory(numbers, workload.optimizer, is_cuda)
-    parts["rows and ids"] = on_device(growth * moved)
-    parts["activations"] = on_device(growth * cost.peak_bytes)
-    parts["batches"] = on_device(IN_FLIGHT * batch)
+    parts["rows and ids"] = on_device(cluster, growth * moved)
+    parts["activations"] = on_device(cluster, growth * cost.peak_bytes)
+    parts["batches"] = on_device(cluster, IN_FLIGHT * batch)
     parts["triples"] = Bytes(main=store_bytes(workload))
     parts["process"] = CUDA_PROCESS if is_cuda else Bytes(main=CPU_PROCESS)
     parts["process"] += Bytes(main=data_bytes(workload))
@@ -102,6 +100,11 @@ def rank_memory(
     table = sum(size.device + size.main for size in saved)
     parts["process"] += Bytes(main=min(_PIECES_COPIED * CHUNK_BYTES, table))
     return parts
+
+
+def on_device(cluster: Cluster, size: float) -> Bytes:
+    """Bytes where a rank computes."""
+    return Bytes(device=round(size)) if cluster.device.is_cuda else Bytes(main=round(size))
 
 
 def _growth(cost: Cost) -> float:

@@ -31,11 +31,13 @@ from kge_torchrec.planning.choice import KERNELS, Choice
 from kge_torchrec.planning.communication import Traffic, exchanges, groups, traffic
 from kge_torchrec.planning.cost import objective_cost, step_time
 from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.layout import DenseLayout
 from kge_torchrec.planning.memory import (
     SHARED,
     RankMemory,
     batch_bytes,
     exchange_bytes,
+    on_device,
     rank_memory,
 )
 from kge_torchrec.planning.operations import Cost
@@ -104,10 +106,14 @@ def _plan_against_all(
     rows = [sum(shard.rows for shard in own) for own in of_rank]
     costs = {n: full_step.full_cost(workload, n, cluster.device.is_cuda) for n in set(rows)}
     moved, batch = full_step.fetched_bytes(workload), full_step.batch_bytes(workload)
-    memory = [
-        rank_memory(workload, cluster, choice, own, costs[n], moved, batch)
-        for own, n in zip(of_rank, rows, strict=True)
-    ]
+    layout = DenseLayout.of(workload.config.dense, cluster)
+    memory = []
+    for own, n in zip(of_rank, rows, strict=True):
+        parts = rank_memory(workload, cluster, choice, own, costs[n], moved, batch)
+        parts["gradients"] += on_device(cluster, full_step.held_bytes(workload, n))
+        sums = full_step.dense_sum_bytes(workload, layout)
+        parts["dense parameters"] += on_device(cluster, sums)
+        memory.append(parts)
     sent, cost = full_step.full_traffic(workload, cluster), costs[max(rows)]
     times = full_step.full_step_time(
         workload, cluster, choice.form(workload), max(rows), workload.dim, cost, sent

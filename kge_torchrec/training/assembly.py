@@ -206,7 +206,7 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
     loss = build_loss(config.loss).over_all(backend.shard().num_entities)
-    return FullCandidates(backend, loss, processes.device)
+    return FullCandidates(backend, loss, config.train, processes.device)
 
 
 def build_batches(
@@ -217,7 +217,8 @@ def build_batches(
     batch_size, on_cuda = config.train.settled_batch_size, processes.device.type == "cuda"
     if negatives.is_full:
         examples = _examples(negatives.regime, store, sides)
-        return QueryBatches(examples, batch_size, config.seed, ahead=on_cuda)
+        accumulation = config.train.accumulation
+        return QueryBatches(examples, batch_size, config.seed, on_cuda, accumulation)
     draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
     shared: dict[str, Any] = {

@@ -8,8 +8,10 @@ Every rank scores its own rows for all queries of the step:
     home    gradients of fetched rows and of dense parameters are summed over the ranks
 
 Scores stay in memory from start to finish where they fit, and are computed again where they do not:
-no rank ever holds all rows, all scores or all row gradients of a large table.  Rows step as soon as
-their gradient is known; fetched ones, which get some from every block, step last.
+no rank ever holds all rows or all scores of a large table.  Rows step as soon as their gradient is
+known; fetched ones, which get some from every block, step last.  Where a step is the sum of several
+micro-batches, is clipped, or may be skipped, each rank holds the sum of all gradients of its rows
+until all are known: once more the memory of its rows.
 
 All entities are candidates, so every row has a gradient in every step, and all rows step.
 
@@ -23,7 +25,7 @@ block, D numbers a row.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple, cast
 
@@ -31,6 +33,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import QueryBatch
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
@@ -45,6 +48,7 @@ from kge_torchrec.models.full_losses import (
 )
 from kge_torchrec.models.model import relation_prediction
 from kge_torchrec.models.scorers.base import QueryScorer
+from kge_torchrec.training.gradients import StepGradient
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import seed_generators
 
@@ -63,6 +67,7 @@ class FullCandidates:
         self,
         backend: EmbeddingBackend,
         loss: FullLoss,
+        train: TrainConfig,
         device: torch.device,
         kept_bytes: int = KEPT_BYTES,
         block_bytes: int | None = None,
@@ -72,26 +77,57 @@ class FullCandidates:
         self.block_bytes = block_bytes or block_bytes_of(device.type)
         self.objective = backend.unwrapped_model.objective
         self.scorer = cast(QueryScorer, self.objective.scorer)  # the config takes no other
-        self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
+        self.gradient, self.accumulation = StepGradient(backend, train), train.accumulation
+        self.holds = train.needs_whole_gradient
         layers = (nn.Dropout, nn.Dropout2d)
-        self._on_cpu = device.type == "cpu"
-        self._rounds_products = self._on_cpu and self.objective.precision == torch.bfloat16
+        in_bf16 = self.objective.precision == torch.bfloat16
+        self._rounds_products = in_bf16 and device.type == "cpu"
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
         self.drops_pairs = self.scorer.drops_pairs
 
     def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
-        """Trains one batch; returns its loss, detached."""
+        """Trains one step; returns its loss, detached."""
+        parts = [next(batches) for _ in range(self.accumulation)]
         with products_in_bf16() if self._rounds_products else nullcontext():
-            return self._train(next(batches))
+            return self._train(parts)
 
-    def _train(self, batch: QueryBatch) -> Tensor:
+    def _train(self, parts: list[QueryBatch]) -> Tensor:
         self.backend.optimizer.zero_grad()  # also tells the table its learning rate
-        step = _Step(self, batch, self.backend.shard())
-        self.backend.step_rows(step.row_gradients())
-        for parameter, grad in zip(self.parameters, step.dense_gradients(), strict=True):
-            parameter.grad = grad
-        self.backend.optimizer.step()
-        return step.loss_value()
+        shard = self.backend.shard()
+        held = HeldGradients(shard) if self.holds else None
+        take = self.backend.step_rows if held is None else held.add
+        with self.backend.dense.gathered():
+            dense = _Dense(self.objective)
+            asked = [part for part in parts if part.asked]  # the same on all ranks
+            losses = [self._backward(part, shard, dense, take) for part in asked]
+        self.backend.dense.set_gradients(dense.sums)
+        largest = max(part.queries for part in parts)
+        if held is None or self._step_held(held, self.blocks(shard, largest)):
+            self.backend.optimizer.step()
+        return torch.stack(losses).sum()
+
+    def _backward(
+        self,
+        batch: QueryBatch,
+        shard: EntityShard,
+        dense: _Dense,
+        take: Callable[[Iterator[RowGradients]], None],
+    ) -> Tensor:
+        """Gives gradients of rows to ``take``, adds those of dense parameters; returns the loss."""
+        backward = _Backward(self, batch, shard, dense)
+        take(backward.row_gradients())
+        return backward.loss_value()
+
+    def _step_held(self, held: HeldGradients, blocks: list[range]) -> bool:
+        """Steps the rows, block by block, by what is held; False if a gradient overflowed."""
+        factor = self.gradient.unscale([held.sums])
+        if factor is None:
+            return False
+        if factor != 1:
+            held.sums.mul_(factor)
+        self.gradient.clip(held.sums)
+        self.backend.step_rows(held.of(block) for block in blocks)
+        return True
 
     @contextmanager
     def drawing(self, seed: int, *place: int) -> Iterator[None]:
@@ -106,7 +142,7 @@ class FullCandidates:
 
     def autocast(self) -> AbstractContextManager[object]:
         """In which scores are computed; not where the products alone are rounded."""
-        return nullcontext() if self._on_cpu else self.objective.autocast(self.device)
+        return nullcontext() if self._rounds_products else self.objective.autocast(self.device)
 
     def blocks(self, shard: EntityShard, queries: int) -> list[range]:
         """The rows of a shard in blocks for Q queries; cells where their pairs are drawn for."""
@@ -127,14 +163,25 @@ class _Block(NamedTuple):
     answers: list[BlockAnswers]
 
 
-class _Step:
-    """One step; ``row_gradients`` has to be used up before the other results are there."""
+class _Dense:
+    """The objective's parameters, whole, and sums of this rank's terms of their gradients."""
 
-    def __init__(self, trainer: FullCandidates, batch: QueryBatch, shard: EntityShard):
+    def __init__(self, objective: nn.Module):
+        self.parameters = [p for p in objective.parameters() if p.requires_grad]
+        self.sums = [torch.zeros_like(p) for p in self.parameters]
+
+
+class _Backward:
+    """Of one batch; ``row_gradients`` has to be used up before the other results are there."""
+
+    def __init__(
+        self, trainer: FullCandidates, batch: QueryBatch, shard: EntityShard, dense: _Dense
+    ):
         self.trainer, self.batch, self.shard = trainer, batch, shard
         self.loss, self.scorer = trainer.loss, trainer.scorer
         self.regularizers = trainer.objective.regularizers
-        self.weight = 1 / batch.queries  # the loss is the mean over the queries
+        self.scale = trainer.gradient.loss_factor
+        self.weight = batch.weight * self.scale  # the loss is the mean over the step's queries
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
         asked = directed(batch.asked, self.scorer)
@@ -146,7 +193,7 @@ class _Step:
         self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
         self.joined: Tensor | None = None  # (3, Q) of all blocks of all ranks
         self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
-        self.dense = [torch.zeros_like(p) for p in trainer.parameters]
+        self.dense = dense
 
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
@@ -172,22 +219,14 @@ class _Step:
         of_rows = self._finish(block)
         return self.fetched.add_to(of_rows, self._backward_of_queries())
 
-    def dense_gradients(self) -> list[Tensor]:
-        """Of the objective's parameters, over all ranks."""
-        if self.world == 1 or not self.dense:
-            return self.dense
-        flat = torch.cat([grad.reshape(-1) for grad in self.dense])
-        dist.all_reduce(flat)
-        parts = flat.split([grad.numel() for grad in self.dense])
-        return [part.view_as(grad) for part, grad in zip(parts, self.dense, strict=True)]
-
     def loss_value(self) -> Tensor:
-        """The loss; its mean over the ranks is the global one.
+        """The loss, unscaled; its mean over the ranks is the global one.
 
         Every rank knows the loss of all candidates, and its own part of all else.
         """
         assert self.joined is not None  # row_gradients has been used up
-        return self.loss.values(self.joined).sum() * self.weight + self.auxiliary * self.world
+        scaled = self.loss.values(self.joined).sum() * self.weight + self.auxiliary * self.world
+        return scaled / self.scale
 
     @property
     def _relation_weight(self) -> float:
@@ -318,17 +357,37 @@ class _Step:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Gradients of ``first`` and ``then``; those of the dense parameters are added up."""
         pairs = [(x, s) for x, s in zip(outputs, slopes, strict=True) if x.requires_grad]
-        inputs = [*first, *then, *self.trainer.parameters]
+        inputs = [*first, *then, *self.dense.parameters]
         found = torch.autograd.grad(
             [x for x, _ in pairs], inputs, [s for _, s in pairs], allow_unused=True
         )
         stop = len(first) + len(then)
-        _add(self.dense, found[stop:])
+        _add(self.dense.sums, found[stop:])
         of_first = [
             torch.zeros_like(x) if grad is None else grad
             for x, grad in zip(first, found[: len(first)], strict=True)
         ]
         return of_first, list(found[len(first) : stop])
+
+
+class HeldGradients:
+    """Sums of the gradients of all rows of a shard.
+
+    sums: (n, D) float32.
+    """
+
+    def __init__(self, shard: EntityShard):
+        self.sums = torch.zeros_like(shard.rows, dtype=torch.float32)
+
+    def add(self, gradients: Iterable[RowGradients]) -> None:
+        """Adds those of some rows, no row twice in a part."""
+        for part in gradients:
+            self.sums.index_add_(0, part.ids, part.grad)
+
+    def of(self, places: range) -> RowGradients:
+        """Those of a run of rows."""
+        ids = torch.arange(places.start, places.stop, device=self.sums.device)
+        return RowGradients(ids, self.sums[places.start : places.stop], None, True)
 
 
 def _add(sums: list[Tensor], terms: Sequence[Tensor | None]) -> None:

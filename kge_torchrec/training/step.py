@@ -4,16 +4,11 @@
     StepOptimizer  micro-batches summed, gradients unscaled, checked and clipped, then stepped by:
 
         group        backward of every micro-batch; dense gradients travel at the last one
-        unscale      float16: divide by the loss scale, or skip the step on all ranks alike
-        clip_value   each number of each gradient
-        clip_norm    the norm over all dense parameters and all rows of the table, on all ranks
+        unscale      float16, or skip the step, and
+        clip         as ``gradients`` has it
         step         table and dense parameters
 
-What is clipped is the gradient of the whole step: summed over micro-batches, ranks and a row's
-duplicates, so that nothing depends on how the step was divided.  What a step drops is a function of
-where it is in training, not of what was drawn before.
-
-Shapes: U rows of this rank's shard with a gradient, D numbers a row.
+What a step drops is a function of where it is in training, not of what was drawn before.
 """
 
 from __future__ import annotations
@@ -24,18 +19,16 @@ from typing import Any, Protocol
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import SampledBatch
-from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
-from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
+from kge_torchrec.models.loss_scaling import GradientBarrier
+from kge_torchrec.training.gradients import StepGradient
 
 
 class Pipeline(Protocol):
@@ -139,10 +132,9 @@ class StepOptimizer:
 
     def __init__(self, backend: EmbeddingBackend, train: TrainConfig):
         self.backend, self.parts = backend, train.accumulation
-        self.clip_norm, self.clip_value = train.clip_norm, train.clip_value
-        model = backend.unwrapped_model
-        self.scale = model.scale if isinstance(model.scale, LossScale) else None
-        self.held = model.hold if isinstance(model.hold, GradientBarrier) else None
+        self.gradient = StepGradient(backend, train)
+        held = backend.unwrapped_model.hold
+        self.held = held if isinstance(held, GradientBarrier) else None
         self._part = 0
 
     def group(self, train_one: Callable[[], Tensor]) -> Tensor:
@@ -170,77 +162,28 @@ class StepOptimizer:
         if not self._unscale():
             self.backend.skip_step()
             return
-        if self.clip_value is not None:
-            self._clip_value(self.clip_value)
-        if self.clip_norm is not None:
-            self._clip_norm(self.clip_norm)
+        if self.gradient.clips:
+            assert self.backend.pending is not None  # as TrainConfig.steps_on_sums
+            self.gradient.clip(self.backend.pending.sums())
         self.backend.optimizer.step()
 
     @property
     def _is_last(self) -> bool:
         return self._part == self.parts - 1
 
-    def _dense(self) -> Iterator[Tensor]:
-        """This rank's parts of the dense gradients, as views."""
-        for parameter in self.backend.dense.parameters():
-            if parameter.grad is not None:
-                yield local_part(parameter.grad)
-
-    def _row_gradients(self) -> Tensor:
-        """(U, D) of the table's rows, as they will be stepped by."""
-        assert self.backend.pending is not None  # as TrainConfig.steps_on_sums
-        return self.backend.pending.sums()
-
     def _unscale(self) -> bool:
         """Divides by the scale, if there is one, and ends the table's backward.
 
         False if a gradient overflowed.
         """
-        scale, held = self.scale, self.held
-        if scale is None or held is None:
+        if self.held is None:
             return True
-        factor = 1 / scale.value
-        overflow = self._any_rank(~_is_finite([*self._dense(), *held.gradients()]))
-        scale.after_step(overflow)
-        if overflow:
-            held.drop()
+        factor = self.gradient.unscale(self.held.gradients())
+        if factor is None:
+            self.held.drop()
             return False
-        for gradient in self._dense():
-            gradient.mul_(factor)
-        held.release(factor)
+        self.held.release(factor)
         return True
-
-    def _clip_value(self, limit: float) -> None:
-        for gradient in self._dense():
-            gradient.clamp_(-limit, limit)
-        self._row_gradients().clamp_(-limit, limit)
-
-    def _clip_norm(self, limit: float) -> None:
-        rows = self._row_gradients()
-        dense = list(self._dense())
-        device = self.backend.shard().rows.device
-        of_dense = sum((g.square().sum().to(device) for g in dense), torch.zeros((), device=device))
-        squares = self.backend.dense.sum_of_parts(of_dense)
-        of_rows = rows.square().sum().to(device)
-        if world_size() > 1:
-            dist.all_reduce(of_rows)
-        norm = (squares + of_rows).sqrt()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
-        for gradient in [*dense, rows]:
-            gradient.mul_(factor.to(gradient.device))
-
-    def _any_rank(self, flag: Tensor) -> bool:
-        """Whether a flag () is true on any rank."""
-        found = flag.float()
-        if world_size() > 1:
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
-
-
-def _is_finite(gradients: list[Tensor]) -> Tensor:
-    """() bool."""
-    device = gradients[-1].device  # of the looked-up rows
-    return torch.stack([g.isfinite().all().to(device) for g in gradients]).all()
 
 
 _STREAM = 0xD60  # keeps these draws apart from others of the same seed

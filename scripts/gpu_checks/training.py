@@ -27,6 +27,9 @@ KINDS = {  # what a CPU can do, a GPU can
     "1vsall": {"negatives__regime": "1vsall"},
     "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "train__batch_size": 128},
     "kvssample": {"negatives__regime": "kvssample", "train__batch_size": 128},
+    "1vsall, accumulation 2, clip_norm, clip_value": {
+        "negatives__regime": "1vsall", "train__accumulation": 2, "train__clip_norm": 0.02,
+        "train__clip_value": 1e-3},
     "filtered negatives": {"negatives__filtered": True},
     "own negatives of every triple": {"negatives__chunk_size": 1},
     "TransE, margin": {"model__scorer": "transe_l2", "model__reciprocal": False,

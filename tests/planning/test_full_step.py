@@ -142,8 +142,47 @@ def sent(config) -> float:
     return sum(watch.sent.values()) / STEPS
 
 
+@pytest.mark.parametrize("key", ["accumulation", "clip_norm", "clip_value", "precision"])
+def test_a_step_that_waits_holds_the_gradients_of_a_ranks_rows(key):
+    value = {"accumulation": 2, "precision": "fp16"}.get(key, 1.0)
+    for devices, place in (("4xH100", "device"), ("4xCPU", "main")):
+        plain = planned(against_all(), devices).memory[0]
+        held = planned(against_all(**{f"train__{key}": value}), devices).memory[0]
+        assert getattr(plain["gradients"], place) == 0
+        assert getattr(held["gradients"], place) == 4 * 250 * 16
+
+
+def test_micro_batches_take_less_memory_and_as_many_products():
+    whole, parts = (
+        planned(against_all(train__accumulation=number, entities=10**5), "2xH100")
+        for number in (1, 4)
+    )
+    assert parts.cost.flops == pytest.approx(whole.cost.flops / 4)
+    for part in ("activations", "rows and ids"):
+        of_whole, of_parts = (plan.memory[0][part].device for plan in (whole, parts))
+        assert of_parts < 0.5 * of_whole
+    assert parts.times["scoring"] == pytest.approx(whole.times["scoring"], rel=0.3)
+    assert parts.traffic.total() == pytest.approx(whole.traffic.total())
+
+
+def test_sharded_dense_parameters_are_whole_in_a_step():
+    """Kept: values, gradients and Adagrad's sums.  Whole: values, gradients, those under way."""
+    keys = {"model__scorer": "rescal", "model__dim": 64}
+    numbers = against_all(**keys).dense_parameters
+    found = planned(against_all(**keys, dense__wrapper="fsdp"), "4xH100").memory[0]
+    assert found["dense parameters"].device == pytest.approx(4 * (numbers * 3 / 4 + 3 * numbers))
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-@pytest.mark.parametrize("keys", [{"negatives__regime": "kvsall"}, {"loss__relation_weight": 0.1}])
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"negatives__regime": "kvsall"},
+        {"loss__relation_weight": 0.1},
+        {"model__scorer": "rescal", "dense__wrapper": "fsdp", "train__accumulation": 2},
+    ],
+    ids=["kvsall", "told relations", "fsdp"],
+)
 def test_what_collectives_carry(tmp_path, world_size, keys):
     triples = random_triples(700, 5, 2000)
     prepare_triples({"train": triples[:1900], "valid": triples[1900:], "test": []}, tmp_path / "s")

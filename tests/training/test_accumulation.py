@@ -213,7 +213,6 @@ def contents(batch, ranks: int) -> dict:
              "entities__duplicates": "mean"},
             "train.accumulation: .*use entities.duplicates sum",
         ),
-        ({"train__accumulation": 2, "negatives__regime": "1vsall"}, "train.accumulation: .*1vsall"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_exact_is_refused(changes, words):

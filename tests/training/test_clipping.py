@@ -6,17 +6,22 @@ import functools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from oracle_training import train_dense
-from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    kernels_of_cuda,
+    largest_difference,
+    parameters,
+    tiny_store,
+)
 from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -77,14 +82,6 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
     return found
 
 
-def kernels_of_cuda(really: bool):
-    """FBGEMM has these optimizers on a CPU too."""
-    ours = sharder.kernel_of
-    return patch.object(
-        sharder, "kernel_of", lambda on_cpu, deferred: ours(on_cpu and not really, deferred)
-    )
-
-
 @functools.cache
 def trained(world_size: int) -> list[dict]:
     with tempfile.TemporaryDirectory() as folder:
@@ -138,8 +135,3 @@ def test_on_cuda_steps_on_sums_are_those_of_the_cpu(tmp_path, optimizer):
 def test_a_limit_is_a_number_above_zero(key, value):
     with pytest.raises(ConfigError, match=rf"train.{key} must be a number > 0"):
         TrainConfig(**{key: value})
-
-
-def test_full_candidates_refuse_to_clip():
-    with pytest.raises(ConfigError, match=r"train.clip_norm: .*regime kvsall"):
-        config_of("countries", train__clip_norm=1.0, negatives__regime="kvsall")

@@ -16,9 +16,10 @@ from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueries
+from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.full_losses import FullSoftmax
@@ -42,7 +43,9 @@ class Recorder:
     """An engine that keeps gradients instead of stepping by them."""
 
     def __init__(self, objective: Objective, rows: torch.Tensor):
-        self.unwrapped_model = SimpleNamespace(objective=objective)
+        self.unwrapped_model = SimpleNamespace(objective=objective, scale=None)
+        self.dense = DenseWrapper()
+        self.dense.wrap(self.unwrapped_model)
         self.rows = rows
         self.optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
 
@@ -72,7 +75,7 @@ def gradients(objective: Objective, kept_bytes: int) -> dict[str, torch.Tensor]:
     rows = torch.randn(ENTITIES, objective.scorer.dim)
     engine = Recorder(objective, rows)
     loss = FullSoftmax(ENTITIES, 0.1)
-    trainer = FullCandidates(engine, loss, CPU, kept_bytes, block_bytes=150)
+    trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes=150)
     found = {"loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), 7).epoch(0))}
     found |= {name: p.grad.clone() for name, p in objective.named_parameters()}
     return found | {"entities": engine.grad}
@@ -249,7 +252,7 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
         ({"loss__name": "margin"}, "loss.name: margin compares"),
         ({"negatives__filtered": True}, "negatives.filtered: 1vsall takes every entity"),
         ({"train__pipeline": "sparse_dist"}, "train.pipeline: with negatives.regime 1vsall"),
-        ({"train__precision": "fp16"}, "train.precision: with negatives.regime 1vsall"),
+        ({"dense__compile": True}, "dense.compile: with negatives.regime 1vsall"),
         ({"negatives__regime": "allvsall"}, "loss.name: softmax has nothing to learn"),
         ({"negatives__regime": "kvsall", "loss__relation_weight": 1.0}, "loss.relation_weight"),
         ({"negatives__regime": "kvssample", "negatives__chunk_size": 8}, "negatives.chunk_size"),

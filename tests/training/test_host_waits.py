@@ -21,7 +21,7 @@ from kge_torchrec.training.trainer import Trainer
 ON_THE_HOST = {
     "keyed.step",  # number of the dense optimizer's step, which torch keeps on the host
     "loader.batch", "queries.batch",  # threads that build batches ahead
-    "row_kernels.update_rows", "row_kernels._two_dimensional",
+    "row_kernels.update_rows", "row_kernels._two_dimensional", "slope_kernels._over_queries",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
 OF_TRAVEL = {
@@ -39,9 +39,18 @@ CASES = {
     ),
     "fp16": (
         {"train__precision": "fp16"},  # whether it overflowed
-        {"__bool__ in step._any_rank": 1, "_local_scalar_dense in step._any_rank": 1},
+        {"__bool__ in gradients._any_rank": 1, "_local_scalar_dense in gradients._any_rank": 1},
     ),
     "1vsall": ({"negatives__regime": "1vsall"}, {}),
+    "1vsall, summed and clipped": (
+        {
+            "negatives__regime": "1vsall",
+            "train__accumulation": 2,
+            "train__clip_norm": 1.0,
+            "train__clip_value": 1.0,
+        },
+        {},
+    ),
 }
 
 

@@ -1,0 +1,266 @@
+"""Steps against all entities that wait for a sum, and such with sharded dense parameters.
+
+Every one of them is the step of the dense oracle, on 1, 2 and 4 ranks; float16 is near it.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import tempfile
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from oracle_full_candidates import train_dense
+from torch.distributed.tensor import DTensor
+from training_runs import (
+    config_of,
+    fit,
+    kernels_of_cuda,
+    largest_difference,
+    parameters,
+    rank,
+    tiny_store,
+)
+from worlds import run_world
+
+from kge_torchrec.config import Config
+from kge_torchrec.data.queries import QueryBatches, TripleQueries
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.training import assembly
+from kge_torchrec.training.assembly import examples_per_epoch
+from kge_torchrec.training.full_candidates import HeldGradients
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Trainer
+
+# What is trained; two of 90 triples are left for the last step, so that of three micro-batches one
+# is empty.  23 entities on 4 ranks, 6 relation rows on 4 ranks: the last has none of the latter.
+RUNS = {
+    "plain": {"train__optimizer": "adam", "train__weight_decay": 0.02},
+    "norm": {"train__optimizer": "sgd", "train__lr": 0.5, "train__clip_norm": 0.1},
+    "value": {"train__optimizer": "rowwise_adagrad", "train__clip_value": 0.004,
+              "negatives__regime": "kvsall", "loss__name": "bce", "model__reciprocal": False},
+    "both": {"train__optimizer": "adagrad", "train__clip_norm": 0.1, "train__clip_value": 0.01,
+             "model__scorer": "keci", "loss__relation_weight": 0.5},
+    "far": {"train__optimizer": "rowwise_adam", "train__clip_norm": 1e3,
+            "negatives__regime": "allvsall", "loss__name": "bce", "train__batch_size": 47},
+}  # fmt: skip
+# How its steps are taken, which must not show.
+WAYS = {
+    "torchrec": {},
+    "handrolled": {"entities__engine": "handrolled"},
+    "parts": {"train__accumulation": 3},
+    "fbgemm parts": {"train__accumulation": 3},  # its own kernels, as on CUDA
+    "handrolled parts": {"entities__engine": "handrolled", "train__accumulation": 3},
+    "fsdp": {"dense__wrapper": "fsdp"},
+    "fsdp parts": {"dense__wrapper": "fsdp", "train__accumulation": 2,
+                   "entities__engine": "handrolled"},
+    "grad_op": {"dense__wrapper": "fsdp", "dense__sharding": "grad_op"},
+    "offload": {"dense__wrapper": "fsdp", "dense__cpu_offload": True,
+                "entities__engine": "handrolled"},
+    "hybrid": {"dense__wrapper": "hybrid", "dense__replicas": 2},
+    "hybrid parts": {"dense__wrapper": "hybrid", "dense__replicas": 2, "train__accumulation": 2,
+                     "entities__engine": "handrolled"},
+}  # fmt: skip
+# Every run in every way, shared out over the numbers of ranks.
+CASES = {
+    1: [("plain", "parts"), ("norm", "handrolled"), ("value", "torchrec"), ("both", "fsdp parts"),
+        ("far", "handrolled parts"), ("plain", "fsdp")],
+    2: [("plain", "handrolled parts"), ("norm", "torchrec"), ("value", "handrolled parts"),
+        ("both", "fsdp"), ("plain", "offload"), ("norm", "hybrid"), ("far", "fsdp parts"),
+        ("value", "fbgemm parts")],
+    4: [("plain", "hybrid"), ("norm", "fsdp parts"), ("value", "fsdp"), ("both", "hybrid parts"),
+        ("both", "handrolled"), ("far", "parts"), ("plain", "grad_op")],
+}  # fmt: skip
+IN_SMALL_BLOCKS = {("plain", "parts"), ("both", "fsdp"), ("norm", "fsdp parts")}
+
+
+def variant(store: Path, run: str, way: str, folder: Path | None = None, **more) -> Config:
+    changes = {"negatives__regime": "1vsall", "train__batch_size": 22, "train__lr": 0.02,
+               "train__eps": 1e-3, "train__epochs": 2, "loss__n3": 0.01}  # fmt: skip
+    return config_of(store, folder, **changes | RUNS[run] | WAYS[way] | more)
+
+
+@functools.cache
+def the_store() -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    return tiny_store(folder / "store", entities=23, train=90, held_out=2).path
+
+
+def without_checkpoints(loop: Trainer) -> None:
+    loop._save = lambda: None
+
+
+def in_small_blocks(loop: Trainer) -> None:
+    """Scores of two or three entities at a time, computed twice."""
+    without_checkpoints(loop)
+    loop.pipeline.kept_bytes, loop.pipeline.block_bytes = 0, 200
+
+
+def rank_trains_all(store: Path, folder: Path) -> dict:
+    found = {}
+    with processes("cpu") as ranks:
+        cases = CASES[ranks.world_size]
+        for run in RUNS if ranks.world_size == 1 else ():
+            session = Session(variant(store, run, "torchrec"), RunFolder(folder), ranks)
+            found[run, "start"] = parameters(session)
+    for run, way in cases:
+        config = variant(store, run, way, folder / f"{run}-{way}")
+        small = (run, way) in IN_SMALL_BLOCKS
+        with kernels_of_cuda(way.startswith("fbgemm")):
+            session = fit(config, in_small_blocks if small else without_checkpoints)
+        for parameter in session.scorer.parameters():
+            assert isinstance(parameter, DTensor) == ("dense__wrapper" in WAYS[way])
+            assert type(parameter.grad) is type(parameter.data)
+            assert local_part(parameter.grad).shape == local_part(parameter).shape
+        found[run, way] = session.parameters
+        found[run, way, "steps"] = int(session.backend.state()["table_step"])
+    return found
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains_all, the_store(), Path(folder))
+
+
+@functools.cache
+def oracle(run: str, bound: bool = True) -> dict:
+    free = {} if bound else {"train__clip_norm": None, "train__clip_value": None}
+    config = variant(the_store(), run, "torchrec", **free)
+    return train_dense(config, TripleStore.open(the_store()), trained(1)[0][run, "start"])
+
+
+@pytest.mark.parametrize(
+    "world_size, run, way", [(size, *case) for size in CASES for case in CASES[size]]
+)
+def test_runs_equal_the_dense_oracle(run, way, world_size):
+    first, *others = (found[run, way] for found in trained(world_size))
+    assert all(largest_difference(first, other) == 0 for other in others)
+    assert largest_difference(first, oracle(run)) < 1e-5
+    assert trained(world_size)[0][run, way, "steps"] == expected_steps(run)
+
+
+def expected_steps(run: str) -> int:
+    """Of the table; micro-batches are none."""
+    config, store = variant(the_store(), run, "torchrec"), TripleStore.open(the_store())
+    return 2 * -(-examples_per_epoch(config, store) // config.train.batch_size)
+
+
+@pytest.mark.parametrize("run", ["norm", "value", "both"])
+def test_the_limits_bind(run):
+    for name in ("entities", "relations"):
+        clipped, free = oracle(run)[name], oracle(run, bound=False)[name]
+        assert float((clipped - free).abs().max()) > 1e-3
+
+
+def rank_trains(store: Path, folder: Path, run: str, way: str, changes: dict) -> dict:
+    return fit(variant(store, run, way, folder, **changes)).parameters
+
+
+@pytest.mark.parametrize(
+    "before, after", [(("fsdp parts", 2), ("hybrid", 4)), (("hybrid parts", 4), ("fsdp", 2))]
+)
+def test_resuming_in_the_middle_of_an_epoch(tmp_path, before, after):
+    """Under another wrapper, engine, number of micro-batches and of ranks."""
+    changes = {"checkpoint__every_steps": 3, "checkpoint__every_epochs": 0}
+    (way, ranks), (next_way, next_ranks) = before, after
+    run_world(ranks, rank_trains, the_store(), tmp_path, "both", way, changes)
+    drop_newest(tmp_path / "checkpoints")
+    found = run_world(next_ranks, rank_trains, the_store(), tmp_path, "both", next_way, changes)
+    assert largest_difference(found[0], oracle("both")) < 1e-5
+
+
+def drop_newest(checkpoints: Path) -> None:
+    """As if the run had been killed before it; the one before is of the middle of an epoch."""
+    newest = max(checkpoints.glob("step-*"))
+    for file in newest.iterdir():
+        file.unlink()
+    newest.rmdir()
+
+
+def rank_trains_in(store: Path, folder: Path) -> dict:
+    """By precision; "scaled" is fp32 with fp16's scaling around it."""
+    found = {}
+    for precision in ("fp32", "fp16", "scaled"):
+        name = "fp16" if precision == "scaled" else precision
+        config = variant(store, "plain", "torchrec", folder / precision, train__precision=name)
+        kind = torch.float32 if precision == "scaled" else torch.float16
+        with patch.dict(assembly._DTYPES, fp16=kind):
+            session = fit(config, without_checkpoints)
+        found[precision] = session.parameters, session.loss_scale
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path, world_size):
+    first, *others = run_world(world_size, rank_trains_in, the_store(), tmp_path)
+    (full, none), (half, _), (scaled, scale) = first.values()
+    assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
+    assert largest_difference(full, scaled) == 0
+    assert 0 < largest_difference(full, half) < 0.02
+    assert all(largest_difference(half, other["fp16"][0]) == 0 for other in others)
+
+
+def rank_overflows(store: Path, folder: Path) -> tuple:
+    """A row's gradient is infinite on the last rank at the 8th step."""
+    same, add = [], HeldGradients.add
+
+    def spoilt(held: HeldGradients, gradients) -> None:
+        add(held, gradients)
+        if rank() == dist.get_world_size() - 1:
+            held.sums[0, 0] = math.inf
+
+    def inject(loop: Trainer) -> None:
+        without_checkpoints(loop)
+        progress = loop.pipeline.progress
+
+        def watched(batches):
+            is_spoilt = loop.progress.global_step == 7
+            before = parameters(loop.session)
+            with patch.object(HeldGradients, "add", spoilt if is_spoilt else add):
+                loss = progress(batches)
+            same.append(largest_difference(before, parameters(loop.session)) == 0)
+            return loss
+
+        loop.pipeline.progress = watched
+
+    config = variant(store, "plain", "hybrid parts", folder, train__precision="fp16")
+    session = fit(config, inject)
+    return same, session.loss_scale, int(session.backend.state()["table_step"])
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path):
+    for same, scale, steps in run_world(2, rank_overflows, the_store(), tmp_path):
+        assert [step for step, is_same in enumerate(same) if is_same] == [7]
+        assert scale == {"value": 32768.0, "good_steps": 2, "skipped": 1}
+        assert steps == 9
+
+
+def test_losses_of_micro_batches_add_up(tmp_path):
+    losses = []
+
+    def listen(loop: Trainer) -> None:
+        without_checkpoints(loop)
+        loop.callbacks.append(
+            lambda kind, values: losses.append(values["loss"]) if kind == "epoch" else None
+        )
+
+    for way in ("torchrec", "parts"):
+        fit(variant(the_store(), "plain", way, tmp_path / way), listen)
+    torch.testing.assert_close(losses[:2], losses[2:], rtol=1e-5, atol=0)
+
+
+def test_each_micro_batch_drops_something_else():
+    triples = np.tile(np.arange(6)[:, None], 3)
+    batches = QueryBatches(TripleQueries(triples, ("tail",)), 6, accumulation=3)
+    seeds = [batch.seed for batch in batches.epoch(0)]
+    (whole,) = QueryBatches(TripleQueries(triples, ("tail",)), 6).epoch(0)
+    assert len(set(seeds)) == 3 and seeds[0] == whole.seed
