@@ -16,7 +16,9 @@ Both sides run in processes of their own, by turns, under the same settings of a
 A figure is the median over processes of each one's median.  Where a side's processes differ by more
 than ``--spread``, two more pairs are measured; what still does is marked "unquiet".
 
---with-peers: a Python with PyKEEN, which then runs the work of the floor as well.
+--with-peers: a Python with PyKEEN and PyTorch-BigGraph, under the same settings of the allocator.
+PyKEEN does the floor's work per triple.  BigGraph shares negatives, and corrupts both ends: its
+triples count twice.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class Figure:
     unit: str
     ours: list[float]  # the median of each process
     floor: list[float] = field(default_factory=list)
-    peer: list[float] = field(default_factory=list)
+    peers: dict[str, list[float]] = field(default_factory=dict)
     unquiet: bool = False
 
     @property
@@ -75,9 +77,9 @@ class Figure:
         if self.floor:
             text += f", floor {_median(self.floor):.6g}{_spread(self.floor)}"
             text += f": {self.ratio:.3f} of it"
-        if self.peer:
-            times = _median(self.ours) / _median(self.peer)
-            text += f", PyKEEN {_median(self.peer):.6g}: {times:.1f} x"
+        for name, rates in self.peers.items():
+            times = _median(self.ours) / _median(rates)
+            text += f", {name} {_median(rates):.6g}: {times:.1f} x"
         return text + (" unquiet" if self.unquiet else "")
 
 
@@ -191,14 +193,23 @@ def _floor_of_all_entities(measure) -> list[float]:
     return rates
 
 
-def peer(options: argparse.Namespace, scorer: str) -> list[float]:
-    """Triples a second of PyKEEN with negatives per triple, in a process of its own."""
-    script = options.floor / "peer_pykeen.py"
-    environment = os.environ | {"STEPS": "3"}
-    command = [options.with_peers, str(script), "a", SCORERS[scorer]]
+def peers(options: argparse.Namespace, scorer: str, work: str) -> dict[str, list[float]]:
+    """Queries a second of those that do this work, each in a process of its own."""
+    if work == "per-triple":
+        script, name = options.floor / "peer_pykeen.py", "PyKEEN"
+        arguments, extra = ["a", SCORERS[scorer]], {"STEPS": "3"}
+    elif work in SAMPLED and scorer in ("complex", "distmult"):
+        script, name, extra = HERE.with_name("peer_biggraph.py"), "PyTorch-BigGraph", {}
+        arguments = [options.data, scorer, SAMPLED[work][0]]
+    else:
+        return {}
+    command = [options.with_peers, str(script), *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
-        out = _run(command, environment | {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder})
-    return [float(line.split()[2]) for line in out.splitlines() if line.startswith("pykeen ")]
+        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
+        out = _run(command, os.environ | KEEP | extra | homes)
+    lines = [line.split() for line in out.splitlines()]
+    rates = [float(line[2]) for line in lines if line[:1] == ["pykeen"]]
+    return {name: rates + [float(line[1]) for line in lines if line[:1] == ["biggraph"]]}
 
 
 def training(options: argparse.Namespace) -> list[Figure]:
@@ -222,8 +233,8 @@ def training(options: argparse.Namespace) -> list[Figure]:
             found = _pairs(options, sides, environment)
             figure = Figure(f"{name}{label}", "triples/s", *found)
             figure.unquiet = any(_differ(values, options.spread) for values in found)
-            if options.with_peers and work == "per-triple" and not label:
-                figure.peer = peer(options, scorer)
+            if options.with_peers and not label:
+                figure.peers = peers(options, scorer, work)
             figures.append(_said(figure))
     return figures
 
@@ -365,7 +376,7 @@ def main() -> None:
     parser.add_argument("--pipeline", default="auto", choices=("auto", "sparse_dist", "loop"))
     parser.add_argument("--allocators", action="store_true", help="glibc's defaults as well")
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--with-peers", metavar="PYTHON", help="one that has PyKEEN")
+    parser.add_argument("--with-peers", metavar="PYTHON", help="one that has some")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
