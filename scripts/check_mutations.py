@@ -73,8 +73,12 @@ FAULTS = [
         if self.reduction == "sum":""",
           """        total = of_positive + of_negative.sum(-1)
         if True:""", "tests/models/test_same_losses.py"),
-    Fault("rows of one block miss what their queries owe them", "training/query_shards.py",
-          """        of_rows.index_add_(0, self._rows_held.index_select(0, self._inverse), own)
+    Fault("scores are copied for backward", "models/scorers/base.py",
+          "return torch.matmul(query, rows.squeeze(0).t())",
+          "return torch.mm(query.squeeze(0), rows.squeeze(0).t()).unsqueeze(0)",
+          "tests/training/test_full_candidates_parts.py -k in_memory_once"),
+    Fault("rows of kept scores miss what their queries owe them", "training/query_shards.py",
+          """        grad.index_add_(0, self._rows_held[low:high] - block.start, self._gradients[low:high])
 """, "", "tests/training/test_full_candidates.py"),
     Fault("slopes of negative scores upside down", "models/slope_kernels.py",
           "(_F(1) if score >= 0 else small)", "_F(1)", "tests/models/test_slope_kernels.py"),

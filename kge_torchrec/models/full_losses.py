@@ -32,7 +32,7 @@ from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.ops import block_device
 
 KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
-CPU_BLOCK_BYTES = 32 << 20
+CPU_BLOCK_BYTES = 31 << 20  # glibc gives freed blocks of 32 MiB and more back to the kernel
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 # Scores handled at once: on a CPU they stay in the cache from one operation to the next.
 _CHUNK_SCORES = {"cpu": 1 << 18, "cuda": 1 << 28}
@@ -201,17 +201,19 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
 
 
 def block_bytes_of(device: str) -> int:
-    """Scores of a block on a device of this kind, unless all are kept."""
+    """Scores of a block on a device of this kind."""
     return CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
 
 
-def score_blocks(rows: int, queries: int, kept_bytes: int, block_bytes: int) -> list[range]:
-    """The n rows of a rank for Q queries: one block up to ``kept_bytes``, else several.
+def keeps_scores(rows: int, queries: int, kept_bytes: int) -> bool:
+    """Whether the scores of n rows for Q queries stay in memory from start to finish."""
+    return 4 * rows * queries <= kept_bytes
 
-    Blocks of several have at most ``block_bytes`` of scores, but at least a row.  Training against
-    all entities and its plan count with the same blocks.
+
+def score_blocks(rows: int, queries: int, block_bytes: int) -> list[range]:
+    """The n rows of a rank in blocks of at most ``block_bytes`` of scores, but at least a row.
+
+    Training against all entities and its plan count with the same blocks.
     """
-    row_bytes = 4 * max(1, queries)
-    whole = rows * row_bytes <= kept_bytes
-    height = rows if whole else max(1, block_bytes // row_bytes)
-    return [range(i, min(i + height, rows)) for i in range(0, rows, max(1, height))]
+    height = max(1, block_bytes // (4 * max(1, queries)))
+    return [range(i, min(i + height, rows)) for i in range(0, rows, height)]

@@ -20,6 +20,7 @@ from kge_torchrec.models.full_losses import (
     FullLoss,
     FullSoftmax,
     block_bytes_of,
+    keeps_scores,
     score_blocks,
 )
 from kge_torchrec.models.model import Objective
@@ -63,20 +64,22 @@ def _of_micro_batch(workload: Workload, count: int) -> int:
 def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
     """Of n rows against the queries of a micro-batch, forward and backward.
 
-    Bytes alive are those of one block of rows, all else is of all blocks.  Softmax scores several
-    blocks twice, which adds a third to the three products of each.
+    Bytes alive are those of one block of rows, but for scores and gradients of rows that are kept;
+    all else is of all blocks.  Where softmax does not keep scores it computes them twice, which
+    adds a third to the three products of each.
     """
     queries = _of_micro_batch(workload, queries_of(workload))
     if not rows:
         return Cost(0, 0, 0, 0, 0)
     device = "cuda" if is_cuda else "cpu"
-    blocks = score_blocks(rows, queries, KEPT_BYTES, block_bytes_of(device))
-    height = len(blocks[0])
+    height = len(score_blocks(rows, queries, block_bytes_of(device))[0])
     block = _of_block(workload, queries, height, is_cuda)
-    twice = len(blocks) > 1 and workload.config.loss.name == "softmax"
+    kept = keeps_scores(rows, queries, KEPT_BYTES)
+    others = 4 * (rows - height) * (queries + workload.dim) if kept else 0
+    twice = not kept and workload.config.loss.name == "softmax"
     times = rows / height * (4 / 3 if twice else 1)
     work = (block.flops, block.moved_bytes, block.operations)
-    return Cost(block.peak_bytes, block.largest_bytes, *(times * x for x in work))
+    return Cost(block.peak_bytes + others, block.largest_bytes, *(times * x for x in work))
 
 
 def fetched_bytes(workload: Workload) -> int:

@@ -44,6 +44,7 @@ from kge_torchrec.models.full_losses import (
     BlockAnswers,
     FullLoss,
     block_bytes_of,
+    keeps_scores,
     score_blocks,
 )
 from kge_torchrec.models.model import relation_prediction
@@ -59,8 +60,8 @@ _FOLDED, _PAIRS, _RELATIONS = range(3)  # what is drawn for
 class FullCandidates:
     """Trains batches of queries against all entities.  Collective.
 
-    kept_bytes: scores of a rank's rows up to this size are one block, and kept; block_bytes: size
-    of the blocks of larger ones.
+    kept_bytes: scores of a rank's rows up to this size are kept, and so are the gradients of its
+    rows; block_bytes: size of the blocks of scores.
     """
 
     def __init__(
@@ -144,10 +145,14 @@ class FullCandidates:
         """In which scores are computed; not where the products alone are rounded."""
         return nullcontext() if self._rounds_products else self.objective.autocast(self.device)
 
+    def keeps(self, shard: EntityShard, queries: int) -> bool:
+        """Whether the scores of a shard's rows for Q queries are all kept."""
+        return keeps_scores(len(shard.rows), queries, self.kept_bytes)
+
     def blocks(self, shard: EntityShard, queries: int) -> list[range]:
         """The rows of a shard in blocks for Q queries; cells where their pairs are drawn for."""
         if not self.drops_pairs:
-            return score_blocks(len(shard.rows), queries, self.kept_bytes, self.block_bytes)
+            return score_blocks(len(shard.rows), queries, self.block_bytes)
         start, stop = shard.row_range
         edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
         return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]
@@ -198,8 +203,8 @@ class _Backward:
     def row_gradients(self) -> Iterator[RowGradients]:
         """Gradients of all n rows, each row once, summed over everything that it takes part in."""
         blocks = self.trainer.blocks(self.shard, self.batch.queries)
-        if len(blocks) == 1:
-            yield self._in_one_block(blocks[0])
+        if self.trainer.keeps(self.shard, self.batch.queries):
+            yield from self._of_kept([self._start(places) for places in blocks])
             return
         if self.loss.normalizes:  # scores are computed twice
             for places in blocks:
@@ -212,12 +217,16 @@ class _Backward:
         self.fetched.add(self._backward_of_queries())
         yield self.fetched.gradients()
 
-    def _in_one_block(self, places: range) -> RowGradients:
-        """The same of all rows at once: nothing has to be held back."""
-        block = self._start(places)
+    def _of_kept(self, blocks: list[_Block]) -> Iterator[RowGradients]:
+        """The same of rows whose scores are all there: no row has to step later than others."""
         self._join()
-        of_rows = self._finish(block)
-        return self.fetched.add_to(of_rows, self._backward_of_queries())
+        finished = []
+        while blocks:
+            block = blocks.pop(0)  # its scores are not needed any more
+            finished.append((block.places, self._finish(block)))
+        self.fetched.add(self._backward_of_queries())
+        for places, of_rows in finished:
+            yield self.fetched.completed(places, of_rows)
 
     def loss_value(self) -> Tensor:
         """The loss, unscaled; its mean over the ranks is the global one.

@@ -157,12 +157,12 @@ class GatheredRows:
         own = _summed(grad).index_select(0, self._position)
         self._gradients.index_add_(0, self._inverse, own)
 
-    def add_to(self, of_rows: Tensor, grad: Tensor) -> RowGradients:
-        """Adds gradients (F, D) of ``rows`` to those of all rows that live here.  Collective."""
-        own = _summed(grad).index_select(0, self._position)
-        of_rows.index_add_(0, self._rows_held.index_select(0, self._inverse), own)
-        every = torch.arange(len(of_rows), device=self.device)
-        return RowGradients(every, of_rows, None, True)
+    def completed(self, block: range, grad: Tensor) -> RowGradients:
+        """Gradients (m, D) of a block's rows with those that were added."""
+        low, high = np.searchsorted(self._held, (block.start, block.stop))
+        grad.index_add_(0, self._rows_held[low:high] - block.start, self._gradients[low:high])
+        rows = torch.arange(block.start, block.stop, device=self.device)
+        return RowGradients(rows, grad, None, True)
 
     def gradients(self) -> RowGradients:
         """Of the fetched rows that live here."""

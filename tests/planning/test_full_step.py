@@ -118,13 +118,11 @@ def test_more_ranks_than_entities():
 
 
 def test_blocks_cover_all_rows():
-    for rows, queries, kept, block in ((0, 5, 10, 10), (7, 2, 0, 16), (9, 3, 108, 1), (5, 9, 0, 1)):
-        blocks = score_blocks(rows, queries, kept, block)
+    for rows, queries, block in ((0, 5, 10), (7, 2, 16), (9, 3, 1), (9, 3, 108), (5, 9, 1)):
+        blocks = score_blocks(rows, queries, block)
         assert [row for part in blocks for row in part] == list(range(rows))
-        if 4 * rows * queries > kept:
-            assert all(len(part) == 1 or 4 * len(part) * queries <= block for part in blocks)
-        else:
-            assert len(blocks) == (1 if rows else 0)
+        assert all(len(part) == 1 or 4 * len(part) * queries <= block for part in blocks)
+    assert len(score_blocks(9, 3, 108)) == 1
 
 
 def sent(config) -> float:

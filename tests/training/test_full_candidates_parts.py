@@ -69,13 +69,15 @@ def objective_of(case, reciprocal: bool, **shared) -> Objective:
     return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(n3=0.02, l2=0.01))
 
 
-def gradients(objective: Objective, kept_bytes: int) -> dict[str, torch.Tensor]:
+def gradients(
+    objective: Objective, kept_bytes: int, block_bytes: int = 150
+) -> dict[str, torch.Tensor]:
     """Of a step with a few triples: the rows' and all parameters'."""
     torch.manual_seed(1)
     rows = torch.randn(ENTITIES, objective.scorer.dim)
     engine = Recorder(objective, rows)
     loss = FullSoftmax(ENTITIES, 0.1)
-    trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes=150)
+    trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes)
     found = {"loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), 7).epoch(0))}
     found |= {name: p.grad.clone() for name, p in objective.named_parameters()}
     return found | {"entities": engine.grad}
@@ -116,6 +118,30 @@ def test_gradients_of_every_scorer(case, kept_bytes):
         for name, value in expected.items():
             scale = 1 + value.abs().max()
             assert (found[name] - value).abs().max() < 2e-5 * scale, name
+
+
+def test_blocks_of_any_size_have_the_same_gradients():
+    objective = objective_of(("complex", 6, {}), True)
+    whole = gradients(objective, 1 << 20, 1 << 20)
+    for kept_bytes, block_bytes in ((1 << 20, 300), (1 << 20, 1), (0, 1 << 20)):
+        assert largest_difference(whole, gradients(objective, kept_bytes, block_bytes)) < 1e-6
+
+
+def test_scores_are_in_memory_once():
+    """Also where backward goes through them: not as a copy, once they were overwritten."""
+    blocks = set()
+
+    class LargeOnes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor) and out.numel() == 2 * len(TRIPLES) * ENTITIES:
+                blocks.add((function, out.data_ptr()))
+            return out
+
+    objective = objective_of(("complex", 6, {}), True)
+    with LargeOnes():
+        gradients(objective, 1 << 20, 1 << 20)
+    assert len({pointer for _, pointer in blocks}) == 1
 
 
 @pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)

@@ -357,7 +357,7 @@ class DotScorer(QueryScorer):
         if len(query) > 1:
             return torch.matmul(query, rows.transpose(-1, -2))
         # Not as a batch of one: its gradient of the rows would lie across them.
-        return torch.mm(query.squeeze(0), rows.squeeze(0).t()).unsqueeze(0)
+        return torch.matmul(query, rows.squeeze(0).t())
 
     def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
         return compared_at("dot", query, rows, index)
