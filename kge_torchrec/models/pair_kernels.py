@@ -20,6 +20,8 @@ map, D or 0.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from numba import njit, prange
 
@@ -172,17 +174,9 @@ def score_blocks(
 
 
 @njit(parallel=True, **JIT)
-def score_in_parallel(
-    kind: int,
-    blocks: int,
-    query: np.ndarray,
-    maps: np.ndarray,
-    rows: np.ndarray,
-    index: np.ndarray,
-    scores: np.ndarray,
-) -> None:
+def score_in_parallel(kind: int, blocks: int, *given: Any) -> None:
     for block in prange(blocks):
-        score_blocks(kind, block, block + 1, query, maps, rows, index, scores)
+        score_blocks(kind, block, block + 1, *given)
 
 
 @njit(**JIT)
@@ -375,21 +369,9 @@ def pull_into_queries(
 
 
 @njit(parallel=True, **JIT)
-def pull_into_queries_in_parallel(
-    kind: int,
-    blocks: int,
-    query: np.ndarray,
-    maps: np.ndarray,
-    rows: np.ndarray,
-    index: np.ndarray,
-    weights: np.ndarray,
-    grad: np.ndarray,
-    grad_maps: np.ndarray,
-) -> None:
+def pull_into_queries_in_parallel(kind: int, blocks: int, *given: Any) -> None:
     for block in prange(blocks):
-        pull_into_queries(
-            kind, block, block + 1, query, maps, rows, index, weights, grad, grad_maps
-        )
+        pull_into_queries(kind, block, block + 1, *given)
 
 
 @njit(**JIT)
@@ -451,19 +433,6 @@ def _pull_four(
 
 
 @njit(parallel=True, **JIT)
-def pull_into_rows_in_parallel(
-    kind: int,
-    blocks: int,
-    query: np.ndarray,
-    maps: np.ndarray,
-    rows: np.ndarray,
-    candidates: int,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    weights: np.ndarray,
-    grad: np.ndarray,
-) -> None:
+def pull_into_rows_in_parallel(kind: int, blocks: int, *given: Any) -> None:
     for block in prange(blocks):
-        pull_into_rows(
-            kind, block, block + 1, query, maps, rows, candidates, places, bounds, weights, grad
-        )
+        pull_into_rows(kind, block, block + 1, *given)
