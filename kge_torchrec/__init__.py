@@ -52,7 +52,9 @@ _HOMES = {
     "DataError": "kge_torchrec.errors",
     "PlanDoesNotFit": "kge_torchrec.embeddings.torchrec.planner",
 }
-_WITHOUT_TORCHREC = ("KGEError", "load_model")  # the rest of the set may be missing
+# Where the rest of the set may be missing.
+_WITHOUT_TORCHREC = ("KGEError", "load_model")
+_SETTINGS = "kge_torchrec.config"
 
 __all__ = [*_HOMES]
 
@@ -99,7 +101,7 @@ else:
     def __getattr__(name: str) -> Any:
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name not in _WITHOUT_TORCHREC:
+        if name not in _WITHOUT_TORCHREC and _HOMES[name] != _SETTINGS:
             import_module("kge_torchrec.environment").check_packages()
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return value

@@ -59,9 +59,10 @@ class Run:
     Keeps the model loaded between calls; ``close`` (or a ``with`` block) lets it go.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, config: Config | None = None):
+        """config: what the folder has, if it was read already."""
         self.folder = RunFolder(path)
-        self.config = self.folder.load_config()
+        self.config = config or self.folder.load_config()
         self._open = ExitStack()
         self._ranks: Processes | None = None
         self._session: Session | None = None

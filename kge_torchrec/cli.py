@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.registry import KINDS
-from kge_torchrec.environment import check_packages, prepare_process, versions
+from kge_torchrec.environment import check_packages, loading_torch, prepare_process, versions
 from kge_torchrec.errors import KGEError
 
 if TYPE_CHECKING:
     from kge_torchrec.api import Run
+    from kge_torchrec.config import Config
 
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
 
@@ -284,9 +285,9 @@ def _train(arguments: list[str]) -> int:
     name, overrides = None, arguments
     if not arguments[0].startswith("-"):
         name, overrides = arguments[0], arguments[1:]
-    config = load_config(name, overrides)
-
-    from kge_torchrec import api
+    with loading_torch():  # which some configs need
+        config = load_config(name, overrides)
+        from kge_torchrec import api
 
     _report(api.train(config))
     return 0
@@ -309,9 +310,9 @@ def _resume(arguments: list[str]) -> int:
         raise ConfigError("train --resume needs the folder of a run")
     folder, overrides = arguments[0], arguments[1:]
     load_config(None, overrides)  # complains about unknown keys before anything starts
-    _check_run(folder)
-
-    from kge_torchrec import api
+    with loading_torch():
+        _config_of(folder)
+        from kge_torchrec import api
 
     _report(api.resume(folder, overrides))
     return 0
@@ -383,18 +384,18 @@ def _prepare(parsed: argparse.Namespace) -> int:
 
 def _open(folder: str) -> Run:
     """The run in a folder, as ``open_run`` gives it."""
-    _check_run(folder)
+    with loading_torch():
+        config = _config_of(folder)
+        from kge_torchrec.api import Run
 
-    from kge_torchrec.api import open_run
-
-    return open_run(folder)
+    return Run(folder, config)
 
 
-def _check_run(folder: str) -> None:
+def _config_of(folder: str) -> Config:
     """Raises ConfigError unless the folder holds a run, before torch is loaded for seconds."""
     from kge_torchrec.training.run_folder import RunFolder
 
-    RunFolder(folder).load_config()
+    return RunFolder(folder).load_config()
 
 
 def _evaluate(parsed: argparse.Namespace) -> int:

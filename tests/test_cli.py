@@ -178,7 +178,7 @@ def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeyp
 def modules_after(code: str) -> set[str]:
     """The packages among those that matter which are loaded after this code, in a new process."""
     matter = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "numba", "torchrec",
-              "fbgemm_gpu")  # fmt: skip
+              "fbgemm_gpu", "pyarrow.parquet")  # fmt: skip
     ending = f"import sys; print(*(name for name in {matter} if name in sys.modules))"
     done = subprocess.run(
         [sys.executable, "-c", f"{code}\n{ending}"], capture_output=True, text=True, check=True
@@ -203,6 +203,23 @@ def test_a_prediction_loads_torch_and_no_more(run):
     query = ["predict", str(run), "--relation", "borders", "--head", "Germany", "--format", "json"]
     code = f"from kge_torchrec.cli import main; assert main({query!r}) == 0"
     assert modules_after(code) == {"torch"}
+
+
+def test_a_prediction_reads_the_config_once_and_looks_for_no_garbage_of_torchs(run):
+    query = ["predict", str(run), "--relation", "borders", "--head", "Germany"]
+    code = f"""
+import gc
+from kge_torchrec.cli import main
+from kge_torchrec.config import parser
+looks, parsers, make = [], [], parser._parser
+gc.callbacks.append(lambda phase, info: looks.append(info["generation"]))
+parser._parser = lambda: parsers.append(1) or make()
+assert main({query!r}) == 0 and gc.isenabled()
+print(len(looks), len(parsers), gc.get_freeze_count())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    looks, parsers, frozen = done.stdout.splitlines()[-1].split()
+    assert parsers == "1" and int(frozen) > 100_000
+    assert int(looks) < 400  # 844 otherwise
 
 
 BAD_FILES = {

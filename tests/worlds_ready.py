@@ -27,7 +27,7 @@ from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
 from kge_torchrec.models.ops import Comparison
-from kge_torchrec.models.pair_kernels import pair_scores
+from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row
 from kge_torchrec.models.slope_kernels import logistic_slopes, softmax_slopes
 from kge_torchrec.ranking.exact import count_block

@@ -23,6 +23,7 @@ AnyConfig = Config | dict[str, Any] | str | Path | None
 # The published configs: a wheel has them inside the package, a checkout beside it.
 _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the same, ten times as fast
 
 
 class _Help(RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -132,7 +133,7 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def _check_file(path: Path) -> None:
     """Raises ConfigError unless the file is YAML of known keys."""
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        values = yaml.load(path.read_text(encoding="utf-8"), _LOADER)
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if values is None:

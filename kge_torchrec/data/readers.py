@@ -18,10 +18,7 @@ import pyarrow.compute as pc
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.delimited import read_delimited
 from kge_torchrec.data.id_files import layout_of, read_id_files
-from kge_torchrec.data.ntriples import read_ntriples
-from kge_torchrec.data.parquet import read_parquet
 from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
 from kge_torchrec.errors import DataError
 
@@ -91,11 +88,18 @@ def read_triples(
     layout = layout_of(path)
     if layout:
         return read_id_files(path, layout, on_bytes)
+    # Loaded here, which whoever reads no files need not wait for.
     if suffix in DELIMITERS:
+        from kge_torchrec.data.delimited import read_delimited
+
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes)
     if suffix == ".nt":
+        from kge_torchrec.data.ntriples import read_ntriples
+
         return read_ntriples(path, on_bytes, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
+        from kge_torchrec.data.parquet import read_parquet
+
         return read_parquet(path, on_bytes)
     raise DataError(
         f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "

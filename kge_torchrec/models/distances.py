@@ -2,7 +2,7 @@
 
 Distances keep their digits.  The product form of the Euclidean distance loses digits where
 distances are small, and ranking would then disagree with the scores of single triples.  On a CPU
-they have kernels of their own, ``pair_kernels``.  On CUDA the backward of ``torch.cdist`` has all
+they have kernels of their own, ``pair_scores``.  On CUDA the backward of ``torch.cdist`` has all
 (b, K, D) differences in memory, and its forward a thread block for every pair, so that training
 takes ``fused`` there: of each formula Inductor makes one kernel that reads queries and rows and
 writes its sums alone.  Ranking stays with kernels that compute a pair alike wherever it stands, for
@@ -28,7 +28,9 @@ from kge_torchrec.models.ops import (
     EPSILON,
     Comparison,
     Distance,
+    Mapped,
     block_device,
+    pairwise,
     pick,
 )
 
@@ -67,13 +69,51 @@ def compared_at(comparison: Comparison, query: Tensor, rows: Tensor, index: Tens
     return distances[comparison](query, picked)
 
 
+def mapped(
+    kind: Mapped, query: Tensor, maps: Tensor, rows: Tensor, index: Tensor | None = None
+) -> Tensor:
+    """Distances of a query and rows that its map scales or projects: (C, b, D) twice -> (C, b, K).
+
+    rows: (C, K, D), or (U, D) of which index, (C, K) int64, picks those of each chunk.
+    """
+    if has_kernels(query):
+        return _pair_scores(kind, query, rows, index, maps)
+    if index is not None:
+        rows = pick(rows, index)
+    return pairwise(MAPPED[kind], [query, maps], [rows], query.shape[-1])
+
+
+def scaled_manhattan(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    """Sum of |query - scale row|: (..., D) each -> (...)"""
+    return (query - scale * rows).abs().sum(-1)
+
+
+def scaled_squares(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
+    """Sum of the squares of query - scale row: (..., D) each -> (...)"""
+    return (query - scale * rows).square().sum(-1)
+
+
+def hyperplane_squares(query: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
+    """Squared distance on the hyperplane with the normal, of length 1: (..., D) each -> (...)"""
+    difference = query - rows
+    along = (difference * normal).sum(-1, keepdim=True)
+    return (difference - along * normal).square().sum(-1)
+
+
+MAPPED: dict[Mapped, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "scaled_manhattan": scaled_manhattan,
+    "scaled_squares": scaled_squares,
+    "hyperplane_squares": hyperplane_squares,
+}
+
+
 def has_kernels(query: Tensor) -> bool:
-    """Whether ``pair_kernels`` computes this: on a CPU, but not with double precision."""
+    """Whether ``pair_scores`` computes this: on a CPU, but not with double precision."""
     return query.device.type == "cpu" and query.dtype != torch.float64
 
 
 def _pair_scores(*given: Any) -> Tensor:
-    from kge_torchrec.models.pair_kernels import pair_scores  # numba takes its time to load
+    from kge_torchrec.models.pair_scores import pair_scores  # numba takes its time to load
 
     return pair_scores(*given)
 

@@ -1,12 +1,4 @@
-"""Scores of pairs of a query and a row on a CPU, by kernels that keep nothing for each pair.
-
-    dot         <q, x>
-    manhattan   sum |q - x|
-    euclidean   ||q - x||
-    moduli      sum of |q - x| over complex numbers, which lie side by side as (re, im)
-
-A row is named by its place in a table, so that one which is a candidate of many queries is neither
-copied for each of them nor given a gradient for each.
+"""Kernels that score pairs of a query and a row, and keep nothing for each pair.
 
 **Forward** four rows meet a query at a time, which is then read once for all of them.
 
@@ -18,135 +10,39 @@ any number of threads gives the same bits.  The pairs of a row are found by a co
 A pair's score depends on its own numbers alone, wherever it stands: the last rows of a query are
 filled up to four by repeating one, so that all go through the same instructions.
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D numbers a row.
+The formulas are those of ``pair_scores``; ``_compare`` and the three ``_pull`` are all that knows
+them.  Everything is in one file, since numba compiles a cached kernel anew when its own file
+changes, and no other.
+
+Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D numbers a row; M numbers of a
+map, D or 0.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
-import torch
 from numba import njit, prange
-from torch import Tensor
 
-from kge_torchrec.models.ops import EPSILON, Comparison
-from kge_torchrec.models.row_sums import JIT, by_row, threads_for
+from kge_torchrec.models.ops import EPSILON
+from kge_torchrec.models.row_sums import JIT
 
-_COMPARISONS: tuple[Comparison, ...] = get_args(Comparison)
-_DOT, _EUCLIDEAN, _MANHATTAN, _MODULI = range(4)  # their places
+# The kinds by their places among Comparison and Mapped of ``ops``.
+_DOT, EUCLIDEAN, _MANHATTAN, _MODULI, _SCALED_MANHATTAN, _SCALED_SQUARES, _HYPERPLANE = range(7)
+_MAPPED = _SCALED_MANHATTAN  # the first of those with a map
+SQUARES = (_SCALED_SQUARES, _HYPERPLANE)
 _EPSILON = np.float32(EPSILON)
 
-_QUERIES = 16  # that a thread takes at once: what they hold stays in the nearest cache
-_ROWS = 16  # few, for threads to end together: some rows have more pairs than others
-# Sums may run in vector lanes, products may be fused with them.
-_FAST = {"reassoc", "nsz", "contract"}
+QUERIES = 16  # that a thread takes at once: what they hold stays in the nearest cache
+ROWS = 16  # few, for threads to end together: some rows have more pairs than others
+# A score's sum may run in vector lanes, products may be fused with it.  Nothing else is: gradients
+# are added as they are written, which is as fast, and gives the same bits however a kernel is
+# compiled, and the signs of small differences as torch has them.
+_FAST = JIT | {"fastmath": {"reassoc", "nsz", "contract"}}
 
 
-def pair_scores(
-    comparison: Comparison, query: Tensor, rows: Tensor, index: Tensor | None = None
-) -> Tensor:
-    """Every query compared with the candidates of its chunk: (C, b, K) float32.
-
-    query: (C, b, D); rows: (U, D), of which index, (C, K) int64, picks the candidates; without it
-    rows are (C, K, D).  Half precision is computed in float32.  D is even for "moduli".
-
-    Raises IndexError where the index leaves the table.
-    """
-    query, rows = query.float(), rows.float()
-    if index is None:
-        chunks, candidates, dim = rows.shape
-        rows = rows.reshape(-1, dim)
-        index = torch.arange(chunks * candidates).view(chunks, candidates)
-    given = (x.contiguous() for x in (query, rows, index))
-    return _scores(*given, _COMPARISONS.index(comparison))
-
-
-# Operators of torch's, so that torch.compile takes them as they are.
-
-
-@torch.library.custom_op("kge_torchrec::pair_scores", mutates_args=(), device_types="cpu")
-def _scores(query: Tensor, rows: Tensor, index: Tensor, kind: int) -> Tensor:
-    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
-        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
-    scores = query.new_empty(*query.shape[:2], index.shape[1])
-    _over_queries(_score_blocks, _score_in_parallel, kind, query, rows, index, scores)
-    return scores
-
-
-@torch.library.custom_op("kge_torchrec::pair_queries", mutates_args=(), device_types="cpu")
-def _gradient_of_queries(
-    query: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
-) -> Tensor:
-    grad = torch.empty_like(query)
-    kernels = _pull_into_queries, _pull_into_queries_in_parallel
-    _over_queries(*kernels, kind, query, rows, index, weights, grad)
-    return grad
-
-
-@torch.library.custom_op("kge_torchrec::pair_rows", mutates_args=(), device_types="cpu")
-def _gradient_of_rows(
-    query: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
-) -> Tensor:
-    grad = torch.empty_like(rows)
-    places, bounds = by_row(index.reshape(-1).numpy(), len(rows))
-    blocks = -(-len(rows) // _ROWS)
-    arguments = (*_arrays(query, rows), index.shape[1], places, bounds, *_arrays(weights, grad))
-    if threads_for(blocks, weights.numel() * query.shape[2]) == 1:
-        _pull_into_rows(kind, 0, blocks, *arguments)
-    else:
-        _pull_into_rows_in_parallel(kind, blocks, *arguments)
-    return grad
-
-
-def _over_queries(
-    serial: Callable[..., None],
-    parallel: Callable[..., None],
-    kind: int,
-    query: Tensor,
-    rows: Tensor,
-    index: Tensor,
-    *of_pairs: Tensor,
-) -> None:
-    """Runs a kernel over blocks of queries, on as many threads as pay."""
-    blocks = len(index) * -(-query.shape[1] // _QUERIES)
-    arguments = _arrays(query, rows, index, *of_pairs)
-    if threads_for(blocks, query.numel() * index.shape[1]) == 1:
-        serial(kind, 0, blocks, *arguments)
-    else:
-        parallel(kind, blocks, *arguments)
-
-
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    query, rows, index, ctx.kind = inputs
-    ctx.save_for_backward(query, rows, index, output)
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    query, rows, index, scores = ctx.saved_tensors
-    weights = grad.contiguous()
-    if ctx.kind == _EUCLIDEAN:  # 0 where rows are equal, as torch.cdist has it
-        weights = torch.where(scores > 0, weights / scores, 0)
-    given = query, rows, index, weights, ctx.kind
-    of_query = _gradient_of_queries(*given) if ctx.needs_input_grad[0] else None
-    of_rows = _gradient_of_rows(*given) if ctx.needs_input_grad[1] else None
-    return of_query, of_rows, None, None
-
-
-_scores.register_autograd(_backward, setup_context=_keep)
-_scores.register_fake(
-    lambda query, rows, index, kind: query.new_empty(*query.shape[:2], index.shape[1])
-)
-_gradient_of_queries.register_fake(lambda query, *_: torch.empty_like(query))
-_gradient_of_rows.register_fake(lambda query, rows, *_: torch.empty_like(rows))
-
-
-def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
-    return tuple(tensor.detach().numpy() for tensor in tensors)
-
-
-@njit(fastmath=_FAST, **JIT)
+@njit(**_FAST)
 def _compare(
     kind: int, q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
 ) -> tuple[np.float32, np.float32, np.float32, np.float32]:
@@ -166,7 +62,7 @@ def _compare(
             s1 += abs(a - x1[d])
             s2 += abs(a - x2[d])
             s3 += abs(a - x3[d])
-    elif kind == _EUCLIDEAN:
+    elif kind == EUCLIDEAN:
         for d in range(q.shape[0]):
             a = q[d]
             s0 += (a - x0[d]) * (a - x0[d])
@@ -184,50 +80,106 @@ def _compare(
     return s0, s1, s2, s3
 
 
-@njit(fastmath=_FAST, **JIT)
+@njit(**_FAST)
+def _compare_mapped(
+    kind: int,
+    q: np.ndarray,
+    m: np.ndarray,
+    x0: np.ndarray,
+    x1: np.ndarray,
+    x2: np.ndarray,
+    x3: np.ndarray,
+) -> tuple[np.float32, np.float32, np.float32, np.float32]:
+    """Scores of a query and its map, (D,) each, and four rows (D,)."""
+    s0 = s1 = s2 = s3 = np.float32(0)
+    if kind == _SCALED_MANHATTAN:
+        for d in range(q.shape[0]):
+            a, b = q[d], m[d]
+            s0 += abs(a - b * x0[d])
+            s1 += abs(a - b * x1[d])
+            s2 += abs(a - b * x2[d])
+            s3 += abs(a - b * x3[d])
+    elif kind == _SCALED_SQUARES:
+        for d in range(q.shape[0]):
+            a, b = q[d], m[d]
+            s0 += (a - b * x0[d]) * (a - b * x0[d])
+            s1 += (a - b * x1[d]) * (a - b * x1[d])
+            s2 += (a - b * x2[d]) * (a - b * x2[d])
+            s3 += (a - b * x3[d]) * (a - b * x3[d])
+    else:
+        along0, along1 = _along(m, q, x0), _along(m, q, x1)
+        along2, along3 = _along(m, q, x2), _along(m, q, x3)
+        for d in range(q.shape[0]):
+            a, b = q[d], m[d]
+            s0 += _beside(a, x0[d], along0, b) ** 2
+            s1 += _beside(a, x1[d], along1, b) ** 2
+            s2 += _beside(a, x2[d], along2, b) ** 2
+            s3 += _beside(a, x3[d], along3, b) ** 2
+    return s0, s1, s2, s3
+
+
+@njit(**JIT)
 def _modulus(real: np.float32, imaginary: np.float32) -> np.float32:
     return np.sqrt(real * real + imaginary * imaginary + _EPSILON)
 
 
+@njit(**_FAST)
+def _along(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32:
+    """The part of the difference of two ends that lies along the normal.
+
+    What it leaves is summed up in a pass of its own: |d|^2 - <m, d>^2 is shorter, but of two close
+    numbers where d is nearly along m, as it is for triples that hold.
+    """
+    total = np.float32(0)
+    for d in range(normal.shape[0]):
+        total += normal[d] * (end[d] - other[d])
+    return total
+
+
 @njit(**JIT)
-def _score_blocks(
+def _beside(
+    end: np.float32, other: np.float32, along: np.float32, normal: np.float32
+) -> np.float32:
+    """A number of what is left; the ends first, which may be close to each other and large."""
+    return (end - other) - along * normal
+
+
+@njit(**JIT)
+def score_blocks(
     kind: int,
     start: int,
     stop: int,
     query: np.ndarray,
+    maps: np.ndarray,
     rows: np.ndarray,
     index: np.ndarray,
     scores: np.ndarray,
 ) -> None:
-    """Blocks of ``_QUERIES`` queries, counted through all chunks."""
+    """Blocks of ``QUERIES`` queries, counted through all chunks."""
     count, last = query.shape[1], index.shape[1] - 1
-    per_chunk = (count + _QUERIES - 1) // _QUERIES
+    per_chunk = (count + QUERIES - 1) // QUERIES
     for block in range(start, stop):
-        c, first = block // per_chunk, block % per_chunk * _QUERIES
+        c, first = block // per_chunk, block % per_chunk * QUERIES
         picked = index[c]
         for k in range(0, last + 1, 4):
             k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
             x0, x1, x2, x3 = rows[picked[k]], rows[picked[k1]], rows[picked[k2]], rows[picked[k3]]
-            for i in range(first, min(first + _QUERIES, count)):
-                found = _compare(kind, query[c, i], x0, x1, x2, x3)
+            for i in range(first, min(first + QUERIES, count)):
+                if kind < _MAPPED:
+                    found = _compare(kind, query[c, i], x0, x1, x2, x3)
+                else:
+                    found = _compare_mapped(kind, query[c, i], maps[c, i], x0, x1, x2, x3)
                 out = scores[c, i]
                 out[k], out[k1], out[k2], out[k3] = found
 
 
 @njit(parallel=True, **JIT)
-def _score_in_parallel(
-    kind: int,
-    blocks: int,
-    query: np.ndarray,
-    rows: np.ndarray,
-    index: np.ndarray,
-    scores: np.ndarray,
-) -> None:
+def score_in_parallel(kind: int, blocks: int, *given: Any) -> None:
     for block in prange(blocks):
-        _score_blocks(kind, block, block + 1, query, rows, index, scores)
+        score_blocks(kind, block, block + 1, *given)
 
 
-@njit(fastmath=_FAST, **JIT)
+@njit(**JIT)
 def _pull(
     kind: int,
     w0: np.float32,
@@ -245,7 +197,7 @@ def _pull(
     if kind == _DOT:
         for d in range(total.shape[0]):
             total[d] += w0 * x0[d] + w1 * x1[d] + w2 * x2[d] + w3 * x3[d]
-    elif kind == _EUCLIDEAN:
+    elif kind == EUCLIDEAN:
         for d in range(total.shape[0]):
             a = end[d]
             near = w0 * (a - x0[d]) + w1 * (a - x1[d])
@@ -265,7 +217,7 @@ def _pull(
             )
 
 
-@njit(**JIT)  # nothing may be reordered here: the signs of small differences decide
+@njit(**JIT)
 def _pull_signs(
     w0: np.float32,
     w1: np.float32,
@@ -290,23 +242,113 @@ def _pull_signs(
 
 
 @njit(**JIT)
-def _pull_into_queries(
+def _pull_from_mapped(
+    kind: int,
+    w0: np.float32,
+    w1: np.float32,
+    w2: np.float32,
+    w3: np.float32,
+    q: np.ndarray,
+    m: np.ndarray,
+    x0: np.ndarray,
+    x1: np.ndarray,
+    x2: np.ndarray,
+    x3: np.ndarray,
+    total: np.ndarray,
+    total_m: np.ndarray,
+) -> None:
+    """``_pull`` of a query and of its map, (D,) each, from four rows."""
+    if kind == _HYPERPLANE:  # for w (d - <m, d> m) and -<m, d> times that, terms of d, then of m
+        a0, a1, a2, a3 = _along(m, q, x0), _along(m, q, x1), _along(m, q, x2), _along(m, q, x3)
+        v0, v1, v2, v3 = w0 * a0, w1 * a1, w2 * a2, w3 * a3
+        _pull(EUCLIDEAN, w0, w1, w2, w3, q, x0, x1, x2, x3, total)
+        _pull(EUCLIDEAN, -v0, -v1, -v2, -v3, q, x0, x1, x2, x3, total_m)
+        of_query, of_map = v0 + v1 + v2 + v3, v0 * a0 + v1 * a1 + v2 * a2 + v3 * a3
+        for d in range(total.shape[0]):
+            total[d] -= of_query * m[d]
+            total_m[d] += of_map * m[d]
+    elif kind == _SCALED_SQUARES:
+        for d in range(total.shape[0]):
+            a, b = q[d], m[d]
+            r0, r1 = w0 * (a - b * x0[d]), w1 * (a - b * x1[d])
+            r2, r3 = w2 * (a - b * x2[d]), w3 * (a - b * x3[d])
+            total[d] += r0 + r1 + r2 + r3
+            total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
+    else:
+        for d in range(total.shape[0]):
+            a, b = q[d], m[d]
+            r0, r1 = _signed(w0, a, b, x0[d]), _signed(w1, a, b, x1[d])
+            r2, r3 = _signed(w2, a, b, x2[d]), _signed(w3, a, b, x3[d])
+            total[d] += r0 + r1 + r2 + r3
+            total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
+
+
+@njit(**JIT)
+def _pull_into_mapped(
+    kind: int,
+    w0: np.float32,
+    w1: np.float32,
+    w2: np.float32,
+    w3: np.float32,
+    x: np.ndarray,
+    q0: np.ndarray,
+    q1: np.ndarray,
+    q2: np.ndarray,
+    q3: np.ndarray,
+    m0: np.ndarray,
+    m1: np.ndarray,
+    m2: np.ndarray,
+    m3: np.ndarray,
+    total: np.ndarray,
+) -> None:
+    """``_pull`` of a row (D,) from four queries and their maps."""
+    if kind == _HYPERPLANE:
+        v0, v1 = w0 * _along(m0, x, q0), w1 * _along(m1, x, q1)
+        v2, v3 = w2 * _along(m2, x, q2), w3 * _along(m3, x, q3)
+        _pull(EUCLIDEAN, w0, w1, w2, w3, x, q0, q1, q2, q3, total)
+        _pull(_DOT, -v0, -v1, -v2, -v3, x, m0, m1, m2, m3, total)
+    elif kind == _SCALED_SQUARES:
+        for d in range(total.shape[0]):
+            a = x[d]
+            near = w0 * m0[d] * (q0[d] - m0[d] * a) + w1 * m1[d] * (q1[d] - m1[d] * a)
+            far = w2 * m2[d] * (q2[d] - m2[d] * a) + w3 * m3[d] * (q3[d] - m3[d] * a)
+            total[d] -= near + far
+    else:
+        for d in range(total.shape[0]):
+            a = x[d]
+            near = m0[d] * _signed(w0, q0[d], m0[d], a) + m1[d] * _signed(w1, q1[d], m1[d], a)
+            far = m2[d] * _signed(w2, q2[d], m2[d], a) + m3[d] * _signed(w3, q3[d], m3[d], a)
+            total[d] -= near + far
+
+
+@njit(**JIT)
+def _signed(weight: np.float32, q: np.float32, m: np.float32, x: np.float32) -> np.float32:
+    """The weight with the sign of q - m x."""
+    mapped = m * x
+    return weight if q > mapped else (-weight if q < mapped else np.float32(0))
+
+
+@njit(**JIT)
+def pull_into_queries(
     kind: int,
     start: int,
     stop: int,
     query: np.ndarray,
+    maps: np.ndarray,
     rows: np.ndarray,
     index: np.ndarray,
     weights: np.ndarray,
     grad: np.ndarray,
+    grad_maps: np.ndarray,
 ) -> None:
-    """Blocks as ``_score_blocks``."""
+    """Blocks as ``score_blocks``."""
     count, last, none = query.shape[1], index.shape[1] - 1, np.float32(0)
-    per_chunk = (count + _QUERIES - 1) // _QUERIES
+    per_chunk = (count + QUERIES - 1) // QUERIES
     for block in range(start, stop):
-        c, first = block // per_chunk, block % per_chunk * _QUERIES
-        picked, end = index[c], min(first + _QUERIES, count)
+        c, first = block // per_chunk, block % per_chunk * QUERIES
+        picked, end = index[c], min(first + QUERIES, count)
         grad[c, first:end] = none
+        grad_maps[c, first:end] = none
         for k in range(0, last + 1, 4):
             k1, k2, k3 = min(k + 1, last), min(k + 2, last), min(k + 3, last)
             x0, x1, x2, x3 = rows[picked[k]], rows[picked[k1]], rows[picked[k2]], rows[picked[k3]]
@@ -316,32 +358,29 @@ def _pull_into_queries(
                 w1 = w[k1] if k1 > k else none
                 w2 = w[k2] if k2 > k1 else none
                 w3 = w[k3] if k3 > k2 else none
+                q, total = query[c, i], grad[c, i]
                 if kind == _MANHATTAN:
-                    _pull_signs(w0, w1, w2, w3, query[c, i], x0, x1, x2, x3, grad[c, i])
+                    _pull_signs(w0, w1, w2, w3, q, x0, x1, x2, x3, total)
+                elif kind < _MAPPED:
+                    _pull(kind, w0, w1, w2, w3, q, x0, x1, x2, x3, total)
                 else:
-                    _pull(kind, w0, w1, w2, w3, query[c, i], x0, x1, x2, x3, grad[c, i])
+                    m, total_m = maps[c, i], grad_maps[c, i]
+                    _pull_from_mapped(kind, w0, w1, w2, w3, q, m, x0, x1, x2, x3, total, total_m)
 
 
 @njit(parallel=True, **JIT)
-def _pull_into_queries_in_parallel(
-    kind: int,
-    blocks: int,
-    query: np.ndarray,
-    rows: np.ndarray,
-    index: np.ndarray,
-    weights: np.ndarray,
-    grad: np.ndarray,
-) -> None:
+def pull_into_queries_in_parallel(kind: int, blocks: int, *given: Any) -> None:
     for block in prange(blocks):
-        _pull_into_queries(kind, block, block + 1, query, rows, index, weights, grad)
+        pull_into_queries(kind, block, block + 1, *given)
 
 
 @njit(**JIT)
-def _pull_into_rows(
+def pull_into_rows(
     kind: int,
     start: int,
     stop: int,
     query: np.ndarray,
+    maps: np.ndarray,
     rows: np.ndarray,
     candidates: int,
     places: np.ndarray,
@@ -349,11 +388,11 @@ def _pull_into_rows(
     weights: np.ndarray,
     grad: np.ndarray,
 ) -> None:
-    """Blocks of ``_ROWS`` rows."""
+    """Blocks of ``ROWS`` rows."""
     # The pairs of a row that wait to be four: their queries' chunks and places, and weights.
     chunk, place = np.zeros(4, np.int64), np.zeros(4, np.int64)
     weight = np.zeros(4, np.float32)
-    for row in range(start * _ROWS, min(stop * _ROWS, rows.shape[0])):
+    for row in range(start * ROWS, min(stop * ROWS, rows.shape[0])):
         waiting = 0
         grad[row] = np.float32(0)
         for at in range(bounds[row], bounds[row + 1]):
@@ -362,11 +401,11 @@ def _pull_into_rows(
                 chunk[waiting], place[waiting], weight[waiting] = c, i, weights[c, i, k]
                 waiting += 1
                 if waiting == 4:
-                    _pull_four(kind, chunk, place, weight, query, rows[row], grad[row])
+                    _pull_four(kind, chunk, place, weight, query, maps, rows[row], grad[row])
                     waiting = 0
         if waiting > 0:
             weight[waiting:] = np.float32(0)
-            _pull_four(kind, chunk, place, weight, query, rows[row], grad[row])
+            _pull_four(kind, chunk, place, weight, query, maps, rows[row], grad[row])
 
 
 @njit(**JIT)
@@ -376,6 +415,7 @@ def _pull_four(
     place: np.ndarray,
     weight: np.ndarray,
     query: np.ndarray,
+    maps: np.ndarray,
     row: np.ndarray,
     total: np.ndarray,
 ) -> None:
@@ -384,23 +424,15 @@ def _pull_four(
     w0, w1, w2, w3 = weight[0], weight[1], weight[2], weight[3]
     if kind == _MANHATTAN:
         _pull_signs(w0, w1, w2, w3, row, q0, q1, q2, q3, total)
-    else:
+    elif kind < _MAPPED:
         _pull(kind, w0, w1, w2, w3, row, q0, q1, q2, q3, total)
+    else:
+        m0, m1 = maps[chunk[0], place[0]], maps[chunk[1], place[1]]
+        m2, m3 = maps[chunk[2], place[2]], maps[chunk[3], place[3]]
+        _pull_into_mapped(kind, w0, w1, w2, w3, row, q0, q1, q2, q3, m0, m1, m2, m3, total)
 
 
 @njit(parallel=True, **JIT)
-def _pull_into_rows_in_parallel(
-    kind: int,
-    blocks: int,
-    query: np.ndarray,
-    rows: np.ndarray,
-    candidates: int,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    weights: np.ndarray,
-    grad: np.ndarray,
-) -> None:
+def pull_into_rows_in_parallel(kind: int, blocks: int, *given: Any) -> None:
     for block in prange(blocks):
-        _pull_into_rows(
-            kind, block, block + 1, query, rows, candidates, places, bounds, weights, grad
-        )
+        pull_into_rows(kind, block, block + 1, *given)

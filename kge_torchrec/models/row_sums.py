@@ -13,7 +13,8 @@ import torch
 from numba import njit, prange
 from torch import Tensor
 
-JIT: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
+# What says nothing of fastmath has it of the caller that happens to compile it first.
+JIT: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy", "fastmath": False}
 PARTS = 4  # that gradients come in: head, tail and the candidates of both sides
 _ROWS = 64  # that a thread takes at once
 # Below this many numbers, waking a second thread costs more than it saves.

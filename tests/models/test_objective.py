@@ -282,7 +282,7 @@ class Plain(SCORERS["distmult"]):
         (SCORERS["transe_l1"], 32, ENTITIES, True),
         (SCORERS["distmult"], 33, ENTITIES, False),  # a product of matrices is faster
         (SCORERS["distmult"], 1, 999, False),  # fewer candidates than rows
-        (SCORERS["pairre"], 1, ENTITIES, False),  # has no kernel
+        (SCORERS["house"], 1, ENTITIES, False),  # has no kernel
         (Plain, 1, ENTITIES, False),
     ],
 )

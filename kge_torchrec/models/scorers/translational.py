@@ -20,8 +20,16 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.models.distances import compared_at, euclidean, manhattan
-from kge_torchrec.models.ops import pairwise
+from kge_torchrec.models.distances import (
+    compared_at,
+    euclidean,
+    hyperplane_squares,
+    manhattan,
+    mapped,
+    scaled_manhattan,
+    scaled_squares,
+)
+from kge_torchrec.models.ops import pick
 from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
 
 
@@ -96,16 +104,13 @@ class TransH(QueryScorer):
         return Projected(point, nn.functional.normalize(normal, dim=-1))
 
     def similarity(self, query: Projected, rows: Tensor) -> Tensor:
-        return _hyperplane_score(*query, rows)
+        return -hyperplane_squares(*query, rows)
 
     def similarity_matrix(self, query: Projected, rows: Tensor) -> Tensor:
-        return pairwise(_hyperplane_score, query, [rows], self.dim)
+        return -mapped("hyperplane_squares", *query, rows)
 
-
-def _hyperplane_score(point: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
-    difference = point - rows
-    along = (difference * normal).sum(-1, keepdim=True)
-    return -(difference - along * normal).square().sum(-1)
+    def similarity_at(self, query: Projected, rows: Tensor, index: Tensor) -> Tensor:
+        return -mapped("hyperplane_squares", *query, rows, index)
 
 
 class Weighted(NamedTuple):
@@ -157,26 +162,30 @@ class MuRE(QueryScorer):
         if query.scale is None:
             distance, own = (query.point - vector).square().sum(-1), as_tail
         else:
-            distance, own = -_weighted_score(query.point, query.scale, vector), as_head
+            distance, own = scaled_squares(query.point, query.scale, vector), as_head
         return query.bias[..., 0] + own[..., 0] - distance
 
     def similarity_matrix(self, query: Weighted, rows: Tensor) -> Tensor:
         vector, as_head, as_tail = _vector_and_biases(rows)
         if query.scale is None:
-            score, own = -euclidean(query.point, vector).square(), as_tail
+            distance, own = euclidean(query.point, vector).square(), as_tail
         else:
-            score = pairwise(_weighted_score, [query.point, query.scale], [vector], self.dim)
+            distance, own = mapped("scaled_squares", query.point, query.scale, vector), as_head
+        return query.bias + own.transpose(-1, -2) - distance
+
+    def similarity_at(self, query: Weighted, rows: Tensor, index: Tensor) -> Tensor:
+        vector, as_head, as_tail = _vector_and_biases(rows)
+        if query.scale is None:
+            distance, own = compared_at("euclidean", query.point, vector, index).square(), as_tail
+        else:
+            distance = mapped("scaled_squares", query.point, query.scale, vector, index)
             own = as_head
-        return score + query.bias + own.transpose(-1, -2)
+        return query.bias + pick(own, index).transpose(-1, -2) - distance
 
 
 def _vector_and_biases(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Vector (..., D - 2), bias as a head (..., 1), bias as a tail (..., 1)."""
     return rows.split([rows.shape[-1] - 2, 1, 1], -1)
-
-
-def _weighted_score(point: Tensor, scale: Tensor, vector: Tensor) -> Tensor:
-    return -(point - scale * vector).square().sum(-1)
 
 
 class Scaled(NamedTuple):
@@ -212,14 +221,13 @@ class PairRE(QueryScorer):
         return Scaled(anchor * of_tail, of_head)
 
     def similarity(self, query: Scaled, rows: Tensor) -> Tensor:
-        return _scaled_score(*query, rows)
+        return -scaled_manhattan(*query, rows)
 
     def similarity_matrix(self, query: Scaled, rows: Tensor) -> Tensor:
-        return pairwise(_scaled_score, query, [rows], self.dim)
+        return -mapped("scaled_manhattan", *query, rows)
 
-
-def _scaled_score(point: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    return -(point - scale * rows).abs().sum(-1)
+    def similarity_at(self, query: Scaled, rows: Tensor, index: Tensor) -> Tensor:
+        return -mapped("scaled_manhattan", *query, rows, index)
 
 
 class Midway(NamedTuple):
@@ -250,3 +258,6 @@ class Pyke(QueryScorer):
 
     def similarity_matrix(self, query: Midway, rows: Tensor) -> Tensor:
         return query.offset - euclidean(query.point, rows) / 2
+
+    def similarity_at(self, query: Midway, rows: Tensor, index: Tensor) -> Tensor:
+        return query.offset - compared_at("euclidean", query.point, rows, index) / 2
