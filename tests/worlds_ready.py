@@ -29,7 +29,7 @@ from kge_torchrec.embeddings.row_kernels import update_rows
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row
-from kge_torchrec.models.slope_kernels import logistic_slopes, softmax_slopes
+from kge_torchrec.models.slope_kernels import logistic_slopes
 from kge_torchrec.ranking.exact import count_block
 
 
@@ -44,7 +44,6 @@ def load_kernels() -> None:
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
     for comparison in get_args(Comparison):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
-    softmax_slopes(torch.ones(1, 2), *torch.zeros(2, 1))
     logistic_slopes(torch.ones(1, 2), torch.zeros(1))
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)

@@ -1,20 +1,17 @@
-"""Slopes of the losses over all entities, on a CPU: each score is read and written once.
+"""Slopes of the logistic loss over all entities, on a CPU: each score is read and written once.
 
-Operations of torch one after another would move all scores for each of them.  Exponential and
-logarithm are polynomials, since compilers make vectors of those (Cody and Waite 1980 have the
-reduction): right to 3e-7, and as fast where scores lie so far apart that exponentials underflow,
-which torch computes one by one.
+Operations of torch one after another would move all scores for each of them, and its logarithm
+takes numbers one by one.  Exponential and logarithm are polynomials here, since compilers make
+vectors of those (Cody and Waite 1980 have the reduction): right to 3e-7.
 
 Shapes: Q queries, m entities of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, prange, types
 from numba.extending import intrinsic
@@ -22,19 +19,9 @@ from torch import Tensor
 
 from kge_torchrec.models.row_sums import JIT, threads_for
 
-# Sums in any order, as vectors take them, but NaN and infinity stay what they are.
-_FAST: dict[str, Any] = {**JIT, "fastmath": {"contract", "reassoc", "nsz", "arcp"}}
+# A product and a sum at once.  Sums keep their order, whatever a function is compiled into.
+_FAST: dict[str, Any] = {**JIT, "fastmath": {"contract"}}
 _F = np.float32  # a number that is not one would make all others double
-
-
-def softmax_slopes(scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
-    """Overwrites scores (Q, m) by exp(s - top), and (Q,) each: largest score, log sum exp s.
-
-    All are float32 and contiguous; m is at least 1.
-    """
-    torch.amax(scores, 1, out=top)
-    _over_queries(_softmax, _softmax_in_parallel, scores, top, normalizer)
-    normalizer.log_().add_(top)
 
 
 def logistic_slopes(scores: Tensor, normalizer: Tensor) -> None:
@@ -42,51 +29,49 @@ def logistic_slopes(scores: Tensor, normalizer: Tensor) -> None:
 
     Both are float32 and contiguous.
     """
-    _over_queries(_logistic, _logistic_in_parallel, scores, normalizer)
-
-
-def _over_queries(
-    serial: Callable[..., None], parallel: Callable[..., None], scores: Tensor, *of_queries: Tensor
-) -> None:
-    arrays = [x.numpy() for x in (scores, *of_queries)]
+    arrays = scores.numpy(), normalizer.numpy()
     if threads_for(len(scores), scores.numel()) == 1:
-        serial(0, len(scores), *arrays)
+        _logistic(0, len(scores), *arrays)
     else:
-        parallel(*arrays)
-
-
-@njit(**_FAST)
-def _softmax(start: int, stop: int, scores: np.ndarray, top: np.ndarray, total: np.ndarray) -> None:
-    for q in range(start, stop):
-        row, largest, found = scores[q], top[q], _F(0)
-        for j in range(row.shape[0]):
-            row[j] = _exp(row[j] - largest)
-            found += row[j]
-        total[q] = found
+        _logistic_in_parallel(*arrays)
 
 
 @njit(**_FAST)
 def _logistic(start: int, stop: int, scores: np.ndarray, total: np.ndarray) -> None:
+    losses = np.empty(scores.shape[1], np.float32)
     for q in range(start, stop):
-        row, found = scores[q], _F(0)
+        row = scores[q]
         for j in range(row.shape[0]):
             score = row[j]
             small = _exp(-abs(score))
-            found += max(score, _F(0)) + _log1p(small)
+            losses[j] = max(score, _F(0)) + _log1p(small)
             row[j] = (_F(1) if score >= 0 else small) / (_F(1) + small)
-        total[q] = found
-
-
-@njit(parallel=True, **_FAST)
-def _softmax_in_parallel(scores: np.ndarray, top: np.ndarray, total: np.ndarray) -> None:
-    for q in prange(scores.shape[0]):
-        _softmax(q, q + 1, scores, top, total)
+        total[q] = _sum(losses)
 
 
 @njit(parallel=True, **_FAST)
 def _logistic_in_parallel(scores: np.ndarray, total: np.ndarray) -> None:
     for q in prange(scores.shape[0]):
         _logistic(q, q + 1, scores, total)
+
+
+@njit(**_FAST)
+def _sum(row: np.ndarray) -> np.float32:
+    """In eight parts, every eighth number to the same, so that a vector can take them."""
+    a = b = c = d = e = f = g = h = _F(0)
+    whole = row.shape[0] - row.shape[0] % 8
+    for j in range(0, whole, 8):
+        a += row[j]
+        b += row[j + 1]
+        c += row[j + 2]
+        d += row[j + 3]
+        e += row[j + 4]
+        f += row[j + 5]
+        g += row[j + 6]
+        h += row[j + 7]
+    for j in range(whole, row.shape[0]):
+        a += row[j]
+    return ((a + b) + (c + d)) + ((e + f) + (g + h))
 
 
 @njit(inline="always", **_FAST)

@@ -96,7 +96,7 @@ def test_bce_needs_no_other_block():
 def test_many_queries_go_through_in_chunks(monkeypatch):
     from kge_torchrec.models import full_losses
 
-    scores = torch.randn(7, 5, dtype=torch.float64)  # which has no kernels
+    scores = torch.randn(7, 5)
     labels = torch.eye(7, 5, dtype=torch.bool)
     labels[:, 0] = True
 
@@ -110,3 +110,15 @@ def test_many_queries_go_through_in_chunks(monkeypatch):
     at_once = gradient()
     monkeypatch.setitem(full_losses._CHUNK_SCORES, "cpu", 11)  # two queries at a time
     assert torch.allclose(gradient(), at_once, atol=1e-7)
+
+
+def test_scores_far_apart_underflow_to_nothing():
+    scores, answers = (
+        torch.tensor([[0.0, -60.0, -200.0, -1e6]]),
+        torch.tensor([[True] + [False] * 3]),
+    )
+    block, of_block, loss = scores.clone(), answers_of(answers, 0, 4), FullSoftmax(4, 0.0)
+    top, seen = loss.start(block, of_block)
+    assert not (block < torch.finfo(torch.float32).tiny).any()  # slow numbers, to a CPU
+    loss.finish(block, top, seen, of_block, 1.0)
+    assert block.abs().max() < 1e-6 and float(loss.values(seen)) < 1e-6
