@@ -35,7 +35,7 @@ KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed 
 CPU_BLOCK_BYTES = 31 << 20  # glibc gives freed blocks of 32 MiB and more back to the kernel
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 # Scores handled at once: on a CPU they stay in the cache from one operation to the next.
-_CHUNK_SCORES = {"cpu": 1 << 18, "cuda": 1 << 28}
+_CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 28}
 _SMALLEST_EXPONENT = -87.0  # whose exponential is a normal number of float32
 
 
