@@ -139,14 +139,15 @@ def loading_torch() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         if "torch" in sys.modules:
-            flush_denormals()
+            _flush_denormals()
 
 
-def flush_denormals() -> None:
+def _flush_denormals() -> None:
     """Makes numbers below 1.2e-38 zero, in this thread and those that it starts from now on.
 
     A processor takes such numbers one by one: a product of matrices with softmax's slopes of scores
-    that are far apart was seen to take 150 times as long.
+    that are far apart was seen to take 150 times as long.  Only in programs of ours: whoever uses
+    the package from Python may need such numbers (hypothesis does).
     """
     import torch
 
@@ -242,8 +243,6 @@ def _is_in_use() -> bool:
 def set_threads(requested: int, local_world_size: int) -> int:
     """CPU threads of this rank: as requested, or an equal share of the cores; returns the number.
 
-    Also flushes denormal numbers, before these threads start.
-
     More threads than cores make OpenMP's spinning workers fight.
     """
     import torch
@@ -251,7 +250,6 @@ def set_threads(requested: int, local_world_size: int) -> int:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     threads = requested or max(1, (cores or 1) // local_world_size)
     torch.set_num_threads(threads)
-    flush_denormals()
     return threads
 
 
