@@ -139,10 +139,10 @@ def loading_torch() -> Iterator[None]:
         gc.freeze()
         gc.enable()
         if "torch" in sys.modules:
-            _flush_denormals()
+            flush_denormals()
 
 
-def _flush_denormals() -> None:
+def flush_denormals() -> None:
     """Makes numbers below 1.2e-38 zero, in this thread and those that it starts from now on.
 
     A processor takes such numbers one by one: a product of matrices with softmax's slopes of scores

@@ -17,8 +17,8 @@ A figure is the median over processes of each one's median.  Where a side's proc
 than ``--spread``, two more pairs are measured; what still does is marked "unquiet".
 
 --with-peers: a Python with PyKEEN and PyTorch-BigGraph, under the same settings of the allocator.
-PyKEEN does the floor's work per triple.  BigGraph shares negatives, and corrupts both ends: its
-triples count twice.
+PyKEEN does the floor's work per triple.  BigGraph shares negatives and corrupts both ends, so that
+ours does for once, and a triple counts twice.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Figure:
     unit: str
     ours: list[float]  # the median of each process
     floor: list[float] = field(default_factory=list)
-    peers: dict[str, list[float]] = field(default_factory=dict)
+    peers: dict[str, dict[str, list[float]]] = field(default_factory=dict)  # theirs, ours
     unquiet: bool = False
 
     @property
@@ -78,8 +78,8 @@ class Figure:
             text += f", floor {_median(self.floor):.6g}{_spread(self.floor)}"
             text += f": {self.ratio:.3f} of it"
         for name, rates in self.peers.items():
-            times = _median(self.ours) / _median(rates)
-            text += f", {name} {_median(rates):.6g}: {times:.1f} x"
+            theirs, ours = _median(rates["theirs"]), _median(rates["ours"])
+            text += f", {name} {theirs:.6g}, ours {ours:.6g}: {ours / theirs:.2f} x"
         return text + (" unquiet" if self.unquiet else "")
 
 
@@ -98,7 +98,7 @@ def _differ(values: list[float], most: float) -> bool:
 # Training
 
 
-def settings(data: Path, scorer: str, work: str, folder: str) -> list[str]:
+def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail") -> list[str]:
     """The floor's work as overrides of our config."""
     values = {
         "data.path": data,
@@ -106,7 +106,7 @@ def settings(data: Path, scorer: str, work: str, folder: str) -> list[str]:
         "model.dim": 256,
         "model.reciprocal": False,
         "model.init_scale": 0.1,
-        "negatives.sides": "tail",
+        "negatives.sides": sides,
         "train.optimizer": "adam",
         "train.lr": 0.001,
         "run.dir": folder,
@@ -124,8 +124,8 @@ def settings(data: Path, scorer: str, work: str, folder: str) -> list[str]:
     return [f"--{key}={value}" for key, value in (values | {"train.batch_size": batch}).items()]
 
 
-def ours(data: Path, scorer: str, work: str, pipeline: str) -> list[float]:
-    """Examples a second of a few blocks of steps."""
+def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail") -> list[float]:
+    """Queries a second of a few blocks of steps."""
     from kge_torchrec.environment import keep_large_blocks, limit_spinning
 
     limit_spinning()  # as the command line does, before torch is loaded
@@ -138,7 +138,7 @@ def ours(data: Path, scorer: str, work: str, pipeline: str) -> list[float]:
     from kge_torchrec.training.session import Session
 
     with tempfile.TemporaryDirectory() as folder, processes("cpu") as ranks:
-        config = load_config(None, settings(data, scorer, work, folder))
+        config = load_config(None, settings(data, scorer, work, folder, sides))
         config = replace(config, train=replace(config.train, pipeline=pipeline))
         session = Session(config, RunFolder(folder), ranks)
         batches = build_batches(config, session.store, ranks)
@@ -152,7 +152,8 @@ def ours(data: Path, scorer: str, work: str, pipeline: str) -> list[float]:
             start = time.perf_counter()
             for _ in range(steps):
                 trained.progress(stream)
-            rates.append(steps * batches.batch_size / (time.perf_counter() - start))
+            queries = steps * batches.batch_size * (2 if sides == "both" else 1)
+            rates.append(queries / (time.perf_counter() - start))
     return rates[1:]
 
 
@@ -193,8 +194,8 @@ def _floor_of_all_entities(measure) -> list[float]:
     return rates
 
 
-def peers(options: argparse.Namespace, scorer: str, work: str) -> dict[str, list[float]]:
-    """Queries a second of those that do this work, each in a process of its own."""
+def peers(options: argparse.Namespace, figure: Figure, scorer: str, work: str) -> dict[str, dict]:
+    """Queries a second of those that do this work and of ours, each in a process of its own."""
     if work == "per-triple":
         script, name = options.floor / "peer_pykeen.py", "PyKEEN"
         arguments, extra = ["a", SCORERS[scorer]], {"STEPS": "3"}
@@ -209,7 +210,11 @@ def peers(options: argparse.Namespace, scorer: str, work: str) -> dict[str, list
         out = _run(command, os.environ | KEEP | extra | homes)
     lines = [line.split() for line in out.splitlines()]
     rates = [float(line[2]) for line in lines if line[:1] == ["pykeen"]]
-    return {name: rates + [float(line[1]) for line in lines if line[:1] == ["biggraph"]]}
+    rates += [float(line[1]) for line in lines if line[:1] == ["biggraph"]]
+    same = figure.ours
+    if name == "PyTorch-BigGraph":
+        same = _worker(KEEP, "ours", options.data, scorer, work, options.pipeline, "both")
+    return {name: {"theirs": rates, "ours": same}}
 
 
 def training(options: argparse.Namespace) -> list[Figure]:
@@ -234,7 +239,7 @@ def training(options: argparse.Namespace) -> list[Figure]:
             figure = Figure(f"{name}{label}", "triples/s", *found)
             figure.unquiet = any(_differ(values, options.spread) for values in found)
             if options.with_peers and not label:
-                figure.peers = peers(options, scorer, work)
+                figure.peers = peers(options, figure, scorer, work)
             figures.append(_said(figure))
     return figures
 

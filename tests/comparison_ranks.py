@@ -27,6 +27,7 @@ def describe(reporter: Reporter, ranks: Processes, word: str) -> dict:
         "total": float(total),
         "variables": [os.environ[name] for name in VARIABLES],
         "nan": float("nan"),
+        "flushed": float(torch.tensor(1e-39) * 1.0) == 0,
     }
 
 

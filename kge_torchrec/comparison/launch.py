@@ -34,7 +34,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from kge_torchrec import files
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.environment import silence_dependencies
+from kge_torchrec.environment import flush_denormals, silence_dependencies
 from kge_torchrec.errors import KGEError
 
 POLL_SECONDS = 0.2
@@ -143,6 +143,7 @@ def _rank_main(
         TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the starting process's, as torchrun's
     )
     silence_dependencies()
+    flush_denormals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     file = _failure(Path(folder), rank)
     try:

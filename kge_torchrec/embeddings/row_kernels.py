@@ -31,13 +31,11 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.models.row_sums import threads_for
+from kge_torchrec.models.row_sums import JIT, threads_for
 
 _ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)  # places in TABLE_OPTIMIZERS
 
 _AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
-
-_JIT: dict[str, Any] = {"cache": True, "nogil": True, "error_model": "numpy"}
 
 
 class _Step(NamedTuple):
@@ -72,7 +70,7 @@ def _step_numbers(optimizer: TableOptimizer, lr: float, step: int) -> _Step:
     return _Step(*(np.float32(number) for number in numbers))
 
 
-@njit(fastmath={"reassoc", "nsz"}, **_JIT)  # only lets the sum run in vector lanes
+@njit(**{**JIT, "fastmath": {"reassoc", "nsz"}})  # only lets the sum run in vector lanes
 def _mean_square(g: np.ndarray) -> np.float32:
     total = np.float32(0)
     for d in range(g.shape[0]):
@@ -80,7 +78,7 @@ def _mean_square(g: np.ndarray) -> np.float32:
     return total / np.float32(g.shape[0])
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step) -> None:
     for d in range(g.shape[0]):
         m_d = step.beta1 * m[d] + step.one_minus_beta1 * g[d]
@@ -92,7 +90,7 @@ def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: 
         w[d] -= step.lr * change
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _rowwise_adam_row(
     g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step
 ) -> None:
@@ -105,7 +103,7 @@ def _rowwise_adam_row(
         w[d] -= step.lr * (m_d * scale + step.weight_decay * w[d])
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> None:
     for d in range(g.shape[0]):
         s_d = s[d] + g[d] * g[d]
@@ -113,7 +111,7 @@ def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> No
         w[d] -= step.lr * g[d] / (np.sqrt(s_d) + step.eps)
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _rowwise_adagrad_row(
     g: np.ndarray, w: np.ndarray, s: np.ndarray, total: np.ndarray, step: _Step
 ) -> None:
@@ -126,7 +124,7 @@ def _rowwise_adagrad_row(
         w[d] -= scale * total[d]
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> None:
     total[:] = np.float32(0)
     for place in places:
@@ -135,7 +133,7 @@ def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> N
             total[d] += g[d]
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _update_range(
     kind: int,
     start: int,
@@ -187,7 +185,7 @@ def _update_range(
                 w[d] -= step.lr * g[d]
 
 
-@njit(parallel=True, **_JIT)
+@njit(parallel=True, **JIT)
 def _update_parallel(
     kind: int,
     threads: int,
@@ -206,7 +204,7 @@ def _update_parallel(
         _update_range(kind, start, stop, rows, places, bounds, grad, weights, first, second, step)
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _strictly_increasing(rows: np.ndarray) -> bool:
     for i in range(1, rows.shape[0]):  # noqa: SIM110 (numba has no all() over generators)
         if rows[i] <= rows[i - 1]:
@@ -214,7 +212,7 @@ def _strictly_increasing(rows: np.ndarray) -> bool:
     return True
 
 
-@njit(**_JIT)
+@njit(**JIT)
 def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
     bounds = np.empty(places.shape[0] + 1, np.int64)

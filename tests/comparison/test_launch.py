@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from comparison_ranks import (
     describe,
     die_on_last_rank,
@@ -29,6 +30,7 @@ def nobody_left():
 
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_ranks_join_one_group_as_under_torchrun(world_size):
+    flushes = torch.set_flush_denormal(False)  # whether this processor can; not in this process
     steps = []
     found = run_world(describe, world_size, "word", advance=steps.append)
     assert sum(steps) == 3  # rank 0 alone moves the bar
@@ -37,6 +39,7 @@ def test_ranks_join_one_group_as_under_torchrun(world_size):
         assert values["total"] == world_size * (world_size + 1) / 2
         assert values["variables"] == [str(rank), str(world_size)] * 2
         assert values["nan"] is None
+        assert values["flushed"] == flushes
 
 
 def test_steps_done_while_the_bar_moves_are_counted(monkeypatch):

@@ -354,7 +354,7 @@ class DotScorer(QueryScorer):
         return (query * rows).sum(-1)
 
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
-        if len(query) > 1:
+        if len(query) != 1:
             return torch.matmul(query, rows.transpose(-1, -2))
         # Not as a batch of one: its gradient of the rows would lie across them.
         return torch.matmul(query, rows.squeeze(0).t())
