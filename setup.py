@@ -2,7 +2,9 @@
 
 from setuptools import find_packages, setup
 
+CONFIGS = ["kge_torchrec.configs", "kge_torchrec.configs.recipes"]
+
 setup(
-    packages=[*find_packages(include=["kge_torchrec*"]), "kge_torchrec.configs"],
-    package_dir={"kge_torchrec.configs": "configs"},
+    packages=[*find_packages(include=["kge_torchrec*"]), *CONFIGS],
+    package_dir={name: name.removeprefix("kge_torchrec.").replace(".", "/") for name in CONFIGS},
 )

@@ -6,7 +6,6 @@ import gc
 import json
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -272,8 +271,7 @@ def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
     if wanted == "never" or not folder.holds_run:
         return None
     there = folder.load_config()
-    if config.train.batch_size is None:  # also on other ranks than it was resolved for
-        config = replace(config, train=replace(config.train, batch_size=there.train.batch_size))
+    config = config.filled_from(there)  # also on other ranks than it was settled for
     before, now = _flat(there), _flat(config)
     differing = [key for key in now if key not in OF_THIS_START and before[key] != now[key]]
     if differing:
@@ -298,7 +296,7 @@ def _begin(
         if ranks.is_first:
             _undo(folder)
         raise
-    if session.config != config:  # train.batch_size as it was resolved
+    if session.config != config:  # as it was settled
         on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, TrainState(data=session.store.fingerprint), callbacks, resumed_at=None)
 

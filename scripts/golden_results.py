@@ -21,7 +21,9 @@ import tempfile
 from pathlib import Path
 
 SHARED = {
-    "threads": 1, "device": "cpu", "seed": 5, "model.dim": 16, "model.init_scale": 0.1,
+    "threads": 1, "device": "cpu", "seed": 5, "model.dim": 16, "model.init": "normal",
+    "model.init_scale": 0.1, "loss.n3": 0.0, "loss.relation_weight": 0.0, "train.lr": 0.1,
+    "evaluation.patience": 0, "evaluation.max_triples": 0,
     "negatives.count": 24, "train.batch_size": 256, "train.log_every": 5, "evaluation.every": 4,
     "run.progress": False, "run.tensorboard": False,
 }  # fmt: skip

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from plain_config import PLAIN
+
 from kge_torchrec.comparison.report import summarize
 from kge_torchrec.comparison.speed import PARTS
-from kge_torchrec.config import Config
+from kge_torchrec.config.parser import config_from_dict
 
-LEARNING_RATE = Config().train.lr  # 0.1
+LEARNING_RATE = PLAIN["train.lr"]
 
 
 def measurement(repeat: int, *rates: float, ranks: int = 1) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def comparison(training_found: dict | None = None, **speed: list[dict]) -> dict[
         "failure": None,
         "verdict": [],
         "engines": ["torchrec", "handrolled"],
-        "config": Config().to_dict(),
+        "config": config_from_dict(PLAIN).to_dict(),
         "training": {"2": training_found} if training_found else {},
         "speed": by_world_size,
         "summary": summarize(by_world_size),

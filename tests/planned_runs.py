@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from plain_config import PLAIN
+
+from kge_torchrec.config import GraphSize
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster, parse_devices
@@ -16,8 +19,9 @@ def workload(
     entities: int = 1000, relations: int = 7, triples: int = 5000, skew: float = 0.0, **keys: Any
 ) -> Workload:
     """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
-    config = load_config(None, {key.replace("__", "."): value for key, value in keys.items()})
-    config = config.with_batch_size(False, 1, triples)
+    given = {key.replace("__", "."): value for key, value in keys.items()}
+    config = load_config(None, {**PLAIN, **given})
+    config = config.settled(GraphSize(entities, relations, triples))
     popularity = EntityFrequency.zipf(max(1, entities), skew)
     return Workload(config, entities, relations, triples, build_objective, popularity)
 

@@ -115,9 +115,9 @@ def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
     assert main(["train", "--help"]) == 0
     text = capsys.readouterr().out
     assert [key for key in all_keys() if f"--{key}" not in text] == []
-    start = text[: text.index("--seed")]
+    start = text[: text.index("--size")]
     for words in ("usage: kge-torchrec train CONFIG", "train --resume RUN", "--plan plan.json   ",
-                  "--resume RUN   ", "one:\n                      default, demo,",
+                  "--resume RUN   ", "one:\n                      codex_l_complex,",
                   "examples:\n  kge-torchrec train demo"):  # fmt: skip
         assert words in start
     assert max(map(len, start.splitlines())) <= 100

@@ -190,10 +190,10 @@ def test_far_off_keys_are_not_guessed(written):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("train.epochs", "many", "train.epochs must be an integer, got many"),
-        ("train.epochs", "1.5", "train.epochs must be an integer, got 1.5"),
-        ("model.dim", "true", "model.dim must be an integer, got True"),
-        ("train.lr", "fast", "train.lr must be a number, got fast"),
+        ("train.epochs", "many", "train.epochs must be an integer or null, got many"),
+        ("train.epochs", "1.5", "train.epochs must be an integer or null, got 1.5"),
+        ("model.dim", "1.5", "model.dim must be an integer or null, got 1.5"),
+        ("train.lr", "fast", "train.lr must be a number or null, got fast"),
         ("train.relation_lr", "fast", "train.relation_lr must be a number or null, got fast"),
         ("run.progress", "maybe", "run.progress must be true or false, got maybe"),
         ("data.has_header", "3", "data.has_header must be true or false or null, got 3"),
@@ -302,8 +302,8 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
             "model.options.kernel_size must be odd for conex, got 4",
         ),
         (
-            {"model.scorer": "conve", "model.options.height": 5},
-            "model.options.height must divide model.dim 128, got 5",
+            {"model.scorer": "conve", "model.dim": 128, "model.options.height": 5},
+            "model.dim must be a multiple of 5 for conve (its image has model.options.height rows)",
         ),
         (
             {"model.scorer": "conve", "model.dim": 7},
@@ -339,7 +339,7 @@ def test_models_that_cannot_be(overrides, message):
         ("train: 3\n", "train in"),
         ("train: 3\n", "is a group of keys and needs nested 'key: value'"),
         ("train:\n", "is a group of keys"),
-        ("train:\n  lr:\n", "train.lr has no value in"),
+        ("train:\n  beta1:\n", "train.beta1 has no value in"),
         ("data:\n  path: null\n", "data.path has no value in"),
         ("data:\n  path: 5\n", "data.path must be text, got 5"),
     ],

@@ -229,6 +229,7 @@ CASES = [
     case("run.tensorboard", False, True, "run"),
     case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),
     # the rest
+    case("size", "small", "base", "start_of_table", "start_of_scorer", model__dim=None),
     case("seed", 0, 1, "start_of_table", "start_of_scorer", "order", "negatives"),
     case("seed", 0, 1, "batches", **KVSALL),
     case("seed", 0, 1, "batches", **KVSSAMPLE),

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+from plain_config import PLAIN
 from torch import Tensor
 
 from kge_torchrec.config import Config
@@ -23,6 +24,7 @@ from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import Trainer
 
 QUIET = {
+    **PLAIN,
     "threads": 1,
     "device": "cpu",
     "model.dim": 8,

@@ -75,7 +75,7 @@ class Comparison:
         self.store = _open_store(first, self.folder)
         self.configs = {
             name: replace(  # one batch size for all world sizes
-                config.with_batch_size(on_cuda, 1, len(self.store.train)),
+                config.settled(self.store.size, on_cuda),
                 data=replace(config.data, path=str(self.store.path)),
                 run=replace(config.run, dir=str(self.folder), progress=False),
             )
@@ -203,7 +203,7 @@ class Comparison:
         """One bar for all steps of all worlds."""
         config = next(iter(self.configs.values()))
         examples = examples_per_epoch(config, self.store)
-        steps_per_epoch = -(-examples // config.train.settled_batch_size)
+        steps_per_epoch = -(-examples // config.train.batch_size)
         one_size = config.train.epochs * steps_per_epoch + self.extent.repeats * (
             self.extent.timing.total
         )

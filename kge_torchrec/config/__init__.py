@@ -6,8 +6,9 @@ key and say what would be right.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ from kge_torchrec.config.model import (
     ModelConfig,
 )
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
+from kge_torchrec.config.sizing import SIZES, GraphSize, filled, settled
 from kge_torchrec.config.training import (
     OPTIMIZER_NAMES,
     CheckpointConfig,
@@ -45,6 +48,7 @@ __all__ = [
     "DenseConfig",
     "EntitiesConfig",
     "EvaluationConfig",
+    "GraphSize",
     "LossConfig",
     "ModelConfig",
     "NegativesConfig",
@@ -59,6 +63,9 @@ class Config:
     """A whole run.
 
     Args:
+        size: small, base or large: what numbers that are null are picked for, of the model (dim,
+            negatives) and of training (epochs); small is for a first look, large for the last
+            digits.
         seed: The start, the data order and the negatives are functions of it.
         device: auto, cpu or cuda.
         threads: CPU threads a rank; 0 shares the cores out among the ranks of a host.
@@ -74,11 +81,13 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
+    size: str = "base"
     seed: int = 0
     device: str = "auto"
     threads: int = 0
 
     def __post_init__(self) -> None:
+        one_of("size", self.size, SIZES)
         at_least("seed", self.seed, 0)
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         at_least("threads", self.threads, 0)
@@ -199,18 +208,13 @@ class Config:
                 "entities.engine handrolled"
             )
 
-    def with_batch_size(self, on_cuda: bool, world_size: int, triples: int) -> Config:
-        """With the number that train.batch_size null stands for: on these ranks, of these triples.
+    def settled(self, graph: GraphSize, on_cuda: bool = False, world_size: int = 1) -> Config:
+        """With a number for every null that stands for one: for this graph, on these ranks."""
+        return settled(self, graph, on_cuda, world_size)
 
-        A GPU waits for its launches where batches are small; but a graph that has few triples needs
-        steps more than speed.
-        """
-        if self.train.batch_size is not None:
-            return self
-        size = 1024
-        if on_cuda and not self.negatives.is_full:
-            size = max(size, min(8192 * world_size, triples // 100))
-        return replace(self, train=replace(self.train, batch_size=size))
+    def filled_from(self, other: Config) -> Config:
+        """With another config's numbers where this one leaves them to be picked."""
+        return filled(self, {key: attrgetter(key)(other) for key in PICKED_KEYS})
 
     def to_dict(self) -> dict[str, Any]:
         """Nested plain values, as YAML and JSON take them."""

@@ -5,9 +5,21 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Optional, TypeAlias
 
 from kge_torchrec.errors import KGEError
+
+# Of a key whose null stands for a number that is picked from the graph: `Config.settled` does it
+# before anything is made of a config, so that all code behind it reads numbers.
+if TYPE_CHECKING:
+    PickedInt: TypeAlias = int
+    PickedFloat: TypeAlias = float
+    PickedText: TypeAlias = str
+else:
+    PickedInt = Optional[int]  # noqa: UP045 - jsonargparse on Python 3.10
+    PickedFloat = Optional[float]  # noqa: UP045
+    PickedText = Optional[str]  # noqa: UP045
+PICKED: Any = None
 
 
 class ConfigError(KGEError, ValueError):
@@ -21,16 +33,20 @@ def check(ok: bool, key: str, expected: str, value: Any) -> None:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
 
 
-def positive(key: str, value: float) -> None:
-    check(math.isfinite(value) and value > 0, key, "a number > 0", value)
+def positive(key: str, value: float | None) -> None:
+    """Nothing is wrong with null where a key may have it."""
+    if value is not None:
+        check(math.isfinite(value) and value > 0, key, "a number > 0", value)
 
 
-def not_negative(key: str, value: float) -> None:
-    check(math.isfinite(value) and value >= 0, key, "a number >= 0", value)
+def not_negative(key: str, value: float | None) -> None:
+    if value is not None:
+        check(math.isfinite(value) and value >= 0, key, "a number >= 0", value)
 
 
-def at_least(key: str, value: int, least: int) -> None:
-    check(value >= least, key, f"an integer >= {least}", value)
+def at_least(key: str, value: int | None, least: int) -> None:
+    if value is not None:
+        check(value >= least, key, f"an integer >= {least}", value)
 
 
 def one_of(key: str, value: str, choices: Sequence[str]) -> None:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of
+from kge_torchrec.config.checks import (
+    PICKED,
+    ConfigError,
+    PickedInt,
+    at_least,
+    check,
+    not_negative,
+    one_of,
+)
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import check_name, resolve
 
@@ -61,7 +69,7 @@ class NegativesConfig:
             relation, answered or not); or kvssample (queries of kvsall against their answers and
             sampled entities).  With all entities as candidates, the keys below but sides mean
             nothing.
-        count: Negatives a chunk and side.
+        count: Negatives a chunk and side; null picks them by size, no more than need be.
         head_count: Of head queries, where there are to be more or fewer; null takes count.
         in_batch: Answers of a chunk's other triples are candidates as well.
         hardest: Of a query's candidates only so many with the highest scores count; 0 takes all.
@@ -82,7 +90,7 @@ class NegativesConfig:
     """
 
     regime: str = "sampled"
-    count: int = 512
+    count: PickedInt = PICKED
     head_count: Optional[int] = None  # noqa: UP045
     in_batch: bool = False
     hardest: int = 0

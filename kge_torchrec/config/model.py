@@ -5,7 +5,18 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Optional
 
-from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
+from kge_torchrec.config.checks import (
+    PICKED,
+    ConfigError,
+    PickedFloat,
+    PickedInt,
+    PickedText,
+    at_least,
+    check,
+    not_negative,
+    one_of,
+    positive,
+)
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
 from kge_torchrec.config.sparse_options import FBGEMM, SparseOptions, choose
@@ -23,10 +34,12 @@ class ModelConfig:
             qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve,
             conex, aconex, convq, convo, coke, shallom or lfmult; or package.module:Class.
         dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
-            numbers).
+            numbers); null picks them by size.
         reciprocal: Give every relation an inverse for head queries (Lacroix et al. 2018).
-        init: Distribution of the start: normal, uniform, xavier_normal or xavier_uniform.
-        init_scale: Standard deviation (normal) or half width (uniform) of the start.
+        init: Distribution of the start: normal, uniform, xavier_normal or xavier_uniform; null
+            takes what suits the scorer.
+        init_scale: Standard deviation (normal) or half width (uniform) of the start; null takes
+            what suits the scorer.
         normalization: none; unit (entities have Euclidean length 1); or layer (a LayerNorm of
             entities, another of relations).
         entity_dropout: Share of the numbers of every entity's row that are dropped, of candidates
@@ -40,10 +53,10 @@ class ModelConfig:
     """
 
     scorer: str = "complex"
-    dim: int = 128
+    dim: PickedInt = PICKED
     reciprocal: bool = True
-    init: str = "normal"
-    init_scale: float = 1e-3
+    init: PickedText = PICKED
+    init_scale: PickedFloat = PICKED
     normalization: str = "none"
     entity_dropout: float = 0.0
     relation_dropout: float = 0.0
@@ -59,7 +72,8 @@ class ModelConfig:
         object.__setattr__(self, "options", given)
         check_name("scorer", self.scorer)
         at_least("model.dim", self.dim, 1)
-        one_of("model.init", self.init, INIT_NAMES)
+        if self.init is not None:
+            one_of("model.init", self.init, INIT_NAMES)
         positive("model.init_scale", self.init_scale)
         one_of("model.normalization", self.normalization, ("none", "unit", "layer"))
         for key in ("entity_dropout", "relation_dropout", "input_dropout", "hidden_dropout"):
@@ -75,7 +89,8 @@ class ModelConfig:
                 f"model.hidden_dropout has no meaning for {self.scorer}, whose query is a point"
             )
         options = parse_options(scorer, self.options, "model.options")
-        scorer.check(self.dim, self.reciprocal, options)
+        dim = scorer.multiple(options)[0] * 64 if self.dim is None else self.dim
+        scorer.check(dim, self.reciprocal, options)
 
     def scorer_options(self) -> dict[str, Any]:
         """The scorer's own options, with its defaults for those that are not given."""
@@ -93,9 +108,12 @@ class LossConfig:
         temperature: Of self_adversarial.
         reduction: Of bce: sum, or mean, over all candidates of a query, answers included.
         label_smoothing: Of softmax and bce, in [0, 1).
-        n3: Weight of the nuclear 3-norm penalty.
+        n3: Weight of the nuclear 3-norm penalty; null picks it by the triples an entity, where
+            scorers are linear and the loss is softmax.
         l2: Weight of the squared-norm penalty.
-        relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021).
+        relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021);
+            null picks it by the number of relations where triples are trained by softmax and a
+            linear scorer, else 0.
         regularizers: Other penalties on touched rows, each with its weight or its options, such as
             {"package.module:Class": 0.01}.
         options: Settings that the loss has besides; `kge-torchrec parts loss` lists them.
@@ -106,9 +124,9 @@ class LossConfig:
     temperature: float = 1.0
     reduction: str = "sum"
     label_smoothing: float = 0.0
-    n3: float = 0.0
+    n3: PickedFloat = PICKED
     l2: float = 0.0
-    relation_weight: float = 0.0
+    relation_weight: PickedFloat = PICKED
     regularizers: dict[str, Any] = field(default_factory=dict)
     options: dict[str, Any] = field(default_factory=dict)
 

@@ -107,11 +107,12 @@ def _as_text(value: Any) -> str:
 
 def published() -> list[str]:
     """Names of the configs that come with the package."""
-    return sorted(file.stem for file in CONFIGS.glob("*.yaml"))
+    return sorted(file.stem for file in CONFIGS.rglob("*.yaml"))
 
 
 def _find(path: str | Path) -> Path:
-    candidates = [Path(path), CONFIGS / path, CONFIGS / f"{path}.yaml"]
+    homes = CONFIGS, CONFIGS / "recipes"
+    candidates = [Path(path), *(home / f"{path}{end}" for home in homes for end in ("", ".yaml"))]
     for candidate in candidates:
         if candidate.is_file():
             return candidate

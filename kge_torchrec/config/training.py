@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-from kge_torchrec.config.checks import ConfigError, at_least, check, not_negative, one_of, positive
+from kge_torchrec.config.checks import (
+    PICKED,
+    ConfigError,
+    PickedFloat,
+    PickedInt,
+    at_least,
+    check,
+    not_negative,
+    one_of,
+    positive,
+)
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, check_name, resolve
 
@@ -18,13 +28,14 @@ class TrainConfig:
     """The loop and its optimizers.
 
     Args:
-        epochs: Passes over the training triples, or over what negatives.regime makes of them.
+        epochs: Passes over the training triples, or over what negatives.regime makes of them; null
+            takes 100 of few triples to 10 of many.
         batch_size: Triples a step, over all ranks; distinct queries with kvsall, allvsall and
-            kvssample.  null takes 1024; where sampled candidates are trained on GPUs 8192 a rank,
-            but no more than leave an epoch 100 steps.
+            kvssample.  null takes 128 of few triples to 1024 of many; where sampled candidates are
+            trained on GPUs 8192 a rank, but no more than leave an epoch 100 steps.
         optimizer: adam, rowwise_adam, adagrad, rowwise_adagrad or sgd, for entities; relations
             take the form without row-wise state.  Or package.module:Class.
-        lr: Learning rate.
+        lr: Learning rate; null takes what suits the optimizer (0.1, of adam 0.003).
         relation_lr: Learning rate of relations; null takes lr.
         beta1: Of adam and rowwise_adam.
         beta2: Of adam and rowwise_adam.
@@ -51,10 +62,10 @@ class TrainConfig:
         optimizer_options: Settings of an optimizer that is not one of those named.
     """
 
-    epochs: int = 50
-    batch_size: Optional[int] = None  # noqa: UP045
+    epochs: PickedInt = PICKED
+    batch_size: PickedInt = PICKED
     optimizer: str = "adagrad"
-    lr: float = 0.1
+    lr: PickedFloat = PICKED
     relation_lr: Optional[float] = None  # noqa: UP045
     beta1: float = 0.9
     beta2: float = 0.999
@@ -76,8 +87,7 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         at_least("train.epochs", self.epochs, 0)
-        if self.batch_size is not None:
-            at_least("train.batch_size", self.batch_size, 1)
+        at_least("train.batch_size", self.batch_size, 1)
         check_name("table_optimizer", self.optimizer)
         positive("train.lr", self.lr)
         if self.relation_lr is not None:
@@ -127,12 +137,6 @@ class TrainConfig:
         return parse_options(owner, self.optimizer_options, "train.optimizer_options")
 
     @property
-    def settled_batch_size(self) -> int:
-        """``batch_size`` of a config that ``Config.with_batch_size`` gave, which is never null."""
-        assert self.batch_size is not None, "Config.with_batch_size settles it"
-        return self.batch_size
-
-    @property
     def steps_on_sums(self) -> bool:
         """Whether a step has to wait for the sum of several gradients, or for what it is cut to."""
         return self.accumulation > 1 or self.clip_norm is not None or self.clip_value is not None
@@ -148,18 +152,19 @@ class EvaluationConfig:
     """Exact filtered ranking, during training and at its end.
 
     Args:
-        every: Epochs between validations; 0 validates never.
+        every: Epochs between validations; 0 validates never, null about ten times.
         metric: Early stopping and the best checkpoint follow this (both sides, realistic).
-        patience: Validations without progress before training stops; 0 never stops early.
+        patience: Validations without progress before training stops; 0 never stops early, null
+            takes 3.
         max_triples: Rank at most this many validation triples while training (a fixed random
-            sample, labelled so); 0 ranks them all.
+            sample, labelled so); 0 ranks them all, null as many as take about a minute.
         batch_size: Queries scored at once.
     """
 
-    every: int = 5
+    every: PickedInt = PICKED
     metric: str = "mrr"
-    patience: int = 0
-    max_triples: int = 0
+    patience: PickedInt = PICKED
+    max_triples: PickedInt = PICKED
     batch_size: int = 512
 
     def __post_init__(self) -> None:

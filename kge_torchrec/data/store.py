@@ -18,6 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec import files
+from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data.filter_index import SIDES, Degrees, FilterIndex, SideIndex
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -69,6 +70,11 @@ class TripleStore:
                     f"{size}; prepare it again"
                 )
         return cls(path, meta)
+
+    @property
+    def size(self) -> GraphSize:
+        """What numbers that a config leaves open are picked by."""
+        return GraphSize(self.num_entities, self.num_relations, len(self.train), len(self.valid))
 
     def split(self, name: str) -> np.ndarray:
         """The triples (T, 3) of split "train", "valid" or "test"."""

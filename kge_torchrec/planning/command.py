@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 
 if TYPE_CHECKING:
@@ -148,7 +148,8 @@ def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> 
         skew = TYPICAL_SKEW if options.skew is None else options.skew
         frequency = EntityFrequency.zipf(max(1, entities), skew)  # Workload refuses none
     config.check_device(cluster.device.is_cuda)
-    config = config.with_batch_size(cluster.device.is_cuda, cluster.world_size, triples)
+    graph = GraphSize(entities, relations, triples)
+    config = config.settled(graph, cluster.device.is_cuda, cluster.world_size)
     return Workload(config, entities, relations, triples, build_objective, frequency)
 
 

@@ -103,7 +103,7 @@ class Workload:
     @property
     def batch_size(self) -> int:
         """Examples of a step over all ranks, never more than there are."""
-        return min(self.config.train.settled_batch_size, self.examples)
+        return min(self.config.train.batch_size, self.examples)
 
     @property
     def steps_per_epoch(self) -> float:

@@ -216,7 +216,7 @@ def build_batches(
 ) -> BatchBuilder | QueryBatches | QuerySampleBuilder:
     """This rank's batches."""
     negatives, sides = config.negatives, sides_of(config.negatives.sides)
-    batch_size, on_cuda = config.train.settled_batch_size, processes.device.type == "cuda"
+    batch_size, on_cuda = config.train.batch_size, processes.device.type == "cuda"
     if negatives.is_full:
         examples = _examples(negatives.regime, store, sides)
         accumulation = config.train.accumulation

@@ -99,8 +99,8 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        on_cuda, triples = processes.device.type == "cuda", len(self.store.train)
-        self.config = config = config.with_batch_size(on_cuda, processes.world_size, triples)
+        on_cuda = processes.device.type == "cuda"
+        self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         if trains:
             allow_tf32(config.train.tf32)
             self.backend = _engine(config, self.store, processes, plan_may_differ)

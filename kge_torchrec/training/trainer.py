@@ -114,7 +114,7 @@ class Trainer:
 
     def train_step(self, batches: Iterator[SampledBatch | QueryBatch]) -> int:
         """Trains the next batch; returns its number of triples, over all ranks."""
-        progress, batch_size = self.progress, self.config.train.settled_batch_size
+        progress, batch_size = self.progress, self.config.train.batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.backend.set_learning_rate(factor)
         seed_dropout(self.config.seed, progress.global_step, self.session.processes.rank)
@@ -238,7 +238,7 @@ class Trainer:
         progress, size = self.progress, self.batches.examples
         return tqdm(
             total=self.config.train.epochs * size,
-            initial=progress.epoch * size + progress.step * self.config.train.settled_batch_size,
+            initial=progress.epoch * size + progress.step * self.config.train.batch_size,
             unit=f" {self.config.negatives.examples}",
             unit_scale=True,
             disable=self.session.hide_bars,

@@ -169,7 +169,8 @@ def test_a_plan_counts_what_the_classes_say(folder, capsys):
     assert work.dense_parameters == 7 * (4 + 8) and work.negative_power is None
     bare = workload(relations=7, **keys, model__options={"moves": False})
     assert bare.dense_parameters == 7 * 4
-    sizes = ["--entities=1M", "--relations=10", "--triples=1M", "--devices=2xCPU-64GB"]
+    sizes = ["--entities=1M", "--relations=10", "--triples=1M", "--devices=2xCPU-64GB",
+             "--model.dim=128"]  # fmt: skip
     assert plan_command.run([*sizes, "--model.scorer", ROTE, "--train.optimizer", LION]) == 0
     said = capsys.readouterr().out
     assert f"(fp32, {LION}), {ROTE} with 10 relations" in said

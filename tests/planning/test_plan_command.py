@@ -30,7 +30,8 @@ def test_no_data_and_no_gpu(tmp_path, capsys):
 
 
 def test_what_does_not_fit(capsys):
-    arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200"]
+    arguments = [*FREEBASE, "--model.dim=400", "--train.optimizer=adam", "--devices", "1xH200",
+                 "--negatives.count=512"]  # fmt: skip
     assert run(arguments) == DOES_NOT_FIT
     said = capsys.readouterr().out
     assert "device memory of rank 0 needs 386." in said

@@ -55,7 +55,7 @@ def test_a_warm_up_longer_than_training():
 
 
 def test_plateau():
-    schedule = Schedule.of(TrainConfig(schedule="plateau", decay=0.5), 5)
+    schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", decay=0.5), 5)
     assert [schedule.factor(9, plateaus) for plateaus in range(3)] == [1.0, 0.5, 0.25]
 
 

@@ -67,6 +67,7 @@ class Scorer(nn.Module):
 
     name = ""  # in the config
     formula = ""  # after its name and source; exported models say it
+    start = ("normal", 1e-3)  # distribution and scale of the rows that it learns well from
     is_distance = False  # its query is a point: nothing to apply hidden dropout to
     needs_reciprocal = False  # answers tail queries only
     # Whether rows are read as complex numbers, which N3 then takes the modulus of.

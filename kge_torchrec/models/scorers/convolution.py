@@ -83,6 +83,7 @@ class ConvE(DotScorer):
 
     needs_reciprocal = True
     name = "conve"
+    start = ("xavier_normal", 1.0)
     formula = (
         "ConvE (Dettmers et al. 2018): score(h, r, t) = <f(vec(f([h; r] * w)) W), t>, f = ReLU."
     )
@@ -98,6 +99,10 @@ class ConvE(DotScorer):
         self.feature_dropout = nn.Dropout2d(self.options.feature_dropout)
         self.linear = nn.Linear(channels * cells, dim)
         self.query_norm = nn.LayerNorm(dim)
+
+    @classmethod
+    def multiple(cls, options: Options) -> tuple[int, str]:
+        return options.height or 1, "its image has model.options.height rows"
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Options) -> None:
@@ -166,6 +171,7 @@ class ConvolvedScorer(DotScorer):
     reciprocal.
     """
 
+    start = ("xavier_normal", 1.0)
     Options = ConvolutionOptions
     needs_reciprocal = True
     units: int

@@ -58,6 +58,7 @@ class CoKE(DotScorer):
                 at_least("model.options.feed_forward_dim", self.feed_forward_dim, 1)
 
     name = "coke"
+    start = ("xavier_normal", 1.0)
     formula = (
         "CoKE (Wang et al. 2019): score(h, r, t) = <z, t>, z a transformer's state of the masked t."
     )
@@ -129,6 +130,7 @@ class Shallom(QueryScorer):
                 at_least("model.options.hidden_dim", self.hidden_dim, 1)
 
     name = "shallom"
+    start = ("xavier_normal", 1.0)
     formula = "Shallom (Demir et al. 2021): score(h, r, t) = W_r ReLU(H [h; t] + b) + c_r."
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):

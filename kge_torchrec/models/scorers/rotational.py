@@ -35,6 +35,7 @@ class RotatE(QueryScorer):
     """
 
     name = "rotate"
+    start = ("uniform", 0.25)
     is_distance = True
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # entities only: relations are phases
@@ -112,6 +113,7 @@ class HousE(QueryScorer):
             return 2 * (self.block // 2) if self.reflections is None else self.reflections
 
     name = "house"
+    start = ("uniform", 0.25)
     is_distance = True
     formula = (
         "HousE (Li et al. 2022): "

@@ -39,6 +39,7 @@ class TransE(QueryScorer):
     The paper's entities of length 1 are model.normalization unit.
     """
 
+    start = ("uniform", 0.25)
     is_distance = True
     formula = "TransE (Bordes et al. 2013): score(h, r, t) = -||h + r - t||_p, p = 1 or 2."
 
@@ -89,6 +90,7 @@ class TransH(QueryScorer):
     """
 
     name = "transh"
+    start = ("uniform", 0.25)
     is_distance = True
     formula = (
         "TransH (Wang et al. 2014): score(h, r, t) = -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>."
@@ -130,6 +132,7 @@ class MuRE(QueryScorer):
     """
 
     name = "mure"
+    start = ("uniform", 0.25)
     is_distance = True
     formula = "MuRE (Balazevic et al. 2019): score(h, r, t) = -||R_r h - (t + v_r)||^2 + b_h + c_t."
     bias_columns = 2
@@ -202,6 +205,7 @@ class PairRE(QueryScorer):
     """
 
     name = "pairre"
+    start = ("uniform", 0.25)
     is_distance = True
     formula = (
         "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
@@ -246,6 +250,7 @@ class Pyke(QueryScorer):
     """
 
     name = "pyke"
+    start = ("uniform", 0.25)
     is_distance = True
     formula = "Pyke (Demir and Ngonga Ngomo 2019): score(h, r, t) = -(||h - r|| + ||r - t||) / 2."
 

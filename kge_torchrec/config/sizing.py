@@ -1,0 +1,158 @@
+"""What null stands for where a config leaves a number to us: it is picked from the graph.
+
+Small or dense graphs take many epochs of small batches, large ones few of large batches; sparse
+ones need the penalty more.  Each rule names what it was fitted to; docs/results.md has what comes
+of them, beside tuned figures.  A key that is given stays, and a run's config.yaml has all numbers,
+so that they do not change when it goes on elsewhere.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from kge_torchrec.config.options import parse_options
+from kge_torchrec.config.registry import resolve
+
+if TYPE_CHECKING:
+    from kge_torchrec.config import Config
+
+SIZES = ("small", "base", "large")
+_DIM = {"small": 64, "base": 256, "large": 1024}
+_CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
+_EPOCHS = {"small": 0.5, "base": 1.0, "large": 1.0}
+_RATES = {"adam": 0.003, "rowwise_adam": 0.003, "sgd": 0.5}  # adagrad and others: 0.1
+
+# Entities from which a row has half the numbers, since memory decides: 10M x 128 with Adagrad's
+# state are 10 GB.
+_MANY = 1_000_000
+_MOST_RELATIONS = 1000
+_SCORES_OF_VALIDATION = 2e10  # about a minute of two CPU cores
+
+
+@dataclass(frozen=True)
+class GraphSize:
+    """Counts of a graph: entities, relations (without inverses), training and valid triples."""
+
+    entities: int
+    relations: int
+    triples: int
+    valid: int = 0
+
+    @property
+    def density(self) -> float:
+        """Training triples an entity."""
+        return self.triples / max(1, self.entities)
+
+
+KEYS = (
+    "model.dim",
+    "model.init",
+    "model.init_scale",
+    "loss.n3",
+    "loss.relation_weight",
+    "negatives.count",
+    "train.epochs",
+    "train.batch_size",
+    "train.lr",
+    "evaluation.every",
+    "evaluation.patience",
+    "evaluation.max_triples",
+)
+
+
+def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> Config:
+    """The config with a number for every null of ``KEYS``."""
+    scorer = resolve("scorer", config.model.scorer)
+    is_linear = hasattr(scorer, "relation_query")  # one product scores all relations
+    epochs = _epochs(config, graph) if config.train.epochs is None else config.train.epochs
+    picked = (
+        _dim(config, scorer, graph),
+        *scorer.start,
+        _n3(config, is_linear, graph),
+        _told(config, graph) if is_linear else 0.0,
+        _candidates(config, graph),
+        epochs,
+        _batch(config, graph, on_cuda, world_size),
+        _RATES.get(config.train.optimizer, 0.1),
+        max(1, epochs // 10),
+        3,
+        _validated(graph),
+    )
+    return filled(config, dict(zip(KEYS, picked, strict=True)))
+
+
+def filled(config: Config, values: dict[str, Any]) -> Config:
+    """The config with the values, by dotted key, for those of these keys that are null."""
+    sections: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, name = key.split(".")
+        if getattr(getattr(config, section), name) is None:
+            sections.setdefault(section, {})[name] = value
+    if not sections:
+        return config
+    changed = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
+    return replace(config, **changed)
+
+
+def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:
+    """Of the size, a multiple of what the scorer needs; less where relations are matrices."""
+    dim = _DIM[config.size] // (2 if graph.entities > _MANY else 1)
+    options = parse_options(scorer, config.model.options, "model.options")
+    multiple = math.lcm(4, scorer.multiple(options)[0])  # FBGEMM's rows are whole 16 bytes on GPUs
+    dim += -dim % multiple
+    while scorer.relation_dim(dim, options) > 16 * dim and dim >= 2 * max(64, multiple):
+        dim = dim // 2 + -(dim // 2) % multiple
+    return dim
+
+
+def _n3(config: Config, is_linear: bool, graph: GraphSize) -> float:
+    """Softmax's penalty, between Lacroix et al.'s .1 (WN18RR: 2.1 triples an entity), .05 of
+    FB15k-237 (19) and the .01 that served Kinship and UMLS here (82 and 39)."""
+    if not is_linear or config.loss.name != "softmax":
+        return 0.0
+    return round(min(0.1, max(0.01, 0.18 / math.sqrt(max(graph.density, 1e-3)))), 3)
+
+
+def _told(config: Config, graph: GraphSize) -> float:
+    """Relation prediction, where triples are trained one by one: the more relations there are to
+    tell apart, the more it teaches (Chen et al. 2021 take 4 for FB15k-237's, .05 for WN18RR's).
+    Not with thousands, whose scores would outgrow those of the candidates."""
+    if graph.relations > _MOST_RELATIONS:
+        return 0.0
+    if config.loss.name != "softmax" or config.negatives.regime not in ("sampled", "1vsall"):
+        return 0.0
+    return min(0.5, graph.relations / 100)
+
+
+def _candidates(config: Config, graph: GraphSize) -> int:
+    """No more than there are entities, in powers of two."""
+    most = _CANDIDATES[config.size]
+    return min(most, max(256, 2 ** math.ceil(math.log2(max(2, graph.entities)))))
+
+
+def _epochs(config: Config, graph: GraphSize) -> int:
+    """100 where there are few triples, 20 of FB15k-237's, and no fewer than 10; validation ends
+    training before."""
+    epochs = min(100, max(10, math.ceil(5.5e6 / max(1, graph.triples))))
+    return max(5, round(epochs * _EPOCHS[config.size]))
+
+
+def _batch(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> int:
+    """512 steps an epoch, within 128 and 1,024 triples.
+
+    A GPU waits for its launches where batches are small: 8,192 a rank there, but no more than leave
+    an epoch 100 steps; a graph that has few triples needs steps more than speed.
+    """
+    size = 2 ** round(math.log2(max(1, graph.triples) / 512)) if graph.triples > 512 else 128
+    size = min(1024, max(128, size))
+    if on_cuda and not config.negatives.is_full:
+        size = max(size, min(8192 * world_size, graph.triples // 100))
+    return size
+
+
+def _validated(graph: GraphSize) -> int:
+    """0 (all) unless that takes minutes; at least a thousand."""
+    most = int(_SCORES_OF_VALIDATION / max(1, 2 * graph.entities))
+    return 0 if graph.valid <= max(1000, most) else max(1000, most)
