@@ -43,6 +43,7 @@ FIXED = (
     "model.dim",
     "model.reciprocal",
     "model.normalization",
+    "model.biases",
     "model.options",
     "negatives.regime",
     "train.optimizer",

@@ -29,6 +29,8 @@ class ModelConfig:
         init_scale: Standard deviation (normal) or half width (uniform) of the start.
         normalization: none; unit (entities have Euclidean length 1); or layer (a LayerNorm of
             entities, another of relations).
+        biases: Learn a bias of every entity as a head and one as a tail, which scores are added to
+            (Chami et al. 2020). They are the last two of its model.dim numbers, and start at 0.
         input_dropout: Share of the numbers of a query's entity and relation that are dropped.
         hidden_dropout: Share of the numbers of an encoded query that are dropped; of networks, of
             their hidden layers too.
@@ -41,6 +43,7 @@ class ModelConfig:
     init: str = "normal"
     init_scale: float = 1e-3
     normalization: str = "none"
+    biases: bool = False
     input_dropout: float = 0.0
     hidden_dropout: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -69,7 +72,8 @@ class ModelConfig:
                 f"model.hidden_dropout has no meaning for {self.scorer}, whose query is a point"
             )
         options = parse_options(scorer, self.options, "model.options")
-        scorer.check(self.dim, self.reciprocal, options)
+        check_dim = scorer.check_biased if self.biases else scorer.check
+        check_dim(self.dim, self.reciprocal, options)
 
     def scorer_options(self) -> dict[str, Any]:
         """The scorer's own options, with its defaults for those that are not given."""

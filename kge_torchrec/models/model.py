@@ -156,8 +156,12 @@ class Objective(nn.Module):
 
     def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
         """(C, b): the weighted regularizers of a triple's three rows."""
-        of_entities = [self.regularizers.of(x, self.scorer.is_complex) for x in (anchor, target)]
-        return sum(of_entities) + self.regularizers.of(factors, self.scorer.relation_is_complex)
+        of_entities = sum(self._of_entities(rows) for rows in (anchor, target))
+        return of_entities + self.regularizers.of(factors, self.scorer.relation_is_complex)
+
+    def _of_entities(self, rows: Tensor) -> Tensor:
+        """(..., D) -> (...): their weighted regularizers."""
+        return self.regularizers.of(self.scorer.entity_factors(rows), self.scorer.is_complex)
 
 
 def relation_prediction(
@@ -271,10 +275,9 @@ class QueryObjective(Objective):
         if self.regularizers.any:
             factors = self.scorer.relation_factors(relation, side)
             share = 1 / torch.bincount(query, minlength=len(anchor)).index_select(0, query)
-            total = total + self.regularizers.of(anchor, self.scorer.is_complex).sum()
+            total = total + self._of_entities(anchor).sum()
             total = total + self.regularizers.of(factors, self.scorer.relation_is_complex).sum()
-            of_answers = self.regularizers.of(answer, self.scorer.is_complex)
-            total = total + (of_answers * share).sum()
+            total = total + (self._of_entities(answer) * share).sum()
         return total
 
 

@@ -80,7 +80,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     _notice_of_precision(train.precision, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
     objective = build_objective(config, store.num_relations)
-    init = EntityInit(config.model.init, config.model.init_scale)
+    zeros = objective.scorer.zero_columns
+    init = EntityInit(config.model.init, config.model.init_scale, zeros)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:

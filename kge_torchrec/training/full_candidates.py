@@ -317,7 +317,8 @@ class _Backward:
         place, weight = (torch.cat(parts) for parts in zip(*touched, strict=True))
         with torch.enable_grad():
             rows = block.rows.detach().index_select(0, place).requires_grad_()
-            penalty = self.regularizers.of(rows, self.scorer.is_complex) * weight
+            factors = self.scorer.entity_factors(rows)
+            penalty = self.regularizers.of(factors, self.scorer.is_complex) * weight
             total = penalty.sum() * self.weight
         of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
         self.auxiliary = self.auxiliary + total.detach()

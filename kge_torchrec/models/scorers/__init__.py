@@ -5,7 +5,8 @@ from __future__ import annotations
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
+from kge_torchrec.models.scorers.biased import Biased
 from kge_torchrec.models.scorers.bilinear import RESCAL, ComplEx, DistMult, SimplE, TuckER
 from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
 from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
@@ -25,15 +26,16 @@ SCORERS: dict[str, type[Scorer]] = {
 
 def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     """The scorer that a config describes, its parameters not yet started."""
-    return resolve("scorer", config.scorer)(
+    scorer = resolve("scorer", config.scorer)(
         num_relations,
-        config.dim,
+        config.dim - (BIASES if config.biases else 0),
         config.reciprocal,
         normalization=config.normalization,
         input_dropout=config.input_dropout,
         hidden_dropout=config.hidden_dropout,
         **config.scorer_options(),
     )
+    return Biased(scorer) if config.biases else scorer
 
 
 __all__ = ["SCORERS", "SIDES", "Scorer", "Side", "build_scorer"]

@@ -37,6 +37,7 @@ GROUPS = {
     4: "four real numbers make a quaternion",
     8: "eight real numbers make an octonion",
 }
+BIASES = 2  # numbers of an entity that model.biases makes its biases, as a head and as a tail
 Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
 
 
@@ -74,6 +75,10 @@ class Scorer(nn.Module):
     relation_is_complex = False
     # Columns at the end of an entity's row that are no part of its vector.
     bias_columns = 0
+    zero_columns = 0  # of those, how many start at 0 whatever the config draws
+    # Whether the score is an inner product with a query that is linear in its anchor, for either
+    # side: see ``TrilinearScorer.both_queries``.
+    is_bilinear = False
 
     def __init__(
         self,
@@ -113,6 +118,17 @@ class Scorer(nn.Module):
             )
 
     @classmethod
+    def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
+        """Raises ConfigError, which names the key, unless ``biased`` can be put around it.
+
+        dim: all numbers of an entity, its biases included.
+        """
+        raise ConfigError(
+            f"model.biases: {cls.name or cls.__name__} does not encode queries, to whose scores "
+            "biases could be added; derive it from QueryScorer, or set model.biases false"
+        )
+
+    @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
         """The number that D must be a multiple of, and why."""
         return 1, ""
@@ -144,6 +160,10 @@ class Scorer(nn.Module):
         """Relation rows as the formula takes them: (...) ids -> (..., W)."""
         rows = nn.functional.embedding(ids, self.relations)
         return self.input_dropout(self.relation_norm(rows))
+
+    def entity_factors(self, rows: Tensor) -> Tensor:
+        """The part of entity rows that regularizers see, as it lies in the table."""
+        return rows
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
@@ -224,6 +244,23 @@ class QueryScorer(Scorer):
         super().__init_subclass__()
         if "similarity_matrix" in vars(cls) and "similarity_at" not in vars(cls):
             cls.similarity_at = QueryScorer.similarity_at  # type: ignore[method-assign]
+
+    @classmethod
+    def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
+        name = cls.name or cls.__name__
+        if cls.bias_columns:
+            raise ConfigError(f"model.biases: {name} has biases of its own; set it to false")
+        if dim <= BIASES:
+            raise ConfigError(
+                f"model.dim must be at least {BIASES + 1} with model.biases true, which takes "
+                f"{BIASES} of its numbers, got {dim}"
+            )
+        try:
+            cls.check(dim - BIASES, reciprocal, options)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; model.biases true leaves {name} {dim - BIASES} of model.dim {dim}"
+            ) from None
 
     @property
     def drops_pairs(self) -> bool:
