@@ -77,6 +77,9 @@ KINDS = {
                 "coke": "neural:CoKE",
                 "shallom": "neural:Shallom",
                 "lfmult": "algebra:LFMult",
+                "rote": "rotational:RotE",
+                "roth": "hyperbolic:RotH",
+                "meim": "bilinear:MEIM",
             }.items()
         },
     ),

@@ -7,11 +7,12 @@ from kge_torchrec.config.registry import resolve
 from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
 from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
 from kge_torchrec.models.scorers.biased import Biased
-from kge_torchrec.models.scorers.bilinear import RESCAL, ComplEx, DistMult, SimplE, TuckER
+from kge_torchrec.models.scorers.bilinear import MEIM, RESCAL, ComplEx, DistMult, SimplE, TuckER
 from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
 from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
+from kge_torchrec.models.scorers.hyperbolic import RotH
 from kge_torchrec.models.scorers.neural import CoKE, Shallom
-from kge_torchrec.models.scorers.rotational import HousE, RotatE
+from kge_torchrec.models.scorers.rotational import HousE, RotatE, RotE
 from kge_torchrec.models.scorers.translational import MuRE, PairRE, Pyke, TransEL1, TransEL2, TransH
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -19,7 +20,7 @@ SCORERS: dict[str, type[Scorer]] = {
     for scorer in (
         TransEL1, TransEL2, TransH, DistMult, ComplEx, RotatE, SimplE, RESCAL, TuckER,
         QMult, QuatE, OMult, DualE, Keci, CKeci, DeCaL, MuRE, PairRE, HousE, Pyke,
-        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, Shallom, LFMult,
+        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, Shallom, LFMult, RotE, RotH, MEIM,
     )
 }  # fmt: skip
 

@@ -38,6 +38,7 @@ GROUPS = {
     8: "eight real numbers make an octonion",
 }
 BIASES = 2  # numbers of an entity that model.biases makes its biases, as a head and as a tail
+_OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
 Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
 
 
@@ -156,10 +157,25 @@ class Scorer(nn.Module):
         vector, biases = rows.split([self.dim - self.bias_columns, self.bias_columns], -1)
         return torch.cat([self.entity_norm(vector), biases], -1)
 
-    def relation(self, ids: Tensor) -> Tensor:
-        """Relation rows as the formula takes them: (...) ids -> (..., W)."""
-        rows = nn.functional.embedding(ids, self.relations)
-        return self.input_dropout(self.relation_norm(rows))
+    def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
+        """Relation rows as the formula takes them: (...) ids -> (..., W).
+
+        drop: with dropout, in training; penalties are taken without.
+        """
+        rows = self.relation_norm(nn.functional.embedding(ids, self.relations))
+        return self.input_dropout(rows) if drop else rows
+
+    @property
+    def penalizes_relations(self) -> bool:
+        """Whether there is a ``relation_penalty``."""
+        return False
+
+    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
+        """A penalty of the scorer's own on the relation of each query, weighted.
+
+        relation: (...) ids.  Returns (...), which is added to the losses of the queries.
+        """
+        raise NotImplementedError
 
     def entity_factors(self, rows: Tensor) -> Tensor:
         """The part of entity rows that regularizers see, as it lies in the table."""
@@ -406,9 +422,24 @@ class TrilinearScorer(DotScorer):
     Subclasses also give ``relation_query``, with score = <relation_query(head, tail), relation>.
     """
 
+    is_bilinear = True
+
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         """(..., D), (..., D) -> (..., W)"""
         raise NotImplementedError
+
+    def both_queries(
+        self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> tuple[Tensor, Tensor]:
+        """The query of the anchor, and its adjoint: that of the answer for the other end.
+
+        anchor, answer: (..., D) rows; relation: (...) ids.  Both give the score of the triple, by
+        their inner product with the other entity; nothing is dropped of rows.  (..., D) each.
+        """
+        relation, side = self.direct(relation, side)
+        rows, back = self.relation(relation, drop=False), _OTHER[side]
+        query = self.query(self.entity(anchor), rows, side)
+        return query, self.query(self.entity(answer), rows, back)
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         anchor, target = self.input_dropout(self.entity(anchor)), self.entity(target)

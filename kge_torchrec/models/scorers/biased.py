@@ -75,8 +75,15 @@ class Biased(QueryScorer):
     def entity_factors(self, rows: Tensor) -> Tensor:
         return self.inner.entity_factors(self._split(rows)[0])
 
-    def relation(self, ids: Tensor) -> Tensor:
-        return self.inner.relation(ids)
+    def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
+        return self.inner.relation(ids, drop)
+
+    @property
+    def penalizes_relations(self) -> bool:
+        return self.inner.penalizes_relations
+
+    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
+        return self.inner.relation_penalty(relation, side)
 
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
         return self.inner.relation_factors(relation, side)
