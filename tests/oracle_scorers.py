@@ -73,7 +73,10 @@ def turned(row, phases):
     """With a matrix of rotations by the angles, one for each two numbers."""
     out = []
     for (x, y), angle in zip(np.reshape(row, (-1, 2)), phases, strict=True):
-        out += [math.cos(angle) * x - math.sin(angle) * y, math.sin(angle) * x + math.cos(angle) * y]
+        out += [
+            math.cos(angle) * x - math.sin(angle) * y,
+            math.sin(angle) * x + math.cos(angle) * y,
+        ]
     return np.array(out)
 
 

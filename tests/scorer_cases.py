@@ -51,7 +51,7 @@ CASES = [
     ("rote", 6, {}),
     ("roth", 6, {}),
     ("meim", 6, {"partitions": 2}),
-    ("meim", 6, {"relation_dim": 3, "orthogonality": 0.1}),
+    ("meim", 6, {"partitions": 3, "relation_dim": 3, "orthogonality": 0.1}),
 ]  # fmt: skip
 
 

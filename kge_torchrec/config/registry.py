@@ -99,6 +99,8 @@ KINDS = {
         {
             "n3": "kge_torchrec.models.regularizers:N3",
             "l2": "kge_torchrec.models.regularizers:L2",
+            "lp": "kge_torchrec.models.regularizers:Lp",
+            "dura": "kge_torchrec.models.regularizers:DURA",
         },
     ),
     "table_optimizer": Kind(

@@ -38,7 +38,7 @@ from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -62,11 +62,19 @@ def build_loss(config: LossConfig) -> Loss:
 
 def build_regularizers(config: LossConfig) -> Regularizers:
     """Those of loss.n3 and loss.l2, and the others that loss.regularizers names."""
-    others = [
-        resolve("regularizer", name)(**asdict(options))
-        for name, options in config.regularizer_options().items()
-    ]
+    others = [_regularizer(name, o) for name, o in config.regularizer_options().items()]
     return Regularizers(config.n3, config.l2, others)
+
+
+def _regularizer(name: str, options: Any) -> Regularizer:
+    """One of loss.regularizers; the weight of relations is set here, whoever wrote the class."""
+    values = asdict(options)
+    of_relations = None
+    if isinstance(options, Regularizer.Options):
+        of_relations = values.pop("relation_weight")
+    made: Regularizer = resolve("regularizer", name)(**values)
+    made.relation_weight = of_relations
+    return made
 
 
 @quiet_dependencies()

@@ -38,7 +38,18 @@ def test_gradients(case, side, inverses):
 
 @pytest.mark.parametrize(
     "name",
-    ["transe_l1", "transe_l2", "transh", "rotate", "rote", "roth", "mure", "pyke", "pairre", "house"],
+    [
+        "transe_l1",
+        "transe_l2",
+        "transh",
+        "rotate",
+        "rote",
+        "roth",
+        "mure",
+        "pyke",
+        "pairre",
+        "house",
+    ],
 )
 @pytest.mark.parametrize("side", SIDES)
 def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name, side):
@@ -102,7 +113,7 @@ def test_start_is_a_function_of_the_stream(case, normalization):
         ("house", 8, True, {"block": 0}, "model.options.block must be an integer >= 1, got 0"),
         ("mure", 2, True, {}, "model.dim must be at least 3 for mure"),
         ("roth", 8, False, {}, "model.reciprocal must be true for roth"),
-        ("meim", 8, True, {}, "model.dim must be a multiple of 3 for meim .*parts of one size"),
+        ("meim", 6, True, {}, "model.dim must be a multiple of 4 for meim .*parts of one size"),
     ],
 )
 def test_what_cannot_be_made_raises(name, dim, reciprocal, options, message):

@@ -78,7 +78,7 @@ class Scorer(nn.Module):
     bias_columns = 0
     zero_columns = 0  # of those, how many start at 0 whatever the config draws
     # Whether the score is an inner product with a query that is linear in its anchor, for either
-    # side: see ``TrilinearScorer.both_queries``.
+    # side: see ``TrilinearScorer.dual_vectors``.
     is_bilinear = False
 
     def __init__(
@@ -428,18 +428,18 @@ class TrilinearScorer(DotScorer):
         """(..., D), (..., D) -> (..., W)"""
         raise NotImplementedError
 
-    def both_queries(
+    def dual_vectors(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
-    ) -> tuple[Tensor, Tensor]:
-        """The query of the anchor, and its adjoint: that of the answer for the other end.
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The query of the anchor, the answer; the query of the answer for the anchor, the anchor.
 
-        anchor, answer: (..., D) rows; relation: (...) ids.  Both give the score of the triple, by
-        their inner product with the other entity; nothing is dropped of rows.  (..., D) each.
+        anchor, answer: (..., D) rows; relation: (...) ids.  The inner product of either pair is the
+        triple's score, but that nothing is dropped of rows.  Returns (..., D) each.
         """
         relation, side = self.direct(relation, side)
         rows, back = self.relation(relation, drop=False), _OTHER[side]
-        query = self.query(self.entity(anchor), rows, side)
-        return query, self.query(self.entity(answer), rows, back)
+        anchor, answer = self.entity(anchor), self.entity(answer)
+        return self.query(anchor, rows, side), answer, self.query(answer, rows, back), anchor
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         anchor, target = self.input_dropout(self.entity(anchor)), self.entity(target)

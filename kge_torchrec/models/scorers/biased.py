@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.models.ops import pick
-from kge_torchrec.models.scorers.base import BIASES, Fill, QueryScorer, Side
+from kge_torchrec.models.scorers.base import BIASES, Fill, QueryScorer, Side, TrilinearScorer
 
 
 class BiasedQuery(NamedTuple):
@@ -121,6 +121,14 @@ class Biased(QueryScorer):
         (anchor, of_anchor), (target, of_target) = self._split(anchor), self._split(target)
         bias = _of_anchor(of_anchor, side) + _of_answer(of_target, side)
         return self.inner.score_relations(anchor, target, side) + bias
+
+    def dual_vectors(
+        self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The inner scorer's, where it is bilinear."""
+        assert isinstance(self.inner, TrilinearScorer)
+        anchor, answer = (self._split(rows)[0] for rows in (anchor, answer))
+        return self.inner.dual_vectors(anchor, relation, answer, side)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """The inner scorer's rows (..., D - 2), biases as a head and as a tail (..., 2)."""

@@ -179,9 +179,9 @@ class TuckER(TrilinearScorer):
 class MEIM(TrilinearScorer):
     """A row is P partitions of C numbers; each has a TuckER of its own, with a core of its own.
 
-    A relation's row is P partitions as well, of W numbers each, which choose a matrix each among
-    those of the core (P, W, C, C).  The authors' BatchNorm is left out; model.normalization layer is
-    the nearest.  Raises ValueError when P does not divide D.
+    A relation's row is P partitions as well, of W numbers each; the matrix of a partition is their
+    sum of the core's (P, W, C, C).  The authors' BatchNorm is left out; model.normalization layer
+    is the nearest.  Raises ValueError when P does not divide D.
     """
 
     @dataclass(frozen=True)
@@ -191,10 +191,11 @@ class MEIM(TrilinearScorer):
         Args:
             partitions: Partitions of the numbers of an entity.
             relation_dim: Numbers per relation and partition; null takes as many as of an entity.
-            orthogonality: Weight of ||M^T M - I||^2 for each matrix M of a query's relation.
+            orthogonality: Weight of the squared distance of M^T M from the identity, for each
+                matrix M of a query's relation.
         """
 
-        partitions: int = 3
+        partitions: int = 4
         relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
         orthogonality: float = 0.0
 

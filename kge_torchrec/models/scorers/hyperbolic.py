@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.models.ops import pairwise, rotated
+from kge_torchrec.models.ops import block_device, pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
 
 # Tangent vectors end at |u| sqrt(c) = 10, a distance of 20 from 0 where the curvature is -1, so
@@ -63,7 +63,8 @@ class RotH(QueryScorer):
     needs_reciprocal = True
     is_complex = True  # entities only
     formula = (
-        "RotH (Chami et al. 2020): score(h, r, t) = -d_c(Rot_r exp_0(h) (+) exp_0(v_r), exp_0(t))^2."
+        "RotH (Chami et al. 2020): "
+        "score(h, r, t) = -d_c(Rot_r exp_0(h) (+) exp_0(v_r), exp_0(t))^2."
     )
 
     @classmethod
@@ -93,7 +94,7 @@ class RotH(QueryScorer):
 
     def similarity_matrix(self, query: Hyperboloid, rows: Tensor) -> Tensor:
         # Half the digits would not do for a difference of products.
-        with torch.autocast(rows.device.type, enabled=False):
+        with torch.autocast(block_device(rows), enabled=False):
             products = torch.matmul(query.point, rows.transpose(-1, -2))
             lengths = _lengths(rows).transpose(-1, -2)
             each = products, query.excess, query.root
