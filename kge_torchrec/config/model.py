@@ -21,7 +21,8 @@ class ModelConfig:
     Args:
         scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, simple, rescal, tucker,
             qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve,
-            conex, aconex, convq, convo, coke, shallom or lfmult; or package.module:Class.
+            conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim; or
+            package.module:Class.
         dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
             numbers).
         reciprocal: Give every relation an inverse for head queries (Lacroix et al. 2018).
@@ -94,8 +95,8 @@ class LossConfig:
         n3: Weight of the nuclear 3-norm penalty.
         l2: Weight of the squared-norm penalty.
         relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021).
-        regularizers: Other penalties on touched rows, each with its weight or its options, such as
-            {"package.module:Class": 0.01}.
+        regularizers: Other penalties, each with its weight or its options, such as {dura: 0.05} or
+            {n3: {weight: 0.1, relation_weight: 0.01}}; `kge-torchrec parts regularizer` lists them.
         options: Settings that the loss has besides; `kge-torchrec parts loss` lists them.
     """
 
