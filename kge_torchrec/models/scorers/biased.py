@@ -18,11 +18,22 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.models.ops import pick
-from kge_torchrec.models.scorers.base import BIASES, Fill, QueryScorer, Side, TrilinearScorer
+from kge_torchrec.models.scorers.base import (
+    BIASES,
+    DotScorer,
+    Fill,
+    QueryScorer,
+    Side,
+    TrilinearScorer,
+)
 
 
 class BiasedQuery(NamedTuple):
-    """What the inner scorer compares, the bias of the anchor, and the side of the answers."""
+    """What the inner scorer compares, the bias of the anchor, and the side of the answers.
+
+    An inner query that is compared by inner product has two numbers more, 1 for the bias of answers
+    and 0 for the other: one product then scores vectors and biases.
+    """
 
     inner: Any
     bias: Tensor  # (..., 1)
@@ -49,6 +60,8 @@ class Biased(QueryScorer):
         self.is_distance, self.needs_reciprocal = inner.is_distance, inner.needs_reciprocal
         self.is_complex, self.relation_is_complex = inner.is_complex, inner.relation_is_complex
         self.is_bilinear = inner.is_bilinear
+        calls = "similarity", "similarity_matrix", "similarity_at"
+        self._is_dot = all(getattr(type(inner), x) is getattr(DotScorer, x) for x in calls)
 
     @property
     def relations(self) -> Tensor:  # type: ignore[override]
@@ -102,16 +115,22 @@ class Biased(QueryScorer):
         return BiasedQuery(inner, query.bias.index_select(1, index), query.side)
 
     def similarity(self, query: BiasedQuery, rows: Tensor) -> Tensor:
+        if self._is_dot:
+            return self.inner.similarity(query.inner, rows) + query.bias[..., 0]
         vector, biases = self._split(rows)
         own = _of_answer(biases, query.side) + query.bias
         return self.inner.similarity(query.inner, vector) + own[..., 0]
 
     def similarity_matrix(self, query: BiasedQuery, rows: Tensor) -> Tensor:
+        if self._is_dot:
+            return self.inner.similarity_matrix(query.inner, rows) + query.bias
         vector, biases = self._split(rows)
         own = _of_answer(biases, query.side).transpose(-1, -2)
         return self.inner.similarity_matrix(query.inner, vector) + query.bias + own
 
     def similarity_at(self, query: BiasedQuery, rows: Tensor, index: Tensor) -> Tensor:
+        if self._is_dot:
+            return self.inner.similarity_at(query.inner, rows, index) + query.bias
         vector, biases = self._split(rows)
         own = pick(_of_answer(biases, query.side), index).transpose(-1, -2)
         return self.inner.similarity_at(query.inner, vector, index) + query.bias + own
@@ -135,9 +154,13 @@ class Biased(QueryScorer):
         vector, biases = rows.split([self.inner.dim, BIASES], -1)
         return vector, biases
 
-    @staticmethod
-    def _query(encoded: Any, biases: Tensor, side: Side) -> BiasedQuery:
-        return BiasedQuery(encoded, _of_anchor(biases, side), side)
+    def _query(self, encoded: Any, biases: Tensor, side: Side) -> BiasedQuery:
+        bias = _of_anchor(biases, side)
+        if self._is_dot:
+            one = torch.ones_like(encoded[..., :1])
+            columns = (one * 0, one) if side == "tail" else (one, one * 0)
+            encoded = torch.cat([encoded, *columns], -1)
+        return BiasedQuery(encoded, bias, side)
 
 
 def with_biases(formula: str) -> str:
