@@ -98,6 +98,8 @@ class RotH(QueryScorer):
             products = torch.matmul(query.point, rows.transpose(-1, -2))
             lengths = _lengths(rows).transpose(-1, -2)
             each = products, query.excess, query.root
+            if torch.compiler.is_compiling():  # one kernel, which keeps nothing of a pair
+                return _score(*each, lengths)
             return pairwise(_score, each, [lengths], _STEPS * rows.shape[-2])[..., 0, :]
 
 
