@@ -52,8 +52,7 @@ def train_dense(
                 group["lr"] = (train.relation_lr or train.lr) * factor
             rows, negatives = global_batch(config, store, epoch, step)
             entities = table.weights.clone().requires_grad_()
-            loss = batch_loss(config, store.num_relations, entities, relations, rows, negatives,
-                              known)  # fmt: skip
+            loss = batch_loss(config, store, entities, relations, rows, negatives, known)
             if losses is not None:
                 losses.append(loss.item())
             optimizer.zero_grad()
@@ -119,9 +118,36 @@ def global_batch(
     chunk = np.arange(len(positions)) // (options.chunk_size or size)
     negatives = {}
     for side in ("head", "tail") if options.sides == "both" else (options.sides,):
-        drawn = sampler.draw(epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1)
-        negatives[side] = torch.from_numpy(drawn[chunk])
+        count = (options.head_count if side == "head" else None) or options.count
+        drawn = sampler.draw(epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1, count)[chunk]
+        if options.in_batch:
+            drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
+        negatives[side] = torch.from_numpy(drawn)
     return torch.from_numpy(rows.astype(np.int64)), negatives
+
+
+def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Config) -> np.ndarray:
+    """The answers of each triple's chunk, as often as make a whole one: (B, chunk size)"""
+    answers, size = rows[:, 0 if side == "head" else 2], config.negatives.chunk_size
+    of_chunk = [answers[chunk == number].tolist() for number in chunk]
+    size = size or config.train.batch_size
+    return np.array([(found * size)[:size] for found in of_chunk], np.int64)
+
+
+def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor) -> Tensor:
+    """Log of how often each of the entities (B, K) is expected among a query's candidates."""
+    options, triples, count = config.negatives, store.train, store.num_entities
+    ends = np.stack([np.bincount(triples[:, column], minlength=count) for column in (0, 2)])
+    chance = np.full(count, 1 / count)
+    if options.sampling == "degree":
+        weights = np.where(ends.sum(0) > 0, ends.sum(0).clip(1) ** options.degree_power, 0)
+        chance = weights / weights.sum()
+    drawn = (options.head_count if side == "head" else None) or options.count
+    expected = drawn * chance
+    if options.in_batch:
+        size = options.chunk_size or config.train.batch_size
+        expected = expected + size * ends[0 if side == "head" else 1] / len(triples)
+    return torch.from_numpy(expected).log()[entities]
 
 
 def _drawn(sums: np.ndarray, unit: np.ndarray) -> np.ndarray:
@@ -131,7 +157,7 @@ def _drawn(sums: np.ndarray, unit: np.ndarray) -> np.ndarray:
 
 def batch_loss(
     config: Config,
-    num_relations: int,
+    store: TripleStore,
     entities: Tensor,
     relations: Tensor,
     rows: Tensor,
@@ -143,7 +169,7 @@ def batch_loss(
     for side, drawn in negatives.items():
         anchors, answers = (rows[:, 2], rows[:, 0]) if side == "head" else (rows[:, 0], rows[:, 2])
         inverse = config.model.reciprocal and side == "head"
-        relation = relations[rows[:, 1] + (num_relations if inverse else 0)]
+        relation = relations[rows[:, 1] + (store.num_relations if inverse else 0)]
 
         def scores(
             ids: Tensor, anchors=anchors, relation=relation, inverse=inverse, side=side
@@ -156,7 +182,14 @@ def batch_loss(
         mask = drawn != answers[:, None]
         if config.negatives.filtered:
             mask &= ~is_known(rows, drawn, side, known)
-        total = total + query_loss(config, scores(answers[:, None]), scores(drawn), mask).sum()
+        negative = scores(drawn)
+        if config.negatives.log_q:
+            negative = negative - log_expected(config, store, side, drawn)
+        if config.negatives.hardest:
+            usable = negative.detach().masked_fill(~mask, -math.inf)
+            hardest = usable.argsort(1, descending=True)[:, : config.negatives.hardest]
+            mask &= torch.zeros_like(mask).scatter(1, hardest, True)
+        total = total + query_loss(config, scores(answers[:, None]), negative, mask).sum()
         total = total + penalty(config, entities[anchors], relation, entities[answers]).sum()
         backwards = side == "head" and not inverse
         head, tail = (answers, anchors) if backwards else (anchors, answers)

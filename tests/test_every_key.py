@@ -88,6 +88,9 @@ CASES = [
     case("model.init_scale", 0.5, 0.1, "start_of_table", "start_of_scorer"),
     case("model.normalization", "none", "unit", "table"),
     case("model.biases", False, True, "start_of_table", "start_of_scorer", "table"),
+    *(case(f"model.{key}", 0.0, 0.5, "table", "scorer", negatives__regime=regime)
+      for key in ("entity_dropout", "relation_dropout")
+      for regime in ("sampled", "kvsall", "kvssample")),
     case("model.input_dropout", 0.0, 0.5, "table", "scorer"),
     case("model.hidden_dropout", 0.0, 0.5, "table", "scorer"),
     *options("keci", 12, p=(0, 1), q=(0, 1)),
@@ -132,6 +135,10 @@ CASES = [
     case("negatives.regime", "kvsall", "allvsall", "batches", "table", loss__name="bce"),
     case("negatives.count", 6, 7, "batches", "table"),
     case("negatives.count", 6, 7, "batches", "table", **KVSSAMPLE),
+    case("negatives.head_count", None, 7, "batches", "table"),
+    case("negatives.in_batch", False, True, "batches", "table"),
+    case("negatives.hardest", 0, 2, "table"),
+    case("negatives.log_q", False, True, "batches", "table", negatives__sampling="degree"),
     case("negatives.chunk_size", 0, 8, "batches", "table"),
     *(case("negatives.sides", "both", "tail", "batches", "table", negatives__regime=regime,
            model__reciprocal=False) for regime in ("sampled", "kvsall", "kvssample")),
@@ -196,6 +203,8 @@ CASES = [
          train__epochs=2),
     case("train.decay", 0.5, 0.9, "rates", train__schedule="plateau", train__plateau_patience=0,
          **NO_PROGRESS),
+    case("train.plateau_threshold", 0.0, 1e6, "rates", train__schedule="plateau",
+         train__plateau_patience=0, seed=3, **VALIDATED),
     case("train.plateau_patience", 0, 1, "rates", train__schedule="plateau", **NO_PROGRESS),
     *(case("train.optimizer", "sgd", "foreign_parts:Momentum", "table", "scorer", **engine)
       for engine in ({}, TORCHREC)),

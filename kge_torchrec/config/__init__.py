@@ -113,6 +113,8 @@ class Config:
 
     def _check_regime(self) -> None:
         regime, loss = self.negatives.regime, self.loss.name
+        if self.negatives.log_q and loss != "softmax":
+            raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
         if regime == "sampled":
             return
         scorer = self.model.scorer

@@ -62,6 +62,11 @@ class NegativesConfig:
             sampled entities).  With all entities as candidates, the keys below but sides mean
             nothing.
         count: Negatives a chunk and side.
+        head_count: Of head queries, where there are to be more or fewer; null takes count.
+        in_batch: Answers of a chunk's other triples are candidates as well.
+        hardest: Of a query's candidates only so many with the highest scores count; 0 takes all.
+        log_q: Correct the scores of candidates for how often they are drawn, so that the softmax
+            estimates that over all entities.
         chunk_size: Triples that share their negatives: 1 gives each triple its own, 0 shares
             them over the whole batch (one matrix product scores them).
         sides: both, tail or head: which ends are corrupted; one alone needs model.reciprocal
@@ -78,6 +83,10 @@ class NegativesConfig:
 
     regime: str = "sampled"
     count: int = 512
+    head_count: Optional[int] = None  # noqa: UP045
+    in_batch: bool = False
+    hardest: int = 0
+    log_q: bool = False
     chunk_size: int = 0
     sides: str = "both"
     sampling: str = "uniform"
@@ -89,7 +98,11 @@ class NegativesConfig:
     def __post_init__(self) -> None:
         one_of("negatives.regime", self.regime, REGIMES)
         at_least("negatives.count", self.count, 1)
+        if self.head_count is not None:
+            at_least("negatives.head_count", self.head_count, 1)
+        at_least("negatives.hardest", self.hardest, 0)
         at_least("negatives.chunk_size", self.chunk_size, 0)
+        self._check_candidates()
         one_of("negatives.sides", self.sides, ("both", "tail", "head"))
         check_name("negative_sampler", self.sampling)
         if self.sampling not in ("uniform", "degree") or self.options:
@@ -101,6 +114,39 @@ class NegativesConfig:
                 f"negatives.filtered: {self.regime} takes every entity as a candidate; set it to "
                 "false, or use kvsall, where all known answers are right"
             )
+
+    def _check_candidates(self) -> None:
+        """What only candidates that are drawn for triples can have."""
+        asked = {
+            "head_count": self.head_count is not None,
+            "in_batch": self.in_batch,
+            "hardest": self.hardest,
+            "log_q": self.log_q,
+        }
+        key = next((key for key, is_set in asked.items() if is_set), None)
+        if key and self.regime != "sampled":
+            raise ConfigError(f"negatives.{key} is of negatives.regime sampled, not {self.regime}")
+        if key == "head_count" and self.sides == "tail":
+            raise ConfigError(
+                "negatives.head_count: with negatives.sides tail no head is asked for"
+            )
+        if self.in_batch and self.chunk_size == 1:
+            raise ConfigError(
+                "negatives.in_batch: negatives.chunk_size 1 leaves a chunk no other triples"
+            )
+        if self.hardest and self.log_q:
+            raise ConfigError(
+                "negatives.log_q estimates the softmax over all entities from all that are drawn; "
+                "with negatives.hardest only some of them count"
+            )
+
+    def drawn(self, side: str) -> int:
+        """Entities that are drawn for each chunk of a side."""
+        return self.count if side == "tail" or self.head_count is None else self.head_count
+
+    def candidates(self, side: str, chunk_size: int) -> int:
+        """Candidates of each chunk of a side, of so many triples."""
+        return self.drawn(side) + (chunk_size if self.in_batch else 0)
 
     @property
     def is_full(self) -> bool:

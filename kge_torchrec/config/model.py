@@ -32,7 +32,11 @@ class ModelConfig:
             entities, another of relations).
         biases: Learn a bias of every entity as a head and one as a tail, which scores are added to
             (Chami et al. 2020). They are the last two of its model.dim numbers, and start at 0.
-        input_dropout: Share of the numbers of a query's entity and relation that are dropped.
+        entity_dropout: Share of the numbers of every entity's row that are dropped, of candidates
+            as of queries.
+        relation_dropout: Share of the numbers of a relation that are dropped.
+        input_dropout: Share of the numbers of a query's entity and relation that are dropped,
+            besides.
         hidden_dropout: Share of the numbers of an encoded query that are dropped; of networks, of
             their hidden layers too.
         options: Settings that the scorer has besides; `kge-torchrec parts scorer` lists them.
@@ -45,6 +49,8 @@ class ModelConfig:
     init_scale: float = 1e-3
     normalization: str = "none"
     biases: bool = False
+    entity_dropout: float = 0.0
+    relation_dropout: float = 0.0
     input_dropout: float = 0.0
     hidden_dropout: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
@@ -60,7 +66,7 @@ class ModelConfig:
         one_of("model.init", self.init, INIT_NAMES)
         positive("model.init_scale", self.init_scale)
         one_of("model.normalization", self.normalization, ("none", "unit", "layer"))
-        for key in ("input_dropout", "hidden_dropout"):
+        for key in ("entity_dropout", "relation_dropout", "input_dropout", "hidden_dropout"):
             value = getattr(self, key)
             check(0 <= value < 1, f"model.{key}", "in [0, 1)", value)
         if asdict(self) != {item.name: item.default for item in fields(self)} | {"options": {}}:

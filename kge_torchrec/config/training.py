@@ -35,6 +35,8 @@ class TrainConfig:
         warmup_steps: Steps over which the learning rate rises linearly from 0.
         decay: Factor an epoch (exponential) or at a plateau.
         plateau_patience: Validations without progress before a plateau decays.
+        plateau_threshold: Share of the best value that a validation has to add to be progress
+            (torch's ReduceLROnPlateau, as LibKGE has it).
         precision: Of scorer and gradients: fp32, bf16, or fp16 with dynamic loss scaling.  Losses,
             parameters and optimizer state are fp32; with all entities as candidates both are those
             of their scores.
@@ -62,6 +64,7 @@ class TrainConfig:
     warmup_steps: int = 0
     decay: float = 0.95
     plateau_patience: int = 3
+    plateau_threshold: float = 1e-4
     precision: str = "fp32"
     tf32: bool = False
     accumulation: int = 1
@@ -98,6 +101,7 @@ class TrainConfig:
         at_least("train.warmup_steps", self.warmup_steps, 0)
         check(0 < self.decay <= 1, "train.decay", "in (0, 1]", self.decay)
         at_least("train.plateau_patience", self.plateau_patience, 0)
+        not_negative("train.plateau_threshold", self.plateau_threshold)
         one_of("train.precision", self.precision, PRECISIONS)
         at_least("train.accumulation", self.accumulation, 1)
         for key in ("clip_norm", "clip_value"):

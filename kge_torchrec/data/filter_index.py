@@ -278,6 +278,11 @@ class Degrees:
         """(N,) int64, all of them."""
         return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
 
+    def share(self, side: str, ids: np.ndarray) -> np.ndarray:
+        """(...) int64 ids -> (...): the share of the training triples that have each there."""
+        pointers = self.pointers[0 if side == "head" else 1]
+        return (pointers[ids + 1] - pointers[ids]) / pointers[-1]
+
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """The different degrees, ascending, and how many entities have each; int64."""
         degrees, entities = np.empty((2, 0), np.int64)

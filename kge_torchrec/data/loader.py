@@ -5,7 +5,7 @@ rank r takes the r-th part of it.  Triples are grouped into chunks that share ne
 cut at fixed positions of the global batch, so what is trained does not depend on the world size.
 A batch moves between host and device as TorchRec's pipeline asks for it (``Pipelineable``).
 
-Shapes: C chunks, b triples a chunk, K negatives a chunk and side, U unique entities.
+Shapes: C chunks, b triples a chunk, K candidates a chunk of a side, U unique entities.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torchrec import KeyedJaggedTensor, streamable
 
-from kge_torchrec.data import ENTITY
-from kge_torchrec.data.filter_index import FilterIndex
+from kge_torchrec.data import ENTITY, SIDES, Side
+from kge_torchrec.data.filter_index import Degrees, FilterIndex
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle
@@ -97,7 +97,7 @@ def _pinned(batch: B) -> B:
     return batch.pin_memory() if torch.cuda.is_available() else batch
 
 
-SIDE_CODES = {"head": 0, "tail": 1}
+SIDE_CODES: dict[Side, int] = {"head": 0, "tail": 1}
 
 # Bags that the ids of a lookup are dealt into.  What they mean is the same in any number of them,
 # but FBGEMM's CUDA kernels give each bag one thread or one warp: a batch in one bag would be walked
@@ -114,11 +114,13 @@ class Batch(Pipelineable):
     """
 
     ids: KeyedJaggedTensor  # the U unique entity ids, ascending, under one key
-    entities: Tensor  # (2 C b + sides C K) positions in ids: heads, tails, negatives by side
+    entities: Tensor  # (2 C b + C K of each side) positions in ids: heads, tails, candidates
     relation: Tensor  # (C, b)
     weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
-    known_head: Tensor  # (C, b, K) bool: known facts among the head negatives; empty if unused
+    known_head: Tensor  # (C, b, K) bool: known facts among the head candidates; empty if unused
     known_tail: Tensor
+    candidates: tuple[int, ...]  # K of each side
+    log_expected: Tensor  # (C K of each side) log of how often a chunk has it; empty if unused
     # False: ids holds every entity of ``entities``, in that order, duplicates included
     deduplicated: bool = True
 
@@ -164,6 +166,11 @@ class BatchBuilder(EpochBatches[Batch]):
     bags: that the ids are dealt into, see LOOKUP_BAGS.
     accumulation: micro-batches that a rank's share of a step comes in.  They hold the same triples,
         negatives and weights as the share in one piece, so their gradients sum to its gradient.
+    drawn: candidates drawn for a chunk of each side; None draws the sampler's count.
+    in_batch: the answers of a chunk's triples, also of those that other ranks train, are candidates
+        after the drawn ones.  A chunk that the batch cuts short has its own repeated.
+    degrees: of the training triples; given, batches say how often a chunk is expected to have each
+        of its candidates.
     """
 
     def __init__(
@@ -172,7 +179,7 @@ class BatchBuilder(EpochBatches[Batch]):
         batch_size: int,
         sampler: NegativeSampler,
         *,
-        sides: Sequence[str] = ("head", "tail"),
+        sides: Sequence[Side] = SIDES,
         chunk_size: int = 0,
         known: FilterIndex | None = None,
         seed: int = 0,
@@ -182,8 +189,13 @@ class BatchBuilder(EpochBatches[Batch]):
         deduplicate: bool = True,
         bags: int = 1,
         accumulation: int = 1,
+        drawn: Mapping[Side, int] | None = None,
+        in_batch: bool = False,
+        degrees: Degrees | None = None,
     ):
         self.triples, self.sampler = triples, sampler
+        self.drawn = drawn or dict.fromkeys(SIDES, sampler.count)
+        self.in_batch, self.degrees = in_batch, degrees
         super().__init__(batch_size, seed, ahead, accumulation)
         self.sides, self.known = tuple(sides), known
         self.chunk_size = chunk_size or batch_size
@@ -205,15 +217,17 @@ class BatchBuilder(EpochBatches[Batch]):
         index = order(start + share.positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
         chunks, triples = share.positions.shape
-        negatives = {
-            side: self.sampler.draw(epoch, step, SIDE_CODES[side], share.first_chunk, chunks)
-            for side in self.sides
-        }
+        negatives = self._drawn(epoch, step, share)
+        if self.in_batch:
+            of_chunks = self.triples[order(start + self._chunk_positions(share, size))]
+            for side, ids in negatives.items():
+                answers = of_chunks[:, 0 if side == "head" else 2].astype(np.int64)
+                negatives[side] = np.concatenate([ids, answers.reshape(-1, self.chunk_size)], 1)
         head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
         ids = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
         every = torch.from_numpy(ids)
         unique, entities = torch.unique(every, return_inverse=True)
-        masks = {side: self._known(side, rows, negatives, chunks) for side in SIDE_CODES}
+        masks = {side: self._known(side, rows, negatives, chunks) for side in SIDES}
         weight = share.mask.astype(np.float32) * (self.world_size / size)
         return Batch(
             ids=as_feature(unique if self.deduplicate else every, self.bags),
@@ -222,11 +236,41 @@ class BatchBuilder(EpochBatches[Batch]):
             weight=torch.from_numpy(weight),
             known_head=masks["head"],
             known_tail=masks["tail"],
+            candidates=tuple(ids.shape[1] for ids in negatives.values()),
+            log_expected=self._log_expected(negatives),
             deduplicated=self.deduplicate,
         )
 
+    def _drawn(self, epoch: int, step: int, share: Share) -> dict[Side, np.ndarray]:
+        """(C, K) ids of each side."""
+        place, chunks = (epoch, step), len(share.positions)
+        return {
+            side: self.sampler.draw(
+                *place, SIDE_CODES[side], share.first_chunk, chunks, self.drawn[side]
+            )
+            for side in self.sides
+        }
+
+    def _chunk_positions(self, share: Share, size: int) -> np.ndarray:
+        """(C chunk size) positions in a global batch of ``size`` of whole chunks, repeated."""
+        first = (share.first_chunk + np.arange(len(share.positions))[:, None]) * self.chunk_size
+        places = first + np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - first)
+        return places.reshape(-1)
+
+    def _log_expected(self, negatives: Mapping[Side, np.ndarray]) -> Tensor:
+        """Log of the number of times that a chunk is expected to have each of its candidates."""
+        if self.degrees is None:
+            return torch.zeros(0)
+        found = []
+        for side, ids in negatives.items():
+            expected = self.drawn[side] * self.sampler.chance(ids)
+            if self.in_batch:
+                expected += self.chunk_size * self.degrees.share(side, ids)
+            found.append(np.log(expected).ravel())
+        return torch.from_numpy(np.concatenate(found).astype(np.float32))
+
     def _known(
-        self, side: str, rows: np.ndarray, negatives: Mapping[str, np.ndarray], chunks: int
+        self, side: Side, rows: np.ndarray, negatives: Mapping[Side, np.ndarray], chunks: int
     ) -> Tensor:
         """(C, b, K) bool: which negatives of the side make a known fact; empty if not asked."""
         if self.known is None or side not in negatives or len(rows) == 0:

@@ -36,15 +36,31 @@ class NegativeSampler:
         self._to_ids = draw or UniformDraw(num_entities)
         _check(self._to_ids, num_entities)
 
-    def draw(self, epoch: int, step: int, side: int, first_chunk: int, chunks: int) -> np.ndarray:
-        """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on."""
-        blocks = -(-self.count // _PER_COUNTER)
+    def chance(self, ids: np.ndarray) -> np.ndarray:
+        """(...) int64 ids -> (...): the probability of each at one draw."""
+        return self._to_ids.chance(ids)
+
+    def draw(
+        self,
+        epoch: int,
+        step: int,
+        side: int,
+        first_chunk: int,
+        chunks: int,
+        count: int | None = None,
+    ) -> np.ndarray:
+        """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on.
+
+        count: of this side, where it has another.
+        """
+        count = count or self.count
+        blocks = -(-count // _PER_COUNTER)
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
         key, counter = seeds.generate_state(2, np.uint64), [first_chunk * blocks, step, side, 0]
         bits = np.random.Philox(key=key, counter=counter)
         words = bits.random_raw(chunks * blocks * _PER_COUNTER)
         unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
-        return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, : self.count])
+        return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, :count])
 
 
 def _check(draw: EntityDraw, num_entities: int) -> None:
@@ -91,6 +107,12 @@ class EntityDraw:
         """(...) numbers in [0, 1) -> (...) int64 ids, each a function of its number alone."""
         raise NotImplementedError
 
+    def chance(self, ids: np.ndarray) -> np.ndarray:
+        """(...) int64 ids -> (...): the probability of each at one draw; for negatives.log_q."""
+        raise ConfigError(
+            f"negatives.log_q: {type(self).__name__} does not say what it draws how often"
+        )
+
 
 class UniformDraw(EntityDraw):
     """All entities alike."""
@@ -104,6 +126,9 @@ class UniformDraw(EntityDraw):
 
     def __call__(self, unit: np.ndarray) -> np.ndarray:
         return (unit * self.num_entities).astype(np.int64)
+
+    def chance(self, ids: np.ndarray) -> np.ndarray:
+        return np.full(ids.shape, 1 / self.num_entities)
 
 
 STEP = 64  # entities between two sums of weights: one byte for eight entities
@@ -148,6 +173,11 @@ class DegreeDraw(EntityDraw):
         ids = np.empty(len(targets), np.int64)
         _draw(*self._pointers, self._power, STEP, self._sums, targets, ids)
         return ids.reshape(unit.shape)
+
+    def chance(self, ids: np.ndarray) -> np.ndarray:
+        degree = sum(pointers[ids + 1] - pointers[ids] for pointers in self._pointers)
+        weight = np.power(degree, self._power, where=degree > 0, out=np.zeros(ids.shape))
+        return weight / self._sums[-1]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -5,7 +5,7 @@ relation prediction as an auxiliary objective (Chen et al. 2021); and the taking
 gradients meet in one buffer.
 
 Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, K
-negatives a chunk and side, R relation rows (inverses included).  Of queries with any number of
+candidates a chunk of a side, R relation rows (inverses included).  Of queries with any number of
 answers: Q queries, M answers, K sampled entities a side; q and m of one side.
 """
 
@@ -28,11 +28,13 @@ from kge_torchrec.models.scorers.base import SIDES, QueryScorer, Scorer, Side
 class TripleBatch(Protocol):
     """What the objective reads of a batch; entities are positions in the batch's unique ids."""
 
-    entities: Tensor  # (2 C b + sides C K): heads, tails, then the negatives side by side
+    entities: Tensor  # (2 C b + C K of each side): heads, tails, then the candidates by side
     relation: Tensor  # (C, b)
     weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
     known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
     known_tail: Tensor
+    candidates: tuple[int, ...]  # K of each side
+    log_expected: Tensor  # (C K of each side) log of how often a chunk has it; or empty
     deduplicated: bool  # False: there is a row for each of ``entities``, in their order
 
 
@@ -42,12 +44,39 @@ _COPIED_FROM = 32
 REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CUDA graphs
 
 
+class EntityDropout(nn.Dropout):
+    """Drops numbers of entity rows, whoever they are looked up for (LibKGE's embedder dropout).
+
+    biases: columns at the end of a row that are no part of its vector and stay.
+    """
+
+    def __init__(self, share: float, biases: int = 0):
+        super().__init__(share)
+        self.biases = biases
+
+    def forward(self, rows: Tensor) -> Tensor:
+        """(..., D) -> (..., D)"""
+        if not self.drops:
+            return rows
+        if not self.biases:
+            return super().forward(rows)
+        vector, biases = rows.split([rows.shape[-1] - self.biases, self.biases], -1)
+        return torch.cat([super().forward(vector), biases], -1)
+
+    @property
+    def drops(self) -> bool:
+        """Whether numbers are dropped now."""
+        return self.training and self.p > 0
+
+
 class Objective(nn.Module):
     """Mean over the batch's triples and sides of the loss, plus regularizers.
 
     All dense parameters of a model live below this module, which is what the dense wrappers wrap.
 
     precision: scores are computed under autocast to it; losses and regularizers are float32.
+    hardest: of a query's candidates only so many with the highest scores count; 0 takes all.
+    entity_dropout: share of the numbers of entity rows that are dropped; penalties see them all.
     """
 
     def __init__(
@@ -58,11 +87,15 @@ class Objective(nn.Module):
         regularizers: Regularizers | None = None,
         relation_weight: float = 0.0,
         precision: torch.dtype = torch.float32,
+        hardest: int = 0,
+        entity_dropout: float = 0.0,
     ):
         super().__init__()
         self.scorer, self.loss, self.sides = scorer, loss, sides
         self.regularizers = regularizers or Regularizers()
         self.relation_weight, self.precision = relation_weight, precision
+        self.hardest = hardest
+        self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
         self._replays_graphs = False
 
     def compile_parts(self, device: str, mode: str = "default") -> None:
@@ -82,8 +115,8 @@ class Objective(nn.Module):
         count = chunks * triples
         if count == 0:  # a rank without triples still takes part in every exchange
             return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
-        ids, sides = batch.entities, len(self.sides)
-        sizes = [count, count, *[(ids.numel() - 2 * count) // sides] * sides]
+        ids = batch.entities
+        sizes = [count, count, *(chunks * size for size in batch.candidates)]
         targets = dict(zip(SIDES, ids.split(sizes)[:2], strict=True))
         negative_ids = [part.view(chunks, -1) for part in ids.split(sizes)[2:]]
         # Candidates of few queries each: whatever can reads them where they are.
@@ -95,6 +128,9 @@ class Objective(nn.Module):
             taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
         head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
 
+        log_expected: list[Tensor | None] = [None] * len(self.sides)
+        if batch.log_expected.numel():
+            log_expected = [x.view(chunks, -1) for x in batch.log_expected.split(sizes[2:])]
         total = rows.new_zeros(())
         for position, side in enumerate(self.sides):
             anchor, target = (head, tail) if side == "tail" else (tail, head)
@@ -108,7 +144,8 @@ class Objective(nn.Module):
             if not in_place:
                 candidates, index = taken[2 + position].view(chunks, -1, rows.shape[1]), None
             rows_of_side = anchor, batch.relation, target, candidates
-            total = total + self._loss_of_side(*rows_of_side, mask, batch.weight, side, index)
+            of_side = batch.weight, side, index, log_expected[position]
+            total = total + self._loss_of_side(*rows_of_side, mask, *of_side)
         return total / len(self.sides)
 
     def _loss_of_side(
@@ -121,23 +158,32 @@ class Objective(nn.Module):
         weight: Tensor,
         side: Side,
         index: Tensor | None = None,
+        log_expected: Tensor | None = None,
     ) -> Tensor:
         """The weighted sum over the queries of one side.
 
         anchor, target: (C, b, D); candidates: (C, K, D), or the rows that index (C, K) picks.
+        log_expected: (C, K), subtracted from the candidates' scores: then the sum of their
+        exponentials estimates that over all entities without bias (sampled softmax as importance
+        sampling, Bengio and Senecal 2008).
         """
         with self.autocast(anchor.device):
+            kept, answer, others = (self.entity_dropout(x) for x in (anchor, target, candidates))
             if index is None:
-                scores = self.scorer.score_contrast(anchor, relation, target, candidates, side)
+                scores = self.scorer.score_contrast(kept, relation, answer, others, side)
             else:
                 assert isinstance(self.scorer, QueryScorer)  # as _picks_rows
-                given = anchor, relation, target, candidates, index, side
+                given = kept, relation, answer, others, index, side
                 scores = self.scorer.score_contrast_at(*given)
         positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
+        if log_expected is not None:
+            negative = negative - log_expected[:, None]
+        if 0 < self.hardest < negative.shape[-1]:
+            negative, mask = hardest_of(negative, mask, self.hardest)
         loss = self.loss(positive, negative, mask)
         if self.relation_weight:
             with self.autocast(anchor.device):
-                relation_loss = relation_prediction(self.scorer, anchor, relation, target, side)
+                relation_loss = relation_prediction(self.scorer, kept, relation, answer, side)
             loss = loss + self.relation_weight * relation_loss
         if self.penalizes:
             loss = loss + self._penalty(anchor, relation, target, side)
@@ -193,6 +239,15 @@ def relation_prediction(
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
     answer, _ = scorer.direct(relation, side)
     return cross_entropy(scores.movedim(-1, 1), answer, reduction="none")
+
+
+def hardest_of(negative: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` highest scores of each query, and whether they count: (C, b, K) twice.
+
+    What is no negative is among them only where there are too few others.
+    """
+    order = negative.detach().masked_fill(~mask, -torch.inf).topk(count, sorted=False).indices
+    return negative.gather(-1, order), mask.gather(-1, order)
 
 
 def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
@@ -285,7 +340,8 @@ class QueryObjective(Objective):
         if relation.numel() == 0:
             return self._nothing(sampled)
         with self.autocast(anchor.device):
-            scores = self.scorer.score_answers(anchor, relation, answer, query, sampled, side)
+            rows = [self.entity_dropout(x) for x in (anchor, answer, sampled)]
+            scores = self.scorer.score_answers(rows[0], relation, rows[1], query, rows[2], side)
         positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
         total = self.loss(positive, query, negative, ~known).sum()
         if self.penalizes:

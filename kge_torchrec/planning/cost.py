@@ -17,6 +17,7 @@ import numpy as np
 import torch
 
 from kge_torchrec.config import TrainConfig
+from kge_torchrec.data import SIDES, Side
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.planner import (
     DENSE,
@@ -176,7 +177,7 @@ def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
         if key not in workload.costs:
             with planning_for("cuda" if is_cuda else "cpu"):
                 workload.costs[key] = _watch(
-                    objective, chunks, triples, negatives.count, negatives.filtered
+                    objective, chunks, triples, workload.candidates, negatives.filtered
                 )
         return workload.costs[key]
 
@@ -197,18 +198,26 @@ def _scaled(cost: Cost, factor: float) -> Cost:
     return Cost(*(value * factor for value in vars(cost).values()))
 
 
-def _watch(objective: Objective, chunks: int, triples: int, count: int, filtered: bool) -> Cost:
-    dim, sides = objective.scorer.dim, len(objective.sides)
+def _watch(
+    objective: Objective, chunks: int, triples: int, candidates: dict[Side, int], filtered: bool
+) -> Cost:
+    dim, counts = objective.scorer.dim, tuple(candidates.values())
     with torch.device("meta"):
-        ids = torch.zeros(2 * chunks * triples + sides * chunks * count, dtype=torch.int64)
-        mask = torch.zeros((chunks, triples, count) if filtered else 0, dtype=torch.bool)
+        ids = torch.zeros(chunks * (2 * triples + sum(counts)), dtype=torch.int64)
+        known = {
+            side: torch.zeros((chunks, triples, candidates.get(side, 0)), dtype=torch.bool)
+            for side in SIDES
+        }
+        none = torch.zeros(0, dtype=torch.bool)
         rows = torch.zeros(1, dim, requires_grad=True)
         batch = SimpleNamespace(
             entities=ids,
             relation=torch.zeros(chunks, triples, dtype=torch.int64),
             weight=torch.zeros(chunks, triples),
-            known_head=mask,
-            known_tail=mask,
+            known_head=known["head"] if filtered else none,
+            known_tail=known["tail"] if filtered else none,
+            candidates=counts,
+            log_expected=torch.zeros(0),
             deduplicated=True,
         )
     with WatchOperations() as watcher:

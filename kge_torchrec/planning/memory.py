@@ -134,7 +134,7 @@ def batch_bytes(workload: Workload, batch: RankBatch) -> float:
     queries = batch.chunks * batch.triples
     mask = 0
     if workload.config.negatives.filtered:
-        mask = queries * workload.config.negatives.count * len(workload.sides)
+        mask = queries * sum(workload.candidates.values())
     return 8 * (batch.lookups + batch.distinct + queries) + 4 * queries + mask
 
 

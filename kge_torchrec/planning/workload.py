@@ -111,6 +111,13 @@ class Workload:
         return self.examples / self.batch_size
 
     @property
+    def candidates(self) -> dict[Side, int]:
+        """K of each side."""
+        negatives = self.config.negatives
+        chunk_size = negatives.chunk_size or self.batch_size
+        return {side: negatives.candidates(side, chunk_size) for side in self.sides}
+
+    @property
     def negative_power(self) -> float | None:
         """Exponent of degree sampling; None draws uniformly."""
         negatives = self.config.negatives
@@ -137,7 +144,7 @@ class Workload:
         return batches
 
     def _batch(self, chunks: int, triples: int, positives: int) -> RankBatch:
-        drawn = chunks * self.config.negatives.count * len(self.sides)
+        drawn = chunks * sum(self.config.negatives.drawn(side) for side in self.sides)
         distinct = self.frequency.distinct(positives, drawn, self.negative_power)
         return RankBatch(chunks, triples, positives, drawn, distinct)
 

@@ -136,6 +136,8 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
+        config.negatives.hardest,
+        config.model.entity_dropout,
     )
 
 
@@ -253,6 +255,9 @@ def build_batches(
         batch_size,
         sampler,
         chunk_size=negatives.chunk_size,
+        drawn={side: negatives.drawn(side) for side in sides},
+        in_batch=negatives.in_batch,
+        degrees=store.degrees() if negatives.log_q else None,
         known=store.filter_index(("train",)) if negatives.filtered else None,
         **shared,
     )

@@ -54,7 +54,7 @@ from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directe
 from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
-_FOLDED, _PAIRS, _RELATIONS, _TRIPLES = range(4)  # what is drawn for
+_FOLDED, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # what is drawn for
 
 
 class FullCandidates:
@@ -83,7 +83,7 @@ class FullCandidates:
         layers = (nn.Dropout, nn.Dropout2d)
         in_bf16 = self.objective.precision == torch.bfloat16
         self._rounds_products = in_bf16 and device.type == "cpu"
-        self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.scorer.modules())
+        self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.objective.modules())
         self.drops_pairs = self.scorer.drops_pairs
 
     def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
@@ -186,6 +186,7 @@ class _Backward:
         self.loss, self.scorer = trainer.loss, trainer.scorer
         self.objective = trainer.objective
         self.regularizers = trainer.objective.regularizers
+        self.entity_dropout = trainer.objective.entity_dropout
         self.scale = trainer.gradient.loss_factor
         self.weight = batch.weight * self.scale  # the loss is the mean over the step's queries
         self.world = world_size()
@@ -196,7 +197,7 @@ class _Backward:
         self.fetched = GatheredRows(asked, shard, with_answers)
         with torch.enable_grad(), trainer.drawing(batch.seed, _FOLDED):
             for query_shard, anchors in zip(self.query_shards, self.fetched.anchors, strict=True):
-                query_shard.encode_query(self.scorer, anchors)
+                query_shard.encode_query(self.scorer, self.entity_dropout(anchors))
         self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
         self.joined: Tensor | None = None  # (3, Q) of all blocks of all ranks
         self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
@@ -248,7 +249,7 @@ class _Backward:
         with torch.set_grad_enabled(graph):
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
-            scores = self._scores(places, self.scorer.entity(rows))
+            scores = self._scores(places, self.scorer.entity(self._dropped(places, rows)))
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
         # Scores are overwritten: nothing needs them any more, not even their own graph.
         values = [x.detach()[0] for x in scores]
@@ -256,6 +257,20 @@ class _Backward:
         if self.joined is None:
             self.seen.append(torch.cat([seen for _, seen in started], 1))
         return _Block(places, rows, scores, [top for top, _ in started], answers)
+
+    def _dropped(self, places: range, rows: Tensor) -> Tensor:
+        """A block's rows (m, D) as candidates, after dropout, which draws for cells of entities."""
+        if not self.entity_dropout.drops:
+            return rows
+        first, stop = (self.shard.first_row + place for place in (places.start, places.stop))
+        cells = range(first // CELL, -(-stop // CELL))
+        factors = rows.new_ones(len(cells) * CELL, rows.shape[1])
+        for number, cell in enumerate(cells):
+            with self.trainer.drawing(self.batch.seed, _ROWS, cell):
+                part = slice(number * CELL, (number + 1) * CELL)
+                factors[part] = self.entity_dropout(factors[part])
+        before = first - cells.start * CELL
+        return rows * factors[before : before + len(rows)]
 
     def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
         """(1, q, m) of each query shard against a block's rows as the scorer takes them, (m, D).
@@ -364,7 +379,10 @@ class _Backward:
                 total = total + self.regularizers.of_triples(self.scorer, *triples).sum()
         if self._relation_weight:
             with self.trainer.drawing(self.batch.seed, _RELATIONS, number, cell.start):
-                relation_loss = relation_prediction(self.scorer, *triples)
+                anchor, answer = (self.entity_dropout(x) for x in (anchor, answer))
+                relation_loss = relation_prediction(
+                    self.scorer, anchor[None], relation[None], answer[None], side
+                )
             total = total + self._relation_weight * relation_loss.sum()
         return total
 

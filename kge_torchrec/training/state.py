@@ -22,6 +22,7 @@ class TrainState:
     bad_validations: int = 0  # since the best one
     plateaus: int = 0
     plateau_wait: int = 0
+    plateau_best: float | None = None  # the last value that was progress
     loss_scale: dict[str, float] = field(default_factory=dict)  # of fp16, as LossScale gives it
     data: str = ""  # fingerprint of the store that was trained on
 
@@ -42,12 +43,30 @@ class TrainState:
         """
         changed = self.selection not in ("", selection)
         if changed:
-            self.best_metric, self.bad_validations, self.plateau_wait = None, 0, 0
+            self.best_metric, self.bad_validations = None, 0
+            self.plateau_best, self.plateau_wait = None, 0
         self.selection = selection
         return changed
 
     def is_better(self, metric: str, value: float) -> bool:
         """Whether ``value`` beats the best so far; a mean rank is better when lower."""
-        if self.best_metric is None:
-            return True
-        return value < self.best_metric if metric == "mr" else value > self.best_metric
+        return _beats(metric, value, self.best_metric)
+
+    def waits_on_plateau(self, metric: str, value: float, threshold: float) -> int:
+        """Takes the value of a validation; returns how many have been no progress since the last.
+
+        threshold: share of the best value that a better one has to differ by.
+        """
+        if _beats(metric, value, self.plateau_best, threshold):
+            self.plateau_best, self.plateau_wait = value, 0
+        else:
+            self.plateau_wait += 1
+        return self.plateau_wait
+
+
+def _beats(metric: str, value: float, best: float | None, threshold: float = 0.0) -> bool:
+    if best is None:
+        return True
+    if metric == "mr":
+        return value < best * (1 - threshold)
+    return value > best * (1 + threshold)

@@ -183,7 +183,7 @@ class Trainer:
             name = name_of(progress) if self.config.checkpoint.keep else None
             progress.best_metric, progress.best_checkpoint = value, name
         progress.bad_validations = 0 if better else progress.bad_validations + 1
-        self._plateau(better)
+        self._plateau(metric, value)
         ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
         counts = {"epoch": progress.epoch, "triples": ranked, "of": total}
         self._write("valid", {**counts, **results})
@@ -191,10 +191,10 @@ class Trainer:
         self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}")
         return better
 
-    def _plateau(self, better: bool) -> None:
-        progress = self.progress
-        progress.plateau_wait = 0 if better else progress.plateau_wait + 1
-        if progress.plateau_wait > self.config.train.plateau_patience:
+    def _plateau(self, metric: str, value: float) -> None:
+        progress, train = self.progress, self.config.train
+        waited = progress.waits_on_plateau(metric, value, train.plateau_threshold)
+        if waited > train.plateau_patience:
             progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
 
     def _stop_early(self) -> bool:

@@ -309,12 +309,13 @@ class Recorder:
 
 
 def test_every_field_is_pinned_and_recorded():
-    batch = Batch(*(Recorder() for _ in range(6)))
+    tensors = [Recorder() for _ in range(7)]
+    batch = Batch(*tensors[:6], (5, 5), tensors[6])
     pinned = vars(batch.pin_memory())
-    assert list(pinned.values()) == ["pinned"] * 6 + [True]
+    assert list(pinned.values()) == ["pinned"] * 6 + [(5, 5), "pinned", True]
     batch.record_stream("stream")
     recorders = [field for field in vars(batch).values() if isinstance(field, Recorder)]
-    assert len(recorders) == 6 and all(field.calls == ["stream"] for field in recorders)
+    assert len(recorders) == 7 and all(field.calls == ["stream"] for field in recorders)
 
 
 @pytest.mark.gpu

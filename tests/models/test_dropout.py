@@ -4,6 +4,8 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
+from kge_torchrec.models.model import EntityDropout, Objective
+from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
 
 
@@ -128,3 +130,34 @@ def test_dropped_pairs_are_the_same_when_their_blocks_are_computed_again(monkeyp
             )
         moved[0, place[0], place[1]] = (values[0] - values[1]) / 2e-6
     torch.testing.assert_close(gradient, moved.detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_rows_of_entities_are_dropped_but_not_their_biases():
+    torch.manual_seed(0)
+    layer, rows = EntityDropout(0.5, biases=2), torch.ones(100, 12)
+    dropped = layer(rows)
+    assert set(dropped[:, :10].unique().tolist()) == {0.0, 2.0}
+    assert torch.equal(dropped[:, 10:], rows[:, 10:])
+    assert torch.equal(layer.eval()(rows), rows)
+
+
+def test_penalties_see_rows_as_they_are():
+    """Only scores are of what dropout left, of candidates as of queries (as LibKGE has it)."""
+    seen = []
+    scorer = make(("distmult", 6, {}))
+
+    def watched(anchor, relation, target, candidates, side):
+        seen.append([x.detach() for x in (anchor, target, candidates)])
+        return target.sum(-1) * 0, (anchor.sum(-1) * 0)[..., None] * candidates[:, :, 0][:, None]
+
+    scorer.score_contrast = watched
+    objective = Objective(scorer, nothing, ("tail",), Regularizers(l2=1.0), entity_dropout=0.5)
+    rows, relation = normal(1, 3, 6).requires_grad_(), torch.tensor([[0, 1, 2]])
+    given = rows, relation, rows * 2, rows * 3, None, torch.ones(1, 3), "tail"
+    trained = objective.train()._loss_of_side(*given)
+    assert all((x == 0).any() and (x != 0).any() for x in seen[0])
+    torch.testing.assert_close(trained, objective.eval()._loss_of_side(*given))
+
+
+def nothing(positive, negative, mask):
+    return positive * 0

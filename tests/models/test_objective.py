@@ -38,6 +38,11 @@ class Triples:
     known_head: torch.Tensor = NONE
     known_tail: torch.Tensor = NONE
     deduplicated: bool = True
+    log_expected: torch.Tensor = NONE
+
+    @property
+    def candidates(self):
+        return tuple(part.shape[1] for part in self.negatives.values())
 
     @property
     def entities(self):

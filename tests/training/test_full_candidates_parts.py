@@ -151,6 +151,7 @@ def test_scores_are_computed_and_in_memory_once():
 @pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)
 def test_dropout_is_the_same_when_scores_are_computed_again(case):
     objective = objective_of(case, True, input_dropout=0.3, hidden_dropout=0.3)
+    objective.entity_dropout.p = 0.3
     kept, twice = gradients(objective, 1 << 20), gradients(objective, 0)
     assert largest_difference(kept, twice) < 1e-5
     objective.eval()
@@ -202,6 +203,11 @@ DROPPING = {
         "loss__relation_weight": 3.0,
     },
     "queries and told relations": {"model__input_dropout": 0.4, "loss__relation_weight": 3.0},
+    "rows of all entities and of relations": {
+        "model__entity_dropout": 0.4,
+        "model__relation_dropout": 0.4,
+        "loss__relation_weight": 3.0,
+    },
 }
 
 

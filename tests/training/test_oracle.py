@@ -32,6 +32,7 @@ def variant(store: Path, number: int) -> Config:
     loss = ("softmax", "bce", "margin", "self_adversarial")[number % 4]
     reciprocal = number % 2 == 0
     sides = ("both", "both", "tail", "both", "head")[number * 3 % 5]
+    chunk_size, log_q = (0, 8, 1)[number % 3], loss == "softmax" and number // 4 % 2 == 0
     return config_of(
         store,
         model__scorer=scorer,
@@ -43,7 +44,13 @@ def variant(store: Path, number: int) -> Config:
         loss__label_smoothing=0.1 if loss in ("softmax", "bce") and number % 3 == 0 else 0.0,
         loss__n3=(0.0, 0.01)[number // 2 % 2],
         loss__l2=(0.0, 0.0, 0.02)[number % 3],
-        negatives__chunk_size=(0, 8, 1)[number % 3],
+        negatives__chunk_size=chunk_size,
+        negatives__in_batch=number // 6 % 2 == 0 and chunk_size != 1,
+        negatives__log_q=log_q,
+        negatives__hardest=3 if number % 5 in (1, 2) and not log_q else 0,
+        negatives__head_count=5
+        if number // 3 % 3 == 1 and (reciprocal or sides != "tail")
+        else None,
         negatives__sides="both" if reciprocal else sides,
         negatives__filtered=number % 7 < 3,
         negatives__sampling=("uniform", "degree")[number // 3 % 2],

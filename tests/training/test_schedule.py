@@ -85,6 +85,13 @@ def test_the_rate_falls_after_a_plateau_and_a_resume_remembers(store, tmp_path):
     assert rates == pytest.approx([0.08] * 3 + [0.04] * 3 + [0.02] * 2)
 
 
+@pytest.mark.parametrize("metric, values", [("mrr", (0.5, 0.504, 0.506)), ("mr", (10, 9.95, 9.8))])
+def test_progress_on_a_plateau_is_a_share_of_the_best_value(metric, values):
+    state = TrainState()
+    assert [state.waits_on_plateau(metric, value, 0.01) for value in values] == [0, 1, 0]
+    assert [state.waits_on_plateau(metric, value, 0) for value in (values[2], values[0])] == [1, 2]
+
+
 @pytest.mark.parametrize("metric, best, worse", [("mrr", 0.9, 0.1), ("mr", 1.5, 9.0)])
 def test_early_stopping_at_the_end_of_patience(store, tmp_path, metric, best, worse):
     config = config_of(store, tmp_path, train__epochs=20, evaluation__every=1,

@@ -32,6 +32,7 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
         config.dim - (BIASES if config.biases else 0),
         config.reciprocal,
         normalization=config.normalization,
+        relation_dropout=config.relation_dropout,
         input_dropout=config.input_dropout,
         hidden_dropout=config.hidden_dropout,
         **config.scorer_options(),

@@ -50,9 +50,9 @@ class Scorer(nn.Module):
 
     normalization: none, unit (entity rows of Euclidean length 1, the constraint of TransE, as part
     of the formula) or layer (a LayerNorm of entity rows, one of relation rows).
-    input_dropout: of a query's entity and relation row, hidden_dropout: of the encoded query, in
-    training mode only.  The draws come from torch's generator: what they are a function of is said
-    in ``training``.
+    relation_dropout: of a relation row; input_dropout: of a query's entity and relation row;
+    hidden_dropout: of the encoded query; in training mode only.  The draws come from torch's
+    generator: what they are a function of is said in ``training``.
 
     options: those of ``Options``, the settings that this scorer has besides.
 
@@ -88,6 +88,7 @@ class Scorer(nn.Module):
         reciprocal: bool = False,
         *,
         normalization: str = "none",
+        relation_dropout: float = 0.0,
         input_dropout: float = 0.0,
         hidden_dropout: float = 0.0,
         **options: Any,
@@ -101,6 +102,7 @@ class Scorer(nn.Module):
         self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
         of_relations = "layer" if normalization == "layer" else "none"
         self.relation_norm = normalization_of(of_relations, width)
+        self.relation_dropout = nn.Dropout(relation_dropout)
         self.input_dropout = nn.Dropout(input_dropout)
         self.hidden_dropout = nn.Dropout(hidden_dropout)
 
@@ -163,7 +165,7 @@ class Scorer(nn.Module):
         drop: with dropout, in training; penalties are taken without.
         """
         rows = self.relation_norm(nn.functional.embedding(ids, self.relations))
-        return self.input_dropout(rows) if drop else rows
+        return self.input_dropout(self.relation_dropout(rows)) if drop else rows
 
     @property
     def penalizes_relations(self) -> bool:

@@ -44,8 +44,8 @@ class Biased(QueryScorer):
     """A query scorer of D - 2 numbers, and the two biases of an entity.
 
     With reciprocal relations the anchor of any query counts as a head, the answer as a tail, as
-    the queries are asked.  Biases start at 0; normalization, dropout and regularizers leave them
-    out.  Its parameters are those of ``inner``.
+    the queries are asked.  Biases start at 0; normalization, dropout of queries and regularizers
+    leave them out.  Its parameters are those of ``inner``.
     """
 
     bias_columns = zero_columns = BIASES
