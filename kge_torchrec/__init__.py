@@ -41,6 +41,7 @@ _HOMES = {
     "TrilinearScorer": "kge_torchrec.models.scorers.base",
     "Loss": "kge_torchrec.models.losses",
     "Regularizer": "kge_torchrec.models.regularizers",
+    "TripleRegularizer": "kge_torchrec.models.regularizers",
     "EntityDraw": "kge_torchrec.data.negatives",
     "RowOptimizer": "kge_torchrec.embeddings.optimizers",
     "State": "kge_torchrec.embeddings.optimizers",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.export.plain_model import load_model as load_model
     from kge_torchrec.models.losses import Loss as Loss
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
+    from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer
     from kge_torchrec.models.scorers.base import DotScorer as DotScorer
     from kge_torchrec.models.scorers.base import QueryScorer as QueryScorer
     from kge_torchrec.models.scorers.base import Scorer as Scorer

@@ -42,6 +42,7 @@ FIXED = (
     "model.dim",
     "model.reciprocal",
     "model.normalization",
+    "model.biases",
     "model.options",
     "negatives.regime",
     "train.optimizer",

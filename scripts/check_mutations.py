@@ -38,7 +38,7 @@ CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 MODEL_CONFIG, FOREIGN = "config/model.py", "embeddings/foreign_optimizer.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
-GRADIENTS = "training/gradients.py"
+GRADIENTS, BIASED = "training/gradients.py", "models/scorers/biased.py"
 
 FAULTS = [
     # evaluation
@@ -322,7 +322,7 @@ FAULTS = [
           "return (step + 1) / self.warmup_steps", "return step / self.warmup_steps",
           "tests/training/test_schedule.py"),
     Fault("a higher mean rank is better", "training/state.py",
-          'if metric == "mr" else', 'if metric == "none" else',
+          "value < best * (1 - threshold)", "value > best * (1 - threshold)",
           "tests/training/test_resume.py -k better_when_lower"),
     # what a config may ask
     Fault("one side trained with inverse relations", SESSION, "config.check_trainable()", "pass",
@@ -358,8 +358,48 @@ FAULTS = [
           "        whole.index_copy_(0, rows, part) if whole is weights else None",
           "tests/extend/test_optimizer.py -k steps_as_its_formula"),
     Fault("regularizers of others are left out", "models/regularizers.py",
-          "(N3(n3), L2(l2), *others)", "(N3(n3), L2(l2))",
+          "[N3(n3), L2(l2), *others]", "[N3(n3), L2(l2)]",
           "tests/test_every_key.py -k regularizers"),
+    # scorers, biases and penalties
+    Fault("answers of head queries have the bias of tails", BIASED,
+          'return biases[..., 1:] if side == "tail" else biases[..., :1]',
+          "return biases[..., 1:]", "tests/models/test_biases.py -k every_call"),
+    Fault("biases start as the rest of a row", "embeddings/init.py",
+          "    values[:, shard.dim - init.zero_columns :] = 0\n", "",
+          "tests/training/test_penalties_and_biases.py -k rote"),
+    Fault("regularizers see biases", BIASED,
+          "return self.inner.entity_factors(self._split(rows)[0])", "return rows",
+          "tests/models/test_biases.py -k leave_biases"),
+    Fault("an export does not tell of biases", "export/description.py",
+          "with_biases(scorer.formula) if model.biases else scorer.formula", "scorer.formula",
+          "tests/export/test_plain_model.py -k biases"),
+    Fault("relations have the weight of entities", "models/regularizers.py",
+          "(part.weight if part.relation_weight is None else part.relation_weight, part)",
+          "(part.weight, part)", "tests/models/test_objective.py -k weight_of_their_own"),
+    Fault("DURA takes the query twice", "models/scorers/base.py",
+          "self.query(answer, rows, back), anchor", "self.query(answer, rows, side), anchor",
+          "tests/models/test_objective.py -k adjoint"),
+    Fault("DURA of queries with many answers", "config/__init__.py",
+          'if regime not in ("sampled", "1vsall"):', "if False:",
+          "tests/training/test_penalties_and_biases.py -k penalty_of_triples"),
+    Fault("every rank penalises all triples of a step", FULL,
+          "range(self.rank * CELL, len(query_shard.relation), self.world * CELL)",
+          "range(0, len(query_shard.relation), CELL)",
+          "tests/training/test_penalties_and_biases.py -k 1vsall"),
+    Fault("MEIM's own penalty is left out", "models/model.py",
+          "        if self.scorer.penalizes_relations:\n", "        if False:\n",
+          "tests/training/test_penalties_and_biases.py -k meim"),
+    Fault("RotE moves before it turns back", "models/scorers/rotational.py",
+          "rotated(anchor - shift, -phase)", "rotated(anchor, -phase) - shift",
+          "tests/models/test_scorers.py -k rote"),
+    Fault("Moebius addition the other way round", "models/scorers/hyperbolic.py",
+          "*translated(head, shift), root", "*translated(shift, head), root",
+          "tests/models/test_scorers.py -k roth"),
+    Fault("one curvature for all relations", "models/scorers/hyperbolic.py",
+          "softplus(curvature).sqrt()", "torch.ones_like(curvature)",
+          "tests/models/test_scorers.py -k roth"),
+    Fault("far points overflow", "models/scorers/hyperbolic.py",
+          ".clamp_max(_FARTHEST)", "", "tests/models/test_scorer_properties.py -k roth"),
     Fault("imports run both ways", "errors.py",
           "class KGEError(Exception):",
           "def check():\n    import kge_torchrec.config.checks\n\n\nclass KGEError(Exception):",

@@ -12,7 +12,7 @@ from training_runs import fit
 
 from kge_torchrec.config import registry
 
-ROTE, SQUARED, LP = "my_parts.rote:RotE", "my_parts.squared:SquaredError", "my_parts.lp:Lp"
+REFE, SQUARED, LP = "my_parts.refe:RefE", "my_parts.squared:SquaredError", "my_parts.lp:Lp"
 MIXED, LION, JSON_LINES = (
     "my_parts.mixed:MixedDraw",
     "my_parts.lion:Lion",
@@ -21,7 +21,7 @@ MIXED, LION, JSON_LINES = (
 ENGINES = ("torchrec", "handrolled")
 # One run of all of them; Adagrad, since Lion's signs make much of a last bit.
 ALL = {
-    "model__scorer": ROTE,
+    "model__scorer": REFE,
     "loss__name": SQUARED,
     "loss__options": {"rest": 0.2},
     "loss__regularizers": {LP: {"weight": 0.01, "p": 1.5}},

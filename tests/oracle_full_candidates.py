@@ -9,10 +9,20 @@ Shapes: Q queries, N entities, D numbers a row.
 
 from __future__ import annotations
 
+from functools import partial
+
 import numpy as np
 import torch
 from oracle_table import DenseTable
-from oracle_training import clip, cubed, rate_factor, relation_optimizer, table_optimizer
+from oracle_training import (
+    clip,
+    dura,
+    penalty_of_rows,
+    rate_factor,
+    relation_optimizer,
+    score_of,
+    table_optimizer,
+)
 from oracle_training import score as score_triples
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -137,9 +147,11 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     inverse = config.model.reciprocal and side == "head"
     relation = relation + num_relations * inverse
     backwards = side == "head" and not inverse
-    factors = dense["relations"][relation]
+    relations = dense["inner.relations" if config.model.biases else "relations"]
+    factors = relations[relation]
+    formula = partial(score, config.model.scorer, dense=dense)
     head, tail = (candidates, entities[anchor]) if backwards else (entities[anchor], candidates)
-    scores = score(config.model.scorer, head, factors, tail, dense)
+    scores = score_of(config, head, factors, tail, formula)
     label = torch.zeros_like(scores)
     label[: len(answers)] = 1
     smooth = config.loss.label_smoothing
@@ -149,14 +161,24 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     else:
         label = (1 - smooth) * label + smooth / 2
         loss = binary_cross_entropy_with_logits(scores, label, reduction=config.loss.reduction)
-    regularizers = penalty(config, entities[anchor]) + penalty(config, factors, is_relation=True)
+    regularizers = penalty_of_rows(config, entities[anchor])
+    regularizers = regularizers + penalty_of_rows(config, factors, is_relation=True)
     if answers:
-        regularizers = regularizers + penalty(config, entities[answers]).mean()
+        regularizers = regularizers + penalty_of_rows(config, entities[answers]).mean()
+    if "dura" in config.loss.regularizers:
+        ends = (answers[0], anchor) if backwards else (anchor, answers[0])
+        regularizers = regularizers + dura(config, entities[ends[0]], factors, entities[ends[1]])
+    if config.model.options.get("orthogonality"):
+        matrices = torch.einsum(
+            "pw, pwij -> pij", factors.view(len(dense["core"]), -1), dense["core"]
+        )
+        squares = (matrices.mT @ matrices - torch.eye(matrices.shape[-1])).square()
+        regularizers = regularizers + config.model.options["orthogonality"] * squares.sum()
     if config.loss.relation_weight:
         head, tail = (
             entities[i] for i in ((*answers, anchor) if backwards else (anchor, *answers))
         )
-        told = score(config.model.scorer, head, dense["relations"], tail, dense)[None]
+        told = score_of(config, head, relations, tail, formula)[None]
         of_relation = cross_entropy(told, torch.tensor([relation]))
         loss = loss + config.loss.relation_weight * of_relation
     return loss + regularizers
@@ -164,17 +186,13 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
 
 def score(name: str, head: Tensor, relation: Tensor, tail: Tensor, dense) -> Tensor:
     """(..., D) rows -> (...)"""
+    if name == "meim":
+        count = len(dense["core"])
+        rows = (x.unflatten(-1, (count, -1)) for x in (head, relation, tail))
+        return torch.einsum("...pi, ...pw, ...pj, pwij -> ...", *rows, dense["core"])
     if name != "keci":
         return score_triples(name, head, relation, tail)
     factor = dense["coefficients"]  # p = 0, q = 1: one basis vector, its square -1
     (a, b), (c, d) = ((x[..., 0::2], factor * x[..., 1::2]) for x in (head, relation))
     real, imaginary = a * c - b * d, a * d + b * c
     return (real * tail[..., 0::2] + imaginary * tail[..., 1::2]).sum(-1)
-
-
-def penalty(config: Config, rows: Tensor, is_relation: bool = False) -> Tensor:
-    """N3 (of moduli, where numbers are complex) and squared norms: (..., D) -> (...)."""
-    scorer = config.model.scorer
-    is_complex = scorer in ("complex", "keci") or (scorer == "rotate" and not is_relation)
-    cubes, squares = cubed(rows, is_complex), rows.square().sum(-1)
-    return config.loss.n3 * cubes + config.loss.l2 * squares

@@ -64,6 +64,47 @@ def rotate(scorer, parameters, h, r, t):
     return -sum(abs(x * complex(math.cos(p), math.sin(p)) - y) for x, p, y in pairs)
 
 
+def rote(scorer, parameters, h, r, t):
+    phases, shift = np.split(r, [len(h) // 2])
+    return -sum((a + b - c) ** 2 for a, b, c in zip(turned(h, phases), shift, t, strict=True))
+
+
+def turned(row, phases):
+    """With a matrix of rotations by the angles, one for each two numbers."""
+    out = []
+    for (x, y), angle in zip(np.reshape(row, (-1, 2)), phases, strict=True):
+        out += [
+            math.cos(angle) * x - math.sin(angle) * y,
+            math.sin(angle) * x + math.cos(angle) * y,
+        ]
+    return np.array(out)
+
+
+def roth(scorer, parameters, h, r, t):
+    """In the Poincare ball, by the formulas of the paper.
+
+    Near its boundary digits are lost, which is why this is in more of them.
+    """
+    phases, shift, curvature = np.split(r, [len(h) // 2, len(h) // 2 + len(h)])
+    c = np.log1p(np.exp(np.longdouble(curvature[0])))
+    rotated = turned(exponential(h, c), phases)
+    x = moebius_sum(rotated, exponential(shift, c), c)
+    between = np.sqrt(np.sum(moebius_sum(-x, exponential(t, c), c) ** 2))
+    return float(-((2 / np.sqrt(c) * np.arctanh(np.sqrt(c) * between)) ** 2))
+
+
+def exponential(tangent, c):
+    tangent = np.asarray(tangent, np.longdouble)
+    length = np.sqrt(c * np.sum(tangent**2))
+    return np.tanh(length) * tangent / length
+
+
+def moebius_sum(x, y, c):
+    xy, xx, yy = np.sum(x * y), np.sum(x * x), np.sum(y * y)
+    above = (1 + 2 * c * xy + c * yy) * x + (1 - c * xx) * y
+    return above / (1 + 2 * c * xy + c * c * xx * yy)
+
+
 def mure(scorer, parameters, h, r, t):
     scale, shift = np.split(r, 2)
     distance = sum(
@@ -134,6 +175,15 @@ def tucker(scorer, parameters, h, r, t):
     core = parameters["core"]
     places = itertools.product(range(len(r)), range(len(h)), range(len(t)))
     return sum(core[k, i, j] * r[k] * h[i] * t[j] for k, i, j in places)
+
+
+def meim(scorer, parameters, h, r, t):
+    count, core = scorer.options.partitions, parameters["core"]
+    total = 0.0
+    for k, (a, b, c) in enumerate(zip(*(np.split(x, count) for x in (h, r, t)), strict=True)):
+        places = itertools.product(range(len(b)), range(len(a)), range(len(c)))
+        total += sum(core[k, w, i, j] * b[w] * a[i] * c[j] for w, i, j in places)
+    return total
 
 
 def hypercomplex(size, triples):
@@ -214,5 +264,8 @@ FORMULAS = {
     "house": house,
     "pyke": pyke,
     "lfmult": lfmult,
+    "rote": rote,
+    "roth": roth,
+    "meim": meim,
     **oracle_networks.FORMULAS,
 }

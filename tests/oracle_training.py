@@ -38,7 +38,9 @@ def train_dense(
     """
     train = config.train
     table = DenseTable(start["entities"], table_optimizer(config))
-    relations = start["relations"].double().clone().requires_grad_()
+    (relations,) = (
+        v.double().clone().requires_grad_() for k, v in start.items() if k != "entities"
+    )
     optimizer = relation_optimizer(config, relations)
     known = {tuple(row) for row in store.train.tolist()}
     step_count = -(-len(store.train) // train.batch_size)
@@ -60,7 +62,7 @@ def train_dense(
             ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
             touched = torch.cat(ids).unique()
             table.step(touched, entities.grad[touched])
-    return {"entities": table.weights, "relations": relations.detach()}
+    return {key: table.weights if key == "entities" else relations.detach() for key in start}
 
 
 def clip(config: Config, parameters: list[Tensor]) -> None:
@@ -175,7 +177,7 @@ def batch_loss(
             anchor, other = entities[anchors][:, None], entities[ids]
             backwards = side == "head" and not inverse
             head, tail = (other, anchor) if backwards else (anchor, other)
-            return score(config.model.scorer, head, relation[:, None], tail)
+            return score_of(config, head, relation[:, None], tail)
 
         mask = drawn != answers[:, None]
         if config.negatives.filtered:
@@ -189,6 +191,9 @@ def batch_loss(
             mask &= torch.zeros_like(mask).scatter(1, hardest, True)
         total = total + query_loss(config, scores(answers[:, None]), negative, mask).sum()
         total = total + penalty(config, entities[anchors], relation, entities[answers]).sum()
+        backwards = side == "head" and not inverse
+        head, tail = (answers, anchors) if backwards else (anchors, answers)
+        total = total + dura(config, entities[head], relation, entities[tail]).sum()
     return total / (len(rows) * len(negatives))
 
 
@@ -202,18 +207,58 @@ def is_known(rows: Tensor, drawn: Tensor, side: str, known: set) -> Tensor:
     return out
 
 
+def score_of(config: Config, head: Tensor, relation: Tensor, tail: Tensor, formula=None) -> Tensor:
+    """(..., D) rows -> (...): by the scorer, or the formula given, and the biases if any."""
+    formula = formula or partial(score, config.model.scorer)
+    if not config.model.biases:
+        return formula(head, relation, tail)
+    (head, of_head), (tail, of_tail) = ((x[..., :-2], x[..., -2:]) for x in (head, tail))
+    return formula(head, relation, tail) + of_head[..., 0] + of_tail[..., 1]
+
+
 def score(name: str, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
     """(..., D) rows -> (...)"""
     if name.startswith("transe"):
         return -(head + relation - tail).norm(p=int(name[-1]), dim=-1)
     if name == "distmult":
         return (head * relation * tail).sum(-1)
+    if name == "roth":
+        return hyperbolic(head, relation, tail)
+    if name == "rote":
+        phases, shift = relation.tensor_split([head.shape[-1] // 2], -1)
+        return -(turned_by(phases, head) + shift - tail).square().sum(-1)
     head, tail = (torch.complex(x[..., 0::2], x[..., 1::2]) for x in (head, tail))
     if name == "complex":
         factor = torch.complex(relation[..., 0::2], relation[..., 1::2])
         return (head * factor * tail.conj()).real.sum(-1)
     turned = head * torch.exp(1j * relation)
     return -(turned - tail).abs().sum(-1)
+
+
+def turned_by(phases: Tensor, rows: Tensor) -> Tensor:
+    x, y = rows[..., 0::2], rows[..., 1::2]
+    cos, sin = phases.cos(), phases.sin()
+    return torch.stack([cos * x - sin * y, sin * x + cos * y], -1).flatten(-2)
+
+
+def hyperbolic(head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+    """RotH in the Poincare ball."""
+    dim = head.shape[-1]
+    phases, shift, curvature = relation.tensor_split([dim // 2, dim // 2 + dim], -1)
+    c = torch.nn.functional.softplus(curvature)
+
+    def exponential(rows: Tensor) -> Tensor:
+        length = c.sqrt() * rows.norm(dim=-1, keepdim=True)
+        return length.tanh() * rows / length
+
+    def added(x: Tensor, y: Tensor) -> Tensor:
+        xy, xx, yy = ((a * b).sum(-1, keepdim=True) for a, b in ((x, y), (x, x), (y, y)))
+        above = (1 + 2 * c * xy + c * yy) * x + (1 - c * xx) * y
+        return above / (1 + 2 * c * xy + c * c * xx * yy)
+
+    query = added(turned_by(phases, exponential(head)), exponential(shift))
+    between = added(-query, exponential(tail)).norm(dim=-1, keepdim=True)
+    return -(2 / c.sqrt() * (c.sqrt() * between).atanh()).square()[..., 0]
 
 
 def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
@@ -241,15 +286,49 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
 
 
 def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) -> Tensor:
-    """N3 (of moduli, where numbers are complex) and squared norms of a triple's rows: (B,)"""
-    scorer = config.model.scorer
-    cubes = cubed(anchor, scorer in ("complex", "rotate")) + cubed(relation, scorer == "complex")
-    cubes = cubes + cubed(answer, scorer in ("complex", "rotate"))
-    squares = sum(x.square().sum(-1) for x in (anchor, relation, answer))
-    return config.loss.n3 * cubes + config.loss.l2 * squares
+    """Of a triple's rows, each by itself: (B,)"""
+    of_entities = penalty_of_rows(config, anchor) + penalty_of_rows(config, answer)
+    return of_entities + penalty_of_rows(config, relation, is_relation=True)
+
+
+def penalty_of_rows(config: Config, rows: Tensor, is_relation: bool = False) -> Tensor:
+    """Powers (of moduli, where numbers are complex) and squared norms: (..., D) -> (...)."""
+    of_both = ("complex", "keci")
+    of_entities = (*of_both, "rotate", "rote", "roth")
+    is_complex = config.model.scorer in (of_both if is_relation else of_entities)
+    if config.model.biases and not is_relation:
+        rows = rows[..., :-2]
+    total = config.loss.n3 * cubed(rows, is_complex) + config.loss.l2 * rows.square().sum(-1)
+    for name, options in config.loss.regularizers.items():
+        if name in ("n3", "lp"):
+            weight = options["weight"]
+            if is_relation:
+                weight = options.get("relation_weight", weight)
+            total = total + weight * powers(rows, is_complex, options.get("p", 3))
+    return total
+
+
+def dura(config: Config, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+    """Of ComplEx and DistMult: |h r|^2 + |t|^2 + |t conj(r)|^2 + |h|^2, (..., D) -> (...)."""
+    weight = config.loss.regularizers.get("dura")
+    if not weight:
+        return torch.zeros(head.shape[:-1])
+    if config.model.biases:
+        head, tail = head[..., :-2], tail[..., :-2]
+    if config.model.scorer == "complex":
+        head, relation, tail = (
+            torch.complex(x[..., 0::2], x[..., 1::2]) for x in (head, relation, tail)
+        )
+    parts = head * relation, tail, tail * relation, head  # a conjugate is as long
+    return weight * sum(part.abs().square().sum(-1) for part in parts)
 
 
 def cubed(rows: Tensor, is_complex: bool) -> Tensor:
     """Sum of |x|^3."""
+    return powers(rows, is_complex, 3)
+
+
+def powers(rows: Tensor, is_complex: bool, exponent: float) -> Tensor:
+    """Sum of |x|^p."""
     modulus = rows.unflatten(-1, (-1, 2)).norm(dim=-1) if is_complex else rows.abs()
-    return modulus.pow(3).sum(-1)
+    return modulus.pow(exponent).sum(-1)

@@ -48,6 +48,10 @@ CASES = [
     ("shallom", 4, {"hidden_dim": 5}),
     ("lfmult", 4, {}),
     ("lfmult", 6, {"degree": 2}),
+    ("rote", 6, {}),
+    ("roth", 6, {}),
+    ("meim", 6, {"partitions": 2}),
+    ("meim", 6, {"partitions": 3, "relation_dim": 3, "orthogonality": 0.1}),
 ]  # fmt: skip
 
 

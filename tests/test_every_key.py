@@ -87,6 +87,7 @@ CASES = [
     case("model.init", "normal", "uniform", "start_of_table", "start_of_scorer"),
     case("model.init_scale", 0.5, 0.1, "start_of_table", "start_of_scorer"),
     case("model.normalization", "none", "unit", "table"),
+    case("model.biases", False, True, "start_of_table", "start_of_scorer", "table"),
     *(case(f"model.{key}", 0.0, 0.5, "table", "scorer", negatives__regime=regime)
       for key in ("entity_dropout", "relation_dropout")
       for regime in ("sampled", "kvsall", "kvssample")),
@@ -101,6 +102,7 @@ CASES = [
     *options("coke", 8, layers=(1, 2), heads=(1, 2), feed_forward_dim=(5, 6)),
     *options("house", 8, block=(2, 4), reflections=(1, 2), projections=(0, 1)),
     *options("lfmult", 8, degree=(1, 3)),
+    *options("meim", 8, partitions=(2, 4), relation_dim=(2, 3), orthogonality=(0.0, 0.5)),
     # loss
     case("loss.name", "softmax", "bce", "table"),
     case("loss.name", "margin", "self_adversarial", "table"),
@@ -116,7 +118,14 @@ CASES = [
     *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
            **ONE_STEP)
       for penalty in ("n3", "l2") for regime in ("sampled", "kvsall", "kvssample")),
-    case("loss.regularizers", {}, {"l2": 0.1}, "table", "scorer", **ONE_STEP),
+    *(case("loss.regularizers", {}, {name: 0.1}, "table", "scorer", negatives__regime=regime,
+           **ONE_STEP)
+      for name, regime in (("l2", "sampled"), ("dura", "sampled"), ("dura", "1vsall"))),
+    *(case("loss.regularizers", {"n3": given}, {"n3": {**given, "relation_weight": 0.0}}, "scorer",
+           negatives__regime=regime, **ONE_STEP)
+      for given in ({"weight": 0.1},) for regime in ("sampled", "kvsall", "kvssample")),
+    case("loss.regularizers", {"lp": {"weight": 0.1}}, {"lp": {"weight": 0.1, "p": 2.0}}, "table",
+         "scorer", **ONE_STEP),
     case("loss.options", {}, {"label_smoothing": 0.3}, "table"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),

@@ -98,6 +98,7 @@ class Config:
                 "would count, not those of the step; use entities.duplicates sum"
             )
         self._check_regime()
+        self._check_regularizers()
         if self.run.resume != "never" and not self.checkpoint.keep:
             raise ConfigError(
                 f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to go on with; "
@@ -151,6 +152,20 @@ class Config:
             raise ConfigError(f"{key}: negatives.regime kvssample {why}")
         if self.negatives.is_full:
             self._check_full(regime)
+
+    def _check_regularizers(self) -> None:
+        """Those of whole triples, which not every training type and scorer has."""
+        regime = self.negatives.regime
+        for name in self.loss.regularizers:
+            kind, key = resolve("regularizer", name), f"loss.regularizers.{name}"
+            if not kind.takes_triples:
+                continue
+            if regime not in ("sampled", "1vsall"):
+                raise ConfigError(
+                    f"{key}: queries of negatives.regime {regime} may have several answers, and "
+                    "this penalty is of single triples; use sampled or 1vsall"
+                )
+            kind.check_scorer(resolve("scorer", self.model.scorer), key)
 
     def _check_encodes(self, regime: str, scorer: str) -> None:
         """All of ours are query scorers; looking at others loads torch."""

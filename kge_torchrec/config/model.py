@@ -32,7 +32,8 @@ class ModelConfig:
     Args:
         scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, simple, rescal, tucker,
             qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve,
-            conex, aconex, convq, convo, coke, shallom or lfmult; or package.module:Class.
+            conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim; or
+            package.module:Class.
         dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
             numbers); null picks them by size.
         reciprocal: Give every relation an inverse for head queries (Lacroix et al. 2018).
@@ -42,6 +43,8 @@ class ModelConfig:
             what suits the scorer.
         normalization: none; unit (entities have Euclidean length 1); or layer (a LayerNorm of
             entities, another of relations).
+        biases: Learn a bias of every entity as a head and one as a tail, which scores are added to
+            (Chami et al. 2020). They are the last two of its model.dim numbers, and start at 0.
         entity_dropout: Share of the numbers of every entity's row that are dropped, of candidates
             as of queries.
         relation_dropout: Share of the numbers of a relation that are dropped.
@@ -58,6 +61,7 @@ class ModelConfig:
     init: PickedText = PICKED
     init_scale: PickedFloat = PICKED
     normalization: str = "none"
+    biases: bool = False
     entity_dropout: float = 0.0
     relation_dropout: float = 0.0
     input_dropout: float = 0.0
@@ -89,8 +93,9 @@ class ModelConfig:
                 f"model.hidden_dropout has no meaning for {self.scorer}, whose query is a point"
             )
         options = parse_options(scorer, self.options, "model.options")
-        dim = scorer.multiple(options)[0] * 64 if self.dim is None else self.dim
-        scorer.check(dim, self.reciprocal, options)
+        check_dim = scorer.check_biased if self.biases else scorer.check
+        dim = scorer.multiple(options)[0] * 64 + 2 * self.biases if self.dim is None else self.dim
+        check_dim(dim, self.reciprocal, options)
 
     def scorer_options(self) -> dict[str, Any]:
         """The scorer's own options, with its defaults for those that are not given."""
@@ -114,8 +119,8 @@ class LossConfig:
         relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021);
             null picks it by the number of relations where triples are trained by softmax and a
             linear scorer, else 0.
-        regularizers: Other penalties on touched rows, each with its weight or its options, such as
-            {"package.module:Class": 0.01}.
+        regularizers: Other penalties, each with its weight or its options, such as {dura: 0.05} or
+            {n3: {weight: 0.1, relation_weight: 0.01}}; `kge-torchrec parts regularizer` lists them.
         options: Settings that the loss has besides; `kge-torchrec parts loss` lists them.
     """
 

@@ -77,6 +77,9 @@ KINDS = {
                 "coke": "neural:CoKE",
                 "shallom": "neural:Shallom",
                 "lfmult": "algebra:LFMult",
+                "rote": "rotational:RotE",
+                "roth": "hyperbolic:RotH",
+                "meim": "bilinear:MEIM",
             }.items()
         },
     ),
@@ -96,6 +99,8 @@ KINDS = {
         {
             "n3": "kge_torchrec.models.regularizers:N3",
             "l2": "kge_torchrec.models.regularizers:L2",
+            "lp": "kge_torchrec.models.regularizers:Lp",
+            "dura": "kge_torchrec.models.regularizers:DURA",
         },
     ),
     "table_optimizer": Kind(

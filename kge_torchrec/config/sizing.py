@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 
-if TYPE_CHECKING:
-    from kge_torchrec.config import Config
-
+Config = Any  # kge_torchrec.config.Config, whose file imports this one
 SIZES = ("small", "base", "large")
 _DIM = {"small": 64, "base": 256, "large": 1024}
 _CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
@@ -104,7 +102,13 @@ def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:
     dim += -dim % multiple
     while scorer.relation_dim(dim, options) > 16 * dim and dim >= 2 * max(64, multiple):
         dim = dim // 2 + -(dim // 2) % multiple
-    return dim
+    return dim if not config.model.biases else _with_biases(dim, scorer.multiple(options)[0])
+
+
+def _with_biases(dim: int, multiple: int) -> int:
+    """So many numbers and two biases; of rows that long a few more, if then both fit."""
+    fitting = (n + 2 for n in range(dim, dim + 4 * multiple, multiple) if (n + 2) % 4 == 0)
+    return next(fitting, dim + 2)
 
 
 def _n3(config: Config, is_linear: bool, graph: GraphSize) -> float:

@@ -40,12 +40,15 @@ class EntityInit:
     forms look at one row as a layer with D outputs and no input (as PyKEEN does), with ``scale``
     as gain: standard deviation scale * sqrt(2 / D), for uniform the bound scale * sqrt(6 / D).
 
+    zero_columns: so many numbers at the end of a row are 0 instead.
+
     Raises ValueError, naming the field, for an unknown distribution or a scale that is no finite
     number >= 0.
     """
 
     distribution: str = "normal"
     scale: float = 0.1
+    zero_columns: int = 0
 
     def __post_init__(self) -> None:
         if self.distribution not in _DRAWS:
@@ -107,6 +110,7 @@ def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> 
         values = np.empty((high - begin, shard.dim), np.float32)
     seeds = np.random.SeedSequence((seed, _STREAM, chunk))
     init.draw(np.random.Generator(np.random.SFC64(seeds)), values)
+    values[:, shard.dim - init.zero_columns :] = 0
     if not in_place or not target.is_contiguous():
         target.copy_(torch.from_numpy(values[low - begin :]))
 

@@ -21,6 +21,8 @@ from kge_torchrec.config.registry import canonical, resolve
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.formats import FORMATS
 from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.models.scorers.base import BIASES
+from kge_torchrec.models.scorers.biased import with_biases
 
 FORMAT = "kge-torchrec export"
 FORMAT_VERSION = 1
@@ -48,12 +50,12 @@ def describe(
             "file": FORMATS[table_format].file,
             "dtype": "float32",
             "shape": [num_entities, model.dim],
-            "row": _meaning_of_a_row(scorer, model.dim),
-            "layout": _layout(scorer),
+            "row": _meaning_of_a_row(scorer, model),
+            "layout": _layout(scorer, model),
         },
         "parameters": {
             "file": PARAMETERS,
-            "score": scorer.formula,
+            "score": with_biases(scorer.formula) if model.biases else scorer.formula,
             "relations": _meaning_of_relations(num_relations, model.reciprocal),
         },
         "labels": {
@@ -142,15 +144,18 @@ def _damaged(path: Path, problem: str) -> ExportError:
     return ExportError(f"{path}: damaged export: {problem}; export the run again")
 
 
-def _meaning_of_a_row(scorer: type[Scorer], dim: int) -> str:
+def _meaning_of_a_row(scorer: type[Scorer], model: ModelConfig) -> str:
+    numbers = model.dim - (BIASES if model.biases else 0)
+    text = f"{numbers} real numbers"
     if scorer.is_complex:
-        return f"{dim // 2} complex numbers, stored as re, im, re, im, ..."
-    return f"{dim} real numbers"
+        text = f"{numbers // 2} complex numbers, stored as re, im, re, im, ..."
+    return f"{text}; after them the biases as a head and as a tail" if model.biases else text
 
 
-def _layout(scorer: type[Scorer]) -> str:
-    """What the scorer's own file says of its rows, where D is ``dim``."""
-    return " ".join(_text(scorer).split("Raises ")[0].split())
+def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
+    """What the scorer's own file says of its rows, where D is ``dim`` without the biases."""
+    text = " ".join(_text(scorer).split("Raises ")[0].split())
+    return f"{text} D is {model.dim - BIASES}." if model.biases else text
 
 
 def _text(of: Any) -> str:

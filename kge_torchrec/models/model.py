@@ -185,9 +185,8 @@ class Objective(nn.Module):
             with self.autocast(anchor.device):
                 relation_loss = relation_prediction(self.scorer, kept, relation, answer, side)
             loss = loss + self.relation_weight * relation_loss
-        if self.regularizers.any:
-            factors = self.scorer.relation_factors(relation, side)
-            loss = loss + self._penalty(anchor, factors, target)
+        if self.penalizes:
+            loss = loss + self._penalty(anchor, relation, target, side)
         return (loss * weight).sum()
 
     def _picks_rows(self, rows: Tensor) -> bool:
@@ -200,10 +199,31 @@ class Objective(nn.Module):
             return nullcontext()
         return torch.autocast(device.type, self.precision)
 
-    def _penalty(self, anchor: Tensor, factors: Tensor, target: Tensor) -> Tensor:
-        """(C, b): the weighted regularizers of a triple's three rows."""
-        of_entities = [self.regularizers.of(x, self.scorer.is_complex) for x in (anchor, target)]
-        return sum(of_entities) + self.regularizers.of(factors, self.scorer.relation_is_complex)
+    @property
+    def penalizes(self) -> bool:
+        """Whether there is a penalty on anything."""
+        return self.regularizers.any or self.scorer.penalizes_relations
+
+    def _penalty(self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side) -> Tensor:
+        """(C, b): the weighted penalties of triples, (C, b, D), (C, b) and (C, b, D)."""
+        of_entities = sum(self.penalty_of_entities(rows) for rows in (anchor, target))
+        total = of_entities + self.penalty_of_relations(relation, side)
+        if self.regularizers.any_of_triples:
+            triples = anchor, relation, target, side
+            total = total + self.regularizers.of_triples(self.scorer, *triples)
+        return total
+
+    def penalty_of_entities(self, rows: Tensor) -> Tensor:
+        """(..., D) -> (...): their weighted regularizers."""
+        return self.regularizers.of(self.scorer.entity_factors(rows), self.scorer.is_complex)
+
+    def penalty_of_relations(self, relation: Tensor, side: Side) -> Tensor:
+        """(...) ids of queries -> (...): weighted regularizers, and what the scorer has itself."""
+        factors = self.scorer.relation_factors(relation, side)
+        total = self.regularizers.of_relations(factors, self.scorer.relation_is_complex)
+        if self.scorer.penalizes_relations:
+            total = total + self.scorer.relation_penalty(relation, side)
+        return total
 
 
 def relation_prediction(
@@ -324,13 +344,11 @@ class QueryObjective(Objective):
             scores = self.scorer.score_answers(rows[0], relation, rows[1], query, rows[2], side)
         positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
         total = self.loss(positive, query, negative, ~known).sum()
-        if self.regularizers.any:
-            factors = self.scorer.relation_factors(relation, side)
+        if self.penalizes:
             share = 1 / torch.bincount(query, minlength=len(anchor)).index_select(0, query)
-            total = total + self.regularizers.of(anchor, self.scorer.is_complex).sum()
-            total = total + self.regularizers.of(factors, self.scorer.relation_is_complex).sum()
-            of_answers = self.regularizers.of(answer, self.scorer.is_complex)
-            total = total + (of_answers * share).sum()
+            total = total + self.penalty_of_entities(anchor).sum()
+            total = total + self.penalty_of_relations(relation, side).sum()
+            total = total + (self.penalty_of_entities(answer) * share).sum()
         return total
 
 

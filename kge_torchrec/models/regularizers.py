@@ -1,5 +1,13 @@
 """Penalties on the rows that a batch touches, so that they cost O(batch), never O(table).
 
+    N3    Lacroix et al. 2018         sum |x|^3
+    L2                                sum x^2
+    Lp                                sum |x|^p
+    DURA  Zhang, Cai and Wang 2020    |q(h, r)|^2 + |t|^2 + |q'(t, r)|^2 + |h|^2
+
+The first three are of each row by itself, of complex numbers the modulus; DURA is of a triple, with
+the query q of the scorer and its adjoint q', so that <q(h, r), t> = <q'(t, r), h>.
+
 Shapes: D numbers a row.
 """
 
@@ -7,17 +15,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 from torch import Tensor
 
+from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.models.ops import parts
+
+if TYPE_CHECKING:
+    from kge_torchrec.models.scorers.base import Scorer, Side
 
 
 class Regularizer:
     """A penalty on each row of a triple, added to the triple's loss with a weight.
 
     Subclasses give ``penalty``; with ``Options`` of their own they take those by name besides.
+    relation_weight, which whoever makes a regularizer sets, is for the rows of relations; None
+    takes weight.
     """
 
     @dataclass(frozen=True)
@@ -26,9 +41,14 @@ class Regularizer:
 
         Args:
             weight: Factor of the penalty in the loss.
+            relation_weight: Factor of the penalty on rows of relations; null takes weight.
         """
 
         weight: float = 0.0
+        relation_weight: Optional[float] = None  # noqa: UP045 - jsonargparse on Python 3.10
+
+    takes_triples = False  # whether it is a ``TripleRegularizer``
+    relation_weight: float | None = None
 
     def __init__(self, weight: float = 0.0):
         self.weight = weight
@@ -42,11 +62,7 @@ class N3(Regularizer):
     """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3, of complex numbers their modulus."""
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        if not is_complex:
-            return rows.abs().pow(3).sum(-1)
-        real, imaginary = parts(rows)
-        # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
-        return (real.square() + imaginary.square() + 1e-30).pow(1.5).sum(-1)
+        return powers(rows, 3, is_complex)
 
 
 class L2(Regularizer):
@@ -56,21 +72,147 @@ class L2(Regularizer):
         return rows.square().sum(-1)
 
 
+class Lp(Regularizer):
+    """Sum of |x|^p, of complex numbers their modulus."""
+
+    @dataclass(frozen=True)
+    class Options(Regularizer.Options):
+        """The exponent, and as of every regularizer of rows the weights.
+
+        Args:
+            weight: Factor of the penalty in the loss.
+            relation_weight: Factor of the penalty on rows of relations; null takes weight.
+            p: Exponent, at least 1.
+        """
+
+        p: float = 3.0
+
+        def __post_init__(self) -> None:
+            if not self.p >= 1:
+                raise ValueError(f"p must be >= 1, got {self.p}")
+
+    def __init__(self, weight: float = 0.0, p: float = 3.0):
+        super().__init__(weight)
+        self.p = p
+
+    def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
+        return powers(rows, self.p, is_complex)
+
+
+def powers(rows: Tensor, p: float, is_complex: bool) -> Tensor:
+    """Sum of |x|^p: (..., D) -> (...)."""
+    if not is_complex:
+        return rows.abs().pow(p).sum(-1)
+    real, imaginary = parts(rows)
+    # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
+    return (real.square() + imaginary.square() + 1e-30).pow(p / 2).sum(-1)
+
+
+class TripleRegularizer(Regularizer):
+    """A penalty on a triple as a whole.  Subclasses give ``penalty_of_triples``.
+
+    For training types whose queries are triples, sampled and 1vsall.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of this regularizer.
+
+        Args:
+            weight: Factor of the penalty in the loss.
+        """
+
+        weight: float = 0.0
+
+    takes_triples = True
+
+    @classmethod
+    def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
+        """Raises ConfigError, which begins with the key, for scorers that it cannot be taken of."""
+
+    def penalty_of_triples(
+        self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> Tensor:
+        """anchor, answer: (..., D) rows of the table; relation: (...) ids.  Returns (...)."""
+        raise NotImplementedError
+
+
+class DURA(TripleRegularizer):
+    """Duality-induced (Zhang, Cai and Wang 2020): as if a triple's score were a distance.
+
+    |q|^2 and |t|^2 are what |q - t|^2 has besides the score <q, t>; likewise q' and h.  Of scorers
+    that are linear in either entity.
+    """
+
+    @classmethod
+    def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
+        if not scorer.is_bilinear:
+            raise ConfigError(
+                f"{key}: DURA takes scorers that are linear in head and tail (complex, distmult, "
+                f"rescal, ...), which {scorer.name or scorer.__name__} is not; use n3 or l2"
+            )
+
+    def penalty_of_triples(
+        self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> Tensor:
+        return sum(
+            part.square().sum(-1) for part in scorer.dual_vectors(anchor, relation, answer, side)
+        )
+
+
 class Regularizers:
     """The weighted sum of several: of the two that every config has, and of others."""
 
     def __init__(self, n3: float = 0.0, l2: float = 0.0, others: Iterable[Regularizer] = ()):
         self.n3, self.l2 = n3, l2
-        self._used = [part for part in (N3(n3), L2(l2), *others) if part.weight]
+        given = [N3(n3), L2(l2), *others]
+        of_rows = [part for part in given if not part.takes_triples]
+        self._of_entities = [(part.weight, part) for part in of_rows if part.weight]
+        each = [
+            (part.weight if part.relation_weight is None else part.relation_weight, part)
+            for part in of_rows
+        ]
+        self._of_relations = [(weight, part) for weight, part in each if weight]
+        self._of_triples = [
+            part for part in given if isinstance(part, TripleRegularizer) and part.weight
+        ]
 
     @property
     def any(self) -> bool:
         """Whether there is one at all."""
-        return bool(self._used)
+        return bool(self._of_entities or self._of_relations or self._of_triples)
+
+    @property
+    def any_of_entities(self) -> bool:
+        """Whether one is of each entity's row by itself."""
+        return bool(self._of_entities)
+
+    @property
+    def any_of_triples(self) -> bool:
+        """Whether one is of triples as a whole."""
+        return bool(self._of_triples)
 
     def of(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """(..., D) rows -> (...): their weighted penalties."""
-        out = torch.zeros(rows.shape[:-1], device=rows.device)
-        for part in self._used:
-            out = out + part.weight * part.penalty(rows, is_complex)
+        """(..., D) rows of entities -> (...): their weighted penalties."""
+        return _weighted(self._of_entities, rows, is_complex)
+
+    def of_relations(self, rows: Tensor, is_complex: bool) -> Tensor:
+        """(..., W) rows of relations -> (...): their weighted penalties."""
+        return _weighted(self._of_relations, rows, is_complex)
+
+    def of_triples(
+        self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> Tensor:
+        """(..., D) rows of entities, (...) ids of relations -> (...): weighted penalties."""
+        out = torch.zeros(relation.shape, device=anchor.device)
+        for part in self._of_triples:
+            penalty = part.penalty_of_triples(scorer, anchor, relation, answer, side)
+            out = out + part.weight * penalty
         return out
+
+
+def _weighted(used: list[tuple[float, Regularizer]], rows: Tensor, is_complex: bool) -> Tensor:
+    out = torch.zeros(rows.shape[:-1], device=rows.device)
+    for weight, part in used:
+        out = out + weight * part.penalty(rows, is_complex)
+    return out

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.embeddings.torchrec.planner import TableForm
 from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
@@ -52,8 +53,10 @@ def queries_of(workload: Workload) -> int:
 
 
 def fetched_of(workload: Workload) -> int:
-    """F: anchors, and answers if relations are predicted."""
-    return queries_of(workload) * (2 if workload.config.loss.relation_weight else 1)
+    """F: anchors, and answers if relations are predicted or whole triples are penalised."""
+    loss = workload.config.loss
+    of_triples = any(resolve("regularizer", name).takes_triples for name in loss.regularizers)
+    return queries_of(workload) * (2 if loss.relation_weight or of_triples else 1)
 
 
 def _of_micro_batch(workload: Workload, count: int) -> int:

@@ -38,7 +38,7 @@ from kge_torchrec.embeddings.torchrec.planned import read_plan
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -62,11 +62,19 @@ def build_loss(config: LossConfig) -> Loss:
 
 def build_regularizers(config: LossConfig) -> Regularizers:
     """Those of loss.n3 and loss.l2, and the others that loss.regularizers names."""
-    others = [
-        resolve("regularizer", name)(**asdict(options))
-        for name, options in config.regularizer_options().items()
-    ]
+    others = [_regularizer(name, o) for name, o in config.regularizer_options().items()]
     return Regularizers(config.n3, config.l2, others)
+
+
+def _regularizer(name: str, options: Any) -> Regularizer:
+    """One of loss.regularizers; the weight of relations is set here, whoever wrote the class."""
+    values = asdict(options)
+    of_relations = None
+    if isinstance(options, Regularizer.Options):
+        of_relations = values.pop("relation_weight")
+    made: Regularizer = resolve("regularizer", name)(**values)
+    made.relation_weight = of_relations
+    return made
 
 
 @quiet_dependencies()
@@ -80,7 +88,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     _notice_of_precision(train.precision, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
     objective = build_objective(config, store.num_relations)
-    init = EntityInit(config.model.init, config.model.init_scale)
+    zeros = objective.scorer.zero_columns
+    init = EntityInit(config.model.init, config.model.init_scale, zeros)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
     objective.scorer.reset_parameters(init.draw, stream)
     if config.dense.compile:

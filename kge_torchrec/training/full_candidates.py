@@ -54,7 +54,7 @@ from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directe
 from kge_torchrec.training.step import seed_generators
 
 CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
-_FOLDED, _PAIRS, _RELATIONS, _ROWS = range(4)  # what is drawn for
+_FOLDED, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # what is drawn for
 
 
 class FullCandidates:
@@ -184,6 +184,7 @@ class _Backward:
     ):
         self.trainer, self.batch, self.shard = trainer, batch, shard
         self.loss, self.scorer = trainer.loss, trainer.scorer
+        self.objective = trainer.objective
         self.regularizers = trainer.objective.regularizers
         self.entity_dropout = trainer.objective.entity_dropout
         self.scale = trainer.gradient.loss_factor
@@ -192,7 +193,8 @@ class _Backward:
         self.rank = dist.get_rank() if self.world > 1 else 0
         asked = directed(batch.asked, self.scorer)
         self.query_shards = [QueryShard(part, shard) for part in asked]
-        self.fetched = GatheredRows(asked, shard, bool(self._relation_weight))
+        with_answers = bool(self._relation_weight) or self.regularizers.any_of_triples
+        self.fetched = GatheredRows(asked, shard, with_answers)
         with torch.enable_grad(), trainer.drawing(batch.seed, _FOLDED):
             for query_shard, anchors in zip(self.query_shards, self.fetched.anchors, strict=True):
                 query_shard.encode_query(self.scorer, self.entity_dropout(anchors))
@@ -325,15 +327,14 @@ class _Backward:
 
     def _add_penalty(self, block: _Block, of_rows: Tensor) -> None:
         """Of anchors and answers, each by its owner: adds its gradient to that of the rows."""
-        if not self.regularizers.any:
+        if not self.regularizers.any_of_entities:
             return
         each = zip(self.query_shards, block.answers, strict=True)
         touched = [of_shard.touched(block.places, answers) for of_shard, answers in each]
         place, weight = (torch.cat(parts) for parts in zip(*touched, strict=True))
         with torch.enable_grad():
             rows = block.rows.detach().index_select(0, place).requires_grad_()
-            penalty = self.regularizers.of(rows, self.scorer.is_complex) * weight
-            total = penalty.sum() * self.weight
+            total = (self.objective.penalty_of_entities(rows) * weight).sum() * self.weight
         of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
         self.auxiliary = self.auxiliary + total.detach()
 
@@ -351,24 +352,32 @@ class _Backward:
         return grad
 
     def _of_own_queries(self) -> Tensor | None:
-        """Penalty on relations and prediction of relations, of this rank's share of the queries."""
-        if not (self.regularizers.any or self._relation_weight):
+        """What only a query and its answer are in, of this rank's share of the queries.
+
+        Penalties on relations and on whole triples, and the prediction of relations.
+        """
+        if not (self.objective.penalizes or self._relation_weight):
             return None
         total = self.fetched.rows.new_zeros(())
         for number, query_shard in enumerate(self.query_shards):
             for start in range(self.rank * CELL, len(query_shard.relation), self.world * CELL):
-                total = total + self._of_relations(number, slice(start, start + CELL))
+                total = total + self._of_cell(number, slice(start, start + CELL))
         return total * self.weight
 
-    def _of_relations(self, number: int, cell: slice) -> Tensor:
+    def _of_cell(self, number: int, cell: slice) -> Tensor:
         """The same of a cell of queries of one query shard."""
         relation, side = self.query_shards[number].relation[cell], self.query_shards[number].side
         total = self.fetched.rows.new_zeros(())
-        if self.regularizers.any:
-            factors = self.scorer.relation_factors(relation, side)
-            total = total + self.regularizers.of(factors, self.scorer.relation_is_complex).sum()
+        if self.objective.penalizes:
+            total = total + self.objective.penalty_of_relations(relation, side).sum()
+        if self.fetched.answers[number] is None:
+            return total
+        anchor, answer = (x[number][cell] for x in (self.fetched.anchors, self.fetched.answers))
+        triples = anchor[None], relation[None], answer[None], side
+        if self.regularizers.any_of_triples:
+            with self.trainer.drawing(self.batch.seed, _TRIPLES, number, cell.start):
+                total = total + self.regularizers.of_triples(self.scorer, *triples).sum()
         if self._relation_weight:
-            anchor, answer = (x[number][cell] for x in (self.fetched.anchors, self.fetched.answers))
             with self.trainer.drawing(self.batch.seed, _RELATIONS, number, cell.start):
                 anchor, answer = (self.entity_dropout(x) for x in (anchor, answer))
                 relation_loss = relation_prediction(

@@ -69,6 +69,8 @@ def test_predictions_of_the_run(run, model, query, k):
 
 
 MODELS = {
+    "biases": {"model__scorer": "rote", "model__reciprocal": False, "model__biases": True,
+               "model__dim": 10},
     "rotate": {"model__scorer": "rotate", "model__reciprocal": False},
     "with options": {"model__scorer": "keci", "model__options__p": 1, "model__options__q": 2,
                      "model__normalization": "layer"},
@@ -85,6 +87,29 @@ def test_other_models(tmp_path, run, settings):
             assert [(a.label, a.score) for a in model.predict(**query)] == [
                 (a.label, a.score) for a in trained.predict(**query)
             ]
+
+
+@pytest.mark.parametrize("table_format", ["npy", "safetensors", "word2vec"])
+def test_biases_are_a_part_of_the_rows(tmp_path, run, table_format):
+    """In every format, and what a row means is said."""
+    settings = {"model__scorer": "complex", "model__biases": True, "model__dim": 10}
+    config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
+    with api.train(config) as trained:
+        model = load_model(trained.export(tmp_path / "out", table_format))
+        rows, scorer = trained.session.backend.shard().rows, trained.session.scorer
+        assert rows[:, -2:].abs().max() > 0
+        np.testing.assert_allclose(model.entities, rows, 1e-5)
+        with torch.no_grad():
+            alone = scorer.inner.score_triples(rows[3, :8], torch.tensor(1), rows[5, :8])
+        expected = alone + rows[3, -2] + rows[5, -1]
+        assert model.score(3, 1, 5).item() == pytest.approx(expected.item(), rel=1e-4)
+    description = model.description
+    assert description["entities"]["row"].startswith("4 complex numbers, stored as re, im, re")
+    assert description["entities"]["row"].endswith("the biases as a head and as a tail")
+    assert description["entities"]["layout"].endswith("D is 8.")
+    assert description["parameters"]["score"].endswith(
+        "plus b_h + c_t, the biases of head and tail."
+    )
 
 
 @pytest.mark.parametrize("name", SCORER_NAMES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
-from extended import LION, LP, MIXED, ROTE, SQUARED, part
+from extended import LION, LP, MIXED, REFE, SQUARED, part
 from test_documentation import ROOT
 
 from kge_torchrec import (
@@ -54,28 +54,28 @@ class NoStep(RowOptimizer):
 
 WRONG = [
     ({"model.scorer": "complx"}, "model.scorer must be one of .*did you mean 'complex'"),
-    ({"model.scorer": "my_parts.rote.RotE"}, "a name or package.module:Class, got 'my_p"),
-    ({"model.scorer": "my_parts.rote:"}, "a name or package.module:Class"),
-    ({"model.scorer": ":RotE"}, "a name or package.module:Class"),
-    ({"model.scorer": "no_parts.rote:RotE"}, "cannot be imported: No module named 'no_parts'"),
-    ({"model.scorer": "my_parts.rote:RotF"}, "my_parts.rote has no RotF; did you mean RotE?"),
+    ({"model.scorer": "my_parts.refe.RefE"}, "a name or package.module:Class, got 'my_p"),
+    ({"model.scorer": "my_parts.refe:"}, "a name or package.module:Class"),
+    ({"model.scorer": ":RefE"}, "a name or package.module:Class"),
+    ({"model.scorer": "no_parts.refe:RefE"}, "cannot be imported: No module named 'no_parts'"),
+    ({"model.scorer": "my_parts.refe:RefF"}, "my_parts.refe has no RefF; did you mean RefE?"),
     ({"model.scorer": LP}, "model.scorer: .*Lp is no class derived from .*base.Scorer"),
-    ({"model.scorer": "my_parts.rote:math"}, "model.scorer: .* is no class derived from"),
-    ({"model.scorer": ROTE, "model.options": {"move": True}},
-     "model.options.move is no option of rote, which has moves"),
-    ({"model.scorer": ROTE, "model.options": {"moves": "far"}},
+    ({"model.scorer": "my_parts.refe:math"}, "model.scorer: .* is no class derived from"),
+    ({"model.scorer": REFE, "model.options": {"move": True}},
+     "model.options.move is no option of refe, which has moves"),
+    ({"model.scorer": REFE, "model.options": {"moves": "far"}},
      "model.options.moves must be true or false, got far"),
-    ({"model.scorer": ROTE, "model.dim": 7}, r"even for rote \(two real numbers"),
-    ({"model.scorer": ROTE, "model.hidden_dropout": 0.5}, "no meaning for my_parts.rote:RotE"),
+    ({"model.scorer": REFE, "model.dim": 7}, r"even for refe \(two real numbers"),
+    ({"model.scorer": REFE, "model.hidden_dropout": 0.5}, "no meaning for my_parts.refe:RefE"),
     ({"model.scorer": f"{HERE}:Needy"}, "model.options.size: Needy has no default for it; set it"),
     ({"model.scorer": f"{HERE}:NoDataclass"}, "NoDataclass.Options must be a dataclass"),
     ({"model.scorer": f"{HERE}:NoQuery", "negatives.regime": "kvsall"}, "derive it from QueryScor"),
     ({"loss.name": SQUARED, "loss.options": {"rest": 0}}, "loss.options.rest must be > 0, got 0"),
     ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "1vsall"}, "use softmax or bce"),
     ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "kvssample"}, "use softmax or bce"),
-    ({"loss.regularizers": {"l3": 1}}, "loss.regularizers must be one of n3, l2"),
+    ({"loss.regularizers": {"l3": 1}}, "loss.regularizers must be one of n3, l2, lp, d"),
     ({"loss.regularizers": {LP: None}}, "has no value; give its weight"),
-    ({"loss.regularizers": {LP: {"q": 1}}}, "Lp.q is no option of Lp, which has weight, p"),
+    ({"loss.regularizers": {LP: {"q": 1}}}, "Lp.q is no option of Lp, which has weight, rel"),
     ({"negatives.sampling": "unifrom"}, "did you mean 'uniform'"),
     ({"negatives.sampling": MIXED, "negatives.options": {"share": "half"}},
      "negatives.options.share must be a number, got half"),
@@ -111,19 +111,19 @@ def registered(monkeypatch):
 
 
 def test_a_registered_name_is_a_name(folder, registered):
-    register("scorer", "Rot-E", ROTE)
-    kind = part("scorer", ROTE)
-    register("scorer", "rot_e", kind)  # the same class
-    assert config_from_dict({"model.scorer": "ROT-E"}).model.scorer == "rot_e"
-    assert part("scorer", "rot_e") is kind and "rot_e" in registry.names_of("scorer")
-    assert "moves (true or false, default true): Whether a relation" in listing("scorer", "rot_e")
-    register("loss", "rot_e", SQUARED)  # names are of a kind
+    register("scorer", "Ref-E", REFE)
+    kind = part("scorer", REFE)
+    register("scorer", "ref_e", kind)  # the same class
+    assert config_from_dict({"model.scorer": "REF-E"}).model.scorer == "ref_e"
+    assert part("scorer", "ref_e") is kind and "ref_e" in registry.names_of("scorer")
+    assert "moves (true or false, default true): Whether a relation" in listing("scorer", "ref_e")
+    register("loss", "ref_e", SQUARED)  # names are of a kind
     for arguments, message in (
-        (("scorer", "rot_e", LP), "'rot_e' exists already"),
-        (("scorer", "ComplEx", ROTE), "'complex' exists already"),
-        (("scorers", "x", ROTE), "kind must be one of scorer, loss"),
-        (("scorer", "x", "my_parts.rote.RotE"), "a class or package.module:Class"),
-        (("scorer", "my:x", ROTE), "leave the colon out"),
+        (("scorer", "ref_e", LP), "'ref_e' exists already"),
+        (("scorer", "ComplEx", REFE), "'complex' exists already"),
+        (("scorers", "x", REFE), "kind must be one of scorer, loss"),
+        (("scorer", "x", "my_parts.refe.RefE"), "a class or package.module:Class"),
+        (("scorer", "my:x", REFE), "leave the colon out"),
     ):
         with pytest.raises(ValueError, match=message):
             register(*arguments)
@@ -149,14 +149,14 @@ def installed(tmp_path, monkeypatch):
 
 def test_an_entry_point_is_a_name(folder, installed, registered, caplog):
     installed(
-        one=f"[kge_torchrec.scorer]\nRot-E = {ROTE}\ntwice = {ROTE}\ncomplex = {ROTE}\n",
+        one=f"[kge_torchrec.scorer]\nRef-E = {REFE}\ntwice = {REFE}\ncomplex = {REFE}\n",
         other=f"[kge_torchrec.scorer]\ntwice = {LP}\n\n[kge_torchrec.loss]\nsquared = {SQUARED}\n",
     )
-    assert part("scorer", "rot_e") is part("scorer", ROTE)
+    assert part("scorer", "ref_e") is part("scorer", REFE)
     assert part("loss", "squared") is part("loss", SQUARED)
-    assert config_from_dict({"model.scorer": "rot_e", "loss.name": "squared"}).loss.name
+    assert config_from_dict({"model.scorer": "ref_e", "loss.name": "squared"}).loss.name
     assert part("scorer", "complex").name == "complex" and "as one of ours" in caplog.text
-    with pytest.raises(ConfigError, match=f"the name twice to {LP} and to {ROTE}"):
+    with pytest.raises(ConfigError, match=f"the name twice to {LP} and to {REFE}"):
         config_from_dict({"model.scorer": "twice"})
     with pytest.raises(ValueError, match="'squared' exists already"):
         register("loss", "squared", LP)

@@ -14,7 +14,7 @@ import oracle_scorers
 import pytest
 import scorer_cases
 import torch
-from extended import ALL, ENGINES, LION, MIXED, ROTE, rank_trains
+from extended import ALL, ENGINES, LION, MIXED, REFE, rank_trains
 from models import test_scorers
 from planned_runs import workload
 from training_runs import config_of, fit, largest_difference
@@ -29,21 +29,21 @@ from kge_torchrec.errors import ExportError
 from kge_torchrec.planning import command as plan_command
 
 
-def rote(scorer, parameters, h, r, t):
+def refe(scorer, parameters, h, r, t):
     """One complex number after another."""
     half, total = len(h) // 2, 0.0
     moves = r[half:] if scorer.options.moves else np.zeros(len(h))
     for k in range(half):
-        turned = complex(h[2 * k], h[2 * k + 1]) * complex(math.cos(r[k]), math.sin(r[k]))
+        turned = complex(h[2 * k], -h[2 * k + 1]) * complex(math.cos(r[k]), math.sin(r[k]))
         there = turned + complex(moves[2 * k], moves[2 * k + 1])
         total += abs(there - complex(t[2 * k], t[2 * k + 1])) ** 2
     return -total
 
 
 def test_the_scorer_has_the_properties_of_ours(folder, monkeypatch):
-    monkeypatch.setitem(oracle_scorers.FORMULAS, "rote", rote)
+    monkeypatch.setitem(oracle_scorers.FORMULAS, "refe", refe)
     for options in ({}, {"moves": False}):
-        case = (ROTE, 6, options)
+        case = (REFE, 6, options)
         for side, inverses in scorer_cases.directions(case):
             test_scorers.test_triples_score_as_in_the_paper(case, side, inverses)
             test_scorers.test_all_calls_agree(case, side, inverses)
@@ -54,7 +54,7 @@ def test_the_scorer_has_the_properties_of_ours(folder, monkeypatch):
             test_scorers.test_shape_and_type_of_scores(case, shape)
         test_scorers.test_nothing_to_score(case)
         test_scorers.test_bits_depend_on_the_query_and_the_row_alone(case)
-    test_scorers.test_small_distances_between_long_rows_keep_their_digits(ROTE)
+    test_scorers.test_small_distances_between_long_rows_keep_their_digits(REFE)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_ranks_are_those_of_the_definition(worlds, store):
                 (tail, relation + 3, head, lambda e, t=tail, r=relation: (e, r, t)),
             ):
                 phase, move = relations[row, :4], relations[row, 4:]
-                point = numbers[anchor] * np.exp(1j * phase) + move[0::2] + 1j * move[1::2]
+                point = numbers[anchor].conj() * np.exp(1j * phase) + move[0::2] + 1j * move[1::2]
                 scores = -(abs(point - numbers) ** 2).sum(1)
                 others = [e for e in range(len(table)) if triple(e) not in known]
                 ranks.append(1 + sum(scores[e] > scores[answer] for e in others))
@@ -144,7 +144,7 @@ def test_an_export_scores_as_its_run(export, store):
     model, train = load_model(path), TripleStore.open(store).train.astype(np.int64)
     assert torch.equal(model.score(*train.T), scores)
     description = json.loads((path / "model.json").read_text())
-    assert description["parameters"]["score"].startswith("RotE (Chami et al. 2020): score(h, r, t)")
+    assert description["parameters"]["score"].startswith("RefE (Chami et al. 2020): score(h, r, t)")
     assert description["entities"]["row"].startswith("4 complex numbers")
     assert "D/2 phases, then D of the move" in description["entities"]["layout"]
 
@@ -155,7 +155,7 @@ def test_an_export_without_its_module_says_what_is_missing(export, folder):
         name: sys.modules.pop(name) for name in list(sys.modules) if name.startswith("my_parts")
     }
     try:
-        with pytest.raises(ExportError, match=f"{ROTE} cannot be imported: No module") as raised:
+        with pytest.raises(ExportError, match=f"{REFE} cannot be imported: No module") as raised:
             load_model(export[0])
         assert "damaged" not in str(raised.value)
     finally:
@@ -164,15 +164,15 @@ def test_an_export_without_its_module_says_what_is_missing(export, folder):
 
 
 def test_a_plan_counts_what_the_classes_say(folder, capsys):
-    keys = {"model__scorer": ROTE, "model__dim": 8, "model__reciprocal": False}
+    keys = {"model__scorer": REFE, "model__dim": 8, "model__reciprocal": False}
     work = workload(relations=7, **keys, train__optimizer=LION, negatives__sampling=MIXED)
     assert work.dense_parameters == 7 * (4 + 8) and work.negative_power is None
     bare = workload(relations=7, **keys, model__options={"moves": False})
     assert bare.dense_parameters == 7 * 4
     sizes = ["--entities=1M", "--relations=10", "--triples=1M", "--devices=2xCPU-64GB",
              "--model.dim=128"]  # fmt: skip
-    assert plan_command.run([*sizes, "--model.scorer", ROTE, "--train.optimizer", LION]) == 0
+    assert plan_command.run([*sizes, "--model.scorer", REFE, "--train.optimizer", LION]) == 0
     said = capsys.readouterr().out
-    assert f"(fp32, {LION}), {ROTE} with 10 relations" in said
+    assert f"(fp32, {LION}), {REFE} with 10 relations" in said
     sizes = dict(re.findall(r"^  (\w[\w ]+?)  +(\S+ \w+)$", said, re.MULTILINE))
     assert sizes["optimizer state"] == sizes["weights"] == "0.24 GiB"  # one state

@@ -47,7 +47,7 @@ def test_the_formulas_are_those_distances(not_compiled, kind):
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["transe_l1", "transe_l2", "rotate", "mure", "pyke"])
+@pytest.mark.parametrize("name", ["transe_l1", "transe_l2", "rotate", "rote", "mure", "pyke"])
 def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, name):
     scorer = SCORERS[name](3, 8)
     torch.nn.init.normal_(scorer.relations)

@@ -7,6 +7,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scorer_cases import CASES, normal
+from scorer_cases import make as make_scorer
 
 from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.loader import BatchBuilder
@@ -14,8 +16,9 @@ from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.model import Objective, relation_prediction, take_rows
-from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
+from kge_torchrec.models.scorers.biased import Biased
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
 ENTITIES, RELATIONS, DIM = 7, 3, 4
@@ -183,6 +186,75 @@ def test_penalties_by_hand():
     assert of["complex", True] == pytest.approx(0.05 * (125 + 8 + 2**1.5))
     assert of["distmult", True] == pytest.approx(0.05 * (27 + 64 + 8 + 1 + 1))
     assert of["complex", False] == of["distmult", False] == pytest.approx(0.05 * (25 + 4 + 2))
+
+
+def test_powers_by_hand():
+    rows = torch.tensor([3.0, 4.0, 0.0, -2.0])
+    assert Lp(p=1.5).penalty(rows, True).item() == pytest.approx(5**1.5 + 2**1.5)
+    assert Lp(p=1.5).penalty(rows, False).item() == pytest.approx(3**1.5 + 8 + 2**1.5)
+    for is_complex in (True, False):
+        torch.testing.assert_close(
+            Lp(p=3.0).penalty(rows, is_complex), N3().penalty(rows, is_complex)
+        )
+    zero = torch.zeros(4, requires_grad=True)
+    for p, is_complex in ((1.0, True), (1.0, False), (2.5, True)):
+        (gradient,) = torch.autograd.grad(Lp(p=p).penalty(zero, is_complex), zero)
+        assert not gradient.any()
+    with pytest.raises(ValueError, match=r"p must be >= 1, got 0\.5"):
+        Lp.Options(p=0.5)
+
+
+@pytest.mark.parametrize("of_relations", [None, 0.0, 0.4])
+def test_relations_have_a_weight_of_their_own(of_relations):
+    given = L2(0.1)
+    given.relation_weight = of_relations
+    regularizers, rows = Regularizers(n3=0.01, others=[given]), torch.tensor([1.0, -2.0])
+    assert regularizers.of(rows, False).item() == pytest.approx(0.01 * 9 + 0.1 * 5)
+    weight = 0.1 if of_relations is None else of_relations
+    assert regularizers.of_relations(rows, False).item() == pytest.approx(0.01 * 9 + weight * 5)
+
+
+BILINEAR = [name for name in SCORERS if SCORERS[name].is_bilinear]
+
+
+@pytest.mark.parametrize("name", BILINEAR)
+@pytest.mark.parametrize("reciprocal", [False, True])
+def test_dura_is_of_the_query_and_its_adjoint(name, reciprocal):
+    """q and q' by the matrix of the bilinear score, read off unit vectors."""
+    case = next(case for case in CASES if case[0] == name)
+    scorer, dim = make_scorer(case, reciprocal), case[1]
+    h, t, unit = normal(dim), normal(dim), torch.eye(dim, dtype=torch.float64)
+    for side in SIDES:
+        anchor, answer = (h, t) if side == "tail" else (t, h)
+        ids = torch.full((dim, dim), 1)
+        every = scorer.score_triples(
+            unit[:, None].expand(dim, dim, dim), ids, unit.expand(dim, dim, dim), side
+        )
+        parts = anchor @ every, answer, every @ answer, anchor
+        expected = 0.3 * sum((part @ part).item() for part in parts)
+        given = scorer, anchor[None], torch.tensor([1]), answer[None], side
+        found = Regularizers(others=[DURA(0.3)]).of_triples(*given)
+        assert found.shape == (1,) and found.item() == pytest.approx(expected)
+        biased = (torch.cat([x, normal(1, 2)], -1) for x in (anchor[None], answer[None]))
+        again = DURA().penalty_of_triples(
+            Biased(scorer), next(biased), torch.tensor([1]), next(biased), side
+        )
+        assert again.item() == pytest.approx(expected / 0.3)
+
+
+def test_which_scorers_are_linear_in_both_entities():
+    """Those whose score doubles with the head and with the tail, and that answer either side."""
+    for case in CASES:
+        scorer = make_scorer(case, SCORERS[case[0]].needs_reciprocal)
+        head, relation, tail = normal(case[1]), torch.tensor(0), normal(case[1])
+        once, of_head, of_tail = (
+            scorer.score_triples(a * head, relation, b * tail).item()
+            for a, b in ((1, 1), (2, 1), (1, 2))
+        )
+        doubles = (of_head, of_tail) == (pytest.approx(2 * once), pytest.approx(2 * once))
+        needs = SCORERS[case[0]].needs_reciprocal
+        of_matrices = doubles and not needs and case[0] not in ("keci", "ckeci", "decal")
+        assert scorer.is_bilinear == of_matrices, case
 
 
 @pytest.mark.parametrize("reciprocal", [False, True])

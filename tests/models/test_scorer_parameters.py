@@ -37,12 +37,24 @@ def test_gradients(case, side, inverses):
 
 
 @pytest.mark.parametrize(
-    "name", ["transe_l1", "transe_l2", "transh", "rotate", "mure", "pyke", "pairre", "house"]
+    "name",
+    [
+        "transe_l1",
+        "transe_l2",
+        "transh",
+        "rotate",
+        "rote",
+        "roth",
+        "mure",
+        "pyke",
+        "pairre",
+        "house",
+    ],
 )
 @pytest.mark.parametrize("side", SIDES)
 def test_gradients_are_finite_where_a_candidate_is_the_query_itself(name, side):
     case = case_of(name)
-    scorer, dim = make(case, False), case[1]
+    scorer, dim = make(case, SCORERS[name].needs_reciprocal), case[1]
     with torch.no_grad():
         scorer.relations.zero_()
     relation = torch.zeros(1, 1, dtype=torch.int64)
@@ -100,6 +112,8 @@ def test_start_is_a_function_of_the_stream(case, normalization):
         ("conve", 8, True, {"kernel_size": 5}, "kernel_size 5 does not fit the image of conve"),
         ("house", 8, True, {"block": 0}, "model.options.block must be an integer >= 1, got 0"),
         ("mure", 2, True, {}, "model.dim must be at least 3 for mure"),
+        ("roth", 8, False, {}, "model.reciprocal must be true for roth"),
+        ("meim", 6, True, {}, "model.dim must be a multiple of 4 for meim .*parts of one size"),
     ],
 )
 def test_what_cannot_be_made_raises(name, dim, reciprocal, options, message):

@@ -14,7 +14,7 @@ seeds = pytest.mark.parametrize("seed", range(3))
 
 def score(name, head, relation, tail, set_up=None, **options):
     """Score of a triple of rows; ``set_up(scorer)`` may change parameters before."""
-    scorer = SCORERS[name](1, len(head), name in ("conex", "aconex", "convq", "convo"), **options)
+    scorer = SCORERS[name](1, len(head), SCORERS[name].needs_reciprocal, **options)
     scorer = scorer.double().eval()
     with torch.no_grad():
         scorer.relations[0] = torch.as_tensor(relation)
@@ -149,6 +149,73 @@ def test_rotate_inverts_and_composes(seed):
 
 
 @seeds
+def test_rote_without_translation_is_a_squared_rotation_and_the_inverse_undoes_it(seed):
+    head, tail, shift = rows(seed, 3)
+    phases = rows(seed + 10, 1, DIM // 2)[0]
+    relation = np.concatenate([phases, shift])
+    numbers = (head[0::2] + 1j * head[1::2]) * np.exp(1j * phases)
+    moved = interleaved(numbers.real, numbers.imag) + shift
+    assert score("rote", head, relation, tail) == close(-np.sum((moved - tail) ** 2))
+    still = np.concatenate([0 * phases, shift])
+    assert score("rote", head, still, tail) == close(-(score("transe_l2", head, shift, tail) ** 2))
+    assert score("rote", head, relation, moved) == close(0)
+
+
+def curved(phases, shift, c):
+    """A relation of RotH of curvature c."""
+    return np.concatenate([phases, shift, [math.log(math.expm1(c))]])
+
+
+@seeds
+def test_roth_of_little_curvature_is_rote(seed):
+    """Lengths in the ball are twice those of the tangent space at 0."""
+    head, tail, shift = rows(seed, 3)
+    phases = rows(seed + 10, 1, DIM // 2)[0]
+    found = score("roth", head, curved(phases, shift, 1e-9), tail)
+    assert found == close(4 * score("rote", head, np.concatenate([phases, shift]), tail))
+
+
+@seeds
+@pytest.mark.parametrize("c", [0.1, 1.0, 3.0])
+def test_roth_of_three_points_on_a_line(seed, c):
+    """Along a line through 0 translations add up, and distances are twice the differences."""
+    unit, zero = rows(seed, 1)[0], np.zeros(DIM // 2)
+    unit /= np.linalg.norm(unit)
+    found = score("roth", 0.5 * unit, curved(zero, 0.7 * unit, c), 0.2 * unit)
+    assert found == close(-((2 * (0.5 + 0.7 - 0.2)) ** 2))
+    # A rotation of all keeps every distance.
+    head, tail = rows(seed + 5, 2) / 4
+    turn = np.full(DIM // 2, 0.8)
+    numbers = (tail[0::2] + 1j * tail[1::2]) * np.exp(0.8j)
+    turned = interleaved(numbers.real, numbers.imag)
+    without = score("roth", head, curved(zero, 0 * head, c), tail)
+    assert score("roth", head, curved(turn, 0 * head, c), turned) == close(without)
+
+
+@pytest.mark.parametrize("length", [0.0, 1e-20, 1e-4, 1.0, 5.0, 20.0, 1e4])
+def test_roth_has_finite_scores_and_gradients_in_single_precision(length):
+    """At 0, near the boundary and far beyond what tanh tells apart; also of a point with itself."""
+    torch.manual_seed(0)
+    scorer = SCORERS["roth"](1, DIM, True)
+    torch.nn.init.normal_(scorer.relations)
+    with torch.no_grad():
+        scorer.relations[1:, DIM // 2 : -1] = 0
+    anchor, others = (torch.nn.functional.normalize(torch.randn(1, n, DIM), dim=-1) for n in (4, 5))
+    anchor, others = (length * anchor).requires_grad_(), (length * others)
+    others[0, 0] = anchor[0, 0].detach()
+    others.requires_grad_()
+    for relation in (0, 1):
+        ids = torch.full((1, 4), relation)
+        for scores in (
+            scorer.score_candidates(anchor, ids, others, "tail"),
+            scorer.score_triples(anchor, ids, others[:, :4], "tail"),
+        ):
+            assert scores.isfinite().all() and (scores <= 0).all()
+            found = torch.autograd.grad(scores.sum(), (anchor, others, scorer.relations))
+            assert all(gradient.isfinite().all() for gradient in found)
+
+
+@seeds
 def test_house_in_the_plane_is_rotate(seed):
     """Two reflections rotate by twice the angle between their mirrors."""
     head, tail = rows(seed, 2)
@@ -273,6 +340,40 @@ def test_tucker_with_all_matrices_is_rescal(seed):
 
     found = score("tucker", head, matrix, tail, all_matrices, relation_dim=16)
     assert found == close(score("rescal", head, matrix, tail))
+
+
+@seeds
+def test_meim_of_one_partition_is_tucker_and_of_all_is_distmult(seed):
+    head, relation, tail = rows(seed, 3, 6)
+    core = rows(seed + 10, 1, 6**3)[0].reshape(6, 6, 6)
+
+    def the_core(scorer):
+        scorer.core.copy_(torch.as_tensor(core).view_as(scorer.core))
+
+    one = score("meim", head, relation, tail, the_core, partitions=1)
+    assert one == close(score("tucker", head, relation, tail, the_core))
+    ones = lambda scorer: scorer.core.fill_(1)  # noqa: E731
+    every = score("meim", head, relation, tail, ones, partitions=6)
+    assert every == close(score("distmult", head, relation, tail))
+
+
+@pytest.mark.parametrize("reciprocal", [False, True])
+def test_meim_is_penalised_for_matrices_that_are_not_orthogonal(reciprocal):
+    torch.manual_seed(0)
+    scorer = SCORERS["meim"](2, 6, reciprocal, partitions=2, relation_dim=4, orthogonality=0.3)
+    for parameter in scorer.double().parameters():
+        torch.nn.init.normal_(parameter)
+    relation = torch.tensor([[0, 1, 1]])
+    found = scorer.relation_penalty(relation, "head").detach()
+    assert found.shape == (1, 3)
+    for place, ident in enumerate((0, 1, 1)):
+        row = scorer.relations.detach()[ident + 2 * reciprocal].view(2, 4)
+        expected = 0.0
+        for k in range(2):
+            matrix = sum(row[k, w] * scorer.core.detach()[k, w] for w in range(4)).numpy()
+            expected += 0.3 * np.sum((matrix.T @ matrix - np.eye(3)) ** 2)
+        assert found[0, place].item() == close(expected)
+    assert not SCORERS["meim"](2, 6, partitions=2).penalizes_relations
 
 
 @seeds

@@ -156,7 +156,9 @@ def test_distances_do_not_depend_on_the_block_size(monkeypatch, numbers_at_once)
         torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("name", ["transh", "mure", "pairre", "house", "shallom", "conve", "coke"])
+@pytest.mark.parametrize(
+    "name", ["transh", "mure", "pairre", "house", "roth", "shallom", "conve", "coke"]
+)
 @pytest.mark.parametrize("numbers_at_once", [1, 60])
 def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_once):
     """Neither values nor gradients; head queries of MuRE, relations of the networks."""
@@ -183,7 +185,7 @@ def test_pairs_do_not_depend_on_the_block_size(monkeypatch, name, numbers_at_onc
 
 
 @pytest.mark.parametrize(
-    "name", ["transe_l1", "transe_l2", "transh", "rotate", "mure", "pyke", "house"]
+    "name", ["transe_l1", "transe_l2", "transh", "rotate", "rote", "mure", "pyke", "house"]
 )
 def test_small_distances_between_long_rows_keep_their_digits(name):
     """Ranking scores by candidates, training by triples: near the answer they must not differ."""

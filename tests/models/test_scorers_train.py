@@ -19,8 +19,9 @@ OPTIONS = {
     "keci": {"model__options__p": 1, "model__options__q": 2},
     "conve": {"model__options__channels": 4},
     "tucker": {"model__options__relation_dim": 4},
+    "meim": {"model__options__orthogonality": 0.1},
 }
-NETWORKS = ("conve", "conex", "aconex", "convq", "convo", "coke", "shallom")
+RECIPROCAL = ("conve", "conex", "aconex", "convq", "convo", "coke", "shallom", "roth")
 
 
 def config(name: str, store: Path, folder: Path):
@@ -28,7 +29,7 @@ def config(name: str, store: Path, folder: Path):
     number = SCORER_NAMES.index(name)
     changes = {
         "model__scorer": name,
-        "model__reciprocal": name in NETWORKS or number % 2 == 0,
+        "model__reciprocal": name in RECIPROCAL or number % 2 == 0,
         "model__normalization": ("none", "layer", "none", "unit")[number % 4],
         "train__optimizer": ("adagrad", "adam", "sgd")[number % 3],
         "train__lr": 0.02,

@@ -16,7 +16,7 @@ from kge_torchrec.planning import full_step as module
 from kge_torchrec.planning.advice import advise
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.full_step import full_cost, queries_of
+from kge_torchrec.planning.full_step import fetched_of, full_cost, queries_of
 from kge_torchrec.planning.operations import WatchCollectives
 from kge_torchrec.planning.plan import alternatives, plan_training
 from kge_torchrec.planning.report import report
@@ -109,6 +109,19 @@ def test_what_does_not_fit_gets_advice():
     text = report(plan)
     assert "nothing is looked up" in text
     assert "de-duplication" not in text
+
+
+def test_biases_are_two_of_a_rows_numbers():
+    alone, biased = against_all(), against_all(model__biases=True, model__dim=18)
+    assert biased.dense_parameters == alone.dense_parameters
+    rows = [planned(work, "4xCPU").memory[0]["weights"].main for work in (alone, biased)]
+    assert rows[1] == pytest.approx(rows[0] * 18 / 16)
+
+
+def test_answers_are_fetched_where_triples_are_penalised():
+    queries = fetched_of(against_all(loss__regularizers={"l2": 0.1}))
+    assert fetched_of(against_all(loss__regularizers={"dura": 0.1})) == 2 * queries
+    assert fetched_of(against_all(loss__relation_weight=0.1)) == 2 * queries
 
 
 def test_more_ranks_than_entities():

@@ -99,7 +99,10 @@ def expected_gradients(objective: Objective) -> dict[str, torch.Tensor]:
         for part in (rows[anchor], rows[answer]):
             total = total + objective.regularizers.of(part, scorer.is_complex).sum()
         factors = scorer.relation_factors(relation, side)
-        total = total + objective.regularizers.of(factors, scorer.relation_is_complex).sum()
+        of_relations = objective.regularizers.of_relations(factors, scorer.relation_is_complex)
+        total = total + of_relations.sum()
+        if scorer.penalizes_relations:
+            total = total + scorer.relation_penalty(relation, side).sum()
     loss = total / (2 * len(TRIPLES))
     names, parameters = zip(*objective.named_parameters(), strict=True)
     found = torch.autograd.grad(loss, [rows, *parameters], allow_unused=True)

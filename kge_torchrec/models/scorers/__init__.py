@@ -5,12 +5,14 @@ from __future__ import annotations
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.models.scorers.algebra import DualE, LFMult, OMult, QMult, QuatE
-from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
-from kge_torchrec.models.scorers.bilinear import RESCAL, ComplEx, DistMult, SimplE, TuckER
+from kge_torchrec.models.scorers.base import BIASES, SIDES, Scorer, Side
+from kge_torchrec.models.scorers.biased import Biased
+from kge_torchrec.models.scorers.bilinear import MEIM, RESCAL, ComplEx, DistMult, SimplE, TuckER
 from kge_torchrec.models.scorers.clifford import CKeci, DeCaL, Keci
 from kge_torchrec.models.scorers.convolution import AConEx, ConEx, ConvE, ConvO, ConvQ
+from kge_torchrec.models.scorers.hyperbolic import RotH
 from kge_torchrec.models.scorers.neural import CoKE, Shallom
-from kge_torchrec.models.scorers.rotational import HousE, RotatE
+from kge_torchrec.models.scorers.rotational import HousE, RotatE, RotE
 from kge_torchrec.models.scorers.translational import MuRE, PairRE, Pyke, TransEL1, TransEL2, TransH
 
 SCORERS: dict[str, type[Scorer]] = {
@@ -18,16 +20,16 @@ SCORERS: dict[str, type[Scorer]] = {
     for scorer in (
         TransEL1, TransEL2, TransH, DistMult, ComplEx, RotatE, SimplE, RESCAL, TuckER,
         QMult, QuatE, OMult, DualE, Keci, CKeci, DeCaL, MuRE, PairRE, HousE, Pyke,
-        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, Shallom, LFMult,
+        ConvE, ConEx, AConEx, ConvQ, ConvO, CoKE, Shallom, LFMult, RotE, RotH, MEIM,
     )
 }  # fmt: skip
 
 
 def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
     """The scorer that a config describes, its parameters not yet started."""
-    return resolve("scorer", config.scorer)(
+    scorer = resolve("scorer", config.scorer)(
         num_relations,
-        config.dim,
+        config.dim - (BIASES if config.biases else 0),
         config.reciprocal,
         normalization=config.normalization,
         relation_dropout=config.relation_dropout,
@@ -35,6 +37,7 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
         hidden_dropout=config.hidden_dropout,
         **config.scorer_options(),
     )
+    return Biased(scorer) if config.biases else scorer
 
 
 __all__ = ["SCORERS", "SIDES", "Scorer", "Side", "build_scorer"]

@@ -46,8 +46,8 @@ class AlgebraScorer(TrilinearScorer):
         count = len(cls.table_of(options))
         return count, GROUPS[count]
 
-    def relation(self, ids: Tensor) -> Tensor:
-        return self.factor(super().relation(ids))
+    def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
+        return self.factor(super().relation(ids, drop))
 
     def factor(self, relation: Tensor) -> Tensor:
         """The number that a relation's row stands for: (..., D) -> (..., D), itself by default."""

@@ -37,6 +37,8 @@ GROUPS = {
     4: "four real numbers make a quaternion",
     8: "eight real numbers make an octonion",
 }
+BIASES = 2  # numbers of an entity that model.biases makes its biases, as a head and as a tail
+_OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
 Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
 
 
@@ -75,6 +77,10 @@ class Scorer(nn.Module):
     relation_is_complex = False
     # Columns at the end of an entity's row that are no part of its vector.
     bias_columns = 0
+    zero_columns = 0  # of those, how many start at 0 whatever the config draws
+    # Whether the score is an inner product with a query that is linear in its anchor, for either
+    # side: see ``TrilinearScorer.dual_vectors``.
+    is_bilinear = False
 
     def __init__(
         self,
@@ -116,6 +122,17 @@ class Scorer(nn.Module):
             )
 
     @classmethod
+    def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
+        """Raises ConfigError, which names the key, unless ``biased`` can be put around it.
+
+        dim: all numbers of an entity, its biases included.
+        """
+        raise ConfigError(
+            f"model.biases: {cls.name or cls.__name__} does not encode queries, to whose scores "
+            "biases could be added; derive it from QueryScorer, or set model.biases false"
+        )
+
+    @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
         """The number that D must be a multiple of, and why."""
         return 1, ""
@@ -143,10 +160,29 @@ class Scorer(nn.Module):
         vector, biases = rows.split([self.dim - self.bias_columns, self.bias_columns], -1)
         return torch.cat([self.entity_norm(vector), biases], -1)
 
-    def relation(self, ids: Tensor) -> Tensor:
-        """Relation rows as the formula takes them: (...) ids -> (..., W)."""
-        rows = nn.functional.embedding(ids, self.relations)
-        return self.input_dropout(self.relation_dropout(self.relation_norm(rows)))
+    def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
+        """Relation rows as the formula takes them: (...) ids -> (..., W).
+
+        drop: with dropout, in training; penalties are taken without.
+        """
+        rows = self.relation_norm(nn.functional.embedding(ids, self.relations))
+        return self.input_dropout(self.relation_dropout(rows)) if drop else rows
+
+    @property
+    def penalizes_relations(self) -> bool:
+        """Whether there is a ``relation_penalty``."""
+        return False
+
+    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
+        """A penalty of the scorer's own on the relation of each query, weighted.
+
+        relation: (...) ids.  Returns (...), which is added to the losses of the queries.
+        """
+        raise NotImplementedError
+
+    def entity_factors(self, rows: Tensor) -> Tensor:
+        """The part of entity rows that regularizers see, as it lies in the table."""
+        return rows
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
@@ -227,6 +263,23 @@ class QueryScorer(Scorer):
         super().__init_subclass__()
         if "similarity_matrix" in vars(cls) and "similarity_at" not in vars(cls):
             cls.similarity_at = QueryScorer.similarity_at  # type: ignore[method-assign]
+
+    @classmethod
+    def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
+        name = cls.name or cls.__name__
+        if cls.bias_columns:
+            raise ConfigError(f"model.biases: {name} has biases of its own; set it to false")
+        if dim <= BIASES:
+            raise ConfigError(
+                f"model.dim must be at least {BIASES + 1} with model.biases true, which takes "
+                f"{BIASES} of its numbers, got {dim}"
+            )
+        try:
+            cls.check(dim - BIASES, reciprocal, options)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error}; model.biases true leaves {name} {dim - BIASES} of model.dim {dim}"
+            ) from None
 
     @property
     def drops_pairs(self) -> bool:
@@ -372,9 +425,24 @@ class TrilinearScorer(DotScorer):
     Subclasses also give ``relation_query``, with score = <relation_query(head, tail), relation>.
     """
 
+    is_bilinear = True
+
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         """(..., D), (..., D) -> (..., W)"""
         raise NotImplementedError
+
+    def dual_vectors(
+        self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The query of the anchor, the answer; the query of the answer for the anchor, the anchor.
+
+        anchor, answer: (..., D) rows; relation: (...) ids.  The inner product of either pair is the
+        triple's score, but that nothing is dropped of rows.  Returns (..., D) each.
+        """
+        relation, side = self.direct(relation, side)
+        rows, back = self.relation(relation, drop=False), _OTHER[side]
+        anchor, answer = self.entity(anchor), self.entity(answer)
+        return self.query(anchor, rows, side), answer, self.query(answer, rows, back), anchor
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
         anchor, target = self.input_dropout(self.entity(anchor)), self.entity(target)

@@ -7,8 +7,9 @@ Their score(h, r, t):
     SimplE    Kazemi and Poole 2018    (<h_head, r, t_tail> + <t_head, r', h_tail>) / 2
     RESCAL    Nickel et al. 2011       h^T M_r t
     TuckER    Balazevic et al. 2019    core x_1 r x_2 h x_3 t
+    MEIM      Tran and Takasu 2022     sum_k core_k x_1 r_k x_2 h_k x_3 t_k, partitions k
 
-Shapes: D numbers a row.
+Shapes: D numbers a row, P partitions of C = D / P.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.checks import at_least, not_negative
 from kge_torchrec.models.ops import times
 from kge_torchrec.models.scorers.base import (
     GROUPS,
@@ -173,3 +174,87 @@ class TuckER(TrilinearScorer):
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return outer(head, tail) @ self.core.flatten(1).t()
+
+
+class MEIM(TrilinearScorer):
+    """A row is P partitions of C numbers; each has a TuckER of its own, with a core of its own.
+
+    A relation's row is P partitions as well, of W numbers each; the matrix of a partition is their
+    sum of the core's (P, W, C, C).  The authors' BatchNorm is left out; model.normalization layer
+    is the nearest.  Raises ValueError when P does not divide D.
+    """
+
+    @dataclass(frozen=True)
+    class Options:
+        """The partitions.
+
+        Args:
+            partitions: Partitions of the numbers of an entity.
+            relation_dim: Numbers per relation and partition; null takes as many as of an entity.
+            orthogonality: Weight of the squared distance of M^T M from the identity, for each
+                matrix M of a query's relation.
+        """
+
+        partitions: int = 4
+        relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
+        orthogonality: float = 0.0
+
+        def __post_init__(self) -> None:
+            at_least("model.options.partitions", self.partitions, 1)
+            if self.relation_dim is not None:
+                at_least("model.options.relation_dim", self.relation_dim, 1)
+            not_negative("model.options.orthogonality", self.orthogonality)
+
+    name = "meim"
+    formula = (
+        "MEIM (Tran and Takasu 2022): score(h, r, t) = sum_k core_k x_1 r_k x_2 h_k x_3 t_k, "
+        "partitions k."
+    )
+
+    def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
+        super().__init__(num_relations, dim, reciprocal, **shared)
+        self.partitions = self.options.partitions
+        sizes = self.relations.shape[1] // self.partitions, *[dim // self.partitions] * 2
+        self.core = nn.Parameter(torch.empty(self.partitions, *sizes))
+
+    @classmethod
+    def multiple(cls, options: Options) -> tuple[int, str]:
+        return options.partitions, "of model.options.partitions parts of one size"
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Options) -> int:
+        width = options.relation_dim or dim // options.partitions
+        return options.partitions * width
+
+    @property
+    def penalizes_relations(self) -> bool:
+        return self.options.orthogonality > 0
+
+    def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
+        """Soft orthogonality: the weighted sum over partitions of ||M^T M - I||^2, (...)."""
+        relation, _ = self.direct(relation, side)
+        matrix = self.matrices(self.relation(relation, drop=False))
+        identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
+        squares = (matrix.transpose(-1, -2) @ matrix - identity).square()
+        return self.options.orthogonality * squares.sum((-1, -2, -3))
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """The core starts as TuckER's, uniform in [-1, 1)."""
+        super().reset_parameters(fill, stream)
+        uniform(self.core, 1.0, stream)
+
+    def matrices(self, relation: Tensor) -> Tensor:
+        """Of relation rows, one each partition: (..., P W) -> (..., P, C, C)."""
+        return torch.einsum("...pw, pwij -> ...pij", self._parts(relation), self.core)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        return bilinear_query(self._parts(anchor), self.matrices(relation), side).flatten(-2)
+
+    def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
+        products = outer(self._parts(head), self._parts(tail))
+        return torch.einsum("...pz, pwz -> ...pw", products, self.core.flatten(2)).flatten(-2)
+
+    def _parts(self, rows: Tensor) -> Tensor:
+        """(..., P n) -> (..., P, n) view."""
+        return rows.unflatten(-1, (self.partitions, -1))

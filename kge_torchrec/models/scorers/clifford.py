@@ -39,6 +39,7 @@ class Shifted(NamedTuple):
 class CliffordScorer(TrilinearScorer):
     """A row is m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
 
+    is_bilinear = False  # some of a score does not see the answer
     squares: Tensor  # s_i, (n,)
     order: Tensor  # (n, n): sum_i h_i (order r)_i = sum_{i<k} h_i r_k - h_k r_i
 

@@ -147,7 +147,7 @@ class Shallom(QueryScorer):
         super().reset_parameters(fill, stream)
         uniform(self.relations, 1 / math.sqrt(self.relations.shape[1]), stream)
 
-    def relation(self, ids: Tensor) -> Tensor:
+    def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         """Without dropout: the rows are weights of the output layer."""
         return self.relation_norm(nn.functional.embedding(ids, self.relations))
 

@@ -2,8 +2,9 @@
 
 Their score(h, r, t):
 
-    RotatE  Sun et al. 2019  -sum_k |h_k e^(i r_k) - t_k|
-    HousE   Li et al. 2022   -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i
+    RotatE  Sun et al. 2019    -sum_k |h_k e^(i r_k) - t_k|
+    RotE    Chami et al. 2020  -||Rot_r h + v_r - t||^2, Rot_r as in RotatE
+    HousE   Li et al. 2022     -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i
 
 In HousE H_r is a rotation, a product of Householder reflections x - 2 u <u, x>; P_r and Q_r are
 products of Householder projections x - s u <u, x>.  The vectors u have length 1; each block has its
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.distances import compared_at, complex_distance
+from kge_torchrec.models.distances import compared_at, complex_distance, euclidean
 from kge_torchrec.models.ops import pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
 
@@ -66,6 +67,49 @@ class RotatE(QueryScorer):
 
     def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         return -compared_at("moduli", query, rows, index)
+
+
+class RotE(QueryScorer):
+    """D real numbers a row make D/2 complex ones, which a relation rotates, then moves.
+
+    A relation's row is D/2 phases, then D numbers of the translation v_r; the head query is
+    Rot_r^-1 (t - v_r).  Published with model.biases true.  The authors hold a rotation as a pair of
+    numbers that they bring to length 1, not as its phase.  Raises ValueError when D is odd.
+    """
+
+    name = "rote"
+    is_distance = True
+    formula = "RotE (Chami et al. 2020): score(h, r, t) = -||Rot_r h + v_r - t||^2."
+    is_complex = True  # entities only
+
+    @classmethod
+    def multiple(cls, options: Any) -> tuple[int, str]:
+        return 2, GROUPS[2]
+
+    @classmethod
+    def relation_dim(cls, dim: int, options: Any) -> int:
+        return dim // 2 + dim
+
+    @torch.no_grad()
+    def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
+        """Translations take the configured draw, phases start uniform over the circle."""
+        super().reset_parameters(fill, stream)
+        uniform(self.relations[:, : self.dim // 2], math.pi, stream)
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        phase, shift = relation.split([self.dim // 2, self.dim], -1)
+        if side == "tail":
+            return rotated(anchor, phase) + shift
+        return rotated(anchor - shift, -phase)
+
+    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -(query - rows).square().sum(-1)
+
+    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -euclidean(query, rows).square()
+
+    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        return -compared_at("euclidean", query, rows, index).square()
 
 
 class Projected(NamedTuple):

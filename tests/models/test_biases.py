@@ -1,0 +1,133 @@
+"""Learnt biases on top of every scorer that has none of its own."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from scorer_cases import RELATIONS, case_of, directions, make, normal
+
+from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.models.losses import SoftmaxLoss
+from kge_torchrec.models.model import Objective
+from kge_torchrec.models.regularizers import Regularizers
+from kge_torchrec.models.scorers import SCORERS, build_scorer
+from kge_torchrec.models.scorers.base import Scorer
+from kge_torchrec.models.scorers.biased import Biased
+from kge_torchrec.ranking.blocks import score_block
+
+NAMES = [name for name in SCORERS if not SCORERS[name].bias_columns]
+every_direction = pytest.mark.parametrize(
+    "name, side, inverses",
+    [(name, *direction) for name in NAMES for direction in directions(case_of(name))],
+)
+
+
+@every_direction
+def test_every_call_adds_the_biases_of_head_and_tail(name, side, inverses):
+    """To what the scorer alone says of the vectors; with inverses the anchor is the head."""
+    inner = make(case_of(name), inverses, normalization="layer")
+    scorer = Biased(inner)
+    dim = scorer.dim
+    assert dim == inner.dim + 2
+    anchor, target, relation = normal(2, 3, dim), normal(2, 3, dim), torch.randint(3, (2, 3))
+    table, index = normal(4, dim), torch.tensor([[0, 2, 2, 1, 0], [1, 1, 3, 1, 2]])
+    as_head, as_tail = (-2, -1) if inverses or side == "tail" else (-1, -2)
+
+    def of_triples(scores, anchor, target):
+        return scores + anchor[..., as_head] + target[..., as_tail]
+
+    def alone(rows):
+        return rows[..., :-2]
+
+    close = torch.testing.assert_close
+    positive = of_triples(
+        inner.score_triples(alone(anchor), relation, alone(target), side), anchor, target
+    )
+    against = of_triples(
+        inner.score_candidates(alone(anchor), relation, alone(table[index]), side),
+        anchor[:, :, None], table[index][:, None],
+    )  # fmt: skip
+    close(scorer.score_triples(anchor, relation, target, side), positive)
+    close(scorer.score_candidates(anchor, relation, table[index], side), against)
+    for found in (
+        scorer.score_contrast(anchor, relation, target, table[index], side),
+        scorer.score_contrast_at(anchor, relation, target, table, index, side),
+    ):
+        close(found, (positive, against))
+    prepared = scorer.prepared(anchor[0], relation[0], side)
+    close(torch.cat([prepared(rows) for rows in table[index[0]].split(2)], -1), against[0])
+    query = torch.tensor([0, 1, 2, 2])
+    answers, others = scorer.score_answers(
+        anchor[0], relation[0], target[0][query], query, table[index[0]], side
+    )
+    close(answers[:3], positive[0])
+    close(answers[2], answers[3])
+    close(others, against[0])
+    told = inner.score_relations(alone(anchor), alone(target), side)
+    close(
+        scorer.score_relations(anchor, target, side),
+        of_triples(told, anchor[:, :, None], target[:, :, None]),
+    )
+    assert (scorer.picks_rows, scorer.drops_pairs) == (inner.picks_rows, inner.drops_pairs)
+
+
+@pytest.mark.parametrize("name", ["complex", "rotate", "transe_l2", "pairre", "shallom"])
+def test_ranking_agrees_with_triples_in_any_block(name):
+    """In single precision, with whatever kernels there are."""
+    inner = make(case_of(name), dtype=torch.float32)
+    scorer = Biased(inner)
+    table, anchor = torch.randn(300, scorer.dim), torch.randn(20, scorer.dim)
+    relation = torch.arange(20) % RELATIONS
+    with torch.no_grad():
+        whole = score_block(scorer, anchor, relation, table, "head")
+        for start, stop in ((0, 1), (3, 20), (5, 170)):
+            part = score_block(scorer, anchor, relation, table[start:stop], "head")
+            assert torch.equal(part, whole[:, start:stop])
+        single = scorer.score_triples(anchor, relation, table[:20], "head")
+    torch.testing.assert_close(whole.diagonal(), single, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["complex", "distmult"])
+def test_regularizers_leave_biases_out(name):
+    """And read complex numbers as pairs of the vector, which the biases come after."""
+    inner = make((name, 2, {}), False, dtype=torch.float32)
+    torch.nn.init.zeros_(inner.relations)
+    objective = Objective(Biased(inner), SoftmaxLoss(), ("tail",), Regularizers(n3=1.0))
+    rows = torch.tensor([[3.0, 4.0, 7.0, -9.0]]).expand(2, 4)
+    penalty = objective.penalty_of_entities(rows[:1])
+    assert penalty.item() == pytest.approx(125 if name == "complex" else 27 + 64)
+
+
+def config(**changes):
+    return ModelConfig(**{"scorer": "complex", "dim": 8, "biases": True, **changes})
+
+
+class Plain(Scorer):
+    """No query scorer."""
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"dim": 7}, r"dim must be even for complex .*got 5; .*biases true leaves complex 5 of"),
+        ({"dim": 2}, "model.dim must be at least 3 with model.biases true"),
+        ({"scorer": "mure"}, "model.biases: mure has biases of its own"),
+        ({"scorer": f"{__name__}:Plain"}, "model.biases: Plain does not encode queries"),
+        ({"scorer": "conve", "reciprocal": False}, "model.reciprocal must be true for conve"),
+    ],
+)
+def test_what_cannot_have_biases_says_so(changes, message):
+    with pytest.raises(ConfigError, match=message):
+        config(**changes)
+
+
+def test_a_config_builds_it():
+    scorer = build_scorer(config(dim=10, normalization="layer"), RELATIONS)
+    assert isinstance(scorer, Biased) and scorer.dim == 10 and scorer.inner.dim == 8
+    assert scorer.inner.entity_norm.normalized_shape == (8,)
+    assert {name for name, _ in scorer.named_parameters()} >= {"inner.relations"}
+    start = lambda stream, out: np.copyto(out, stream.normal(size=out.shape))  # noqa: E731
+    scorer.reset_parameters(start, np.random.default_rng(0))
+    assert scorer.relations.std() > 0.5
+    assert scorer.formula.endswith("; plus b_h + c_t, the biases of head and tail.")
