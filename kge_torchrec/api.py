@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from operator import attrgetter
@@ -15,6 +16,7 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
+from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
 from kge_torchrec.data import Side
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
@@ -299,7 +301,15 @@ def _begin(
         raise
     if session.config != config:  # as it was settled
         on_first_rank(ranks, lambda: folder.save_config(session.config))
+        if session.show:
+            print(f"picked for this graph: {_picked(config, session.config)}", file=sys.stderr)
     _fit(session, TrainState(data=session.store.fingerprint), callbacks, resumed_at=None)
+
+
+def _picked(config: Config, settled: Config) -> str:
+    """What null stood for, in words."""
+    keys = [key for key in PICKED_KEYS if attrgetter(key)(config) is None]
+    return ", ".join(f"{key} {attrgetter(key)(settled)}" for key in keys)
 
 
 def _continue(

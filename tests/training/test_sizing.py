@@ -118,3 +118,9 @@ def test_a_plan_is_of_the_number_that_training_takes(capsys):
         plan(["--devices", devices, *sizes, "--model.dim", "8"])
         found[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
     assert found == {"2xCPU": 1024, "2xH200": 2 * 8192}
+
+
+def test_a_run_says_what_was_picked(store, tmp_path, capsys):
+    config = config_of(store, tmp_path, train__batch_size=None, train__epochs=1, run__progress=True)
+    api.train(config).close()
+    assert "picked for this graph: train.batch_size 128\n" in capsys.readouterr().err
