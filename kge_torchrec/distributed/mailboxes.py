@@ -31,11 +31,9 @@ from kge_torchrec.distributed.waiting import publish, read, wait_for
 _PUBLISHED, _CONSUMED, _LEFT, _TOKEN = 0, 8, 16, 24  # words, in cache lines of their own
 _ENTRIES = 32  # the first word of them
 _KEPT = 256  # entries, so many messages may be under way
-_NOWHERE = -1  # the place of what was too large to be left
 _LINE = 64  # bytes; messages start at multiples
 _PAGE = 4096
 LEAST_ROOM = 1 << 20  # bytes of a new mailbox
-MOST_ROOM = 1 << 28  # bytes; what is under way does not take more
 
 
 class Mailboxes:
@@ -121,7 +119,7 @@ class Mailboxes:
         receive: reads what can be read here; called where so many messages are under way that
             this process has to wait for their readers.
 
-        What is too large is not left: readers are told.  Raises DistNetworkError.
+        Raises DistNetworkError; OSError without memory for it.
         """
         distinct = {id(part): part for part in parts}
         needed = sum(_lines(part.size) for part in distinct.values())
@@ -130,16 +128,13 @@ class Mailboxes:
         number, box = self._next, self._boxes[self.rank]
         entry = self._entry_of(box, number)
         entry[0] = self._room
-        if at is None:
-            entry[1:] = _NOWHERE
-        else:
-            places = {}
-            for key, part in distinct.items():
-                places[key] = at
-                box.data[at : at + part.size] = part
-                at += _lines(part.size)
-            entry[1::2] = [places[id(part)] for part in parts]
-            entry[2::2] = [part.size for part in parts]
+        places = {}
+        for key, part in distinct.items():
+            places[key] = at
+            box.data[at : at + part.size] = part
+            at += _lines(part.size)
+        entry[1::2] = [places[id(part)] for part in parts]
+        entry[2::2] = [part.size for part in parts]
         self._next += 1
         publish(box.words, _PUBLISHED, self._next)
         return number
@@ -148,18 +143,15 @@ class Mailboxes:
         """Whether every process has left message ``number``."""
         return all(read(box.words, _PUBLISHED) > number for box in self._boxes)
 
-    def part(self, number: int, source: int) -> np.ndarray | None:
+    def part(self, number: int, source: int) -> np.ndarray:
         """What ``source`` left here in message ``number``, as a view; waits for it.
 
-        None where it was too large.  To be read before ``consumed(number)``.  Raises
-        DistNetworkError.
+        To be read before ``consumed(number)``.  Raises DistNetworkError.
         """
         box = self._boxes[source]
         self._wait(source, _PUBLISHED, number + 1)
         entry = self._entry_of(box, number)
         at, size = (int(word) for word in entry[1 + 2 * self.rank : 3 + 2 * self.rank])
-        if at == _NOWHERE:
-            return None
         box.map(int(entry[0]))
         return box.data[at : at + size]
 
@@ -174,10 +166,10 @@ class Mailboxes:
 
     # Room
 
-    def _room_for(self, needed: int) -> int | None:
-        """Where ``needed`` bytes are free; None: the mailbox will not be that large.
+    def _room_for(self, needed: int) -> int:
+        """Where ``needed`` bytes are free; the mailbox grows if there are not so many.
 
-        Never waits: whoever is to read may wait for this process elsewhere.
+        It does not wait for readers: they may wait for this process elsewhere.
         """
         done, start = self._consumed_by_all(), 0
         while self._under_way and self._under_way[0][0] < done:
@@ -186,22 +178,17 @@ class Mailboxes:
             if start + needed <= taken:
                 break
             start = end
-        if start + needed > self._room and not self._grow(start + needed):
-            return None
+        if start + needed > self._room:
+            self._grow(start + needed)
         self._under_way.append((self._next, start, start + needed))
         return start
 
-    def _grow(self, needed: int) -> bool:
+    def _grow(self, needed: int) -> None:
+        """Pages take memory once they are written, so that powers of two waste none."""
         room, box = 1 << (needed - 1).bit_length(), self._boxes[self.rank]
-        if room > MOST_ROOM:
-            return False
-        try:
-            os.ftruncate(box.file, self._room_at + room)
-            box.map(room)
-        except OSError:
-            return False
+        os.ftruncate(box.file, self._room_at + room)
+        box.map(room)
         self._room = room
-        return True
 
     def _consumed_by_all(self) -> int:
         return min(read(box.words, _CONSUMED) for box in self._boxes)

@@ -1,11 +1,10 @@
 """A process group whose ranks share a host: what a step sends travels through their memory.
 
-all_to_all_single and all_reduce go through ``Mailboxes``; all else, and what does not fit there, is
-gloo's.  Through gloo's sockets a step costs more in waiting than in copying: a rank that waits
+all_to_all_single and all_reduce go through ``Mailboxes``, all else through gloo.  Through gloo's sockets a step costs more in waiting than in copying: a rank that waits
 sleeps, and its core wakes late, several times a step.
 
     SharedMemoryGroup   the group, for torch.distributed, TorchRec and DistributedDataParallel
-    group_for_rows      the one that ``processes`` exchange rows and gradients by
+    with_exchange       processes that exchange rows and gradients by it
 
 PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
 
@@ -23,6 +22,7 @@ from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -73,18 +73,19 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """As torch.distributed's.  Raises ValueError for sizes that do not fit the tensors."""
         opts = opts or dist.AllToAllOptions()
-        arguments = (output, input, list(output_split_sizes), list(input_split_sizes), opts)
         if not (_is_plain(output) and _is_plain(input)):
-            return self._gloo.alltoall_base(*arguments)
+            sizes = list(output_split_sizes), list(input_split_sizes)
+            return self._gloo.alltoall_base(output, input, *sizes, opts)
         own = self._boxes.rank
         sent = _split(_bytes(input.contiguous()), len(input), input_split_sizes, self.size())
         arrived = output if output.is_contiguous() else torch.empty_like(output).contiguous()
         places = _split(_bytes(arrived), len(output), output_split_sizes, self.size())
         if len(sent[own]) != len(places[own]):
-            raise ValueError(f"rank {own} sends itself {len(sent[own])} bytes, not {len(places[own])}")
+            raise ValueError(f"{len(sent[own])} bytes to itself, {len(places[own])} from itself")
+
+        places[own][:] = sent[own]
 
         def receive(parts: list[np.ndarray]) -> None:
-            places[own][:] = sent[own]
             for source, (place, part) in enumerate(zip(places, parts, strict=True)):
                 if source != own:
                     _check(len(part), len(place), source)
@@ -93,7 +94,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 output.copy_(arrived)
 
         parts = [_NOTHING if rank == own else part for rank, part in enumerate(sent)]
-        return self._start(parts, receive, lambda: self._gloo.alltoall_base(*arguments), [output])
+        return self._start(parts, receive, [output])
 
     alltoall_base = all_to_all_single
 
@@ -108,45 +109,31 @@ class SharedMemoryGroup(dist.ProcessGroup):
             return self._gloo.allreduce(tensors, opts)
         flat = total.detach().view(-1)
         if self.size() > 2 and flat.nbytes > _SUMMED_AT_ONCE:
-            return self._reduce_in_parts(flat, reduce, tensors, opts)
+            return self._reduce_in_parts(flat, reduce, tensors)
 
         def receive(parts: list[np.ndarray]) -> None:
             _reduce_into(flat, parts, reduce)
 
-        return self._start(
-            [_bytes(flat)] * self.size(),
-            receive,
-            lambda: self._gloo.allreduce(tensors, opts),
-            tensors,
-        )
+        return self._start([_bytes(flat)] * self.size(), receive, tensors)
 
     def _reduce_in_parts(
-        self, flat: Tensor, reduce: Callable[..., Any], tensors: list[Tensor], opts: Any
+        self, flat: Tensor, reduce: Callable[[Tensor, Tensor], Any], result: list[Tensor]
     ) -> dist.Work:
-        """Each rank sums its part and sends the sum to all.  Waits for it."""
-        size, own = self.size(), self._boxes.rank
-        bounds = [len(flat) * rank // size for rank in range(size + 1)]
+        """Each rank sums its part, and sends it to all.  Waits for the sum."""
+        bounds = [len(flat) * rank // self.size() for rank in range(self.size() + 1)]
         parts = [flat[start:stop] for start, stop in pairwise(bounds)]
-        mine, whole = torch.empty_like(parts[own]), False
+        mine = torch.empty_like(parts[self._boxes.rank])
 
         def sum_mine(terms: list[np.ndarray]) -> None:
-            nonlocal whole
             _reduce_into(mine, terms, reduce)
-            whole = True
 
         def gather(sums: list[np.ndarray]) -> None:
-            for part, values in zip(parts, sums, strict=True):
-                _check(len(values), part.nbytes, own)
+            for rank, (part, values) in enumerate(zip(parts, sums, strict=True)):
+                _check(len(values), part.nbytes, rank)
                 _bytes(part)[:] = values
 
-        def by_gloo() -> dist.Work:
-            return self._gloo.allreduce(tensors, opts)
-
-        first = self._start([_bytes(part) for part in parts], sum_mine, by_gloo, tensors)
-        first.wait()
-        if not whole:  # gloo did it, on all ranks
-            return first
-        return self._start([_bytes(mine)] * size, gather, by_gloo, tensors)
+        self._start([_bytes(part) for part in parts], sum_mine, []).wait()
+        return self._start([_bytes(mine)] * self.size(), gather, result)
 
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         """As torch.distributed's."""
@@ -163,12 +150,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self,
         parts: list[np.ndarray],
         receive: Callable[[list[np.ndarray]], None],
-        by_gloo: Callable[[], dist.Work],
         result: list[Tensor],
     ) -> _Exchange:
         with self._lock:
             number = self._boxes.leave(parts, self._receive_ready)
-            exchange = _Exchange(self, number, receive, by_gloo, result)
+            exchange = _Exchange(self, number, receive, result)
             self._under_way.append(exchange)
         return exchange
 
@@ -187,16 +173,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         exchange = self._under_way[0]
         parts = [self._boxes.part(exchange.number, rank) for rank in range(self.size())]
         self._under_way.popleft()
-        there = [part for part in parts if part is not None]
         try:
-            if len(there) == len(parts):
-                exchange.receive(there)
+            exchange.receive(parts)
         except ValueError as error:
             exchange.error = error
         self._boxes.consumed(exchange.number)
         exchange.done = True
-        if len(there) < len(parts):  # every rank sees the same
-            exchange.by_gloo().wait()
 
 
 class _Exchange(dist.Work):
@@ -207,12 +189,11 @@ class _Exchange(dist.Work):
         group: SharedMemoryGroup,
         number: int,
         receive: Callable[[list[np.ndarray]], None],
-        by_gloo: Callable[[], dist.Work],
         result: list[Tensor],
     ) -> None:
         super().__init__()
         self._group, self._result = group, result
-        self.number, self.receive, self.by_gloo = number, receive, by_gloo
+        self.number, self.receive = number, receive
         self.done, self.error = False, None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
@@ -292,7 +273,8 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shar
 
 dist.Backend.register_backend(NAME, _create, devices=["cpu"])
 
-_made: tuple[dist.ProcessGroup, dist.ProcessGroup | None] | None = None  # of all, of rows
+# By the group of all ranks, and as long as that.
+_made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
 def with_exchange(processes: Processes, transport: str) -> Processes:
@@ -303,17 +285,17 @@ def with_exchange(processes: Processes, transport: str) -> Processes:
 
     Raises ConfigError where "shared_memory" cannot be.
     """
-    global _made
     if transport == "gloo" or processes.world_size == 1:
         return processes
-    if _made is None or _made[0] is not processes.group:
-        _made = processes.group, _through_memory(processes)
-    if _made[1] is None and transport == "shared_memory":
+    if processes.group not in _made:
+        _made[processes.group] = _through_memory(processes)
+    of_rows = _made[processes.group]
+    if of_rows is None and transport == "shared_memory":
         raise ConfigError(
             "transport shared_memory: the ranks do not share memory (CUDA, several hosts or "
             "containers, or no Linux); use auto or gloo"
         )
-    return replace(processes, of_rows=_made[1])
+    return replace(processes, of_rows=of_rows)
 
 
 def _through_memory(processes: Processes) -> dist.ProcessGroup | None:
