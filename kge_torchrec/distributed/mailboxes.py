@@ -61,7 +61,8 @@ class Mailboxes:
         self._meet(exchange)
 
     def _meet(self, exchange: Callable[[str], list[str]]) -> None:
-        own, address, problem = None, "", ""
+        own: _Box | None = None
+        address = problem = ""
         try:
             own = self._create()
             address = f"{os.getpid()} {own.file} {own.words[_TOKEN]}"
@@ -69,7 +70,7 @@ class Mailboxes:
             problem = str(error)
         told = exchange(address)
         try:
-            if all(told):
+            if own is not None and all(told):
                 for process, text in enumerate(told):
                     mine = process == self.rank
                     self._boxes.append(own if mine else self._open(*map(int, text.split())))

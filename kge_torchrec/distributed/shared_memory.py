@@ -1,7 +1,8 @@
 """A process group whose ranks share a host: what a step sends travels through their memory.
 
-all_to_all_single and all_reduce go through ``Mailboxes``, all else through gloo.  Through gloo's sockets a step costs more in waiting than in copying: a rank that waits
-sleeps, and its core wakes late, several times a step.
+all_to_all_single and all_reduce go through ``Mailboxes``, all else through gloo.  Through gloo's
+sockets a step costs more in waiting than in copying: a rank that waits sleeps, and its core wakes
+late, several times a step.
 
     SharedMemoryGroup   the group, for torch.distributed, TorchRec and DistributedDataParallel
     with_exchange       processes that exchange rows and gradients by it
@@ -55,9 +56,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     one: in the order of the calls, which is that of every rank.
     """
 
-    def __init__(self, boxes: Mailboxes, gloo: dist.ProcessGroupGloo) -> None:
-        super().__init__(boxes.rank, boxes.size)
-        self._boxes, self._gloo = boxes, gloo
+    def __init__(self, boxes: Mailboxes, gloo: Any) -> None:
+        super().__init__(boxes.rank, boxes.size)  # type: ignore[call-arg]  # of another form
+        self._boxes, self._gloo = boxes, gloo  # of which torch's stubs know no collectives
         self._under_way = deque[_Exchange]()
         self._lock = threading.RLock()
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
@@ -66,7 +67,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_to_all_single(
         self,
         output: Tensor,
-        input: Tensor,  # noqa: A002 (torch's name)
+        input: Tensor,
         output_split_sizes: Sequence[int],
         input_split_sizes: Sequence[int],
         opts: Any = None,
@@ -96,9 +97,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         parts = [_NOTHING if rank == own else part for rank, part in enumerate(sent)]
         return self._start(parts, receive, [output])
 
-    alltoall_base = all_to_all_single
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # overloaded there
 
-    def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
+    def allreduce(  # type: ignore[override]  # overloaded there
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
         """As torch.distributed's; terms are added in order of rank, so sums are the same bits."""
         opts = opts or dist.AllreduceOptions()
         reduce = _REDUCED.get(opts.reduceOp.op)
@@ -135,7 +138,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._start([_bytes(part) for part in parts], sum_mine, []).wait()
         return self._start([_bytes(mine)] * self.size(), gather, result)
 
-    def getBackendName(self) -> str:  # noqa: N802 (torch's name)
+    def getBackendName(self) -> str:
         """As torch.distributed's."""
         return NAME
 
@@ -194,7 +197,8 @@ class _Exchange(dist.Work):
         super().__init__()
         self._group, self._result = group, result
         self.number, self.receive = number, receive
-        self.done, self.error = False, None
+        self.done = False
+        self.error: ValueError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Until the tensors hold the result; the group's own timeout holds."""

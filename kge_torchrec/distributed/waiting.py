@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.typing import signature
 from numba.extending import intrinsic
 
 _WORD = 8  # bytes
@@ -22,8 +23,7 @@ def _address(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any
     return builder.gep(data, [arguments[1]])
 
 
-@intrinsic
-def _load_acquire(typing_context: Any, words: Any, index: Any) -> Any:
+def _load(typing_context: Any, words: Any, index: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         address = _address(context, builder, signature, arguments)
         return builder.load_atomic(address, "acquire", _WORD)
@@ -31,8 +31,7 @@ def _load_acquire(typing_context: Any, words: Any, index: Any) -> Any:
     return types.int64(words, types.int64), generate
 
 
-@intrinsic
-def _store_release(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
+def _store(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
     def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
         address = _address(context, builder, signature, arguments)
         builder.store_atomic(arguments[2], address, "release", _WORD)
@@ -41,8 +40,10 @@ def _store_release(typing_context: Any, words: Any, index: Any, value: Any) -> A
     return types.void(words, types.int64, types.int64), generate
 
 
-_sched_yield = types.ExternalFunction("sched_yield", types.int32())
-_usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
+_load_acquire: Any = intrinsic(_load)
+_store_release: Any = intrinsic(_store)
+_sched_yield = types.ExternalFunction("sched_yield", signature(types.int32))
+_usleep = types.ExternalFunction("usleep", signature(types.int32, types.uint32))
 
 # Looks at a word before the processor is offered to others; before this process sleeps (a few
 # milliseconds if nobody takes the offer); before the caller hears that it waits (some 20 ms).
@@ -53,13 +54,13 @@ _FIRST_NAP, _LONGEST_NAP = 50, 1_000  # microseconds
 @njit(cache=True, nogil=True)
 def publish(words: np.ndarray, index: int, value: int) -> None:
     """words[index] = value, once everything written before can be seen."""
-    _store_release(words, index, value)  # type: ignore[call-arg]
+    _store_release(words, index, value)
 
 
 @njit(cache=True, nogil=True)
 def read(words: np.ndarray, index: int) -> int:
     """words[index]; what its writer wrote before can be seen."""
-    return _load_acquire(words, index)  # type: ignore[call-arg]
+    return _load_acquire(words, index)
 
 
 @njit(cache=True, nogil=True)
@@ -71,16 +72,16 @@ def wait_for(words: np.ndarray, index: int, value: int, slept: bool) -> bool:
     """
     if not slept:
         for _ in range(_SPINS):
-            if _load_acquire(words, index) >= value:  # type: ignore[call-arg]
+            if _load_acquire(words, index) >= value:
                 return True
         for _ in range(_YIELDS):
-            if _load_acquire(words, index) >= value:  # type: ignore[call-arg]
+            if _load_acquire(words, index) >= value:
                 return True
             _sched_yield()
     nap = _LONGEST_NAP if slept else _FIRST_NAP
     for _ in range(_NAPS):
-        if _load_acquire(words, index) >= value:  # type: ignore[call-arg]
+        if _load_acquire(words, index) >= value:
             return True
         _usleep(nap)
         nap = min(nap * 2, _LONGEST_NAP)
-    return _load_acquire(words, index) >= value  # type: ignore[call-arg]
+    return _load_acquire(words, index) >= value

@@ -1,4 +1,4 @@
-"""Ranks of one host through shared memory: what gloo gives, in any order of waiting, or gloo itself."""
+"""Exchanges through shared memory: what gloo gives, in any order of waiting; or gloo itself."""
 
 from __future__ import annotations
 
