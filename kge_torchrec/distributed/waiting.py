@@ -42,8 +42,8 @@ def _store(typing_context: Any, words: Any, index: Any, value: Any) -> Any:
 
 _load_acquire: Any = intrinsic(_load)
 _store_release: Any = intrinsic(_store)
-_sched_yield = types.ExternalFunction("sched_yield", signature(types.int32))
-_usleep = types.ExternalFunction("usleep", signature(types.int32, types.uint32))
+_sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
+_usleep: Any = types.ExternalFunction("usleep", signature(types.int32, types.uint32))
 
 # Looks at a word before the processor is offered to others; before this process sleeps (a few
 # milliseconds if nobody takes the offer); before the caller hears that it waits (some 20 ms).
