@@ -210,7 +210,7 @@ def rank_outlives(how: str) -> tuple[str, float]:
 
 @pytest.mark.parametrize("how", ["dies", "dies in backward", "leaves"])
 def test_a_rank_that_is_gone_ends_the_other(how):
-    (message, seconds), _ = run_world(2, rank_outlives, how, may_end=(1,))
+    (message, seconds), _ = run_world(2, rank_outlives, how, may_end=(1,), timeout=30)
     assert "another rank died or cannot be reached" in message and seconds < 5
 
 
