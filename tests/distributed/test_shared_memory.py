@@ -290,5 +290,5 @@ def rank_is_elsewhere() -> bool:
 
 
 def test_gloo_takes_over_on_all_ranks_where_one_has_no_memory():
-    assert len(set(run_world(2, rank_has_no_memory, 1))) == 1
-    assert run_world(2, rank_is_elsewhere) == [True, True]
+    assert len(set(run_world(2, rank_has_no_memory, 1, timeout=20))) == 1
+    assert run_world(2, rank_is_elsewhere, timeout=20) == [True, True]
