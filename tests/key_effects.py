@@ -26,6 +26,7 @@ from kge_torchrec.embeddings.all_to_all import sparse_optimizer
 from kge_torchrec.embeddings.all_to_all.table import Background, HandrolledTable
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.errors import KGEError
+from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, open_store
 from kge_torchrec.training.trainer import Trainer
@@ -134,6 +135,12 @@ class Effects:
     @property
     def threads(self) -> int:
         return self._at_start("threads")
+
+    @property
+    def transport(self) -> str:
+        with patch.object(assembly, "with_exchange", side_effect=assembly.with_exchange) as asked:
+            assembly.build_backend(self.config, self.session.store, self.ranks)
+        return asked.call_args.args[1]
 
     @property
     def tf32(self) -> bool:

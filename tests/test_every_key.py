@@ -246,6 +246,7 @@ CASES = [
     case("seed", 0, 1, "validated", evaluation__max_triples=5),
     case("device", "cpu", "auto", "device"),
     case("threads", 1, 2, "threads"),
+    case("transport", "auto", "gloo", "transport"),
 ]  # fmt: skip
 
 

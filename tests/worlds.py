@@ -41,12 +41,15 @@ class WorldError(AssertionError):
     """A rank failed, died or hung; the message has its traceback."""
 
 
-def run_world(world_size: int, function, *args: Any, timeout: float = 120.0) -> list[Any]:
+def run_world(
+    world_size: int, function, *args: Any, timeout: float = 120.0, may_end: tuple[int, ...] = ()
+) -> list[Any]:
     """What ``function(*args)`` returned on each rank, in rank order.
 
     Every rank has one torch thread, a gloo group, and RANK, WORLD_SIZE, LOCAL_RANK and
     LOCAL_WORLD_SIZE set.  Arguments and results are copied by torch.save, tensors included.
-    ``function`` is a module-level function of a file.
+    ``function`` is a module-level function of a file.  Ranks in ``may_end`` may die or stay behind:
+    their result is None.
 
     Raises WorldError if a rank raises (with its traceback), dies, or the world takes longer than
     ``timeout`` seconds.
@@ -67,8 +70,10 @@ def run_world(world_size: int, function, *args: Any, timeout: float = 120.0) -> 
             pipes.append(receiver)
             processes.append(process)
         try:
-            return _collect(pipes, processes, time.monotonic() + timeout, timeout)
+            return _collect(pipes, processes, time.monotonic() + timeout, timeout, may_end)
         finally:
+            if may_end:
+                _kill(processes)  # they cannot meet at the end
             for process in processes:
                 process.join(timeout=5)
                 if process.is_alive():
@@ -76,9 +81,9 @@ def run_world(world_size: int, function, *args: Any, timeout: float = 120.0) -> 
                     process.join()
 
 
-def _collect(pipes, processes, deadline: float, timeout: float) -> list[Any]:
-    results: dict[int, Any] = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+def _collect(pipes, processes, deadline: float, timeout: float, may_end) -> list[Any]:
+    results: dict[int, Any] = dict.fromkeys(may_end)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in may_end}
     while waiting:
         ready = wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
         if not ready:

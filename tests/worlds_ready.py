@@ -24,6 +24,7 @@ from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data import compiled_index  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
 from kge_torchrec.models.ops import Comparison
@@ -44,6 +45,9 @@ def load_kernels() -> None:
     query, table = torch.ones(1, 2, 4).requires_grad_(), torch.ones(2, 4).requires_grad_()
     for comparison in get_args(Comparison):
         pair_scores(comparison, query, table, torch.tensor([[0, 1]])).sum().backward()
+    words = np.zeros(8, np.int64)
+    waiting.publish(words, 0, waiting.read(words, 0))
+    waiting.wait_for(words, 0, 0, False)
     logistic_slopes(torch.ones(1, 2), torch.zeros(1))
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)

@@ -69,6 +69,8 @@ class Config:
         seed: The start, the data order and the negatives are functions of it.
         device: auto, cpu or cuda.
         threads: CPU threads a rank; 0 shares the cores out among the ranks of a host.
+        transport: What ranks send rows and gradients by; auto is shared_memory where all of them
+            run on the CPU of one Linux host, else gloo's sockets, on CUDA NCCL.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -85,12 +87,14 @@ class Config:
     seed: int = 0
     device: str = "auto"
     threads: int = 0
+    transport: str = "auto"
 
     def __post_init__(self) -> None:
         one_of("size", self.size, SIZES)
         at_least("seed", self.seed, 0)
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         at_least("threads", self.threads, 0)
+        one_of("transport", self.transport, ("auto", "gloo", "shared_memory"))
         sparse = self.entities.sparse_options(self.train.optimizer)
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(

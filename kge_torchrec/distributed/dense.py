@@ -110,7 +110,7 @@ class Replicated(DenseWrapper):
         self._model = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
-            process_group=self.processes.group,
+            process_group=self.processes.exchange,
             gradient_as_bucket_view=True,
             broadcast_buffers=False,
         )

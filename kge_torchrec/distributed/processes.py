@@ -35,6 +35,7 @@ class Processes:
     world_size: int
     local_world_size: int
     device: torch.device
+    of_rows: dist.ProcessGroup | None = None  # see ``exchange``
 
     @property
     def is_first(self) -> bool:
@@ -47,6 +48,11 @@ class Processes:
         if group is None:
             raise RuntimeError("there is no process group: join one by `processes`")
         return group
+
+    @property
+    def exchange(self) -> dist.ProcessGroup:
+        """Of all ranks: what each step sends rows and gradients by."""
+        return self.of_rows or self.group
 
     def barrier(self) -> None:
         if self.world_size > 1:

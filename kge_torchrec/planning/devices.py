@@ -84,7 +84,8 @@ _PRESETS = [
     _gpu("H200-141GB", 139.8, 4800, 67, 989, 64, 450, 50, 2048),
     _gpu("B200-180GB", 178.3, 7700, 75, 2250, 64, 900, 50, 2048),
     _gpu("L4-24GB", 22.0, 300, 30.3, 121, 32, 32, 3, 192),
-    # Two cores of a virtual machine, as measured for this project; gloo over the loopback.
+    # Two cores of a virtual machine, as measured for this project; between ranks by
+    # gloo over the loopback, which shared memory is faster than.
     Device(
         "CPU",
         "cpu",

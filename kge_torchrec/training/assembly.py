@@ -28,6 +28,7 @@ from kge_torchrec.data.queries import (
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.foreign_optimizer import DenseRows
@@ -84,6 +85,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     Raises ConfigError for an optimizer that the backend cannot step with on this device.
     """
     config.check_device(processes.device.type == "cuda")
+    processes = with_exchange(processes, config.transport)
     train = config.train
     _notice_of_precision(train.precision, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one

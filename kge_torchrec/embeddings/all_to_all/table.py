@@ -71,7 +71,7 @@ class HandrolledTable(nn.Module):
         super().__init__()
         self.ranges = RowRanges(num_entities, processes.world_size)
         start, stop = self.ranges.range_of(processes.rank)
-        self.group = processes.group
+        self.group, self.exchange = processes.group, processes.exchange
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
         self.optimizer = SparseOptimizer(optimizer, options, rows, start)
@@ -166,14 +166,14 @@ class HandrolledTable(nn.Module):
             self._updates.join()
 
     def _route(self, ids: Tensor, ascending: bool, places: Tensor | None) -> Route:
-        return make_route(ids, self.ranges, self.group, ascending=ascending, occurrences=places)
+        return make_route(ids, self.ranges, self.exchange, ascending=ascending, occurrences=places)
 
     def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
         """Rows in runs of ``send`` by rank -> rows in runs of ``receive`` by rank."""
         if self.ranges.world_size == 1:
             return rows
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
-        dist.all_to_all_single(arrived, rows, receive, send, group=self.group)
+        dist.all_to_all_single(arrived, rows, receive, send, group=self.exchange)
         return arrived
 
 

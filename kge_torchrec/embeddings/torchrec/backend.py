@@ -97,7 +97,7 @@ class TorchRecBackend:
             process_group=processes.group,
         )
         env = ShardingEnv(
-            processes.world_size, processes.rank, processes.group, output_dtensor=True
+            processes.world_size, processes.rank, processes.exchange, output_dtensor=True
         )
         # Beside NCCL there is gloo for objects, which TorchRec takes the mesh's device from.
         env.device_mesh = DeviceMesh.from_group(processes.group, device.type)

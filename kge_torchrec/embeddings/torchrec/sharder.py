@@ -27,6 +27,7 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     EmbeddingFusedOptimizer,
 )
+from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
@@ -36,7 +37,7 @@ from torchrec.distributed.sharding.rw_sequence_sharding import (
     RwSequenceEmbeddingDist,
     RwSequenceEmbeddingSharding,
 )
-from torchrec.distributed.types import ShardingType
+from torchrec.distributed.types import NoWait, ShardingType
 from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY
@@ -169,10 +170,16 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
         if self._world_size == 1:
             return DpSequenceEmbeddingDist()
         ascending = all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
-        return (_OrderedOutputDist if ascending else RwSequenceEmbeddingDist)(
+        device = device if device is not None else self._device
+        if not ascending:
+            kind = RwSequenceEmbeddingDist
+        else:
+            on_cpu = device is None or device.type == "cpu"
+            kind = _DirectOutputDist if on_cpu else _OrderedOutputDist
+        return kind(
             self._pg,
             self._get_num_features(),
-            device if device is not None else self._device,
+            device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
         )
 
@@ -191,6 +198,43 @@ class _OrderedOutputDist(RwSequenceEmbeddingDist):
         sharding_ctx = copy.copy(sharding_ctx)
         sharding_ctx.unbucketize_permute_tensor = None
         return super().forward(local_embs, sharding_ctx)
+
+
+class _DirectOutputDist(RwSequenceEmbeddingDist):
+    """On a CPU, for ids that ascend: rows as the owners give them, and their gradients back.
+
+    TorchRec also permutes both, features by ranks, which for a single feature copies all rows to
+    where they are.
+    """
+
+    def forward(
+        self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None
+    ) -> Awaitable[Tensor]:
+        assert sharding_ctx is not None  # TorchRec always passes one here
+        sizes = sharding_ctx.output_splits, sharding_ctx.input_splits
+        return NoWait(_RowsToAskers.apply(local_embs, self._dist._pg, *sizes))
+
+
+class _RowsToAskers(torch.autograd.Function):
+    """Rows (R, D), in runs of ``send`` by rank -> (M, D), in runs of ``receive`` by rank."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
+    ) -> Tensor:
+        ctx.group, ctx.send, ctx.receive = group, send, receive
+        arrived = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(arrived, rows, receive, send, group=group)
+        return arrived
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        arrived = grad.new_empty(sum(ctx.send), grad.shape[1])
+        dist.all_to_all_single(arrived, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
+        if get_gradient_division():
+            arrived.div_(dist.get_world_size(ctx.group))
+        return arrived, None, None, None
 
 
 class _ShardedEntityCollection(ShardedEmbeddingCollection):

@@ -1,0 +1,242 @@
+"""Bytes that the processes of one host leave for each other in memory that all of them map.
+
+Every process has a mailbox that it alone writes: words that say how far it is, an entry for each
+of the last messages, and room for their bytes.  A message is taken part in by all: number n of each
+process has something, maybe nothing, for each other one.  Messages are left without waiting, and
+read in order of their numbers; room is used again once everybody has read what lay there.
+
+The memory is anonymous (memfd): it has no name that a killed process could leave behind, and is
+not limited by the size of /dev/shm.  Others map it by /proc/PID/fd/FD, which the kernel allows to
+processes of the same user and PID namespace; a token tells whether it is the right one.
+
+Shapes: W processes.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+import select
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch.distributed as dist
+
+from kge_torchrec.distributed.waiting import publish, read, wait_for
+
+_PUBLISHED, _CONSUMED, _LEFT, _TOKEN = 0, 8, 16, 24  # words, in cache lines of their own
+_ENTRIES = 32  # the first word of them
+_KEPT = 256  # entries, so many messages may be under way
+_LINE = 64  # bytes; messages start at multiples
+_PAGE = 4096
+LEAST_ROOM = 1 << 20  # bytes of a new mailbox
+
+
+class Mailboxes:
+    """Those of W processes, seen by process ``rank``.  Collective.
+
+    Args:
+        rank, size: this process and W.
+        exchange: gives every process's text, in order of rank, for this one's.  Collective.
+        timeout: seconds that one message is waited for.
+
+    Raises OSError, on every process, where one cannot map another's memory.
+    """
+
+    def __init__(
+        self, rank: int, size: int, exchange: Callable[[str], list[str]], timeout: float
+    ) -> None:
+        self.rank, self.size, self._timeout = rank, size, timeout
+        self._entry = 1 + 2 * size  # words: the room's size, then where and how long for each
+        self._room_at = -(-8 * (_ENTRIES + _KEPT * self._entry) // _PAGE) * _PAGE
+        self._next = 0  # number of the next message
+        self._consumed = 0  # messages that were read here
+        self._room, self._under_way = LEAST_ROOM, deque[tuple[int, int, int]]()
+        self._boxes: list[_Box] = []
+        self._alive: list[int | None] = []  # a file of each other process, readable when it ended
+        self._meet(exchange)
+
+    def _meet(self, exchange: Callable[[str], list[str]]) -> None:
+        own: _Box | None = None
+        address = problem = ""
+        try:
+            own = self._create()
+            address = f"{os.getpid()} {own.file} {own.words[_TOKEN]}"
+        except OSError as error:
+            problem = str(error)
+        told = exchange(address)
+        try:
+            if own is not None and all(told):
+                for process, text in enumerate(told):
+                    mine = process == self.rank
+                    self._boxes.append(own if mine else self._open(*map(int, text.split())))
+                    self._alive.append(None if mine else os.pidfd_open(int(text.split()[0])))
+        except OSError as error:
+            problem = str(error)
+        problems = [f"rank {rank}: {text}" for rank, text in enumerate(exchange(problem)) if text]
+        if problems:
+            self.close()
+            raise OSError(errno.ENOTSUP, problems[0])
+
+    def _create(self) -> _Box:
+        if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
+            raise OSError(errno.ENOTSUP, "this system has no memfd_create or pidfd_open")
+        file = os.memfd_create("kge_torchrec", os.MFD_CLOEXEC)
+        os.ftruncate(file, self._room_at + self._room)
+        box = _Box(file, self._room_at, self._room)
+        box.words[_TOKEN] = secrets.randbits(62)
+        return box
+
+    def _open(self, process: int, file: int, token: int) -> _Box:
+        opened = os.open(f"/proc/{process}/fd/{file}", os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(opened).st_size != self._room_at + LEAST_ROOM:
+            os.close(opened)
+            raise OSError(errno.ESRCH, f"process {process} is another one here")
+        box = _Box(opened, self._room_at, LEAST_ROOM)
+        if box.words[_TOKEN] != token:
+            raise OSError(errno.ESRCH, f"process {process} is another one here")
+        return box
+
+    def close(self) -> None:
+        """Tells the others that no more will come from here, and lets the memory go."""
+        if self.rank < len(self._boxes):
+            publish(self._boxes[self.rank].words, _LEFT, 1)
+        boxes, self._boxes = self._boxes, []
+        alive, self._alive = self._alive, []
+        for file in [*(box.file for box in boxes), *alive]:
+            if file is not None:
+                os.close(file)
+
+    # Messages
+
+    def leave(self, parts: Sequence[np.ndarray], receive: Callable[[], object]) -> int:
+        """Leaves the next message; returns its number, the same in every process.
+
+        parts: for each process an array of uint8; one object for several is left once.
+        receive: reads what can be read here; called where so many messages are under way that
+            this process has to wait for their readers.
+
+        Raises DistNetworkError; OSError without memory for it.
+        """
+        distinct = {id(part): part for part in parts}
+        needed = sum(_lines(part.size) for part in distinct.values())
+        self._wait_for_entry(receive)
+        at = self._room_for(max(needed, _LINE))
+        number, box = self._next, self._boxes[self.rank]
+        entry = self._entry_of(box, number)
+        entry[0] = self._room
+        places = {}
+        for key, part in distinct.items():
+            places[key] = at
+            box.data[at : at + part.size] = part
+            at += _lines(part.size)
+        entry[1::2] = [places[id(part)] for part in parts]
+        entry[2::2] = [part.size for part in parts]
+        self._next += 1
+        publish(box.words, _PUBLISHED, self._next)
+        return number
+
+    def is_there(self, number: int) -> bool:
+        """Whether every process has left message ``number``."""
+        return all(read(box.words, _PUBLISHED) > number for box in self._boxes)
+
+    def part(self, number: int, source: int) -> np.ndarray:
+        """What ``source`` left here in message ``number``, as a view; waits for it.
+
+        To be read before ``consumed(number)``.  Raises DistNetworkError.
+        """
+        box = self._boxes[source]
+        self._wait(source, _PUBLISHED, number + 1)
+        entry = self._entry_of(box, number)
+        at, size = (int(word) for word in entry[1 + 2 * self.rank : 3 + 2 * self.rank])
+        box.map(int(entry[0]))
+        return box.data[at : at + size]
+
+    def consumed(self, number: int) -> None:
+        """This process has read message ``number``, and all before it."""
+        self._consumed = number + 1
+        publish(self._boxes[self.rank].words, _CONSUMED, self._consumed)
+
+    def _entry_of(self, box: _Box, number: int) -> np.ndarray:
+        start = _ENTRIES + number % _KEPT * self._entry
+        return box.words[start : start + self._entry]
+
+    # Room
+
+    def _room_for(self, needed: int) -> int:
+        """Where ``needed`` bytes are free; the mailbox grows if there are not so many.
+
+        It does not wait for readers: they may wait for this process elsewhere.
+        """
+        done, start = self._consumed_by_all(), 0
+        while self._under_way and self._under_way[0][0] < done:
+            self._under_way.popleft()
+        for taken, end in sorted(span[1:] for span in self._under_way):
+            if start + needed <= taken:
+                break
+            start = end
+        if start + needed > self._room:
+            self._grow(start + needed)
+        self._under_way.append((self._next, start, start + needed))
+        return start
+
+    def _grow(self, needed: int) -> None:
+        """Pages take memory once they are written, so that powers of two waste none."""
+        room, box = 1 << (needed - 1).bit_length(), self._boxes[self.rank]
+        os.ftruncate(box.file, self._room_at + room)
+        box.map(room)
+        self._room = room
+
+    def _consumed_by_all(self) -> int:
+        return min(read(box.words, _CONSUMED) for box in self._boxes)
+
+    def _wait_for_entry(self, receive: Callable[[], object]) -> None:
+        """Until the oldest entry may be written again."""
+        while self._next - self._consumed_by_all() >= _KEPT:
+            oldest = self._next - _KEPT
+            for process in range(self.size):
+                self._wait(process, _PUBLISHED, oldest + 1)
+            receive()
+            for process in range(self.size):
+                self._wait(process, _CONSUMED, oldest + 1)
+
+    # Waiting
+
+    def _wait(self, process: int, word: int, value: int) -> None:
+        words, slept, started = self._boxes[process].words, False, time.monotonic()
+        while not wait_for(words, word, value, slept):
+            self._check(process, word, value, started)
+            slept = True
+
+    def _check(self, process: int, word: int, value: int, started: float | None) -> None:
+        """Raises if the process will not come, or has not for too long."""
+        box, alive = self._boxes[process], self._alive[process]
+        ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
+        if (ended or read(box.words, _LEFT)) and read(box.words, word) < value:
+            raise dist.DistNetworkError(f"connection closed: rank {process} ended")
+        if started is not None and time.monotonic() - started > self._timeout:
+            raise dist.DistNetworkError(f"wait timeout: rank {process} did not come")
+
+
+class _Box:
+    """The mailbox of one process, mapped."""
+
+    def __init__(self, file: int, room_at: int, room: int) -> None:
+        self.file, self._room_at, self._room = file, room_at, 0
+        self.map(room)
+
+    def map(self, room: int) -> None:
+        """With at least ``room`` bytes for messages, that the file has."""
+        if room > self._room:  # an older message was left in less
+            memory = mmap.mmap(self.file, self._room_at + room)
+            self.words = np.frombuffer(memory, np.int64, self._room_at // 8)
+            self.data = np.frombuffer(memory, np.uint8, room, self._room_at)
+            self._room = room
+
+
+def _lines(size: int) -> int:
+    return -(-size // _LINE) * _LINE

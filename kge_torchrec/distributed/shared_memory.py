@@ -1,0 +1,313 @@
+"""A process group whose ranks share a host: what a step sends travels through their memory.
+
+all_to_all_single and all_reduce go through ``Mailboxes``, all else through gloo.  Through gloo's
+sockets a step costs more in waiting than in copying: a rank that waits sleeps, and its core wakes
+late, several times a step.
+
+    SharedMemoryGroup   the group, for torch.distributed, TorchRec and DistributedDataParallel
+    with_exchange       processes that exchange rows and gradients by it
+
+PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
+
+Shapes: W ranks.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from itertools import pairwise
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.distributed.mailboxes import Mailboxes
+from kge_torchrec.distributed.processes import TIMEOUT, Processes
+
+log = logging.getLogger(__name__)
+
+NAME = "shared_memory"
+# Every rank reads all of a smaller sum; of a larger one it sums its part, and they meet twice.
+_SUMMED_AT_ONCE = 1 << 20  # bytes
+_REDUCED: dict[Any, Callable[[Tensor, Tensor], Any]] = {
+    dist.ReduceOp.SUM: lambda total, term: total.add_(term),
+    dist.ReduceOp.MAX: lambda total, term: torch.maximum(total, term, out=total),
+    dist.ReduceOp.MIN: lambda total, term: torch.minimum(total, term, out=total),
+}
+_SUMMED = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32
+)  # fmt: skip
+
+
+class SharedMemoryGroup(dist.ProcessGroup):
+    """A group of ranks on one host; ``gloo`` is a group of the same ranks, for all else.
+
+    An exchange is under way once it is called, and read when somebody waits for it or for a later
+    one: in the order of the calls, which is that of every rank.
+    """
+
+    def __init__(self, boxes: Mailboxes, gloo: Any) -> None:
+        super().__init__(boxes.rank, boxes.size)  # type: ignore[call-arg]  # of another form
+        self._boxes, self._gloo = boxes, gloo  # of which torch's stubs know no collectives
+        self._under_way = deque[_Exchange]()
+        self._lock = threading.RLock()
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_split_sizes: Sequence[int],
+        input_split_sizes: Sequence[int],
+        opts: Any = None,
+    ) -> dist.Work:
+        """As torch.distributed's.  Raises ValueError for sizes that do not fit the tensors."""
+        opts = opts or dist.AllToAllOptions()
+        if not (_is_plain(output) and _is_plain(input)):
+            sizes = list(output_split_sizes), list(input_split_sizes)
+            return self._gloo.alltoall_base(output, input, *sizes, opts)
+        own = self._boxes.rank
+        sent = _split(_bytes(input.contiguous()), len(input), input_split_sizes, self.size())
+        arrived = output if output.is_contiguous() else torch.empty_like(output).contiguous()
+        places = _split(_bytes(arrived), len(output), output_split_sizes, self.size())
+        if len(sent[own]) != len(places[own]):
+            raise ValueError(f"{len(sent[own])} bytes to itself, {len(places[own])} from itself")
+
+        places[own][:] = sent[own]
+
+        def receive(parts: list[np.ndarray]) -> None:
+            for source, (place, part) in enumerate(zip(places, parts, strict=True)):
+                if source != own:
+                    _check(len(part), len(place), source)
+                    place[:] = part
+            if arrived is not output:
+                output.copy_(arrived)
+
+        parts = [_NOTHING if rank == own else part for rank, part in enumerate(sent)]
+        return self._start(parts, receive, [output])
+
+    alltoall_base = all_to_all_single  # type: ignore[assignment]  # overloaded there
+
+    def allreduce(  # type: ignore[override]  # overloaded there
+        self, tensors: list[Tensor], opts: Any = None
+    ) -> dist.Work:
+        """As torch.distributed's; terms are added in order of rank, so sums are the same bits."""
+        opts = opts or dist.AllreduceOptions()
+        reduce = _REDUCED.get(opts.reduceOp.op)
+        if reduce is None or len(tensors) != 1 or tensors[0].dtype not in _SUMMED:
+            return self._gloo.allreduce(tensors, opts)
+        (total,) = tensors
+        if not (_is_plain(total) and total.is_contiguous()):
+            return self._gloo.allreduce(tensors, opts)
+        flat = total.detach().view(-1)
+        if self.size() > 2 and flat.nbytes > _SUMMED_AT_ONCE:
+            return self._reduce_in_parts(flat, reduce, tensors)
+
+        def receive(parts: list[np.ndarray]) -> None:
+            _reduce_into(flat, parts, reduce)
+
+        return self._start([_bytes(flat)] * self.size(), receive, tensors)
+
+    def _reduce_in_parts(
+        self, flat: Tensor, reduce: Callable[[Tensor, Tensor], Any], result: list[Tensor]
+    ) -> dist.Work:
+        """Each rank sums its part, and sends it to all.  Waits for the sum."""
+        bounds = [len(flat) * rank // self.size() for rank in range(self.size() + 1)]
+        parts = [flat[start:stop] for start, stop in pairwise(bounds)]
+        mine = torch.empty_like(parts[self._boxes.rank])
+
+        def sum_mine(terms: list[np.ndarray]) -> None:
+            _reduce_into(mine, terms, reduce)
+
+        def gather(sums: list[np.ndarray]) -> None:
+            for rank, (part, values) in enumerate(zip(parts, sums, strict=True)):
+                _check(len(values), part.nbytes, rank)
+                _bytes(part)[:] = values
+
+        self._start([_bytes(part) for part in parts], sum_mine, []).wait()
+        return self._start([_bytes(mine)] * self.size(), gather, result)
+
+    def getBackendName(self) -> str:
+        """As torch.distributed's."""
+        return NAME
+
+    def shutdown(self) -> None:
+        """Ranks that still wait for this one hear that it left."""
+        self._boxes.close()
+        super().shutdown()
+
+    # Exchanges under way
+
+    def _start(
+        self,
+        parts: list[np.ndarray],
+        receive: Callable[[list[np.ndarray]], None],
+        result: list[Tensor],
+    ) -> _Exchange:
+        with self._lock:
+            number = self._boxes.leave(parts, self._receive_ready)
+            exchange = _Exchange(self, number, receive, result)
+            self._under_way.append(exchange)
+        return exchange
+
+    def _receive_ready(self) -> None:
+        """What every rank has left."""
+        while self._under_way and self._boxes.is_there(self._under_way[0].number):
+            self._receive_next()
+
+    def receive_until(self, exchange: _Exchange) -> None:
+        """Reads what is under way up to this one, as it comes."""
+        with self._lock:
+            while not exchange.done:
+                self._receive_next()
+
+    def _receive_next(self) -> None:
+        exchange = self._under_way[0]
+        parts = [self._boxes.part(exchange.number, rank) for rank in range(self.size())]
+        self._under_way.popleft()
+        try:
+            exchange.receive(parts)
+        except ValueError as error:
+            exchange.error = error
+        self._boxes.consumed(exchange.number)
+        exchange.done = True
+
+
+class _Exchange(dist.Work):
+    """One collective, from its call until it is read."""
+
+    def __init__(
+        self,
+        group: SharedMemoryGroup,
+        number: int,
+        receive: Callable[[list[np.ndarray]], None],
+        result: list[Tensor],
+    ) -> None:
+        super().__init__()
+        self._group, self._result = group, result
+        self.number, self.receive = number, receive
+        self.done = False
+        self.error: ValueError | None = None
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until the tensors hold the result; the group's own timeout holds."""
+        if not self.done:
+            self._group.receive_until(self)
+        if self.error is not None:
+            raise self.error
+        return True
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def is_success(self) -> bool:
+        return self.done and self.error is None
+
+    def result(self) -> list[Tensor]:
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        """One that is done: DistributedDataParallel asks for no other."""
+        self.wait()
+        future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
+        future.set_result(self._result)
+        return future
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" and tensor.layout == torch.strided
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    """Those of a contiguous tensor, as a view."""
+    return tensor.detach().view(-1).view(torch.uint8).numpy()
+
+
+def _split(data: np.ndarray, rows: int, sizes: Sequence[int], count: int) -> list[np.ndarray]:
+    """The bytes of ``rows`` rows in runs of ``sizes`` rows; no sizes: equal ones."""
+    if not sizes:
+        sizes = [rows // count] * count
+    if len(sizes) != count or sum(sizes) != rows:
+        raise ValueError(f"{rows} rows cannot be split by {list(sizes)} for {count} ranks")
+    bounds = np.cumsum([0, *sizes]) * (len(data) // max(rows, 1))
+    return [data[start:stop] for start, stop in pairwise(bounds.tolist())]
+
+
+def _reduce_into(total: Tensor, parts: list[np.ndarray], reduce: Callable[..., Any]) -> None:
+    for rank, part in enumerate(parts):
+        _check(len(part), total.nbytes, rank)
+        term = torch.from_numpy(part).view(total.dtype)
+        if rank == 0:
+            total.copy_(term)
+        else:
+            reduce(total, term)
+
+
+def _check(arrived: int, expected: int, source: int) -> None:
+    if arrived != expected:
+        raise ValueError(f"rank {source} sent {arrived} bytes where {expected} were expected")
+
+
+def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
+    meetings = itertools.count()
+
+    def exchange(text: str) -> list[str]:
+        meeting = next(meetings)
+        store.set(f"{meeting}-{rank}", text)
+        return [store.get(f"{meeting}-{other}").decode() for other in range(size)]
+
+    boxes = Mailboxes(rank, size, exchange, timeout.total_seconds())
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
+    return SharedMemoryGroup(boxes, gloo)
+
+
+dist.Backend.register_backend(NAME, _create, devices=["cpu"])
+
+# By the group of all ranks, and as long as that.
+_made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
+
+
+def with_exchange(processes: Processes, transport: str) -> Processes:
+    """The same, with the group that each step sends rows and gradients by.  Collective.
+
+    transport: "gloo" is the group of all ranks; "shared_memory" one through memory, "auto" that
+    too where it can be.  It is made once for a group of all ranks.
+
+    Raises ConfigError where "shared_memory" cannot be.
+    """
+    if transport == "gloo" or processes.world_size == 1:
+        return processes
+    if processes.group not in _made:
+        _made[processes.group] = _through_memory(processes)
+    of_rows = _made[processes.group]
+    if of_rows is None and transport == "shared_memory":
+        raise ConfigError(
+            "transport shared_memory: the ranks do not share memory (CUDA, several hosts or "
+            "containers, or no Linux); use auto or gloo"
+        )
+    return replace(processes, of_rows=of_rows)
+
+
+def _through_memory(processes: Processes) -> dist.ProcessGroup | None:
+    """None, on every rank, where ranks cannot share memory."""
+    if processes.device.type != "cpu":
+        return None
+    try:
+        return dist.new_group(backend=NAME, timeout=TIMEOUT)
+    except OSError as error:
+        log.info("rows travel by gloo: %s", error)
+        return None
