@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -14,11 +15,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config import Config, ConfigError, EvaluationConfig, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.data import Side
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
@@ -28,6 +30,7 @@ from kge_torchrec.distributed.processes import (
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.plain_model import Prediction
 from kge_torchrec.export.plain_model import load_model as load_model
+from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
@@ -81,17 +84,62 @@ class Run:
             raise ConfigError(f"{self.path} has no results yet: its training has not ended")
         return json.loads(self.folder.results.read_text(encoding="utf-8"))
 
-    def evaluate(self, split: str = "test") -> dict[str, Any]:
+    def evaluate(
+        self,
+        split: str = "test",
+        by: Sequence[str] = (),
+        candidates: str | None = None,
+        types: str | Path | None = None,
+    ) -> dict[str, Any]:
         """Exact filtered ranking of a split with the best checkpoint (the last without one).
 
+        by: group the ranks as well: "relation", "category" (1-1, 1-N, N-1, N-N after Bordes et al.
+            2013) or "frequency" (of the answer in train), any of them.  The groups are written into
+            the run folder, as evaluation-SPLIT-by-NAME.json and .png.
+        candidates: "all", "seen" or "types", with a file of types; in place of the run's
+            evaluation.candidates.
+
         Returns {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
-        {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.
+        {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}; with ``by`` also {"by": {name: {"about",
+        "total", "groups"}}}; and where candidates were restricted "candidates", which says so.
         """
         if split not in FILTERS:
             raise ConfigError(f"split must be one of {', '.join(FILTERS)}, got {split!r}")
-        if not len(self.session.store.split(split)):
+        check_names(by)
+        evaluation = self._evaluation(candidates, types)
+        triples = self.session.store.split(split)
+        if not len(triples):
             raise ConfigError(f"{self.session.store.path} has no {split} triples")
-        return self.session.rank(split)
+        ranks = self.session.ranks_of(triples, split, evaluation)
+        found = metrics(ranks)
+        if by:
+            # The ranks are the same on every rank, so one groups them for all.
+            found["by"] = on_first_rank(
+                self._processes, lambda: self._grouped(ranks, split, by, evaluation.candidates)
+            )
+        return found
+
+    def _evaluation(self, candidates: str | None, types: str | Path | None) -> EvaluationConfig:
+        own = self.config.evaluation
+        if candidates is None and types is None:
+            return own
+        kind = candidates or "types"
+        kept = own.types if kind == "types" else None
+        return replace(own, candidates=kind, types=kept if types is None else str(types))
+
+    def _grouped(
+        self, ranks: Ranks, split: str, by: Sequence[str], candidates: str
+    ) -> dict[str, Any]:
+        from kge_torchrec.diagnosis.report import write  # loads matplotlib
+
+        store = self.session.store
+        triples = np.asarray(store.split(split), np.int64)
+        found = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
+        try:
+            write(self.path, split, candidates, found)
+        except OSError as error:  # such as a folder of somebody else's
+            logging.getLogger(__name__).warning("the groups are not written: %s", error)
+        return found
 
     def predict(
         self,
@@ -200,10 +248,16 @@ def open_run(path: str | Path) -> Run:
     return Run(path)
 
 
-def evaluate(path: str | Path, split: str = "test") -> dict[str, Any]:
+def evaluate(
+    path: str | Path,
+    split: str = "test",
+    by: Sequence[str] = (),
+    candidates: str | None = None,
+    types: str | Path | None = None,
+) -> dict[str, Any]:
     """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
     with open_run(path) as run:
-        return run.evaluate(split)
+        return run.evaluate(split, by, candidates, types)
 
 
 def train(
@@ -366,20 +420,20 @@ def _fit(
 
     ranks, folder = session.processes, session.folder
     write_run_plan(session)
-    metrics = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
+    log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
-        progress = Trainer(session, progress, metrics, callbacks).run()
+        progress = Trainer(session, progress, log, callbacks).run()
         results = _final_results(session, progress)
 
         def write() -> None:
-            assert metrics is not None  # on the first rank
-            metrics.write("test", progress.global_step, results)
+            assert log is not None  # on the first rank
+            log.write("test", progress.global_step, results)
             folder.write_results(results)
 
         on_first_rank(ranks, write)
     finally:
-        if metrics is not None:
-            metrics.close()
+        if log is not None:
+            log.close()
 
 
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
@@ -403,7 +457,7 @@ def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
     }
     return {
         "test": session.rank("test") if len(session.store.test) else None,
-        "valid": {"metric": session.config.evaluation.metric, "best": progress.best_metric},
+        "valid": _selected(session, progress),
         "train": train,
         "checkpoint": {  # that was ranked
             "name": name_of(ranked) if session.config.checkpoint.keep else None,
@@ -411,6 +465,14 @@ def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
         },
         "notes": notes(session.store.report),
     }
+
+
+def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
+    evaluation = session.config.evaluation
+    found = {"metric": evaluation.metric, "best": progress.best_metric}
+    if evaluation.candidates != "all":
+        found["restricted_candidates"] = evaluation.candidates
+    return found
 
 
 def _splits_of_answers(

@@ -226,6 +226,26 @@ def _add_evaluate(verbs: Verbs) -> None:
         "--split", choices=("test", "valid", "train"), default="test", help="default: test"
     )
     evaluate.add_argument(
+        "--by",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=("relation", "category", "frequency"),
+        help="group the ranks as well: by relation; by its category in train (1-1, 1-N, N-1, N-N); "
+        "by how often the answer occurs in train.  Several at once, each with a table, and a file "
+        "and a picture in the folder of the run",
+    )
+    evaluate.add_argument(
+        "--candidates",
+        choices=("all", "seen", "types"),
+        help="rank among all entities, those that the relation has been seen with on that side in "
+        "train, or those of the same types; results are labelled (default: the run's "
+        "evaluation.candidates)",
+    )
+    evaluate.add_argument(
+        "--types", metavar="FILE", help="of --candidates types: lines of entity, tab, type"
+    )
+    evaluate.add_argument(
         "--format", choices=("table", "json"), default="table", help="default: table"
     )
 
@@ -320,7 +340,7 @@ def _resume(arguments: list[str]) -> int:
 
 def _report(run: Run) -> None:
     """The results table and where to go from here, on rank 0."""
-    from kge_torchrec.ranking.metrics import results_table
+    from kge_torchrec.ranking.metrics import ranked_among, results_table
 
     if os.environ.get("RANK", "0") != "0":
         return
@@ -328,7 +348,9 @@ def _report(run: Run) -> None:
     for note in results["notes"]:
         print(f"note: {note}")
     if results["test"] is not None:
-        print(f"\ntest, filtered ranks among all entities\n{results_table(results['test'])}")
+        table = results_table(results["test"])  # which says so where candidates are restricted
+        restricted = "candidates" in results["test"]
+        print(f"\ntest{'' if restricted else f', {ranked_among({})}'}\n{table}")
     train = results["train"]
     print(
         f"\ntrained {train['epochs']} epochs in {train['seconds']:.1f} s, "
@@ -400,12 +422,23 @@ def _config_of(folder: str) -> Config:
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     with _open(parsed.folder) as run:
-        results = run.evaluate(parsed.split)
+        results = run.evaluate(parsed.split, parsed.by, parsed.candidates, parsed.types)
 
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if parsed.format == "json":
+        print(json.dumps(results))
+        return 0
     from kge_torchrec.ranking.metrics import results_table
 
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(results) if parsed.format == "json" else results_table(results))
+    by = results.pop("by", {})
+    print(results_table(results))
+    if by:
+        from kge_torchrec.diagnosis.report import table
+
+        for name, found in by.items():
+            print(f"\n{table(name, found)}")
+        print(f"\nfiles and pictures: {run.path}/evaluation-{parsed.split}-by-*")
     return 0
 
 

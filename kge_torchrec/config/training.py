@@ -11,6 +11,7 @@ from kge_torchrec.config.registry import KINDS, check_name, resolve
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "bf16", "fp16")
+CANDIDATES = ("all", "seen", "types")
 
 
 @dataclass(frozen=True)
@@ -150,6 +151,10 @@ class EvaluationConfig:
         max_triples: Rank at most this many validation triples while training (a fixed random
             sample, labelled so); 0 ranks them all.
         batch_size: Queries scored at once.
+        candidates: all entities; seen, those that the relation has been seen with on that side in
+            train; or types, these and all that share a type with one of them.  The last two give
+            ranks that compare with nobody else's, and are labelled so.
+        types: Of candidates types: a file of lines entity, tab, type.
     """
 
     every: int = 5
@@ -157,6 +162,8 @@ class EvaluationConfig:
     patience: int = 0
     max_triples: int = 0
     batch_size: int = 512
+    candidates: str = "all"
+    types: Optional[str] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         at_least("evaluation.every", self.every, 0)
@@ -164,6 +171,17 @@ class EvaluationConfig:
         at_least("evaluation.patience", self.patience, 0)
         at_least("evaluation.max_triples", self.max_triples, 0)
         at_least("evaluation.batch_size", self.batch_size, 1)
+        one_of("evaluation.candidates", self.candidates, CANDIDATES)
+        if self.candidates == "types" and self.types is None:
+            raise ConfigError(
+                "evaluation.candidates types needs evaluation.types, a file of lines entity, tab, "
+                "type; seen does without one"
+            )
+        if self.candidates != "types" and self.types is not None:
+            raise ConfigError(
+                f"evaluation.types is not read with evaluation.candidates {self.candidates}; set "
+                "that to types, or leave the file out"
+            )
 
 
 @dataclass(frozen=True)
