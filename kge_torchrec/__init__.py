@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     # what to call
+    "check_data": "kge_torchrec.diagnosis.data_check",
     "compare": "kge_torchrec.comparison.command",
     "evaluate": "kge_torchrec.api",
     "load_config": "kge_torchrec.config.parser",
@@ -82,6 +83,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.data.negatives import EntityDraw as EntityDraw
     from kge_torchrec.data.prepare import prepare as prepare
     from kge_torchrec.data.readers import Reader as Reader
+    from kge_torchrec.diagnosis.data_check import check_data as check_data
     from kge_torchrec.embeddings.optimizers import RowOptimizer as RowOptimizer
     from kge_torchrec.embeddings.optimizers import State as State
     from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit as PlanDoesNotFit

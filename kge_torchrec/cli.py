@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict, export, plan, compare, parts.
+"""The command line: prepare, data, train, evaluate, predict, export, plan, compare, tune, parts.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -124,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB", title="verbs")
     _add_prepare(verbs)
+    _add_data(verbs)
     verbs.add_parser("train", help="train a model and rank the test triples with it")
     _add_evaluate(verbs)
     _add_predict(verbs)
@@ -207,6 +208,30 @@ def _add_prepare(verbs: Verbs) -> None:
     )
     prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
     prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+
+def _add_data(verbs: Verbs) -> None:
+    does = "check a graph before training: leaks between splits, repeats, unseen entities, degrees"
+    data = verbs.add_parser("data", help=does, description=f"{does[0].upper()}{does[1:]}.")
+    actions = data.add_subparsers(required=True, metavar="check", title="what to do")
+    check = _add_verb(actions, "check", does, _check_data)
+    check.add_argument(
+        "data", metavar="DATA", help="a store, a directory or file of triples, or countries"
+    )
+    check.add_argument(
+        "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
+    )
+    check.add_argument(
+        "--threshold",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="of the triples of either that makes two relations inverses or duplicates "
+        "(default: 0.8)",
+    )
+    check.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
 
 
 def _yaml_dict(text: str) -> dict[str, Any]:
@@ -401,6 +426,15 @@ def _prepare(parsed: argparse.Namespace) -> int:
     print(store)
     for note in notes(store.report, "--literals keep"):
         print(f"note: {note}")
+    return 0
+
+
+def _check_data(parsed: argparse.Namespace) -> int:
+    with loading_torch():
+        from kge_torchrec.diagnosis.data_check import check_data, table
+
+    found = check_data(parsed.data, parsed.output, parsed.threshold)
+    print(json.dumps(found) if parsed.format == "json" else table(found))
     return 0
 
 

@@ -11,7 +11,7 @@ from kge_torchrec import files
 from kge_torchrec.ranking.metrics import ranked_among
 
 LINES = 30  # of a table, and bars of a picture; the file has all groups
-COLUMNS = ("mrr", "hits@1", "hits@3", "hits@10")
+COLUMNS = ("mrr", "hits@1", "hits@10")
 COLOURS = {"head": "#0072B2", "tail": "#D55E00"}  # Okabe and Ito
 _WIDEST = 48  # of a label
 
