@@ -48,8 +48,7 @@ def check_data(
     Returns "entities", "relations", "triples" by split, "repeated" triples by split and by pair of
     splits, "unseen" entities and relations, "loops", "overlaps" (relations that are duplicates,
     inverses or symmetric), "leaks" of valid and test, "categories" of relations and "degrees".
-    Raises DataError on bad
-    input, ConfigError for a threshold outside (0, 1].
+    Raises DataError on bad input, ConfigError for a threshold outside (0, 1].
     """
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
     with _opened(path) as store:
