@@ -21,6 +21,7 @@ _HOMES = {
     "prepare": "kge_torchrec.data.prepare",
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
+    "tune": "kge_torchrec.tuning.command",
     "Run": "kge_torchrec.api",
     "register": "kge_torchrec.config.registry",
     # settings
@@ -98,6 +99,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
     from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
+    from kge_torchrec.tuning.command import tune as tune
 else:
 
     def __getattr__(name: str) -> Any:

@@ -263,12 +263,15 @@ def evaluate(
 def train(
     config: AnyConfig = None,
     callbacks: Sequence[Callback] = (),
+    rank_test: bool = True,
 ) -> Run:
     """Trains, ranks test with the best model, and returns the run.
 
     config: a Config, nested or dotted values, a YAML file or the name of one in ``configs/``.
     callbacks: called as callback(kind, values) after every interval ("step"), epoch ("epoch") and
         validation ("valid"), on every rank, with the values that metrics.jsonl gets.
+    rank_test: False leaves test alone, whose results are then None: for searches, which must not
+        see it.
     Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
     ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
     after SIGTERM or SIGUSR1; RankLost where another rank died.
@@ -279,9 +282,9 @@ def train(
         _lock(folder, ranks, held)
         found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
         if found is not None:
-            _continue(folder, found, ranks, callbacks)
+            _continue(folder, found, ranks, callbacks, rank_test=rank_test)
         else:
-            _begin(folder, config, ranks, callbacks)
+            _begin(folder, config, ranks, callbacks, rank_test)
         _give_memory_back()
     return Run(folder.path)
 
@@ -342,7 +345,11 @@ def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
 
 
 def _begin(
-    folder: RunFolder, config: Config, ranks: Processes, callbacks: Sequence[Callback]
+    folder: RunFolder,
+    config: Config,
+    ranks: Processes,
+    callbacks: Sequence[Callback],
+    rank_test: bool,
 ) -> None:
     """Trains a new run from its start."""
     on_first_rank(ranks, lambda: folder.create(config))
@@ -354,7 +361,8 @@ def _begin(
         raise
     if session.config != config:  # train.batch_size as it was resolved
         on_first_rank(ranks, lambda: folder.save_config(session.config))
-    _fit(session, TrainState(data=session.store.fingerprint), callbacks, resumed_at=None)
+    start = TrainState(data=session.store.fingerprint)
+    _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
 
 
 def _continue(
@@ -363,6 +371,7 @@ def _continue(
     ranks: Processes,
     callbacks: Sequence[Callback],
     before: Config | None = None,
+    rank_test: bool = True,
 ) -> None:
     """Trains on from the newest checkpoint.  before: the config so far, if it may be another."""
     before = before or config
@@ -373,7 +382,7 @@ def _continue(
         progress.selection = selection_of(before, session.store)
     if session.config != before:
         on_first_rank(ranks, lambda: folder.save_config(session.config))
-    _fit(session, progress, callbacks, resumed_at=progress.global_step)
+    _fit(session, progress, callbacks, progress.global_step, rank_test)
 
 
 def _give_memory_back() -> None:
@@ -412,6 +421,7 @@ def _fit(
     progress: TrainState,
     callbacks: Sequence[Callback],
     resumed_at: int | None,
+    rank_test: bool,
 ) -> None:
     from kge_torchrec.planning.run_plan import write_run_plan  # without
     from kge_torchrec.training.trainer import (
@@ -423,7 +433,7 @@ def _fit(
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
         progress = Trainer(session, progress, log, callbacks).run()
-        results = _final_results(session, progress)
+        results = _final_results(session, progress, rank_test)
 
         def write() -> None:
             assert log is not None  # on the first rank
@@ -442,11 +452,11 @@ def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     return MetricsLog(session.folder, session.config.run.tensorboard, resumed_at)
 
 
-def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
+def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
     from kge_torchrec.training.trainer import peak_memory_bytes
 
     ranked = progress  # the parameters at hand
-    if progress.best_checkpoint not in (None, name_of(progress)):
+    if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
         ranked = session.restore_parameters()
     train = {
         "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
@@ -456,7 +466,7 @@ def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
         "world_size": session.processes.world_size,
     }
     return {
-        "test": session.rank("test") if len(session.store.test) else None,
+        "test": session.rank("test") if rank_test and len(session.store.test) else None,
         "valid": _selected(session, progress),
         "train": train,
         "checkpoint": {  # that was ranked

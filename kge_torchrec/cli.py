@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(error)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
-        hint = "; continue with train --resume RUN" if arguments[:1] == ["train"] else ""
+        folders = {"train": "RUN", "tune": "STUDY"}
+        verb = next(iter(arguments), "")
+        hint = f"; continue with {verb} --resume {folders[verb]}" if verb in folders else ""
         print(f"kge-torchrec: interrupted{hint}", file=sys.stderr)
         return 130
 
@@ -99,7 +101,8 @@ def _run(arguments: list[str]) -> int:
         _parser().print_help(sys.stderr)
         return 2
     verb, rest = arguments[0], arguments[1:]
-    own = {"train": _train, "plan": _plan, "compare": _compare}  # they take the config's keys too
+    # They take the config's keys too.
+    own = {"train": _train, "plan": _plan, "compare": _compare, "tune": _tune}
     if verb in own:
         if rest and not _asks_for_help(rest):
             check_packages()
@@ -131,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_export(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
+    verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")
     _add_parts(verbs)
     return parser
 
@@ -393,6 +397,12 @@ def _plan(arguments: list[str]) -> int:
 
 def _compare(arguments: list[str]) -> int:
     from kge_torchrec.comparison.command import run
+
+    return run(arguments)
+
+
+def _tune(arguments: list[str]) -> int:
+    from kge_torchrec.tuning.command import run
 
     return run(arguments)
 

@@ -125,7 +125,7 @@ def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
     assert capsys.readouterr().err.startswith("usage: kge-torchrec train CONFIG")
 
 
-VERBS = ("prepare", "train", "evaluate", "predict", "export", "plan", "compare")
+VERBS = ("prepare", "train", "evaluate", "predict", "export", "plan", "compare", "data", "tune")
 
 
 def test_help_says_something_of_every_verb(capsys):
