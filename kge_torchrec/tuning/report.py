@@ -211,7 +211,7 @@ def _draw_history(study: Study, trials: list[FrozenTrial], file: Path) -> None:
     axes.set(xlabel="trial", ylabel=f"valid {study.settings.metric}")
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(axis="y", alpha=0.3)
-    if trials:
+    if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(file, dpi=150)
 

@@ -112,12 +112,12 @@ class Study:
     def _check_same(self, config: Config, space: SearchSpace | None, settings: Settings) -> None:
         """Raises ConfigError unless the folder's study is the one asked for."""
         differing = None
-        if self.config.to_dict() != config.to_dict():
+        if self.settings.halving != settings.halving:  # on which part of the config depends
+            differing = "way of dropping trials"
+        elif self.config.to_dict() != config.to_dict():
             differing = "config"
         elif space is not None and self.space.to_yaml() != space.to_yaml():
             differing = "search space"
-        elif replace(self.settings, trials=0) != replace(settings, trials=0):
-            differing = "way of dropping trials"
         if differing is not None:
             raise ConfigError(
                 f"study: {self.path} holds a study of another {differing}; go on with that by "
