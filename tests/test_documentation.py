@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("sh", "python", "yaml", "text")
 MARKERS = ("not run", "slow", "run with", "file")
-TAKES_KEYS = ("train", "plan", "compare")
+TAKES_KEYS = ("train", "plan", "compare", "tune")
 NOT_RUN = {
     "make": "its targets change the checkout or run these tests; that they exist is checked",
     "pip": "changes the environment",

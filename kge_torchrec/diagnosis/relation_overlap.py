@@ -15,14 +15,16 @@ Shapes: T triples, R relations, M rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
 from kge_torchrec.data.sort import pack, sorted_rows
 
 THRESHOLD = 0.8
+_MERGED = 1 << 22  # keys counted together
 
 
 def _coded(triples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -106,14 +108,10 @@ def find_overlaps(
         nothing of symmetry.
     """
     base = 2 * len(sizes)
-    keys, counts = np.empty(0, np.int64), np.empty(0, np.int64)
-    for one, other in index.together():
-        found, times = np.unique(
-            np.minimum(one, other).astype(np.int64) * base + np.maximum(one, other),
-            return_counts=True,
-        )
-        keys, slot = np.unique(np.concatenate([keys, found]), return_inverse=True)
-        counts = np.bincount(slot, np.concatenate([counts, times])).astype(np.int64)
+    keys, counts = _counted(
+        np.minimum(one, other).astype(np.int64) * base + np.maximum(one, other)
+        for one, other in index.together()
+    )
     first, second = np.divmod(keys, base)
     inverse = (first ^ second) & 1 == 1
     # Both ways of reading a pair say the same of two relations: (2r, 2s) and (2r + 1, 2s + 1).
@@ -141,6 +139,22 @@ def find_overlaps(
     return Overlaps(**lists, redundant=np.unique(np.array(codes, np.int64)), base=base)
 
 
+def _counted(parts: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The different keys of all parts, ascending, and how often each occurs; int64."""
+    keys, counts = np.empty((2, 0), np.int64)
+    waiting: list[np.ndarray] = []
+    for part in chain(parts, [None]):
+        if part is not None:
+            waiting.append(part)
+        # Waiting for as much as there is already keeps the repeated merging linear.
+        if part is None or sum(map(len, waiting)) > max(_MERGED, len(keys)):
+            found, times = np.unique(np.concatenate([keys[:0], *waiting]), return_counts=True)
+            keys, slot = np.unique(np.concatenate([keys, found]), return_inverse=True)
+            counts = np.bincount(slot, np.concatenate([counts, times])).astype(np.int64)
+            waiting = []
+    return keys, counts
+
+
 def _codes(overlap: Overlap, base: int, turned: bool) -> Iterator[int]:
     """All that a held-out triple's code and a training triple's code may be, as one number."""
     for one, other in ((overlap.first, overlap.second), (overlap.second, overlap.first)):
@@ -162,6 +176,7 @@ def leaking(index: PairIndex, overlaps: Overlaps, triples: np.ndarray) -> dict[s
         turned = (own ^ here) & 1 == 1
         found["linked"][rows[~turned]] = True
         found["linked_reversed"][rows[turned]] = True
-        key = own.astype(np.int64) * overlaps.base + here
-        found["redundant"][rows[np.isin(key, overlaps.redundant)]] = True
+        if len(overlaps.redundant):
+            key = own.astype(np.int64) * overlaps.base + here
+            found["redundant"][rows[np.isin(key, overlaps.redundant)]] = True
     return found

@@ -252,7 +252,12 @@ class Study:
 
 
 def first_rung(config: Config) -> int:
-    """Epochs at which trials are compared first."""
+    """Epochs after which trials are compared first: some validations, a ninth of all at most."""
+    every = config.evaluation.every
+    return max(1, _first_of(config) // every) * every
+
+
+def _first_of(config: Config) -> int:
     return max(1, config.train.epochs // ETA ** (RUNGS - 1))
 
 
@@ -267,7 +272,7 @@ def _comparable(config: Config, settings: Settings) -> Config:
     evaluation = config.evaluation
     every = evaluation.every or config.train.epochs
     if settings.halving == "epochs":
-        every = min(every, first_rung(config))
+        every = min(every, _first_of(config))
     run = replace(config.run, dir=None, resume="never", plan=None)
     return replace(config, evaluation=replace(evaluation, every=every), run=run)
 
