@@ -171,7 +171,7 @@ def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeyp
         assert out and not err
     assert "fbgemm-gpu missing" in out
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
-                 "export": ["x", "-o", "y"]}.get(verb, ["x"])  # fmt: skip
+                 "export": ["x", "-o", "y"], "data": ["check", "x"]}.get(verb, ["x"])  # fmt: skip
     refused(capsys, [verb, *arguments], "torchrec and fbgemm-gpu-cpu (CPU)", "not installed")
 
 

@@ -287,6 +287,9 @@ def test_targets_of_make_exist():
     assert named and named <= targets
 
 
+OF_RUNS_AND_STUDIES = ("config.yaml", "best.yaml", "space.yaml", "report.md")
+
+
 def _exists(name: str) -> bool:
     """Whether there is a file of the repository or of a run, from the root, the package or docs."""
     homes = (ROOT, ROOT / "kge_torchrec", ROOT / "docs")
@@ -294,7 +297,7 @@ def _exists(name: str) -> bool:
         return True
     inside = (path.name for home in ("docs", "kge_torchrec", "scripts", "tests", "configs")
               for path in (ROOT / home).rglob(name))  # fmt: skip
-    return name == "config.yaml" or ("/" not in name and any(inside))
+    return name in OF_RUNS_AND_STUDIES or ("/" not in name and any(inside))
 
 
 @functools.cache

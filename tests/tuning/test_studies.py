@@ -233,7 +233,7 @@ def test_another_study_in_the_folder_and_wrong_settings_are_refused(study, tmp_p
 
 def command(folder: Path, *more: str) -> subprocess.Popen:
     """A process of a study on the countries with trials of a second or so."""
-    keys = [f"--{key}={str(value).lower()}" for key, value in {**SMALL, "train.epochs": 90}.items()]
+    keys = [f"--{key}={str(value).lower()}" for key, value in {**SMALL, "train.epochs": 45}.items()]
     space = folder.parent / "space.yaml"
     space.write_text(yaml.safe_dump(SPACE))
     words = [sys.executable, "-m", "kge_torchrec", "tune", "demo", *keys, "--space", str(space),
