@@ -23,6 +23,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict, load_config
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning import trials as trials_of
+from kge_torchrec.tuning.space import SearchSpace
 from kge_torchrec.tuning.study import Settings, Study, first_rung
 
 SMALL = {**QUIET, "train.batch_size": 512, "train.epochs": 9, "entities.engine": "handrolled"}
@@ -155,11 +156,18 @@ def settings(**changes) -> Settings:
     return Settings(**{"trials": 9, "halving": "epochs", "metric": "mrr", "seed": 0, **changes})
 
 
-def some_study(folder: Path) -> Study:
-    from kge_torchrec.tuning.space import SearchSpace
-
+def some_study(folder: Path, **changes) -> Study:
     config = config_of("countries", **SMALL)
-    return Study.open_or_make(folder, config, SearchSpace(SPACE), settings())
+    return Study.open_or_make(folder, config, SearchSpace(SPACE), settings(**changes))
+
+
+@pytest.mark.parametrize(("metric", "best"), [("mrr", 0.5), ("mr", 0.25)])
+def test_the_best_is_the_largest_but_of_mean_rank_the_smallest(tmp_path, metric, best):
+    study = some_study(tmp_path, metric=metric)
+    for number, value in enumerate((0.375, 0.5, 0.25), 1):
+        with study.next_trial(number) as (trial, _):
+            study.optuna.tell(trial.number, value)
+    assert study.best().value == study.optuna.best_trial.value == best
 
 
 def test_a_trial_of_a_killed_process_is_put_in_line_again(tmp_path, caplog):
