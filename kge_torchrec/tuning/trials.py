@@ -27,7 +27,7 @@ from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.space import with_values
-from kge_torchrec.tuning.study import ETA, RUNGS, Study
+from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
 
 FIRST_FAILURES = 5  # after so many, and nothing else, a study ends
 
@@ -112,7 +112,8 @@ class Worker:
             last = place == len(self.rungs) - 1
             callbacks = []
             if last and halving == "epochs":
-                callbacks.append(_Halving(trial, metric, config.train.epochs))
+                last_rung = first_rung(config) * ETA ** (RUNGS - 2)
+                callbacks.append(_Halving(trial, metric, last_rung))
             run = api.train(
                 self._config_on(
                     rung, config, self.study.folder_of(trial.number, None if last else place)
@@ -159,16 +160,19 @@ class Worker:
 
 
 class _Halving:
-    """Tells the study every validation of a run, and ends the run if others were better there."""
+    """Tells the study every validation of a run, and ends the run if others were better there.
 
-    def __init__(self, trial: Trial, metric: str, epochs: int):
-        self.trial, self.metric, self.epochs = trial, metric, epochs
+    last_rung: epochs after which a run may go on to its end, as little is left to save.
+    """
+
+    def __init__(self, trial: Trial, metric: str, last_rung: int):
+        self.trial, self.metric, self.last_rung = trial, metric, last_rung
 
     def __call__(self, kind: str, values: dict[str, Any]) -> None:
         if kind != "valid":
             return
         self.trial.report(values["both"]["realistic"][self.metric], values["epoch"])
-        if values["epoch"] < self.epochs and self.trial.should_prune():
+        if values["epoch"] <= self.last_rung and self.trial.should_prune():
             raise optuna.TrialPruned
 
 

@@ -7,6 +7,7 @@ import json
 import numpy as np
 import pytest
 from training_runs import config_of
+from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
@@ -131,6 +132,19 @@ def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
     whole = api.evaluate(run, "valid")
     assert "candidates" not in whole
     assert restricted["both"]["realistic"]["mrr"] > whole["both"]["realistic"]["mrr"]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_ranks_group_alike(run, world_size):
+    """One of them groups and writes for all; each holds some of the rows alone."""
+    kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
+    expected = api.evaluate(run, **kwargs)
+    for found in run_world(world_size, evaluate_here, run, kwargs):
+        assert found == expected
+
+
+def evaluate_here(run, kwargs):
+    return api.evaluate(run, **kwargs)
 
 
 def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_path, capsys):
