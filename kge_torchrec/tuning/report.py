@@ -128,6 +128,12 @@ def _page(study: Study, found: dict[str, Any]) -> str:
         lines.append(f"At most {study.config.evaluation.max_triples:,} valid triples were ranked.")
     if study.config.evaluation.candidates != "all":
         lines.append(f"RESTRICTED candidates: {study.config.evaluation.candidates}.")
+    if found["halving"] == "subgraphs":
+        lines.append(
+            "Values of dropped trials are of a core of the graph, with fewer candidates (at 1: a "
+            "ninth of the cost, at 3: a third): they compare with each other, not with completed "
+            "ones."
+        )
     if best is None:
         return "\n".join([*lines, "", "No trial was completed.", "", *_history(found)]) + "\n"
     lines += ["", "## Best", "", f"Trial {best['number']}, valid {metric} {best['value']:.4f}, in "

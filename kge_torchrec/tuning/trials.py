@@ -100,6 +100,8 @@ class Worker:
         (done,) = (t for t in self.study.ended() if t.number == number)
         shown = list(done.intermediate_values.values())[-1] if value is None else value
         how = "" if value is not None else ", dropped"
+        if value is None and self.study.settings.halving == "subgraphs":
+            how = " on a smaller graph, dropped"
         _say(
             number, f"valid {self.study.settings.metric} {shown:.4f}{how}, {seconds:.1f} s", values
         )

@@ -118,6 +118,7 @@ def test_halving_on_cores_of_the_graph(tmp_path):
     config = config_of("countries", **SMALL)
     found = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
     assert found["best"] is not None
+    assert "not with completed ones" in (tmp_path / "report.md").read_text()
     cores = [path.name for path in tmp_path.glob("cores/*") if path.name.isdigit()]
     assert cores
     runs = sorted(path.name for path in tmp_path.glob("trials/0*"))
