@@ -95,10 +95,13 @@ class Study:
         ``space`` None takes a default one, by scorer and graph.  Raises ConfigError if another
         study is there, or a config that nothing can be selected by; DataError on bad data.
         """
-        config = _comparable(config, settings)
+        _check(config, settings)
         with _locked(path / ".lock"):
+            store = _store(path, config)
+            # Numbers that depend on graph and device are the same in all trials of a study.
+            config = config.with_batch_size(False, 1, len(store.train))
+            config = _comparable(config, settings)
             if not (path / "study.json").is_file():
-                store = _store(path, config)
                 if not len(store.valid):
                     raise ConfigError(
                         "data.path: tune compares trials by valid, and there are no valid triples"
@@ -261,14 +264,18 @@ def _first_of(config: Config) -> int:
     return max(1, config.train.epochs // ETA ** (RUNGS - 1))
 
 
-def _comparable(config: Config, settings: Settings) -> Config:
-    """With validations often enough for trials to be dropped early."""
+def _check(config: Config, settings: Settings) -> None:
+    """Raises ConfigError for settings that make no sense, before anything is made."""
     if settings.halving not in HALVING:
         raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {settings.halving!r}")
     if settings.trials < 1:
         raise ConfigError(f"trials must be an integer >= 1, got {settings.trials}")
     if config.train.epochs < 1:
         raise ConfigError("train.epochs: with 0 there is nothing to tune")
+
+
+def _comparable(config: Config, settings: Settings) -> Config:
+    """With validations often enough for trials to be dropped early."""
     evaluation = config.evaluation
     every = evaluation.every or config.train.epochs
     if settings.halving == "epochs":
