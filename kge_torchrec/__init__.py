@@ -11,6 +11,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     # what to call
+    "check_data": "kge_torchrec.diagnosis.data_check",
     "compare": "kge_torchrec.comparison.command",
     "evaluate": "kge_torchrec.api",
     "load_config": "kge_torchrec.config.parser",
@@ -20,6 +21,7 @@ _HOMES = {
     "prepare": "kge_torchrec.data.prepare",
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
+    "tune": "kge_torchrec.tuning.command",
     "Run": "kge_torchrec.api",
     "register": "kge_torchrec.config.registry",
     # settings
@@ -83,6 +85,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.data.negatives import EntityDraw as EntityDraw
     from kge_torchrec.data.prepare import prepare as prepare
     from kge_torchrec.data.readers import Reader as Reader
+    from kge_torchrec.diagnosis.data_check import check_data as check_data
     from kge_torchrec.embeddings.optimizers import RowOptimizer as RowOptimizer
     from kge_torchrec.embeddings.optimizers import State as State
     from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit as PlanDoesNotFit
@@ -98,6 +101,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
     from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
+    from kge_torchrec.tuning.command import tune as tune
 else:
 
     def __getattr__(name: str) -> Any:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +16,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config import Config, ConfigError, EvaluationConfig, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
 from kge_torchrec.data import Side
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
@@ -29,6 +32,7 @@ from kge_torchrec.distributed.processes import (
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.plain_model import Prediction
 from kge_torchrec.export.plain_model import load_model as load_model
+from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
@@ -83,17 +87,62 @@ class Run:
             raise ConfigError(f"{self.path} has no results yet: its training has not ended")
         return json.loads(self.folder.results.read_text(encoding="utf-8"))
 
-    def evaluate(self, split: str = "test") -> dict[str, Any]:
+    def evaluate(
+        self,
+        split: str = "test",
+        by: Sequence[str] = (),
+        candidates: str | None = None,
+        types: str | Path | None = None,
+    ) -> dict[str, Any]:
         """Exact filtered ranking of a split with the best checkpoint (the last without one).
 
+        by: group the ranks as well: "relation", "category" (1-1, 1-N, N-1, N-N after Bordes et al.
+            2013) or "frequency" (of the answer in train), any of them.  The groups are written into
+            the run folder, as evaluation-SPLIT-by-NAME.json and .png.
+        candidates: "all", "seen" or "types", with a file of types; in place of the run's
+            evaluation.candidates.
+
         Returns {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
-        {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.
+        {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}; with ``by`` also {"by": {name: {"about",
+        "total", "groups"}}}; and where candidates were restricted "candidates", which says so.
         """
         if split not in FILTERS:
             raise ConfigError(f"split must be one of {', '.join(FILTERS)}, got {split!r}")
-        if not len(self.session.store.split(split)):
+        check_names(by)
+        evaluation = self._evaluation(candidates, types)
+        triples = self.session.store.split(split)
+        if not len(triples):
             raise ConfigError(f"{self.session.store.path} has no {split} triples")
-        return self.session.rank(split)
+        ranks = self.session.ranks_of(triples, split, evaluation)
+        found = metrics(ranks)
+        if by:
+            # The ranks are the same on every rank, so one groups them for all.
+            found["by"] = on_first_rank(
+                self._processes, lambda: self._grouped(ranks, split, by, evaluation.candidates)
+            )
+        return found
+
+    def _evaluation(self, candidates: str | None, types: str | Path | None) -> EvaluationConfig:
+        own = self.config.evaluation
+        if candidates is None and types is None:
+            return own
+        kind = candidates or "types"
+        kept = own.types if kind == "types" else None
+        return replace(own, candidates=kind, types=kept if types is None else str(types))
+
+    def _grouped(
+        self, ranks: Ranks, split: str, by: Sequence[str], candidates: str
+    ) -> dict[str, Any]:
+        from kge_torchrec.diagnosis.report import write  # loads matplotlib
+
+        store = self.session.store
+        triples = np.asarray(store.split(split), np.int64)
+        found = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
+        try:
+            write(self.path, split, candidates, found)
+        except OSError as error:  # such as a folder of somebody else's
+            logging.getLogger(__name__).warning("the groups are not written: %s", error)
+        return found
 
     def predict(
         self,
@@ -202,21 +251,30 @@ def open_run(path: str | Path) -> Run:
     return Run(path)
 
 
-def evaluate(path: str | Path, split: str = "test") -> dict[str, Any]:
+def evaluate(
+    path: str | Path,
+    split: str = "test",
+    by: Sequence[str] = (),
+    candidates: str | None = None,
+    types: str | Path | None = None,
+) -> dict[str, Any]:
     """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
     with open_run(path) as run:
-        return run.evaluate(split)
+        return run.evaluate(split, by, candidates, types)
 
 
 def train(
     config: AnyConfig = None,
     callbacks: Sequence[Callback] = (),
+    rank_test: bool = True,
 ) -> Run:
     """Trains, ranks test with the best model, and returns the run.
 
     config: a Config, nested or dotted values, a YAML file or the name of one in ``configs/``.
     callbacks: called as callback(kind, values) after every interval ("step"), epoch ("epoch") and
         validation ("valid"), on every rank, with the values that metrics.jsonl gets.
+    rank_test: False leaves test alone, whose results are then None: for searches, which must not
+        see it.
     Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
     ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
     after SIGTERM or SIGUSR1; RankLost where another rank died.
@@ -227,9 +285,9 @@ def train(
         _lock(folder, ranks, held)
         found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
         if found is not None:
-            _continue(folder, found, ranks, callbacks)
+            _continue(folder, found, ranks, callbacks, rank_test=rank_test)
         else:
-            _begin(folder, config, ranks, callbacks)
+            _begin(folder, config, ranks, callbacks, rank_test)
         _give_memory_back()
     return Run(folder.path)
 
@@ -289,7 +347,11 @@ def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
 
 
 def _begin(
-    folder: RunFolder, config: Config, ranks: Processes, callbacks: Sequence[Callback]
+    folder: RunFolder,
+    config: Config,
+    ranks: Processes,
+    callbacks: Sequence[Callback],
+    rank_test: bool,
 ) -> None:
     """Trains a new run from its start."""
     on_first_rank(ranks, lambda: folder.create(config))
@@ -303,7 +365,8 @@ def _begin(
         on_first_rank(ranks, lambda: folder.save_config(session.config))
         if session.show:
             print(f"picked for this graph: {_picked(config, session.config)}", file=sys.stderr)
-    _fit(session, TrainState(data=session.store.fingerprint), callbacks, resumed_at=None)
+    start = TrainState(data=session.store.fingerprint)
+    _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
 
 
 def _picked(config: Config, settled: Config) -> str:
@@ -318,6 +381,7 @@ def _continue(
     ranks: Processes,
     callbacks: Sequence[Callback],
     before: Config | None = None,
+    rank_test: bool = True,
 ) -> None:
     """Trains on from the newest checkpoint.  before: the config so far, if it may be another."""
     before = before or config
@@ -328,7 +392,7 @@ def _continue(
         progress.selection = selection_of(before, session.store)
     if session.config != before:
         on_first_rank(ranks, lambda: folder.save_config(session.config))
-    _fit(session, progress, callbacks, resumed_at=progress.global_step)
+    _fit(session, progress, callbacks, progress.global_step, rank_test)
 
 
 def _give_memory_back() -> None:
@@ -367,6 +431,7 @@ def _fit(
     progress: TrainState,
     callbacks: Sequence[Callback],
     resumed_at: int | None,
+    rank_test: bool,
 ) -> None:
     from kge_torchrec.planning.run_plan import write_run_plan  # without
     from kge_torchrec.training.trainer import (
@@ -375,20 +440,20 @@ def _fit(
 
     ranks, folder = session.processes, session.folder
     write_run_plan(session)
-    metrics = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
+    log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
-        progress = Trainer(session, progress, metrics, callbacks).run()
-        results = _final_results(session, progress)
+        progress = Trainer(session, progress, log, callbacks).run()
+        results = _final_results(session, progress, rank_test)
 
         def write() -> None:
-            assert metrics is not None  # on the first rank
-            metrics.write("test", progress.global_step, results)
+            assert log is not None  # on the first rank
+            log.write("test", progress.global_step, results)
             folder.write_results(results)
 
         on_first_rank(ranks, write)
     finally:
-        if metrics is not None:
-            metrics.close()
+        if log is not None:
+            log.close()
 
 
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
@@ -397,11 +462,11 @@ def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     return MetricsLog(session.folder, session.config.run.tensorboard, resumed_at)
 
 
-def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
+def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
     from kge_torchrec.training.trainer import peak_memory_bytes
 
     ranked = progress  # the parameters at hand
-    if progress.best_checkpoint not in (None, name_of(progress)):
+    if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
         ranked = session.restore_parameters()
     train = {
         "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
@@ -411,8 +476,8 @@ def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
         "world_size": session.processes.world_size,
     }
     return {
-        "test": session.rank("test") if len(session.store.test) else None,
-        "valid": {"metric": session.config.evaluation.metric, "best": progress.best_metric},
+        "test": session.rank("test") if rank_test and len(session.store.test) else None,
+        "valid": _selected(session, progress),
         "train": train,
         "checkpoint": {  # that was ranked
             "name": name_of(ranked) if session.config.checkpoint.keep else None,
@@ -420,6 +485,14 @@ def _final_results(session: Session, progress: TrainState) -> dict[str, Any]:
         },
         "notes": notes(session.store.report),
     }
+
+
+def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
+    evaluation = session.config.evaluation
+    found = {"metric": evaluation.metric, "best": progress.best_metric}
+    if evaluation.candidates != "all":
+        found["restricted_candidates"] = evaluation.candidates
+    return found
 
 
 def _splits_of_answers(

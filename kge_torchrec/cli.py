@@ -1,4 +1,4 @@
-"""The command line: prepare, train, evaluate, predict, export, plan, compare, parts.
+"""The command line: prepare, data, train, evaluate, predict, export, plan, compare, tune, parts.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -74,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _tell(error)
         return getattr(error, "exit_code", 1)
     except KeyboardInterrupt:
-        hint = "; continue with train --resume RUN" if arguments[:1] == ["train"] else ""
+        folders = {"train": "RUN", "tune": "STUDY"}
+        verb = next(iter(arguments), "")
+        hint = f"; continue with {verb} --resume {folders[verb]}" if verb in folders else ""
         print(f"kge-torchrec: interrupted{hint}", file=sys.stderr)
         return 130
 
@@ -99,7 +101,8 @@ def _run(arguments: list[str]) -> int:
         _parser().print_help(sys.stderr)
         return 2
     verb, rest = arguments[0], arguments[1:]
-    own = {"train": _train, "plan": _plan, "compare": _compare}  # they take the config's keys too
+    # They take the config's keys too.
+    own = {"train": _train, "plan": _plan, "compare": _compare, "tune": _tune}
     if verb in own:
         if rest and not _asks_for_help(rest):
             check_packages()
@@ -124,12 +127,14 @@ def _parser() -> argparse.ArgumentParser:
     )
     verbs = parser.add_subparsers(required=True, metavar="VERB", title="verbs")
     _add_prepare(verbs)
+    _add_data(verbs)
     verbs.add_parser("train", help="train a model and rank the test triples with it")
     _add_evaluate(verbs)
     _add_predict(verbs)
     _add_export(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
+    verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")
     _add_parts(verbs)
     return parser
 
@@ -209,6 +214,30 @@ def _add_prepare(verbs: Verbs) -> None:
     prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
+def _add_data(verbs: Verbs) -> None:
+    does = "check a graph before training: leaks between splits, repeats, unseen entities, degrees"
+    data = verbs.add_parser("data", help=does, description=f"{does[0].upper()}{does[1:]}.")
+    actions = data.add_subparsers(required=True, metavar="check", title="what to do")
+    check = _add_verb(actions, "check", does, _check_data)
+    check.add_argument(
+        "data", metavar="DATA", help="a store, a directory or file of triples, or countries"
+    )
+    check.add_argument(
+        "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
+    )
+    check.add_argument(
+        "--threshold",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="of the triples of either that makes two relations inverses or duplicates "
+        "(default: 0.8)",
+    )
+    check.add_argument(
+        "--format", choices=("table", "json"), default="table", help="default: table"
+    )
+
+
 def _yaml_dict(text: str) -> dict[str, Any]:
     import yaml
 
@@ -224,6 +253,26 @@ def _add_evaluate(verbs: Verbs) -> None:
     evaluate.add_argument("folder", metavar="RUN", help="the folder of a run")
     evaluate.add_argument(
         "--split", choices=("test", "valid", "train"), default="test", help="default: test"
+    )
+    evaluate.add_argument(
+        "--by",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=("relation", "category", "frequency"),
+        help="group the ranks as well: by relation; by its category in train (1-1, 1-N, N-1, N-N); "
+        "by how often the answer occurs in train.  Several at once, each with a table, and a file "
+        "and a picture in the folder of the run",
+    )
+    evaluate.add_argument(
+        "--candidates",
+        choices=("all", "seen", "types"),
+        help="rank among all entities, those that the relation has been seen with on that side in "
+        "train, or those of the same types; results are labelled (default: the run's "
+        "evaluation.candidates)",
+    )
+    evaluate.add_argument(
+        "--types", metavar="FILE", help="of --candidates types: lines of entity, tab, type"
     )
     evaluate.add_argument(
         "--format", choices=("table", "json"), default="table", help="default: table"
@@ -320,7 +369,7 @@ def _resume(arguments: list[str]) -> int:
 
 def _report(run: Run) -> None:
     """The results table and where to go from here, on rank 0."""
-    from kge_torchrec.ranking.metrics import results_table
+    from kge_torchrec.ranking.metrics import ranked_among, results_table
 
     if os.environ.get("RANK", "0") != "0":
         return
@@ -328,7 +377,9 @@ def _report(run: Run) -> None:
     for note in results["notes"]:
         print(f"note: {note}")
     if results["test"] is not None:
-        print(f"\ntest, filtered ranks among all entities\n{results_table(results['test'])}")
+        table = results_table(results["test"])  # which says so where candidates are restricted
+        restricted = "candidates" in results["test"]
+        print(f"\ntest{'' if restricted else f', {ranked_among({})}'}\n{table}")
     train = results["train"]
     print(
         f"\ntrained {train['epochs']} epochs in {train['seconds']:.1f} s, "
@@ -346,6 +397,12 @@ def _plan(arguments: list[str]) -> int:
 
 def _compare(arguments: list[str]) -> int:
     from kge_torchrec.comparison.command import run
+
+    return run(arguments)
+
+
+def _tune(arguments: list[str]) -> int:
+    from kge_torchrec.tuning.command import run
 
     return run(arguments)
 
@@ -382,6 +439,15 @@ def _prepare(parsed: argparse.Namespace) -> int:
     return 0
 
 
+def _check_data(parsed: argparse.Namespace) -> int:
+    with loading_torch():
+        from kge_torchrec.diagnosis.data_check import check_data, table
+
+    found = check_data(parsed.data, parsed.output, parsed.threshold)
+    print(json.dumps(found) if parsed.format == "json" else table(found))
+    return 0
+
+
 def _open(folder: str) -> Run:
     """The run in a folder, as ``open_run`` gives it."""
     with loading_torch():
@@ -400,12 +466,23 @@ def _config_of(folder: str) -> Config:
 
 def _evaluate(parsed: argparse.Namespace) -> int:
     with _open(parsed.folder) as run:
-        results = run.evaluate(parsed.split)
+        results = run.evaluate(parsed.split, parsed.by, parsed.candidates, parsed.types)
 
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if parsed.format == "json":
+        print(json.dumps(results))
+        return 0
     from kge_torchrec.ranking.metrics import results_table
 
-    if os.environ.get("RANK", "0") == "0":
-        print(json.dumps(results) if parsed.format == "json" else results_table(results))
+    by = results.pop("by", {})
+    print(results_table(results))
+    if by:
+        from kge_torchrec.diagnosis.report import table
+
+        for name, found in by.items():
+            print(f"\n{table(name, found)}")
+        print(f"\nfiles and pictures: {run.path}/evaluation-{parsed.split}-by-*")
     return 0
 
 

@@ -39,6 +39,8 @@ def make_graphs(folder: Path) -> Path:
     (folder / "single.tsv").write_text("".join(lines))
     (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
     (folder / "w.words").write_text("a r b\nb r c\na s c\n")
+    (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
+    (folder / "all_alike.tsv").write_text("".join(f"e{i}\tone\n" for i in range(37)))
     (folder / "unseen").mkdir()
     (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")
     (folder / "unseen" / "test.tsv").write_text("a\tnew\tc\n")

@@ -41,7 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = ("sh", "python", "yaml", "text")
 MARKERS = ("not run", "slow", "run with", "file")
-TAKES_KEYS = ("train", "plan", "compare")
+TAKES_KEYS = ("train", "plan", "compare", "tune")
 NOT_RUN = {
     "make": "its targets change the checkout or run these tests; that they exist is checked",
     "pip": "changes the environment",
@@ -288,6 +288,9 @@ def test_targets_of_make_exist():
     assert named and named <= targets
 
 
+OF_RUNS_AND_STUDIES = ("config.yaml", "best.yaml", "space.yaml", "report.md")
+
+
 def _exists(name: str) -> bool:
     """Whether there is a file of the repository or of a run, from the root, the package or docs."""
     homes = (ROOT, ROOT / "kge_torchrec", ROOT / "docs")
@@ -295,7 +298,7 @@ def _exists(name: str) -> bool:
         return True
     inside = (path.name for home in ("docs", "kge_torchrec", "scripts", "tests", "configs")
               for path in (ROOT / home).rglob(name))  # fmt: skip
-    return name == "config.yaml" or ("/" not in name and any(inside))
+    return name in OF_RUNS_AND_STUDIES or ("/" not in name and any(inside))
 
 
 @functools.cache

@@ -227,6 +227,9 @@ CASES = [
     case("evaluation.patience", 0, 1, "kinds", **NO_PROGRESS),
     case("evaluation.max_triples", 0, 5, "validated"),
     case("evaluation.batch_size", 512, 3, "ranked_batches"),
+    case("evaluation.candidates", "all", "seen", "best", **VALIDATED),
+    case("evaluation.types", "{graphs}/types.tsv", "{graphs}/all_alike.tsv", "best",
+         evaluation__candidates="types", **VALIDATED),
     # checkpoint
     case("checkpoint.every_epochs", 1, 2, "checkpoints", train__epochs=3, checkpoint__keep=9),
     case("checkpoint.every_steps", 0, 2, "checkpoints", checkpoint__keep=9),

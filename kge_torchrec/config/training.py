@@ -21,6 +21,7 @@ from kge_torchrec.config.registry import KINDS, check_name, resolve
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "bf16", "fp16")
+CANDIDATES = ("all", "seen", "types")
 
 
 @dataclass(frozen=True)
@@ -159,6 +160,10 @@ class EvaluationConfig:
         max_triples: Rank at most this many validation triples while training (a fixed random
             sample, labelled so); 0 ranks them all, null as many as take about a minute.
         batch_size: Queries scored at once.
+        candidates: all entities; seen, those that the relation has been seen with on that side in
+            train; or types, these and all that share a type with one of them.  The last two give
+            ranks that compare with nobody else's, and are labelled so.
+        types: Of candidates types: a file of lines entity, tab, type.
     """
 
     every: PickedInt = PICKED
@@ -166,6 +171,8 @@ class EvaluationConfig:
     patience: PickedInt = PICKED
     max_triples: PickedInt = PICKED
     batch_size: int = 512
+    candidates: str = "all"
+    types: Optional[str] = None  # noqa: UP045
 
     def __post_init__(self) -> None:
         at_least("evaluation.every", self.every, 0)
@@ -173,6 +180,17 @@ class EvaluationConfig:
         at_least("evaluation.patience", self.patience, 0)
         at_least("evaluation.max_triples", self.max_triples, 0)
         at_least("evaluation.batch_size", self.batch_size, 1)
+        one_of("evaluation.candidates", self.candidates, CANDIDATES)
+        if self.candidates == "types" and self.types is None:
+            raise ConfigError(
+                "evaluation.candidates types needs evaluation.types, a file of lines entity, tab, "
+                "type; seen does without one"
+            )
+        if self.candidates != "types" and self.types is not None:
+            raise ConfigError(
+                f"evaluation.types is not read with evaluation.candidates {self.candidates}; set "
+                "that to types, or leave the file out"
+            )
 
 
 @dataclass(frozen=True)

@@ -274,6 +274,10 @@ class Degrees:
         heads += tails
         return heads
 
+    def of(self, entities: np.ndarray) -> np.ndarray:
+        """(M,) int64: of the entities (M,)."""
+        return sum(pointer[entities + 1] - pointer[entities] for pointer in self.pointers)
+
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
         """(N,) int64, all of them."""
         return self.between(0, len(self)).astype(dtype or np.int64, copy=False)

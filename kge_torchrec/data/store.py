@@ -87,15 +87,16 @@ class TripleStore:
         indices = []
         for split in splits:
             self.split(split)
-            indices.append({side: self._side(split, side) for side in SIDES})
+            indices.append({side: self.side_index(split, side) for side in SIDES})
         return FilterIndex(indices, self.num_entities, self.num_relations)
 
     def degrees(self) -> Degrees:
         """How often each entity is head or tail of a training triple; ``np.asarray`` gives (N,)."""
         # Imported on use: compiling takes a second that opening a store need not wait.
-        return Degrees(*(self._side("train", side).indptr for side in SIDES))
+        return Degrees(*(self.side_index("train", side).indptr for side in SIDES))
 
-    def _side(self, split: str, side: str) -> SideIndex:
+    def side_index(self, split: str, side: str) -> SideIndex:
+        """The part of the filter index that answers queries for a side with a split's triples."""
         return SideIndex(*(_map(self.path / _index_name(split, side, part))
                            for part in SideIndex._fields))  # fmt: skip
 

@@ -25,6 +25,7 @@ from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
+from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.metrics import Ranks
 
 FETCH_BYTES = 32 << 20  # entity rows fetched by one collective, for several batches
@@ -37,6 +38,7 @@ def rank_triples(
     known: FilterIndex | None,
     *,
     sides: Sequence[Side] = SIDES,
+    candidates: Candidates | None = None,
     block_bytes: int | None = None,
     batch_size: int = 512,
     progress: Callable[[int], object] | None = None,
@@ -46,6 +48,8 @@ def rank_triples(
     triples: (T, 3) int64 head, relation, tail; the same on every rank (collective).
     known: triples removed from the candidates, except the true one; None ranks unfiltered.  While
     validating, the caller leaves the test triples out of it.
+    candidates: restricts what a query is ranked among; ``Ranks.restricted`` says so.  A true answer
+        that is none of them has the last rank, N.
     block_bytes: size of the score block; the default suits the device.
     progress: called with the number of queries done since the last call (``tqdm.update`` fits).
 
@@ -56,15 +60,36 @@ def rank_triples(
     triples = torch.as_tensor(triples, dtype=torch.int64)
     if triples.ndim != 2 or triples.shape[1] != 3:
         raise ValueError(f"triples must have shape (T, 3), not {tuple(triples.shape)}")
-    counter = _Counter(scorer, shard, known, block_bytes, batch_size, progress)
-    optimistic, pessimistic = {}, {}
+    counter = _Counter(scorer, shard, known, candidates, block_bytes, batch_size, progress)
+    optimistic, pessimistic, outside = {}, {}, {}
     with scoring(scorer):
         for side in sides:
             less, equal = counter.count(triples, side)
             pessimistic[side] = shard.num_entities - less
             # A NaN true score ties with nothing, not even itself: it must not fall behind N.
             optimistic[side] = np.minimum(pessimistic[side] - equal + 1, pessimistic[side])
-    return Ranks(optimistic, pessimistic)
+            if candidates is not None:
+                outside[side] = ~_are_candidates(candidates, triples.numpy(), side, batch_size)
+                for kind in (optimistic, pessimistic):
+                    kind[side] = np.where(outside[side], shard.num_entities, kind[side])
+    return Ranks(optimistic, pessimistic, None if candidates is None else candidates.label, outside)
+
+
+def _are_candidates(
+    candidates: Candidates, triples: np.ndarray, side: Side, batch_size: int
+) -> np.ndarray:
+    """(T,) bool: whether the true answers are candidates of their own queries."""
+    answers = triples[:, 2 if side == "tail" else 0]
+    return np.concatenate(
+        [
+            candidates.contain(side, triples[part, 1], answers[part])
+            for part in _slices(len(triples), batch_size)
+        ]
+    )
+
+
+def _slices(total: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, max(total, 1), size)]
 
 
 class _Counter:
@@ -75,15 +100,29 @@ class _Counter:
         scorer: Scorer,
         shard: EntityShard,
         known: FilterIndex | None,
+        candidates: Candidates | None,
         block_bytes: int | None,
         batch_size: int,
         progress: Callable[[int], object] | None,
     ):
         self.scorer, self.shard, self.known = scorer, shard, known
+        self.candidates = candidates
         self.block_bytes, self.batch_size, self.progress = block_bytes, batch_size, progress
 
     def count(self, triples: Tensor, side: Side) -> np.ndarray:
-        """(2, T) int64: candidates less than and equal to the true one, over all ranks."""
+        """(2, T) int64: candidates less than and equal to the true one, over all ranks.
+
+        What is no candidate counts as less.
+        """
+        if self.candidates is None:
+            return self._count_in_order(triples, side)
+        # Queries of one relation have the same candidates, so they come one after another.
+        order = triples[:, 1].argsort(stable=True)
+        counts = np.empty((2, len(triples)), np.int64)
+        counts[:, order.numpy()] = self._count_in_order(triples[order], side)
+        return counts
+
+    def _count_in_order(self, triples: Tensor, side: Side) -> np.ndarray:
         counts = torch.zeros(2, len(triples), dtype=torch.int64, device=self.shard.rows.device)
         done = 0
         for queries, anchor, target in self._fetched(triples, side):
@@ -128,8 +167,19 @@ class _Counter:
         for first, scores in blocks:
             own.make_room(scores)
             erase(scores, first, filtered)
+            self._restrict(scores, first, queries[:, 1], side)
             own.restore(scores, first)
             count_block(scores, own.true, less, equal)
+
+    def _restrict(self, scores: Tensor, first: int, relations: Tensor, side: Side) -> None:
+        """Writes -inf over what is no candidate; scores (B, n) of ascending relations (B,)."""
+        if self.candidates is None:
+            return
+        found, sizes = relations.unique_consecutive(return_counts=True)
+        stop = first + scores.shape[1]
+        for relation, rows in zip(found.tolist(), scores.split(sizes.tolist()), strict=True):
+            mask = torch.from_numpy(self.candidates.mask(side, relation, first, stop))
+            rows.masked_fill_(~mask.to(rows.device), -torch.inf)
 
     def _known_answers(self, queries: Tensor, side: Side) -> Answers:
         if self.known is None:

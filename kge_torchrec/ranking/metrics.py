@@ -5,8 +5,8 @@ Shapes: T triples.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -23,10 +23,15 @@ class Ranks:
 
     Among candidates of equal score the true one comes first in optimistic and last in
     pessimistic ranks.
+
+    restricted: what the candidates were restricted to, for people; None for all entities.
+    outside: (T,) bool by side, the true answers that are none of these; they rank last.
     """
 
     optimistic: dict[Side, np.ndarray]
     pessimistic: dict[Side, np.ndarray]
+    restricted: str | None = None
+    outside: dict[Side, np.ndarray] = field(default_factory=dict)
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -41,26 +46,53 @@ class Ranks:
         return getattr(self, kind)[side].astype(np.float64)
 
 
-def metrics(ranks: Ranks) -> dict[str, dict[str, dict[str, float]]]:
+def metrics(ranks: Ranks) -> dict[str, Any]:
     """{"head" | "tail" | "both": {kind: {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.
 
-    "both" is over the union of the sides' ranks.  A realistic rank of 1.5 is no hit at 1.
+    "both" is over the union of the sides' ranks.  A realistic rank of 1.5 is no hit at 1.  Where
+    candidates were restricted, "candidates" comes first: {"restricted_to": to what,
+    "answers_outside": {side: true answers that are none of them}}.
     Raises ValueError when there is nothing to average.
     """
     if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
         raise ValueError("no metrics without ranks: the set of triples is empty")
     sides: tuple[Side | Literal["both"], ...] = (*ranks.sides, "both")
-    return {side: {kind: _summary(ranks.values(side, kind)) for kind in KINDS} for side in sides}
+    found = _restriction_of(ranks)
+    for side in sides:
+        found[side] = {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
+    return found
 
 
-def results_table(results: dict[str, dict[str, dict[str, float]]]) -> str:
-    """The metrics as a fixed-width text table, one line per side and kind."""
+def _restriction_of(ranks: Ranks) -> dict[str, Any]:
+    if ranks.restricted is None:
+        return {}
+    outside = {side: int(those.sum()) for side, those in ranks.outside.items()}
+    return {"candidates": {"restricted_to": ranks.restricted, "answers_outside": outside}}
+
+
+def ranked_among(results: dict[str, Any]) -> str:
+    """What the metrics were ranked among, for the head of a table or the end of a line."""
+    restriction = results.get("candidates")
+    if restriction is None:
+        return "filtered ranks among all entities"
+    outside = ", ".join(f"{n:,} {side}s" for side, n in restriction["answers_outside"].items())
+    return (
+        "RESTRICTED candidates, not comparable with ranks among all entities: filtered ranks "
+        f"among {restriction['restricted_to']}; true answers outside, ranked last: {outside}"
+    )
+
+
+def results_table(results: dict[str, Any]) -> str:
+    """The metrics as a fixed-width text table, one line per side and kind.
+
+    Where candidates were restricted, a line before it says so.
+    """
     lines = [f"{'side':<6}{'ties':<13}" + "".join(f"{name:>10}" for name in COLUMNS)]
     lines.append("-" * len(lines[0]))
     for side, kinds in results.items():
-        for kind, row in kinds.items():
+        for kind, row in kinds.items() if side != "candidates" else ():
             lines.append(f"{side:<6}{kind:<13}" + "".join(_cell(row, name) for name in COLUMNS))
-    return "\n".join(lines)
+    return "\n".join([ranked_among(results)] * ("candidates" in results) + lines)
 
 
 def _summary(ranks: np.ndarray) -> dict[str, float]:

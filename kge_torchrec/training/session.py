@@ -7,11 +7,11 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kge_torchrec.config import Config, DataConfig
+from kge_torchrec.config import Config, DataConfig, EvaluationConfig
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import META, TripleStore
@@ -27,10 +27,14 @@ from kge_torchrec.environment import (
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
-from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
+
+if TYPE_CHECKING:
+    from kge_torchrec.embeddings.backend import EntityShard
+    from kge_torchrec.ranking.candidates import Candidates
 
 BEST, NEWEST = "best", "newest"  # of a run's checkpoints
 log = logging.getLogger(__name__)
@@ -59,10 +63,14 @@ def _trained_model(config: Config, store: TripleStore, processes: Processes) -> 
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
-    """What validations are compared by: the metric, and the sample if it is one."""
-    limit, metric = config.evaluation.max_triples, config.evaluation.metric
+    """What validations are compared by: the metric, the sample if it is one, the candidates."""
+    evaluation = config.evaluation
+    limit, metric = evaluation.max_triples, evaluation.metric
     is_sample = 0 < limit < len(store.valid)
-    return f"{metric} of {limit} triples" if is_sample else metric
+    of = f"{metric} of {limit} triples" if is_sample else metric
+    if evaluation.candidates == "all":
+        return of
+    return f"{of} among candidates {evaluation.candidates} {evaluation.types or ''}".rstrip()
 
 
 class Session:
@@ -106,6 +114,7 @@ class Session:
             self.backend = _engine(config, self.store, processes, plan_may_differ)
         else:  # the part of a backend that reads
             self.backend = _trained_model(config, self.store, processes)  # type: ignore[assignment]
+        self._kept_candidates: tuple[tuple[str, str | None], Candidates | None] | None = None
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
@@ -171,7 +180,7 @@ class Session:
 
     def rank(self, split: str) -> dict[str, Any]:
         """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""
-        return self._metrics(self.store.split(split), split)
+        return metrics(self.ranks_of(self.store.split(split), split))
 
     def validation_triples(self) -> np.ndarray:
         """Valid, or a fixed sample of it if evaluation.max_triples says so."""
@@ -183,13 +192,22 @@ class Session:
 
     def validate(self) -> dict[str, Any]:
         """Metrics of ``validation_triples``, all entities being candidates."""
-        return self._metrics(self.validation_triples(), "valid")
+        return metrics(self.ranks_of(self.validation_triples(), "valid"))
 
-    def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
+    def ranks_of(
+        self, triples: np.ndarray, split: str, evaluation: EvaluationConfig | None = None
+    ) -> Ranks:
+        """Filtered ranks of triples (T, 3) of a split.  Collective.
+
+        evaluation: in place of the config's, for its candidates and their types.
+        """
         from tqdm import tqdm
 
         from kge_torchrec.ranking.exact import rank_triples
 
+        evaluation = evaluation or self.config.evaluation
+        shard = self.backend.shard()
+        candidates = self._restricted(evaluation, shard)
         total = 2 * len(triples)
         with (
             self.whole_scorer() as scorer,
@@ -197,15 +215,29 @@ class Session:
                 total=total, desc=f"rank {split}", unit="query", disable=self.hide_bars, leave=False
             ) as bar,
         ):
-            ranks = rank_triples(
+            return rank_triples(
                 scorer,
-                self.backend.shard(),
+                shard,
                 np.asarray(triples, dtype=np.int64),
                 self.store.filter_index(FILTERS[split]),
-                batch_size=self.config.evaluation.batch_size,
+                candidates=candidates,
+                batch_size=evaluation.batch_size,
                 progress=bar.update,
             )
-        return metrics(ranks)
+
+    def _restricted(self, evaluation: EvaluationConfig, shard: EntityShard) -> Candidates | None:
+        """What a ranking's candidates are restricted to, made once.  Collective."""
+        if evaluation.candidates == "all":
+            return None
+        key = evaluation.candidates, evaluation.types
+        if self._kept_candidates is None or self._kept_candidates[0] != key:
+            from kge_torchrec.ranking.candidates import make_candidates
+
+            made = on_all_ranks(  # which may read a file
+                self.processes, lambda: make_candidates(*key, self.store, shard.row_range)
+            )
+            self._kept_candidates = key, made
+        return self._kept_candidates[1]
 
 
 EMBEDDED = "countries"

@@ -26,6 +26,7 @@ from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
 from kge_torchrec.errors import KGEError
+from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.run_folder import MetricsLog
@@ -188,7 +189,8 @@ class Trainer:
         counts = {"epoch": progress.epoch, "triples": ranked, "of": total}
         self._write("valid", {**counts, **results})
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
-        self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}")
+        among = f", {ranked_among(results)}" if "candidates" in results else ""
+        self._say(f"valid {metric} {value:.4f}{sample}{' (best)' if better else ''}{among}")
         return better
 
     def _plateau(self, metric: str, value: float) -> None:

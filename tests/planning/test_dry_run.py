@@ -131,7 +131,7 @@ def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, he
     plan, without = planned(work, "1xCPU"), planned(workload(store.num_entities, 3), "1xCPU")
     pages, own = {"train": store.train.nbytes}, {"degrees": DegreeDraw(store.degrees(), 0.75)._sums}
     for side in ("tail", "head"):
-        index = store._side("train", side)
+        index = store.side_index("train", side)
         pages |= {side: sum(part.nbytes for part in index), f"{side}-indptr": index.indptr.nbytes}
         own[side] = known.queries(side)._before
     last = 8 * sum(part != "train" for part in read)  # of N + 1 numbers

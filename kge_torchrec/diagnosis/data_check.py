@@ -1,0 +1,240 @@
+"""What a graph of triples is like and what is wrong with it, before anything is trained.
+
+Every figure is a sort or a count over arrays of ids, so that hundreds of millions of triples take
+minutes and a few times their memory.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from kge_torchrec import files
+from kge_torchrec.config import DataConfig
+from kge_torchrec.config.checks import check
+from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
+from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.diagnosis.relation_overlap import (
+    THRESHOLD,
+    Overlap,
+    PairIndex,
+    find_overlaps,
+    leaking,
+)
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.training.session import open_store
+
+LINES = 10  # of relations in a table
+
+
+def check_data(
+    path: str | Path, output: str | Path | None = None, threshold: float = THRESHOLD
+) -> dict[str, Any]:
+    """Counts, repeats, leaks between splits and degrees of a graph of triples.
+
+    path: a prepared store, or what ``data.path`` of a config takes: a directory, a file, countries.
+    output: a folder that gets ``data-check.json`` and ``degrees.png``; None writes nothing.
+    threshold: share of the triples of either that makes two relations duplicates or inverses.
+
+    Returns "entities", "relations", "triples" by split, "repeated" triples by split and by pair of
+    splits, "unseen" entities and relations, "loops", "overlaps" (relations that are duplicates,
+    inverses or symmetric), "leaks" of valid and test, "categories" of relations and "degrees".
+    Raises DataError on bad input, ConfigError for a threshold outside (0, 1].
+    """
+    check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
+    with _opened(path) as store:
+        found = {"data": str(path), **_check(store, threshold)}
+    if output is not None:
+        folder = Path(output)
+        folder.mkdir(parents=True, exist_ok=True)
+        files.write_json(folder / "data-check.json", found)
+        _draw(found, folder / "degrees.png")
+    return found
+
+
+@contextmanager
+def _opened(path: str | Path) -> Iterator[TripleStore]:
+    """The store there, or one made of the files there for as long as it is looked at."""
+    if (Path(path) / META).is_file():
+        yield TripleStore.open(path)
+        return
+    import torch
+
+    alone = Processes(0, 1, 1, torch.device("cpu"))
+    config = DataConfig(path=str(path), allow_unseen_relations=True)  # which it counts
+    with tempfile.TemporaryDirectory() as folder:
+        yield open_store(config, 0, Path(folder) / "store", alone, progress=True)
+
+
+def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
+    found = cardinalities(store)
+    index = PairIndex(store.train, store.num_entities, store.num_relations)
+    loops = _loops(store)
+    overlaps = find_overlaps(index, found["triples"], loops, threshold)
+    names = store.relations.labels
+
+    def named(overlap: Overlap) -> dict[str, Any]:
+        first, second = names([overlap.first, overlap.second])
+        return {**asdict(overlap), "first": first, "second": second}
+
+    leaks = {}
+    for split in ("valid", "test"):
+        if len(triples := store.split(split)):
+            counts = {k: int(v.sum()) for k, v in leaking(index, overlaps, triples).items()}
+            shares = {f"{name}_share": count / len(triples) for name, count in counts.items()}
+            leaks[split] = {**counts, **shares}
+    place, report = categories(found), store.report
+    return {
+        "entities": store.num_entities,
+        "relations": store.num_relations,
+        "triples": {split: len(store.split(split)) for split in SPLITS},
+        "repeated": {
+            "within": {k: n for k, n in (report.get("duplicates") or {}).items() if n},
+            "across": dict(report.get("shared") or {}),
+        },
+        "unseen": {
+            "entities": dict(report.get("unseen_entities") or {}),
+            "relations": dict(report.get("unseen_relations") or {}),
+        },
+        "loops": int(loops.sum()),
+        "threshold": threshold,
+        "overlaps": {
+            kind: [named(overlap) for overlap in getattr(overlaps, kind)]
+            for kind in ("duplicates", "inverses", "symmetric")
+        },
+        "leaks": leaks,
+        "categories": {
+            name: {
+                "relations": int((place == i).sum()),
+                "triples": int(found["triples"][place == i].sum()),
+            }
+            for i, name in enumerate(CATEGORIES)
+        },
+        "degrees": _degrees(store),
+    }
+
+
+def _loops(store: TripleStore) -> np.ndarray:
+    """(R,) int64: triples of train whose head is their tail."""
+    loops = np.zeros(store.num_relations, np.int64)
+    for start in range(0, len(store.train), CHUNK):
+        head, relation, tail = store.train[start : start + CHUNK].T
+        loops += np.bincount(relation[head == tail], minlength=store.num_relations)
+    return loops
+
+
+def _degrees(store: TripleStore) -> dict[str, Any]:
+    """Of the entities in train: how many triples have them as head or tail."""
+    degrees, entities = store.degrees().histogram()
+    below = np.cumsum(entities)
+
+    def quantile(share: float) -> int:
+        return int(degrees[np.searchsorted(below, share * below[-1])])
+
+    return {
+        "mean": float((degrees * entities).sum() / below[-1]),
+        "median": quantile(0.5),
+        "p90": quantile(0.9),
+        "p99": quantile(0.99),
+        "max": int(degrees[-1]),
+        "histogram": {"degrees": degrees.tolist(), "entities": entities.tolist()},
+    }
+
+
+def table(found: dict[str, Any]) -> str:
+    """What ``check_data`` found, for people."""
+    triples = found["triples"]
+    lines = [
+        f"{found['data']}: {found['entities']:,} entities, {found['relations']:,} relations; "
+        + ", ".join(f"{split} {count:,}" for split, count in triples.items()),
+        "",
+        _line("triples repeated within a split", _counts(found["repeated"]["within"])),
+        _line("triples in two splits", _counts(found["repeated"]["across"])),
+        _line("loops (an entity with itself) in train", f"{found['loops']:,}"),
+    ]
+    for split in ("valid", "test"):
+        unseen = found["unseen"]["entities"].get(split)
+        of = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
+        lines.append(_line(f"entities of {split} not in train", of))
+        relations = found["unseen"]["relations"].get(split)
+        lines.append(_line(f"relations of {split} not in train", _counts(relations or {})))
+    degrees = found["degrees"]
+    lines.append(
+        _line(
+            "triples of train an entity is in",
+            "mean {mean:,.1f}, median {median:,}, 90% {p90:,}, 99% {p99:,}, most {max:,}".format(
+                **degrees
+            ),
+        )
+    )
+    for name, of in found["categories"].items():
+        many = f"{of['relations']:,} with {of['triples']:,} triples of train"
+        lines.append(_line(f"relations {name}", many))
+    lines += ["", *_leaks(found)]
+    for kind in ("symmetric", "inverses", "duplicates"):
+        lines += _relations(kind, found["overlaps"][kind], found["threshold"])
+    return "\n".join(lines)
+
+
+def _leaks(found: dict[str, Any]) -> list[str]:
+    lines = [] if found["leaks"] else ["no valid or test triples to leak"]
+    for split, leak in found["leaks"].items():
+        for name, what in (
+            ("redundant", "told by train: inverse, duplicate or symmetric relation"),
+            ("linked", "entities linked in train, same direction"),
+            ("linked_reversed", "entities linked in train, other direction"),
+        ):
+            lines.append(_line(f"{split}: {what}", f"{leak[name]:,} ({leak[f'{name}_share']:.1%})"))
+    return lines
+
+
+def _relations(kind: str, overlaps: list[dict[str, Any]], threshold: float) -> list[str]:
+    lines = ["", f"{kind} (at least {threshold:g} of the triples of either): {len(overlaps):,}"]
+    for overlap in overlaps[:LINES]:
+        if kind == "symmetric":
+            lines.append(f"  {overlap['first']}: {overlap['share_of_first']:.1%}")
+        else:
+            shares = f"{overlap['share_of_first']:.1%} / {overlap['share_of_second']:.1%}"
+            lines.append(f"  {overlap['first']}  {overlap['second']}: {shares}")
+    if len(overlaps) > LINES:
+        lines.append(f"  and {len(overlaps) - LINES:,} more, in the JSON")
+    return lines
+
+
+def _line(what: str, value: str) -> str:
+    return f"{what:<66} {value}"
+
+
+def _counts(of: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in of.items()) or "none"
+
+
+def _draw(found: dict[str, Any], file: Path) -> None:
+    """How many entities are in so many triples of train, on logarithmic axes."""
+    histogram = found["degrees"]["histogram"]
+    degrees, entities = (np.array(histogram[name]) for name in ("degrees", "entities"))
+    figure = Figure(layout="constrained", figsize=(6.5, 4.5))
+    axes = figure.add_subplot()
+    some = degrees > 0
+    axes.loglog(degrees[some], entities[some], ".", ms=4, color="#0072B2", label="exactly so many")
+    above = np.cumsum(entities[::-1])[::-1]
+    axes.loglog(degrees[some], above[some], "-", color="#D55E00", label="so many or more")
+    none = int(entities[~some].sum())
+    axes.set_title(
+        f"{Path(found['data']).name}: {found['entities']:,} entities, {none:,} not in train",
+        fontsize="medium",
+    )
+    axes.set(xlabel="triples of train that an entity is in", ylabel="entities")
+    axes.grid(alpha=0.3)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(file, dpi=150)

@@ -1,0 +1,182 @@
+"""Relations that say the same of the same entities, and what they tell of held-out triples.
+
+Two relations are duplicates if they link mostly the same (head, tail), inverses if one links mostly
+the reversed pairs of the other, and a relation is symmetric if it is its own inverse (Toutanova and
+Chen 2015; Akrami et al. 2020, with their threshold of 0.8 of the triples of either).  A test triple
+leaks where such a relation has its entities in train: it can be answered without any learning.
+
+Triples are sorted by their unordered pair of entities; a relation in the direction of the pair has
+the code 2r, in the other one 2r + 1.  So relations that share a pair stand together, and rows i and
+i + d of a pair are looked at together for d = 1, 2, ..., all pairs at once.  A loop, an entity with
+itself, has one direction: it counts for duplicates alone.
+
+Shapes: T triples, R relations, M rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from kge_torchrec.data.sort import pack, sorted_rows
+
+THRESHOLD = 0.8
+_MERGED = 1 << 22  # keys counted together
+
+
+def _coded(triples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The smaller and the larger entity of each triple, and its relation with the direction."""
+    heads, relations, tails = triples.T
+    code = relations.astype(np.int32)
+    code *= 2
+    code += heads > tails
+    return np.minimum(heads, tails), np.maximum(heads, tails), code
+
+
+class PairIndex:
+    """Triples by their unordered pairs of entities.
+
+    Attributes:
+        pairs: (T,) uint64, ascending.
+        codes: (T,) int32, relations with their direction.
+    """
+
+    def __init__(self, triples: np.ndarray, num_entities: int, num_relations: int):
+        self._sizes = (num_entities, num_entities)
+        low, high, codes = sorted_rows(_coded(triples), (*self._sizes, 2 * num_relations))
+        self.pairs, self.codes = self._keys(low, high), codes
+
+    def _keys(self, low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        keys = pack((low, high), self._sizes)
+        assert keys is not None  # two ids of at most 32 bits
+        return keys
+
+    def together(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """The codes (M,) and (M,) of all rows of one pair, two by two, each two once."""
+        rows = np.flatnonzero(self.pairs[1:] == self.pairs[:-1])
+        distance = 1
+        while len(rows):
+            yield self.codes[rows], self.codes[rows + distance]
+            distance += 1
+            rows = rows[rows + distance < len(self.pairs)]
+            rows = rows[self.pairs[rows] == self.pairs[rows + distance]]
+
+    def beside(self, triples: np.ndarray) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """What links the entities of other triples: their rows (M,), own codes, codes here (M,)."""
+        low, high, codes = _coded(triples)
+        keys = self._keys(low, high)
+        starts = np.searchsorted(self.pairs, keys, "left")
+        counts = np.searchsorted(self.pairs, keys, "right") - starts
+        rows, distance = np.flatnonzero(counts), 0
+        while len(rows):
+            yield rows, codes[rows], self.codes[starts[rows] + distance]
+            distance += 1
+            rows = rows[counts[rows] > distance]
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Two relations and the share of the triples of each that the other has too."""
+
+    first: int
+    second: int
+    common: int  # triples of the first whose pair the second has
+    share_of_first: float
+    share_of_second: float
+
+
+@dataclass(frozen=True)
+class Overlaps:
+    """What ``find_overlaps`` found; lists are ordered by the number of common triples."""
+
+    duplicates: list[Overlap]
+    inverses: list[Overlap]
+    symmetric: list[Overlap]  # first is second
+    redundant: np.ndarray  # ascending: code * 2R + code whose relations are one of these, as coded
+    base: int  # 2R
+
+
+def find_overlaps(
+    index: PairIndex, sizes: np.ndarray, loops: np.ndarray, threshold: float = THRESHOLD
+) -> Overlaps:
+    """Relations that have at least ``threshold`` of each other's pairs, in train.
+
+    sizes, loops: (R,) int64, triples of each relation, and how many of them are loops, which say
+        nothing of symmetry.
+    """
+    base = 2 * len(sizes)
+    keys, counts = _counted(
+        np.minimum(one, other).astype(np.int64) * base + np.maximum(one, other)
+        for one, other in index.together()
+    )
+    first, second = np.divmod(keys, base)
+    inverse = (first ^ second) & 1 == 1
+    # Both ways of reading a pair say the same of two relations: (2r, 2s) and (2r + 1, 2s + 1).
+    relations = np.stack([first // 2, second // 2])
+    merged = (np.min(relations, 0) * len(sizes) + np.max(relations, 0)) * 2 + inverse
+    kinds, slot = np.unique(merged, return_inverse=True)
+    common = np.bincount(slot, counts, minlength=len(kinds)).astype(np.int64)
+    first, second = np.divmod(kinds // 2, len(sizes))
+    common = np.where(first == second, 2 * common, common)  # of a symmetric pair both triples
+    counted = sizes[first] - np.where(first == second, loops[first], 0)
+    shares = common / counted, common / np.where(first == second, counted, sizes[second])
+    kept = np.flatnonzero(np.minimum(*shares) >= threshold)
+    kept = kept[np.argsort(-common[kept], kind="stable")]
+    lists: dict[str, list[Overlap]] = {"duplicates": [], "inverses": [], "symmetric": []}
+    for i in kept.tolist():
+        a, b = int(first[i]), int(second[i])
+        kind = "symmetric" if a == b else "inverses" if kinds[i] % 2 else "duplicates"
+        lists[kind].append(Overlap(a, b, int(common[i]), float(shares[0][i]), float(shares[1][i])))
+    codes = [
+        code
+        for kind, found in lists.items()
+        for overlap in found
+        for code in _codes(overlap, base, turned=kind != "duplicates")
+    ]
+    return Overlaps(**lists, redundant=np.unique(np.array(codes, np.int64)), base=base)
+
+
+def _counted(parts: Iterable[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """The different keys of all parts, ascending, and how often each occurs; int64."""
+    keys, counts = np.empty((2, 0), np.int64)
+    waiting: list[np.ndarray] = []
+    for part in chain(parts, [None]):
+        if part is not None:
+            waiting.append(part)
+        # Waiting for as much as there is already keeps the repeated merging linear.
+        if part is None or sum(map(len, waiting)) > max(_MERGED, len(keys)):
+            found, times = np.unique(np.concatenate([keys[:0], *waiting]), return_counts=True)
+            keys, slot = np.unique(np.concatenate([keys, found]), return_inverse=True)
+            counts = np.bincount(slot, np.concatenate([counts, times])).astype(np.int64)
+            waiting = []
+    return keys, counts
+
+
+def _codes(overlap: Overlap, base: int, turned: bool) -> Iterator[int]:
+    """All that a held-out triple's code and a training triple's code may be, as one number."""
+    for one, other in ((overlap.first, overlap.second), (overlap.second, overlap.first)):
+        for direction in (0, 1):
+            yield (2 * one + direction) * base + 2 * other + (direction ^ turned)
+
+
+def leaking(index: PairIndex, overlaps: Overlaps, triples: np.ndarray) -> dict[str, np.ndarray]:
+    """Which of the held-out triples (T, 3) train tells of: (T,) bool each.
+
+    "redundant": a duplicate or inverse of their relation, or itself if it is symmetric, links their
+    entities in train; "linked" and "linked_reversed": any relation does, in their direction or in
+    the other one (Toutanova and Chen 2015 took both out of FB15k for valid and test).
+    """
+    found = {
+        name: np.zeros(len(triples), bool) for name in ("redundant", "linked", "linked_reversed")
+    }
+    for rows, own, here in index.beside(triples):
+        turned = (own ^ here) & 1 == 1
+        found["linked"][rows[~turned]] = True
+        found["linked_reversed"][rows[turned]] = True
+        if len(overlaps.redundant):
+            key = own.astype(np.int64) * overlaps.base + here
+            found["redundant"][rows[np.isin(key, overlaps.redundant)]] = True
+    return found

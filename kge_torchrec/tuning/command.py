@@ -1,0 +1,221 @@
+"""``kge-torchrec tune``: a study from the command line, and ``tune`` from Python."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.tuning.study import Study
+
+_USAGE = """\
+kge-torchrec tune CONFIG [--key.sub value ...] [--trials N] [options below]
+       kge-torchrec tune --resume STUDY [--trials N] [--jobs J]"""
+_DESCRIPTION = """\
+Trains with many settings, drops poor ones early, and writes the best config with a page on what
+mattered.  Trials are compared by valid; test is not looked at.  The same command given again, or
+at the same time, goes on with the same --study; so does --resume, after a kill too.
+
+examples:
+  kge-torchrec tune demo --trials 20 --study studies/demo
+  kge-torchrec tune kinship --data.path DIRECTORY --space space.yaml --jobs 2
+  kge-torchrec tune --resume studies/demo --trials 40
+  kge-torchrec train studies/demo/best.yaml
+"""
+
+
+def tune(
+    config: AnyConfig = None,
+    trials: int = 30,
+    study: str | Path | None = None,
+    space: str | Path | dict[str, Any] | None = None,
+    halving: str = "epochs",
+    jobs: int = 1,
+) -> dict[str, Any]:
+    """Tries settings by valid and returns what trials.json holds: "best", "importance", "trials".
+
+    config: as ``train`` takes it; trials change keys of it.
+    trials: of the whole study, those of earlier calls and other processes included.
+    study: its folder, made or gone on with; None makes studies/SCORER-TIME.
+    space: a YAML file, or its values: keys with ranges or lists; None takes one by scorer and size
+        of the graph.
+    halving: how poor trials are dropped: after few "epochs", on small "subgraphs", or "none".
+    jobs: processes that run trials; more than one start programs of their own.
+
+    Raises ConfigError for settings that make no sense or where all trials fail, DataError on bad
+    data, TrainingStopped after a signal.
+    """
+    found = _open(as_config(config), trials, study, space, halving)
+    return _run(found, trials, jobs)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Tunes and prints the best; returns the exit code, 1 if no trial was completed."""
+    arguments = list(arguments)
+    if not arguments or {"-h", "--help"} & set(arguments):
+        _parser().print_help(sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    if "RANK" in os.environ:
+        raise ConfigError("tune runs trials of one process each; call it without torchrun")
+    name, rest = None, arguments
+    if not arguments[0].startswith("-"):
+        name, rest = arguments[0], arguments[1:]
+    options, overrides = _parser().parse_known_args(rest)
+    check_optuna()
+    if options.resume is not None:
+        return _resume(options, name, overrides)
+    with loading_torch():
+        config = load_config(name, overrides)
+        study = _open(config, options.trials or 30, options.study, options.space, options.halving)
+    found = _run(study, options.trials or 30, options.jobs)
+    return _tell(study, found)
+
+
+def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[str]) -> int:
+    """Goes on with a study, in whose folder everything is."""
+    if name is not None or options.space is not None or options.study is not None:
+        raise ConfigError("tune --resume takes all from the study; give no config, space or study")
+    here = load_config(None, overrides)
+    given = {word.split("=")[0] for word in overrides if word.startswith("--")}
+    if given - {"--threads", "--device"}:
+        raise ConfigError(
+            f"{sorted(given - {'--threads', '--device'})[0].removeprefix('--')}: the trials of a "
+            "study share all keys but those that it tries; start another study"
+        )
+    with loading_torch():
+        from kge_torchrec.tuning.study import Study
+
+        study = Study(Path(options.resume))
+    trials = options.trials or study.settings.trials
+    found = _run(
+        study,
+        trials,
+        options.jobs,
+        threads=here.threads if "--threads" in given else None,
+        device=here.device if "--device" in given else None,
+        is_job=options.as_job,
+    )
+    return 0 if options.as_job else _tell(study, found)
+
+
+def check_optuna() -> None:
+    """Raises ConfigError where Optuna is missing."""
+    if find_spec("optuna") is None:
+        raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'")
+
+
+def _open(
+    config: Any,
+    trials: int,
+    path: str | Path | None,
+    space: str | Path | dict[str, Any] | None,
+    halving: str,
+) -> Study:
+    check_optuna()
+    config.check_trainable()
+    from kge_torchrec.tuning.space import SearchSpace
+    from kge_torchrec.tuning.study import Settings, Study, now
+
+    given = None
+    if space is not None:
+        given = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
+    settings = Settings(trials, halving, config.evaluation.metric, config.seed)
+    folder = Path(path or f"studies/{config.model.scorer}-{now()}")
+    return Study.open_or_make(folder, config, given, settings)
+
+
+def _run(
+    study: Study,
+    trials: int,
+    jobs: int,
+    threads: int | None = None,
+    device: str | None = None,
+    is_job: bool = False,
+) -> dict[str, Any]:
+    if jobs < 1:
+        raise ConfigError(f"jobs must be an integer >= 1, got {jobs}")
+    from kge_torchrec.tuning.report import write_report
+    from kge_torchrec.tuning.trials import Worker
+
+    if jobs > 1 and threads is None and not study.config.threads:
+        threads = max(1, len(os.sched_getaffinity(0)) // jobs)
+    others = [_start(study, trials, threads, device) for _ in range(jobs - 1)]
+    try:
+        Worker(study, threads, device, only_under=os.getppid() if is_job else None).work(trials)
+        for other in others:
+            other.wait()
+    finally:
+        for other in others:
+            if other.poll() is None:
+                other.terminate()
+                other.wait()
+        found = {} if is_job else write_report(study)
+    return found
+
+
+def _start(
+    study: Study, trials: int, threads: int | None, device: str | None
+) -> subprocess.Popen[bytes]:
+    """Another process of the study, which ends after its trial if this one is gone."""
+    command = [sys.executable, "-m", "kge_torchrec", "tune", "--resume", str(study.path),
+               f"--trials={trials}", "--as-job"]  # fmt: skip
+    command += [f"--{name}={value}" for name, value in (("threads", threads), ("device", device))
+                if value is not None]  # fmt: skip
+    places = os.pathsep.join(filter(None, sys.path))
+    return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": places})
+
+
+def _tell(study: Study, found: dict[str, Any]) -> int:
+    """Prints the best trial; the exit code."""
+    best = found["best"]
+    if best is None:
+        print(f"no trial was completed; {study.path / 'report.md'} says why", file=sys.stderr)
+        return 1
+    print(f"best of {len(found['trials'])} trials: trial {best['number']}, "
+          f"valid {found['metric']} {best['value']:.4f}")  # fmt: skip
+    for key, value in best["values"].items():
+        print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
+    print(f"report: {study.path / 'report.md'}\n"
+          f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")  # fmt: skip
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kge-torchrec tune",
+        usage=_USAGE,
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--trials", type=int, metavar="N", help="of the whole study (default: 30)")
+    parser.add_argument("--study", metavar="DIR", help="its folder (default: studies/SCORER-TIME)")
+    parser.add_argument(
+        "--space",
+        metavar="FILE",
+        help="YAML of keys with ranges or lists (default: by scorer and size of the graph, written "
+        "to STUDY/space.yaml)",
+    )
+    parser.add_argument(
+        "--halving",
+        default="epochs",
+        metavar="epochs|subgraphs|none",
+        help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
+        "at all (default: epochs)",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
+    )
+    parser.add_argument("--resume", metavar="STUDY", help="go on with the study in that folder")
+    parser.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
+    return parser

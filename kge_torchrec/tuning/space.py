@@ -1,0 +1,273 @@
+"""The search space: which keys of the config a study tries, and where.
+
+A file of a mapping from dotted keys to ranges or lists:
+
+    train.lr: {low: 0.01, high: 1.0, log: true}      # numbers; whole ones if both bounds are
+    train.batch_size: [128, 256, 512]                # choices
+    loss.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
+    train.eps:                                       # several, each under a condition of its own
+      - {low: 1.0e-10, high: 1.0e-6, log: true, when: {train.optimizer: adam}}
+      - {choices: [1.0e-8], when: {train.optimizer: adagrad}}
+
+A condition names another key, of the space or of the config, and the values that it may have.  A
+key whose conditions do not hold keeps the config's value.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import yaml
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+from optuna.trial import Trial
+
+from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.registry import resolve
+
+Suggest = Callable[[str, BaseDistribution], Any]  # of Optuna's name of a parameter, a value
+_OPTIONS = {"low", "high", "log", "step", "choices", "when"}
+# What decides by which data, measure and time trials are compared.
+_FIXED = (
+    "data.",
+    "run.",
+    "evaluation.",
+    "checkpoint.",
+    "train.epochs",
+    "seed",
+    "device",
+    "threads",
+)
+_HOLD_ANY = ("model.options", "loss.options", "negatives.options", "train.optimizer_options")
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A range or list of one key, under conditions."""
+
+    key: str
+    name: str  # Optuna's: the key, and its conditions where it has several
+    distribution: BaseDistribution
+    when: dict[str, tuple]
+
+    def holds(self, values: Mapping[str, Any]) -> bool:
+        """Whether its conditions do, with these values of all keys."""
+        return all(values.get(key) in allowed for key, allowed in self.when.items())
+
+
+class SearchSpace:
+    """Parameters in an order in which conditions are known when they are asked for.
+
+    values: a mapping as the head of this file has it; where: what holds it, for messages.
+    Raises ConfigError for unknown keys, malformed ranges and conditions that go in a circle.
+    """
+
+    def __init__(self, values: Any, where: str = "search space"):
+        if not isinstance(values, dict) or not values:
+            raise ConfigError(f"{where} should hold keys with a range or a list of values each")
+        self.values = values
+        found: dict[str, list[Parameter]] = {}
+        for key, given in values.items():
+            _check_key(key, where)
+            several = isinstance(given, list) and any(isinstance(one, dict) for one in given)
+            parts = given if several else [given]
+            found[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
+        needs = {
+            key: {other for part in parts for other in part.when if other in found}
+            for key, parts in found.items()
+        }
+        try:
+            order = list(TopologicalSorter(needs).static_order())
+        except CycleError as error:
+            raise ConfigError(
+                f"{where}: conditions go in a circle: {' -> '.join(error.args[1])}"
+            ) from None
+        self.parameters = [part for key in order for part in found[key]]
+
+    @classmethod
+    def read(cls, path: str | Path) -> SearchSpace:
+        """Of a YAML file."""
+        try:
+            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(f"space: there is no file {path}") from None
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not valid YAML: {error}") from None
+        return cls(values, str(path))
+
+    def to_yaml(self) -> str:
+        """As a file."""
+        return yaml.safe_dump(self.values, sort_keys=False)
+
+    def suggest(self, config: Config, suggest: Suggest) -> dict[str, Any]:
+        """Values of the keys whose conditions hold, by ``suggest(name, distribution)``."""
+        known = _flat(config)
+        chosen: dict[str, Any] = {}
+        for parameter in self.parameters:
+            if parameter.key not in chosen and parameter.holds(known):
+                value = suggest(parameter.name, parameter.distribution)
+                known[parameter.key] = chosen[parameter.key] = value
+        return chosen
+
+    def of_trial(self, config: Config, trial: Trial) -> dict[str, Any]:
+        """Values that Optuna suggests for a trial."""
+        return self.suggest(config, partial(_ask, trial))
+
+    def of_config(self, config: Config) -> dict[str, Any]:
+        """The config's own values by Optuna's names, as far as they lie in the space."""
+        inside: dict[str, Any] = {}
+        known = _flat(config)
+        for parameter in self.parameters:
+            value, of = known.get(parameter.key), parameter.distribution
+            if parameter.holds(known) and value is not None and _contains(of, value):
+                inside[parameter.name] = value
+        return inside
+
+
+def with_values(config: Config, values: Mapping[str, Any]) -> Config:
+    """The config with other values of dotted keys, options of classes included."""
+    changed = config.to_dict()
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        part = changed
+        for group in groups:
+            part = part[group]
+        part[name] = value
+    return config_from_dict(changed)
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    def walk(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+        flat: dict[str, Any] = {}
+        for name, value in values.items():
+            nested = isinstance(value, dict)
+            flat.update(walk(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value})
+        return flat
+
+    return walk(config.to_dict(), "")
+
+
+def _check_key(key: str, where: str) -> None:
+    keys = all_keys()
+    if key not in keys and not key.startswith(tuple(f"{name}." for name in _HOLD_ANY)):
+        close = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.6)
+        raise ConfigError(
+            f"unknown key {key} in {where}{f'; did you mean {close[0]}?' if close else ''}"
+        )
+    if key.startswith(_FIXED):
+        raise ConfigError(
+            f"{key} in {where}: all trials of a study share it, or they could not be compared; "
+            "set it in the config"
+        )
+
+
+def _parameter(key: str, given: Any, conditional: bool, where: str) -> Parameter:
+    if not isinstance(given, dict):
+        given = {"choices": given}
+    unknown = set(given) - _OPTIONS
+    if unknown:
+        raise ConfigError(
+            f"{key} in {where}: {sorted(unknown)[0]} is none of {', '.join(sorted(_OPTIONS))}"
+        )
+    when = {
+        other: tuple(values) if isinstance(values, list) else (values,)
+        for other, values in (given.get("when") or {}).items()
+    }
+    for other in when:
+        if other not in all_keys() and not other.startswith(tuple(f"{n}." for n in _HOLD_ANY)):
+            raise ConfigError(f"{key} in {where}: its condition names {other}, which is no key")
+    if conditional and not when:
+        raise ConfigError(f"{key} in {where}: where there are several, each needs a `when`")
+    condition = ", ".join(f"{k}={'|'.join(map(str, v))}" for k, v in when.items())
+    name = f"{key} ({condition})" if conditional else key
+    try:
+        return Parameter(key, name, _distribution(given), when)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{key} in {where}: {error}") from None
+
+
+def _distribution(given: dict[str, Any]) -> BaseDistribution:
+    if "choices" in given:
+        choices = given["choices"]
+        if not isinstance(choices, list) or not choices or {"low", "high"} & set(given):
+            raise ValueError("give a list of choices, or low and high")
+        return CategoricalDistribution(choices)
+    low: Any = given.get("low")
+    high: Any = given.get("high")
+    step = given.get("step")
+    for value in (low, high):
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise ValueError(
+                f"low and high must be numbers, got {value!r} (YAML: 1.0e-4, not 1e-4)"
+            )
+    log = given.get("log", False)
+    if isinstance(low, int) and isinstance(high, int):
+        return IntDistribution(low, high, log=log, step=1 if step is None else step)
+    return FloatDistribution(float(low), float(high), log=log, step=step)
+
+
+def _contains(distribution: BaseDistribution, value: Any) -> bool:
+    if isinstance(distribution, CategoricalDistribution):
+        return value in distribution.choices
+    assert isinstance(distribution, IntDistribution | FloatDistribution)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and distribution.low <= value <= distribution.high
+
+
+def _ask(trial: Trial, name: str, of: BaseDistribution) -> Any:
+    if isinstance(of, CategoricalDistribution):
+        return trial.suggest_categorical(name, of.choices)
+    if isinstance(of, IntDistribution):
+        return trial.suggest_int(name, of.low, of.high, step=of.step, log=of.log)
+    assert isinstance(of, FloatDistribution)
+    return trial.suggest_float(name, of.low, of.high, step=of.step, log=of.log)
+
+
+SMALL = 100_000  # entities up to which scoring all of them for every query costs a study little
+
+
+def default_space(config: Config, num_entities: int) -> dict[str, Any]:
+    """What to try where nobody says: by the kind of the scorer and the size of the graph.
+
+    Rates and starts as in the searches of Ruffinelli et al. 2020 ("You can teach an old dog new
+    tricks") for LibKGE, of narrower ranges.  ``model.dim`` stays: more is better, and slower.
+    """
+    scorer = resolve("scorer", config.model.scorer)
+    is_distance = getattr(scorer, "is_distance", False)
+    is_network = getattr(scorer, "__module__", "").rpartition(".")[2] in ("neural", "convolution")
+    space: dict[str, Any] = {
+        "train.optimizer": ["adam"] if is_network else ["adagrad", "adam"],
+        "train.lr": [
+            {"low": 0.02, "high": 1.0, "log": True, "when": {"train.optimizer": "adagrad"}},
+            {"low": 2e-4, "high": 0.05, "log": True, "when": {"train.optimizer": "adam"}},
+        ],
+        "train.batch_size": [128, 256, 512, 1024],
+        "model.init_scale": {"low": 1e-3, "high": 0.5, "log": True},
+        "model.input_dropout": {"low": 0.0, "high": 0.5},
+    }
+    full = ["1vsall", "kvsall"] if num_entities <= SMALL else []
+    sampled = {"negatives.regime": "sampled"}
+    if is_distance:
+        space["loss.name"] = ["softmax", "self_adversarial"]
+        space["loss.margin"] = {"low": 2.0, "high": 24.0, "when": {"loss.name": "self_adversarial"}}
+        space["negatives.count"] = {"low": 32, "high": 1024, "log": True}
+        return space
+    space["negatives.regime"] = [*(() if is_network and full else ("sampled",)), *full]
+    space["negatives.count"] = {"low": 64, "high": 2048, "log": True, "when": sampled}
+    space["model.hidden_dropout"] = {"low": 0.0, "high": 0.5}
+    if is_network:
+        space["loss.label_smoothing"] = {"low": 0.0, "high": 0.3}
+    else:
+        space["loss.n3"] = {"low": 1e-4, "high": 0.3, "log": True}
+    return space

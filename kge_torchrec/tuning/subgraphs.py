@@ -1,0 +1,137 @@
+"""Smaller graphs of the same kind, to drop poor trials on early.
+
+As in GraSH (Kochsiek, Niesel and Gemulla 2022, Start Small, Think Big): a k-core is the largest
+part of a graph in which every entity is in at least k triples, so it keeps what is dense enough to
+tell models apart.  It has entities, relations and valid triples of its own, and no test triples.
+
+Shapes: N entities, R relations, T triples.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numba
+import numpy as np
+import pyarrow as pa
+
+from kge_torchrec.data.filter_index import SIDES, build_side
+from kge_torchrec.data.prepare import divide
+from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.store import TripleStore, new_store, write_store
+
+FEWEST_VALID = 500  # triples to compare trials by; where a core has fewer, some of its train are
+MOST_HELD_OUT = 0.1  # of the core's train
+
+
+def core_numbers(store: TripleStore) -> np.ndarray:
+    """(N,) int64: the largest k for which an entity is in the k-core of train."""
+    heads, tails = (store.side_index("train", side) for side in SIDES)
+    return _core_numbers(heads.indptr, heads.entities, tails.indptr, tails.entities)
+
+
+@numba.njit(cache=True)
+def _core_numbers(
+    head_ptr: np.ndarray, tails: np.ndarray, tail_ptr: np.ndarray, heads: np.ndarray
+) -> np.ndarray:
+    """Batagelj and Zaversnik 2003: entities in order of degree, which falls as others go."""
+    size = len(head_ptr) - 1
+    degree = np.empty(size, np.int64)
+    for entity in range(size):
+        degree[entity] = (
+            head_ptr[entity + 1] - head_ptr[entity] + tail_ptr[entity + 1] - tail_ptr[entity]
+        )
+    starts = np.zeros(degree.max() + 2, np.int64)  # of each degree in ``order``
+    for entity in range(size):
+        starts[degree[entity] + 1] += 1
+    starts = np.cumsum(starts)
+    place, order, free = np.empty(size, np.int64), np.empty(size, np.int64), starts.copy()
+    for entity in range(size):
+        place[entity] = free[degree[entity]]
+        order[place[entity]] = entity
+        free[degree[entity]] += 1
+    for turn in range(size):
+        entity = order[turn]
+        for part in range(2):
+            ptr, others = (head_ptr, tails) if part == 0 else (tail_ptr, heads)
+            for row in range(ptr[entity], ptr[entity + 1]):
+                other = others[row]
+                if degree[other] > degree[entity]:
+                    # To the front of its degree, which then starts one later.
+                    first = starts[degree[other]]
+                    swapped = order[first]
+                    order[first], order[place[other]] = other, swapped
+                    place[swapped], place[other] = place[other], first
+                    starts[degree[other]] += 1
+                    degree[other] -= 1
+    return degree
+
+
+def core_of_share(store: TripleStore, cores: np.ndarray, share: float) -> tuple[int, float]:
+    """The k whose core has most nearly this share of the triples of train, and the share it has.
+
+    Where all entities are alike the core that is left may be the whole graph: k 0, share 1.
+    """
+    triples = np.zeros(int(cores.max()) + 1, np.int64)
+    for start in range(0, len(store.train), CHUNK):
+        part = store.train[start : start + CHUNK]
+        lower = np.minimum(cores[part[:, 0]], cores[part[:, 2]])
+        triples += np.bincount(lower, minlength=len(triples))
+    inside = np.cumsum(triples[::-1])[::-1]  # of each k
+    shares = inside / inside[0]
+    nearest = int(np.abs(np.log(shares) - np.log(share)).argmin())
+    whole = shares[nearest] == 1
+    return (0, 1.0) if whole else (nearest, float(shares[nearest]))
+
+
+def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: int) -> TripleStore:
+    """The k-core as a store at ``path``, which replaces one there.
+
+    Valid triples of the graph that lie in the core are its own; where they are fewer than 500, some
+    training triples of the core are held out as well, all entities and relations staying in train.
+    """
+    inside = cores >= k
+    rows = {
+        split: np.concatenate([_inside(part, inside) for part in _chunks(store.split(split))])
+        for split in ("train", "valid")
+    }
+    train, valid = rows["train"], rows["valid"]
+    entities, relations = np.flatnonzero(inside), np.unique(train[:, 1])
+    number = np.full(store.num_entities, -1, np.int32), np.full(store.num_relations, -1, np.int32)
+    number[0][entities] = np.arange(len(entities))
+    number[1][relations] = np.arange(len(relations))
+    valid = valid[number[1][valid[:, 1]] >= 0]
+    train, valid = (
+        np.stack([number[0][part[:, 0]], number[1][part[:, 1]], number[0][part[:, 2]]], 1)
+        for part in (train, valid)
+    )
+    sizes = len(entities), len(relations)
+    missing = min(FEWEST_VALID - len(valid), int(MOST_HELD_OUT * len(train)))
+    if missing > 0:
+        share = missing / len(train)
+        split = divide(train, (1 - share, share, 0.0), seed, *sizes)
+        train, valid = split["train"], np.concatenate([valid, split["valid"]])
+    triples = {"train": train, "valid": valid, "test": np.empty((0, 3), train.dtype)}
+    indices = {
+        split: {side: build_side(side, part, *sizes) for side in SIDES}
+        for split, part in triples.items()
+    }
+    report = {
+        "triples": {split: len(part) for split, part in triples.items()},
+        "core": {"k": k, "of": store.fingerprint},
+    }
+    labels = (
+        store.entities.array.take(pa.array(entities)),
+        store.relations.array.take(pa.array(relations)),
+    )
+    with new_store(path, overwrite=True) as directory:
+        write_store(directory, *labels, triples, indices, report)
+    return TripleStore.open(path)
+
+
+def _chunks(triples: np.ndarray) -> list[np.ndarray]:
+    return [triples[start : start + CHUNK] for start in range(0, max(len(triples), 1), CHUNK)]
+
+
+def _inside(triples: np.ndarray, inside: np.ndarray) -> np.ndarray:
+    return triples[inside[triples[:, 0]] & inside[triples[:, 2]]]

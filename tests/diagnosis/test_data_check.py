@@ -1,0 +1,118 @@
+"""What `data check` says of a graph, against sets of triples and by hand."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import kge_torchrec
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.diagnosis.data_check import check_data
+
+
+def graph(seed: int, relations: int = 6) -> dict[str, list]:
+    """Relation 1 is nearly relation 0, 2 nearly its inverse, 3 nearly symmetric; loops in all."""
+    random = np.random.default_rng(seed)
+    triples = {(int(h), 0, int(t)) for h, t in random.integers(12, size=(45, 2))}
+    for h, _, t in sorted(triples):
+        if random.random() < 0.9:
+            triples.add((h, 1, t))
+        if random.random() < 0.9:
+            triples.add((t, 2, h))
+    for h, t in random.integers(12, size=(30, 2)).tolist():
+        triples |= {(h, 3, t)} | ({(t, 3, h)} if random.random() < 0.9 else set())
+    for relation in range(4, relations):
+        triples |= {(int(h), relation, int(t)) for h, t in random.integers(12, size=(40, 2))}
+    triples |= {(n, relation, n) for n in range(3) for relation in range(relations)}
+    rows = [triples_ for triples_ in sorted(triples)]
+    random.shuffle(rows)
+    named = [(f"e{h}", f"r{r}", f"e{t}") for h, r, t in rows]
+    held = len(named) // 8
+    return {"test": named[:held], "valid": named[held : 2 * held], "train": named[2 * held :]}
+
+
+def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
+    """Overlaps as sets of names, and leaks of test, by the definition."""
+    pairs: dict[str, set] = {}
+    for h, r, t in splits["train"]:
+        pairs.setdefault(r, set()).add((h, t))
+    turned = {r: {(t, h) for h, t in of if h != t} for r, of in pairs.items()}
+    found: dict[str, set] = {"duplicates": set(), "inverses": set(), "symmetric": set()}
+    for r, of in pairs.items():
+        straight = {(h, t) for h, t in of if h != t}
+        if straight and len(straight & turned[r]) >= threshold * len(straight):
+            found["symmetric"].add(frozenset([r]))
+        for s, others in pairs.items():
+            enough = threshold * max(len(of), len(others))
+            if s != r and len(of & others) >= enough:
+                found["duplicates"].add(frozenset([r, s]))
+            if s != r and len(of & turned[s]) >= enough:
+                found["inverses"].add(frozenset([r, s]))
+    leaks = {"redundant": 0, "linked": 0, "linked_reversed": 0}
+    for h, r, t in splits["test"]:
+        same = {s for s, of in pairs.items() if (h, t) in of}
+        other = {s for s, of in turned.items() if (h, t) in of}
+        told = any(frozenset([r, s]) in found["duplicates"] for s in same)
+        told |= any(frozenset([r, s]) in found["inverses"] | found["symmetric"] for s in other)
+        leaks["redundant"] += told
+        leaks["linked"] += bool(same)
+        leaks["linked_reversed"] += bool(other)
+    return found, leaks
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
+def test_overlaps_and_leaks_are_the_oracles(tmp_path, seed, threshold):
+    splits = graph(seed)
+    prepare_triples(splits, tmp_path / "store")
+    found = check_data(tmp_path / "store", threshold=threshold)
+    overlaps, leaks = oracle(splits, threshold)
+    for kind, expected in overlaps.items():
+        named = [frozenset([one["first"], one["second"]]) for one in found["overlaps"][kind]]
+        assert len(named) == len(set(named)) and set(named) == expected
+    if threshold == 0.5:
+        assert all(overlaps.values()) and leaks["redundant"]
+    assert {name: found["leaks"]["test"][name] for name in leaks} == leaks
+    assert found["leaks"]["test"]["linked_share"] == leaks["linked"] / len(splits["test"])
+    loops = sum(h == t for h, _, t in splits["train"])
+    assert found["loops"] == loops
+
+
+def test_repeats_unseen_and_degrees_by_hand(tmp_path, capsys):
+    (tmp_path / "train.tsv").write_text("a\tr\tb\na\tr\tb\nb\tr\tc\na\ts\tc\nc\ts\tc\n")
+    (tmp_path / "valid.tsv").write_text("a\tr\tb\n")
+    (tmp_path / "test.tsv").write_text("a\tr\tx\nb\tnew\ta\n")
+    before = {path.name for path in tmp_path.iterdir()}
+    found = kge_torchrec.check_data(tmp_path)
+    assert {path.name for path in tmp_path.iterdir()} == before  # nothing is written unasked
+    assert found["triples"] == {"train": 4, "valid": 1, "test": 2}
+    assert found["repeated"] == {"within": {"train": 1}, "across": {"train-valid": 1}}
+    assert found["unseen"]["relations"] == {"test": {"new": 1}}
+    assert found["unseen"]["entities"]["test"]["examples"] == ["x"]
+    assert found["loops"] == 1
+    degrees = found["degrees"]
+    assert degrees["histogram"] == {"degrees": [0, 2, 4], "entities": [1, 2, 1]}
+    assert (degrees["mean"], degrees["median"], degrees["max"]) == (2.0, 2, 4)
+    assert found["categories"]["1-1"] == {"relations": 1, "triples": 2}  # r
+    assert found["categories"]["N-1"] == {"relations": 1, "triples": 2}  # s
+
+    output = tmp_path / "out"
+    assert main(["data", "check", str(tmp_path), "-o", str(output)]) == 0
+    text = capsys.readouterr().out
+    for words in ("4 entities", "train 1", "train-valid 1", "1 in 1 triples", "new 1"):
+        assert words in text
+    assert json.loads((output / "data-check.json").read_text()) == found
+    assert (output / "degrees.png").read_bytes()[:4] == b"\x89PNG"
+    assert main(["data", "check", str(tmp_path), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == found
+
+
+def test_bad_input_of_data_check_is_told(tmp_path, capsys):
+    assert main(["data", "check", str(tmp_path / "nothing")]) == 1
+    assert "nothing" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="threshold must be in"):
+        check_data("countries", threshold=0.0)

@@ -1,0 +1,175 @@
+"""Ranks in groups: what the groups are, by hand, and that they add up to the whole."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from training_runs import config_of
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.cardinality import cardinalities, categories
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.diagnosis import report
+from kge_torchrec.diagnosis.groups import GROUPINGS, by_category, by_frequency, grouped
+from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking.metrics import Ranks, metrics
+
+TRAIN = [
+    ("a", "one", "b"), ("c", "one", "d"),  # 1-1
+    ("a", "many_tails", "b"), ("a", "many_tails", "c"), ("d", "many_tails", "e"),  # 1.5 a head
+    ("a", "many_heads", "e"), ("b", "many_heads", "e"), ("c", "many_heads", "d"),
+    ("a", "both", "b"), ("a", "both", "c"), ("b", "both", "b"), ("b", "both", "c"),
+]  # fmt: skip
+TEST = [("b", "one", "c"), ("f", "many_tails", "a"), ("b", "many_heads", "d"), ("c", "both", "e"),
+        ("a", "new", "g"), ("a", "one", "e")]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    path = tmp_path_factory.mktemp("groups") / "store"
+    return prepare_triples({"train": TRAIN, "test": TEST}, path, allow_unseen_relations=True)
+
+
+def test_categories_by_hand(store):
+    found = cardinalities(store)
+    names = store.relations.labels(range(store.num_relations))
+    triples = dict(zip(names, found["triples"].tolist(), strict=True))
+    assert triples == {"one": 2, "many_tails": 3, "many_heads": 3, "both": 4, "new": 0}
+    places = dict(zip(names, categories(found).tolist(), strict=True))
+    assert places == {"one": 0, "many_tails": 1, "many_heads": 2, "both": 3, "new": 4}
+    assert found["tails_per_head"][names.index("many_tails")] == 1.5
+    grouping = by_category(store, store.test)
+    labels = [grouping.labels[place] for place in grouping.groups["head"]]
+    assert labels == ["1-1", "1-N", "N-1", "N-N", "not in train", "1-1"]
+
+
+def test_frequencies_are_those_of_the_answer(store):
+    degree = {
+        label: sum(label in (h, t) for h, _, t in TRAIN) + sum(h == t == label for h, _, t in TRAIN)
+        for label in "abcdefg"
+    }
+    assert [degree[label] for label in "fdb"] == [0, 3, 7]
+    grouping = by_frequency(store, store.test)
+    assert grouping.labels == ["0", "1", "2-3", "4-7"]
+    for side, column in (("head", 0), ("tail", 2)):
+        expected = ["0" if not (n := degree[row[column]]) else "1" if n == 1
+                    else "2-3" if n < 4 else "4-7" for row in TEST]  # fmt: skip
+        assert [grouping.labels[place] for place in grouping.groups[side]] == expected
+
+
+@pytest.mark.parametrize("name", GROUPINGS)
+def test_groups_add_up_to_the_whole(store, name):
+    """Counts exactly, means to rounding; and each group is the metrics of its queries."""
+    random = np.random.default_rng(0)
+    triples = store.train[random.integers(len(store.train), size=500)]
+    first = {side: random.integers(1, 40, size=500) for side in SIDES}
+    last = {side: first[side] + random.integers(3, size=500) for side in SIDES}
+    ranks, grouping = Ranks(first, last), GROUPINGS[name](store, triples)
+    found = grouped(ranks, grouping)
+    assert found["total"] == metrics(ranks)
+    for side, number in (("head", 500), ("tail", 500), ("both", 1000)):
+        assert sum(group[side]["queries"] for group in found["groups"]) == number
+        for kind in ("optimistic", "realistic", "pessimistic"):
+            for metric, value in found["total"][side][kind].items():
+                parts = [group[side]["queries"] * group[side][kind][metric]
+                         for group in found["groups"] if group[side]["queries"]]  # fmt: skip
+                assert sum(parts) == pytest.approx(number * value, rel=1e-12)
+    for group in found["groups"]:
+        place = grouping.labels.index(group["group"])
+        own = {side: grouping.groups[side] == place for side in SIDES}
+        if all(mask.any() for mask in own.values()):
+            alone = metrics(Ranks(*({s: of[s][own[s]] for s in SIDES} for of in (first, last))))
+            for side in ("head", "tail", "both"):
+                for kind, expected in alone[side].items():
+                    assert group[side][kind] == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("grouped") / "run"
+    config = config_of("countries", folder, model__dim=16, train__batch_size=256, train__epochs=2)
+    api.train(config).close()
+    return folder
+
+
+def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monkeypatch):
+    ranked = []
+    ranks_of = api.Session.ranks_of
+    monkeypatch.setattr(
+        api.Session, "ranks_of", lambda *args: ranked.append(args) or ranks_of(*args)
+    )
+    monkeypatch.setattr(report, "LINES", 2)
+    names = ["relation", "category", "frequency"]
+    assert main(["evaluate", str(run), "--by", *names]) == 0
+    assert len(ranked) == 1
+    text = capsys.readouterr().out
+    expected = json.loads((run / "results.json").read_text())["test"]
+    for name in names:
+        assert f"by {name}: " in text
+        found = json.loads((run / f"evaluation-test-by-{name}.json").read_text())
+        assert found["total"] == expected  # of the ungrouped ranking, to the last bit
+        assert found["groups"] and (found["split"], found["by"]) == ("test", name)
+        assert (run / f"evaluation-test-by-{name}.png").read_bytes()[:4] == b"\x89PNG"
+    assert "more groups, in the file" in text and "all entities" in text
+
+
+def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
+    arguments = ["evaluate", str(run), "--split", "valid", "--candidates", "seen"]
+    assert main([*arguments, "--by", "category"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("RESTRICTED") and text.count("RESTRICTED") == 2
+    written = json.loads((run / "evaluation-valid-by-category-seen-candidates.json").read_text())
+    assert "seen" in written["total"]["candidates"]["restricted_to"]
+    assert not (run / "evaluation-valid-by-category.json").exists()
+    assert main([*arguments, "--format", "json"]) == 0
+    restricted = json.loads(capsys.readouterr().out)
+    assert restricted.pop("candidates") == written["total"]["candidates"]
+    whole = api.evaluate(run, "valid")
+    assert "candidates" not in whole
+    assert restricted["both"]["realistic"]["mrr"] > whole["both"]["realistic"]["mrr"]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_ranks_group_alike(run, world_size):
+    """One of them groups and writes for all; each holds some of the rows alone."""
+    kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
+    expected = api.evaluate(run, **kwargs)
+    for found in run_world(world_size, evaluate_here, run, kwargs):
+        assert found == expected
+
+
+def evaluate_here(run, kwargs):
+    return api.evaluate(run, **kwargs)
+
+
+def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_path, capsys):
+    folder = tmp_path / "run"
+    config = config_of("countries", folder, model__dim=16, train__batch_size=256, train__epochs=1,
+                       evaluation__every=1, evaluation__candidates="seen",
+                       run__progress=True)  # fmt: skip
+    results = api.train(config).results
+    assert "seen" in results["test"]["candidates"]["restricted_to"]
+    assert results["valid"]["restricted_candidates"] == "seen"
+    shown = [line for line in capsys.readouterr().err.splitlines() if "valid mrr" in line]
+    assert shown and all("RESTRICTED" in line for line in shown)
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    logged = [line.get("test", line) for line in lines if line["kind"] in ("valid", "test")]
+    assert len(logged) == 2 and all("candidates" in line for line in logged)
+    progress = json.loads(next(folder.glob("checkpoints/*/progress.json")).read_text())
+    assert "among candidates seen" in json.dumps(progress)
+
+
+def test_wrong_choices_are_refused(run, capsys):
+    with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
+        api.evaluate(run, by=["entity"])
+    with pytest.raises(ConfigError, match=r"evaluation\.candidates types needs evaluation\.types"):
+        api.evaluate(run, candidates="types")
+    with pytest.raises(ConfigError, match=r"evaluation\.types is not read"):
+        api.evaluate(run, candidates="seen", types="types.tsv")
+    assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
+    assert "nowhere.tsv: no such file" in capsys.readouterr().err

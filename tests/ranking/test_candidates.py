@@ -1,0 +1,203 @@
+"""Ranks among restricted candidates, against sets and the full matrix, on 1, 2 and 4 ranks."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from oracle_ranking import dense_scores
+from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
+from worlds import run_world
+
+from kge_torchrec.data import cardinality
+from kge_torchrec.data.entity_types import EntityTypes
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking.candidates import make_candidates
+from kge_torchrec.ranking.exact import rank_triples
+from kge_torchrec.ranking.metrics import metrics, ranked_among, results_table
+
+ENTITIES, RELATIONS, DIM = 60, 4, 8
+EDGES = {1: [0, 60], 2: [0, 17, 60], 4: [0, 30, 30, 31, 60]}  # uneven, one empty, one of one row
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory) -> TripleStore:
+    """Few entities a relation, so that some answers of test were never seen with theirs."""
+    random, rows = np.random.default_rng(0), {}
+    for split, count in (("train", 150), ("valid", 40), ("test", 80)):
+        relation = random.integers(RELATIONS, size=count)
+        head, tail = ((5 * relation + random.integers(25, size=count)) % ENTITIES for _ in "ht")
+        rows[split] = [
+            (f"e{h}", f"r{r}", f"e{t}") for h, r, t in zip(head, relation, tail, strict=True)
+        ]
+    rows["train"] += [(f"e{i}", "r0", f"e{(i + 1) % ENTITIES}") for i in range(ENTITIES)]
+    return prepare_triples(rows, tmp_path_factory.mktemp("candidates") / "store")
+
+
+@pytest.fixture(scope="module")
+def types_file(store):
+    """Two types an entity at most, none for every fifth; and an entity that nobody knows."""
+    lines = [f"e{i}\tt{(i * k) % 23}\n" for i in range(ENTITIES) for k in (1, 3) if i % 5]
+    path = store.path.parent / "types.tsv"
+    path.write_text("".join([*lines, "stranger\tt1\n", "e1\t'quoted \"type\n"]))
+    return path
+
+
+def suiting(store: TripleStore, kind: str, types_file) -> dict:
+    """By the definition: {(side, relation): candidates}."""
+    types: dict[str, set] = {}
+    for line in types_file.read_text().splitlines():
+        entity, of = line.split("\t")
+        types.setdefault(entity, set()).add(of)
+    label = store.entities.labels(range(store.num_entities))
+    found = {}
+    for relation in range(store.num_relations):
+        triples = [row for row in store.train.tolist() if row[1] == relation]
+        for side, column in (("head", 0), ("tail", 2)):
+            seen = {row[column] for row in triples}
+            good = set().union(*(types.get(label[e], set()) for e in seen))
+            alike = {e for e in range(store.num_entities) if types.get(label[e], set()) & good}
+            found[side, relation] = seen | (alike if kind == "types" else set())
+    return found
+
+
+def oracle(store, scorer, table, candidates) -> dict:
+    triples = torch.from_numpy(store.test.astype(np.int64))
+    known = {
+        tuple(row) for split in ("train", "valid", "test") for row in store.split(split).tolist()
+    }
+    found = {}
+    for side in SIDES:
+        answer_at = 2 if side == "tail" else 0
+        scores, ranks = dense_scores(scorer, table, triples, side), []
+        for row, triple in zip(scores.tolist(), triples.tolist(), strict=True):
+            right, allowed = triple[answer_at], candidates[side, triple[1]]
+            others = []
+            for entity in allowed - {right}:
+                one = list(triple)
+                one[answer_at] = entity
+                if tuple(one) not in known:
+                    others.append(row[entity])
+            better = sum(not score <= row[right] for score in others)  # a NaN is better
+            ties = sum(score == row[right] for score in others)
+            first, last = 1 + better, 1 + better + ties
+            ranks.append((first, last) if right in allowed else (len(table), len(table)))
+        found[side] = tuple(list(kind) for kind in zip(*ranks, strict=True))
+    return found
+
+
+def rank_among(path, kind, types, scorer, table, edges):
+    store = TripleStore.open(path)
+    shard = my_shard(table, edges)
+    ranks = rank_triples(
+        scorer, shard, store.test, store.filter_index(),
+        candidates=make_candidates(kind, types, store, shard.row_range),
+        block_bytes=1, batch_size=7,
+    )  # fmt: skip
+    kinds = (ranks.optimistic, ranks.pessimistic)
+    found = {side: tuple(of[side].tolist() for of in kinds) for side in SIDES}
+    return found, metrics(ranks)["candidates"]["answers_outside"]
+
+
+@pytest.mark.parametrize("kind", ["seen", "types"])
+def test_ranks_among_restricted_candidates_are_the_oracles(store, types_file, kind, monkeypatch):
+    monkeypatch.setattr(cardinality, "CHUNK", 7)
+    scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)
+    table = torch.randn(30, DIM, generator=generator).repeat(2, 1)  # everyone ties with another
+    table = table[: store.num_entities]
+    candidates = suiting(store, kind, types_file)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    expected = oracle(store, scorer, table, candidates)
+    torch.set_num_threads(threads)
+    outside = {
+        side: sum(row[0 if side == "head" else 2] not in candidates[side, row[1]]
+                  for row in store.test.tolist())
+        for side in SIDES
+    }  # fmt: skip
+    assert min(outside.values()) > 0 and min(map(len, candidates.values())) < store.num_entities
+    types = str(types_file) if kind == "types" else None
+    arguments = (store.path, kind, types, scorer, table)
+    for world_size, edges in EDGES.items():
+        edges = [min(edge, store.num_entities) for edge in edges]
+        for found in run_world(world_size, rank_among, *arguments, edges):
+            assert found == (expected, outside)
+
+
+def test_pairs_seen_do_not_depend_on_chunks(store, monkeypatch):
+    for side, column in (("tail", 0), ("head", 2)):
+        expected = sorted({(row[column], row[1]) for row in store.train.tolist()})
+        for chunk in (1, 2, 7, 1000):
+            monkeypatch.setattr(cardinality, "CHUNK", chunk)
+            pairs = cardinality.seen_pairs(store.side_index("train", side))
+            found = [
+                pair for part in pairs for pair in zip(*map(np.ndarray.tolist, part), strict=True)
+            ]
+            assert found == expected
+            part = cardinality.seen_pairs(store.side_index("train", side), 11, 29)
+            found = [
+                pair for one in part for pair in zip(*map(np.ndarray.tolist, one), strict=True)
+            ]
+            assert found == [pair for pair in expected if 11 <= pair[0] < 29]
+
+
+def test_minus_infinity_and_nan_among_few_candidates(store):
+    """What is no candidate counts as nothing, also below a true score of minus infinity."""
+    candidates = make_candidates("seen", None, store, (0, store.num_entities))
+    for value in (-torch.inf, torch.nan):
+        table = torch.full((store.num_entities, 1), value)
+        ranks = rank_triples(
+            ColumnScorer(), whole(table), store.test.astype(int), None, candidates=candidates
+        )
+        expected = oracle_of_equal(store, value)
+        for side in SIDES:
+            assert ranks.pessimistic[side].tolist() == expected[side]
+
+
+def oracle_of_equal(store, value) -> dict:
+    """Pessimistic ranks where everybody has the same score: the number of candidates, or N."""
+    found = {}
+    for side, column in (("head", 0), ("tail", 2)):
+        seen: dict[int, set] = {}
+        for row in store.train.tolist():
+            seen.setdefault(row[1], set()).add(row[column])
+        found[side] = [
+            len(seen[row[1]])
+            if row[column] in seen[row[1]] and value == value else store.num_entities
+            for row in store.test.tolist()
+        ]  # fmt: skip
+    return found
+
+
+def test_what_is_restricted_says_so(store):
+    candidates = make_candidates("seen", None, store, (0, store.num_entities))
+    table = torch.arange(float(store.num_entities))[:, None]
+    ranks = rank_triples(
+        ColumnScorer(), whole(table), store.test.astype(int), None, candidates=candidates
+    )
+    found = metrics(ranks)
+    assert "RESTRICTED" in results_table(found).splitlines()[0]
+    assert "seen with the relation" in ranked_among(found)
+    plain = metrics(rank_triples(ColumnScorer(), whole(table), store.test.astype(int), None))
+    assert "candidates" not in plain and "RESTRICTED" not in results_table(plain)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("e1\tt1\ne2 t2\n", "every line should be"),
+        ("someone\tt1\n", "none of its 1 entities is in the graph"),
+        ("", "every line should be"),
+        (None, "no such file"),
+    ],
+)
+def test_unusable_files_of_types_are_refused(store, tmp_path, text, words):
+    path = tmp_path / "types.tsv"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(DataError, match=words) as error:
+        EntityTypes.read(path, store)
+    assert str(path) in str(error.value)

@@ -1,0 +1,99 @@
+"""The search space: what a file may say, conditions, and what is refused."""
+
+from __future__ import annotations
+
+import optuna
+import pytest
+import yaml
+
+from kge_torchrec.config import SCORER_NAMES, ConfigError
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.registry import resolve
+from kge_torchrec.tuning.space import SearchSpace, default_space, with_values
+
+TEXT = """
+loss.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
+loss.name: [softmax, margin]
+train.lr:
+  - {low: 0.02, high: 1.0, log: true, when: {train.optimizer: adagrad}}
+  - {low: 1.0e-4, high: 0.01, log: true, when: {train.optimizer: adam}}
+train.optimizer: [adagrad, adam]
+negatives.count: {low: 8, high: 64, step: 8, when: {negatives.regime: sampled}}
+model.options.p: {low: 0, high: 2}
+"""
+BASE = {"model.scorer": "keci", "model.dim": 12}
+
+
+def drawn(space: SearchSpace, config, count: int) -> list[dict]:
+    study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0))
+    return [space.of_trial(config, study.ask()) for _ in range(count)]
+
+
+def test_conditions_ranges_and_kinds():
+    space, config = SearchSpace(yaml.safe_load(TEXT)), config_from_dict(BASE)
+    rates: dict[str, list] = {"adagrad": [], "adam": []}
+    for values in drawn(space, config, 24):
+        assert ("loss.margin" in values) == (values["loss.name"] == "margin")
+        rates[values["train.optimizer"]].append(values["train.lr"])
+        assert values["negatives.count"] % 8 == 0 and isinstance(values["negatives.count"], int)
+        made = with_values(config, values)
+        assert made.model.options == {"p": values["model.options.p"]}
+        assert made.train.lr == values["train.lr"]
+    assert min(rates["adagrad"]) >= 0.02 and max(rates["adagrad"]) <= 1
+    assert min(rates["adam"]) >= 1e-4 and max(rates["adam"]) <= 0.01
+    other = config_from_dict({**BASE, "negatives.regime": "1vsall", "train.optimizer": "sgd"})
+    fewer = SearchSpace({k: v for k, v in space.values.items() if k != "train.optimizer"})
+    assert all({"negatives.count", "train.lr"}.isdisjoint(v) for v in drawn(fewer, other, 9))
+
+
+def test_the_configs_own_values_are_tried_as_far_as_they_lie_inside():
+    space = SearchSpace(yaml.safe_load(TEXT))
+    own = space.of_config(config_from_dict({**BASE, "train.lr": 5.0, "negatives.count": 16}))
+    assert own == {"loss.name": "softmax", "train.optimizer": "adagrad", "negatives.count": 16}
+
+
+def test_a_space_survives_being_written():
+    space = SearchSpace(yaml.safe_load(TEXT))
+    assert SearchSpace(yaml.safe_load(space.to_yaml())).parameters == space.parameters
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("train.rate: [1, 2]", "unknown key train.rate in search space; did you mean"),
+        ("data.path: [a, b]", "all trials of a study share it"),
+        ("train.epochs: [1, 2]", "all trials of a study share it"),
+        ("train.lr: {low: 1.0, hihg: 2.0}", "train.lr in search space: hihg is none of"),
+        ("train.lr: {low: 2.0, high: 1.0}", "train.lr in search space: "),
+        ("train.lr: {low: 1e-4, high: 1.0}", "must be numbers, got '1e-4' .YAML: 1.0e-4"),
+        ("train.lr: []", "give a list of choices"),
+        ("train.lr: {low: 0.1, high: 1.0, when: {train.optimiser: adam}}", "which is no key"),
+        ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "each needs a `when`"),
+        ("train.lr: {choices: [1], when: {train.eps: 1}}\n"
+         "train.eps: {choices: [1], when: {train.lr: 1}}", "conditions go in a circle"),
+        ("[train.lr]", "should hold keys"),
+    ],
+)  # fmt: skip
+def test_wrong_spaces_are_refused(text, words):
+    with pytest.raises(ConfigError, match=words):
+        SearchSpace(yaml.safe_load(text))
+
+
+QUICK = ("complex", "rotate", "conve")  # of each kind
+
+
+@pytest.mark.parametrize(
+    "scorer",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
+     for name in SCORER_NAMES],
+)  # fmt: skip
+def test_default_spaces_hold_what_can_be_trained(scorer):
+    needs = resolve("scorer", scorer).needs_reciprocal
+    base = {"model.scorer": scorer, "model.dim": 48, "model.reciprocal": needs}
+    config = config_from_dict(base)
+    for entities in (100, 10_000_000):
+        values = default_space(config, entities)
+        whole = "1vsall" in values.get("negatives.regime", ())
+        assert whole == (entities == 100 and not resolve("scorer", scorer).is_distance)
+        for chosen in drawn(SearchSpace(values), config, 3):
+            with_values(config, chosen).check_trainable()

@@ -1,0 +1,291 @@
+"""Studies of a few trials on the countries: what they write, survive and refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from optuna.trial import TrialState
+from training_runs import QUIET, config_of
+
+import kge_torchrec
+from kge_torchrec import api
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.training.stop_signal import TrainingStopped
+from kge_torchrec.tuning import trials as trials_of
+from kge_torchrec.tuning.space import SearchSpace
+from kge_torchrec.tuning.study import Settings, Study, first_rung
+
+SMALL = {**QUIET, "train.batch_size": 512, "train.epochs": 9, "entities.engine": "handrolled"}
+SPACE = {
+    "train.lr": {"low": 0.01, "high": 1.0, "log": True},
+    "model.init_scale": [0.5, 0.001],
+}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory) -> tuple[Path, dict]:
+    """Six trials with halving on epochs, test being out of sight."""
+    folder = tmp_path_factory.mktemp("tune") / "study"
+    config = config_of("countries", **SMALL)
+    found = kge_torchrec.tune(config, trials=6, study=folder, space=SPACE)
+    return folder, found
+
+
+def test_a_study_writes_its_page_and_the_best_config(study):
+    folder, found = study
+    trials = found["trials"]
+    assert [trial["number"] for trial in trials] == list(range(6))
+    assert {trial["state"] for trial in trials} <= {"complete", "pruned"}
+    assert trials[0]["values"] == {"train.lr": 0.05, "model.init_scale": 0.5}  # the config's own
+    done = [trial["value"] for trial in trials if trial["state"] == "complete"]
+    assert found["best"]["value"] == max(done)
+    assert json.loads((folder / "trials.json").read_text()) == found
+    assert sum(found["importance"].values()) == pytest.approx(1)
+    best = load_config(folder / "best.yaml")
+    assert best.train.lr == found["best"]["values"]["train.lr"] and best.data.path == "countries"
+    page = (folder / "report.md").read_text()
+    for words in ("6 trials", "test was not looked at", "`train.lr`", "history.png", "PED-ANOVA"):
+        assert words in page
+    assert page.count("\n| ") > 6
+    for name in ("history", "importance"):
+        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_best_config_trains_to_the_value_that_won(study, tmp_path):
+    folder, found = study
+    run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
+    assert run.results["valid"]["best"] == found["best"]["value"]
+    assert run.results["test"]
+
+
+def with_folder(file: Path, folder: Path):
+    return config_from_dict({**yaml.safe_load(file.read_text()), "run": {"dir": str(folder)}})
+
+
+def test_test_is_never_looked_at(study):
+    folder, _ = study
+    runs = sorted(folder.glob("trials/0*"))
+    assert len(runs) == 6
+    for run in runs:
+        results = run / "results.json"
+        assert not results.exists() or json.loads(results.read_text())["test"] is None
+        assert '"kind": "valid"' in (run / "metrics.jsonl").read_text()
+        assert not list(run.glob("checkpoints/*"))
+
+
+def test_poor_trials_are_dropped_where_others_were_better(study):
+    """By the definition of asynchronous successive halving, from what each trial reported."""
+    folder, _ = study
+    opened = Study(folder)
+    rungs, seen = [1, 3], {1: [], 3: []}
+    assert first_rung(opened.config) == 1
+    for trial in opened.ended():
+        for rung in rungs:
+            value = trial.intermediate_values.get(rung)
+            if value is None:
+                break
+            better = sum(other > value for other in seen[rung])
+            seen[rung].append(value)
+            if better >= max(1, len(seen[rung]) // 3):
+                assert (trial.state, trial.last_step) == (TrialState.PRUNED, rung)
+                break
+        else:
+            assert trial.state is TrialState.COMPLETE
+
+
+def test_more_trials_of_the_same_study(study, capsys):
+    folder, found = study
+    assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "best of 7 trials" in text and "best.yaml" in text
+    again = json.loads((folder / "trials.json").read_text())["trials"]
+    assert again[:6] == found["trials"] and len(again) == 7
+
+
+@pytest.mark.slow
+def test_halving_on_cores_of_the_graph(tmp_path):
+    config = config_of("countries", **SMALL)
+    found = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
+    assert found["best"] is not None
+    assert "not with completed ones" in (tmp_path / "report.md").read_text()
+    cores = [path.name for path in tmp_path.glob("cores/*") if path.name.isdigit()]
+    assert cores
+    runs = sorted(path.name for path in tmp_path.glob("trials/0*"))
+    assert runs[:3] == ["0000", "0000-rung-0", "0000-rung-1"]
+    small = [load_config(tmp_path / "trials" / name / "config.yaml") for name in runs[:3]]
+    assert small[1].data.path == str(tmp_path / "cores" / cores[0]) or len(cores) > 1
+    assert small[1].train.epochs < small[2].train.epochs < small[0].train.epochs == 9
+    assert small[1].negatives.count < small[0].negatives.count
+    for trial in found["trials"]:
+        assert trial["reached"] in (1, 3, 9)
+        assert (trial["state"] == "complete") == (trial["reached"] == 9)
+
+
+def test_a_failed_trial_says_why_and_the_study_goes_on(tmp_path, capsys):
+    space = {"train.weight_decay": [0.0, 0.1], "train.lr": [0.05, 1e30]}
+    config = config_of("countries", **{**SMALL, "train.epochs": 1}, train__eps=1e-30)
+    found = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
+    words = {t["values"]["train.weight_decay"]: t["error"]
+             for t in found["trials"] if t["state"] == "fail"}  # fmt: skip
+    assert "train.weight_decay: FBGEMM's adagrad has none" in words[0.1]
+    assert len(found["trials"]) == 6 and found["best"]["value"] > 0
+    assert "has none" in (tmp_path / "report.md").read_text()
+    assert "has none" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_study_in_which_all_fails_ends_with_the_reason(tmp_path):
+    space = {"train.weight_decay": {"low": 0.1, "high": 0.2}}
+    config = config_of("countries", **SMALL)
+    with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*FBGEMM's adagrad"):
+        kge_torchrec.tune(config, trials=9, study=tmp_path, space=space)
+    assert "No trial was completed" in (tmp_path / "report.md").read_text()
+
+
+def settings(**changes) -> Settings:
+    return Settings(**{"trials": 9, "halving": "epochs", "metric": "mrr", "seed": 0, **changes})
+
+
+def some_study(folder: Path, **changes) -> Study:
+    config = config_of("countries", **SMALL)
+    return Study.open_or_make(folder, config, SearchSpace(SPACE), settings(**changes))
+
+
+@pytest.mark.parametrize(("metric", "best"), [("mrr", 0.5), ("mr", 0.25)])
+def test_the_best_is_the_largest_but_of_mean_rank_the_smallest(tmp_path, metric, best):
+    study = some_study(tmp_path, metric=metric)
+    for number, value in enumerate((0.375, 0.5, 0.25), 1):
+        with study.next_trial(number) as (trial, _):
+            study.optuna.tell(trial.number, value)
+    assert study.best().value == study.optuna.best_trial.value == best
+
+
+def test_a_trial_of_a_killed_process_is_put_in_line_again(tmp_path, caplog):
+    study = some_study(tmp_path)
+    with study.next_trial(2) as taken:
+        values = taken[1]
+        with Study(tmp_path).next_trial(2) as other:  # it runs: its values are not taken
+            assert other is not None and other[0].number == 1
+            with study.next_trial(2) as third:
+                assert third is None
+    # Both locks are free, as if their processes had been killed.
+    with study.next_trial(2) as again:
+        assert again[0].number == 2 and again[1] == values
+    assert "put in line again" in caplog.text
+    with study.next_trial(2) as last:  # of the second one, and the first has been killed twice
+        assert last[1] == other[1]
+    assert [t.user_attrs.get("error") for t in study.ended()] == [
+        "its process was killed 2 times with these values"
+    ]
+
+
+def test_a_line_of_the_journal_that_a_kill_cut_short_is_dropped(tmp_path):
+    study = some_study(tmp_path)
+    with study.next_trial(1) as (trial, _):
+        study.optuna.tell(trial.number, 0.5)
+    with (tmp_path / "journal.log").open("ab") as file:
+        file.write(b'{"op_code": 5, "trial')
+    again = Study(tmp_path)
+    with again.next_trial(2) as (second, _):
+        again.optuna.tell(second.number, 0.25)
+    assert [t.value for t in Study(tmp_path).ended()] == [0.5, 0.25]
+
+
+def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
+    study = some_study(tmp_path)
+
+    def stopped(*_, **__):
+        raise TrainingStopped("stopped by a signal")
+
+    monkeypatch.setattr(trials_of.api, "train", stopped)
+    with pytest.raises(TrainingStopped):
+        trials_of.Worker(study).work(3)
+    monkeypatch.undo()
+    trials_of.Worker(study).work(1)
+    assert [t.state.name for t in study.ended()] == ["COMPLETE"]
+
+
+def test_another_study_in_the_folder_and_wrong_settings_are_refused(study, tmp_path, capsys):
+    folder, _ = study
+    config = config_of("countries", **SMALL)
+    for words, changes in (
+        ("another config", {"config": config_of("countries", **{**SMALL, "model.dim": 16})}),
+        ("another search space", {"space": {"train.lr": [0.1, 0.2]}}),
+        ("another way of dropping", {"halving": "none"}),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            kge_torchrec.tune(**{"config": config, "space": SPACE, "study": folder, **changes})
+    with pytest.raises(ConfigError, match="halving must be one of"):
+        kge_torchrec.tune(config, study=tmp_path / "new", halving="tail")
+    assert not (tmp_path / "new").exists()
+    for arguments, words in (
+        (["--resume", str(tmp_path)], "is no study"),
+        (["--resume", str(folder), "--train.lr=1"], "train.lr: the trials of a study share"),
+        (["--resume", str(folder), "--space", "x.yaml"], "takes all from the study"),
+        (["demo", "--space", "nowhere.yaml"], "there is no file nowhere.yaml"),
+        (["demo", "--jobs", "0", "--study", str(tmp_path / "j")], "jobs must be an integer"),
+    ):
+        assert main(["tune", *arguments]) == 1
+        assert words in capsys.readouterr().err
+
+
+def command(folder: Path, *more: str) -> subprocess.Popen:
+    """A process of a study on the countries with trials of a second or so."""
+    keys = [f"--{key}={str(value).lower()}" for key, value in {**SMALL, "train.epochs": 45}.items()]
+    space = folder.parent / "space.yaml"
+    space.write_text(yaml.safe_dump(SPACE))
+    words = [sys.executable, "-m", "kge_torchrec", "tune", "demo", *keys, "--space", str(space),
+             "--halving=none", "--study", str(folder), *more]  # fmt: skip
+    return subprocess.Popen(words, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+
+
+def wait_for(condition, seconds: float = 120.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_killed_and_resumed(tmp_path):
+    """Whatever it is killed in, the study goes on, and the trial under way comes again."""
+    folder = tmp_path / "study"
+    for runs in (1, 3, 5):
+        process = command(folder, "--trials=6")
+        wait_for(lambda runs=runs: (folder / "trials" / f"{runs:04d}" / "metrics.jsonl").exists())
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert command(folder, "--trials=6").wait() == 0
+    found = json.loads((folder / "trials.json").read_text())
+    assert [trial["state"] for trial in found["trials"]] == ["complete"] * 6
+    again = [trial for trial in found["trials"] if "again" in trial]
+    assert again
+    killed = {t.number: t for t in Study(folder).optuna.trials if t.user_attrs.get("replaced")}
+    for trial in again:
+        assert killed[trial["again"]].params.items() >= trial["values"].items()
+
+
+@pytest.mark.slow
+def test_two_processes_and_jobs_share_a_study(tmp_path):
+    folder = tmp_path / "study"
+    processes = [command(folder, "--trials=8"), command(folder, "--trials=8", "--jobs=2")]
+    assert [process.wait() for process in processes] == [0, 0]
+    study = Study(folder)
+    found = study.ended()
+    assert len(found) == 8 and {trial.state for trial in found} == {TrialState.COMPLETE}
+    spans = sorted((trial.datetime_start, trial.datetime_complete) for trial in found)
+    assert any(one[1] > other[0] for one, other in pairwise(spans))
+    assert len({str(trial.params) for trial in found}) == 8  # nobody draws what another has drawn
+    alone = json.loads((folder / "trials.json").read_text())
+    assert len(alone["trials"]) == 8
