@@ -287,6 +287,17 @@ class Traffic(TorchDispatchMode):
     def rows_sent(self) -> float:
         return self._floats_sent / self.dim
 
+    def __enter__(self) -> Traffic:
+        from kge_torchrec.distributed.shared_memory import by_operators
+
+        self._as_operators = by_operators()
+        self._as_operators.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._as_operators.__exit__(None, None, None)
+
     def __torch_dispatch__(
         self,
         func: OpOverload,

@@ -6,6 +6,7 @@ late, several times a step.
 
     SharedMemoryGroup   the group, for torch.distributed, TorchRec and DistributedDataParallel
     with_exchange       processes that exchange rows and gradients by it
+    by_operators        collectives as torch's operators, for whoever counts those
 
 PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
 
@@ -18,7 +19,8 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
@@ -56,6 +58,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     one: in the order of the calls, which is that of every rank.
     """
 
+    is_watched = False  # see ``by_operators``
+
     def __init__(self, boxes: Mailboxes, gloo: Any) -> None:
         super().__init__(boxes.rank, boxes.size)  # type: ignore[call-arg]  # of another form
         self._boxes, self._gloo = boxes, gloo  # of which torch's stubs know no collectives
@@ -74,6 +78,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """As torch.distributed's.  Raises ValueError for sizes that do not fit the tensors."""
         opts = opts or dist.AllToAllOptions()
+        if self.is_watched:
+            given = output, input, list(output_split_sizes), list(input_split_sizes)
+            return dist.all_to_all_single(*given, async_op=True)
         if not (_is_plain(output) and _is_plain(input)):
             sizes = list(output_split_sizes), list(input_split_sizes)
             return self._gloo.alltoall_base(output, input, *sizes, opts)
@@ -104,6 +111,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
     ) -> dist.Work:
         """As torch.distributed's; terms are added in order of rank, so sums are the same bits."""
         opts = opts or dist.AllreduceOptions()
+        if self.is_watched and len(tensors) == 1:
+            return dist.all_reduce(tensors[0], opts.reduceOp, async_op=True)
         reduce = _REDUCED.get(opts.reduceOp.op)
         if reduce is None or len(tensors) != 1 or tensors[0].dtype not in _SUMMED:
             return self._gloo.allreduce(tensors, opts)
@@ -273,6 +282,20 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shar
     boxes = Mailboxes(rank, size, exchange, timeout.total_seconds())
     gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
     return SharedMemoryGroup(boxes, gloo)
+
+
+@contextmanager
+def by_operators() -> Iterator[None]:
+    """Within the block collectives are torch's operators on the group of all ranks.
+
+    So that a dispatch mode sees what they carry, which is the same.  Collective: all ranks enter
+    and leave it between the same two collectives.
+    """
+    SharedMemoryGroup.is_watched = True
+    try:
+        yield
+    finally:
+        SharedMemoryGroup.is_watched = False
 
 
 dist.Backend.register_backend(NAME, _create, devices=["cpu"])

@@ -117,6 +117,17 @@ class WatchCollectives(TorchDispatchMode):
         self.sent = dict.fromkeys(("ids", "rows", "gradients", "dense"), 0.0)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
 
+    def __enter__(self) -> WatchCollectives:
+        from kge_torchrec.distributed.shared_memory import by_operators
+
+        self._as_operators = by_operators()
+        self._as_operators.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self._as_operators.__exit__(None, None, None)
+
     def __torch_dispatch__(
         self,
         operation: OpOverload,
