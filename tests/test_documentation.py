@@ -16,6 +16,7 @@ block, which readers do not see, say what is done otherwise:
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import re
 import runpy
@@ -255,6 +256,9 @@ def pages(readers_things, tmp_path_factory) -> Iterator[dict[str, Page]]:
         found[name] = Page(shutil.copytree(readers_things, folder, symlinks=True))
     yield found
     torch.set_num_threads(threads)
+    for page in found.values():
+        page.names.clear()  # runs that were left open, with their process group
+    gc.collect()
 
 
 def _cases() -> Iterator:
