@@ -147,6 +147,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._start([_bytes(part) for part in parts], sum_mine, []).wait()
         return self._start([_bytes(mine)] * self.size(), gather, result)
 
+    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """As torch.distributed's, by gloo."""
+        return self._gloo._allgather_base(output, input, opts or dist.AllgatherOptions())
+
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+        """As torch.distributed's, by gloo."""
+        return self._gloo._reduce_scatter_base(output, input, opts or dist.ReduceScatterOptions())
+
     def getBackendName(self) -> str:
         """As torch.distributed's."""
         return NAME
@@ -233,6 +241,27 @@ class _Exchange(dist.Work):
         future.set_result(self._result)
         return future
 
+
+# All else is gloo's, and called there: a call that C++ takes on through a group of Python's holds
+# the interpreter's lock while it waits for gloo's own, which a thread of gloo's may have that waits
+# for the interpreter, to let go of a tensor.
+_BY_GLOO = (
+    "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced",
+    "allreduce_coalesced", "alltoall", "barrier", "broadcast", "gather", "monitored_barrier",
+    "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter", "send",
+)  # fmt: skip
+
+
+def _handed_on(name: str) -> Callable[..., Any]:
+    def call(self: SharedMemoryGroup, *given: Any, **named: Any) -> Any:
+        return getattr(self._gloo, name)(*given, **named)
+
+    call.__name__ = name
+    return call
+
+
+for _name in _BY_GLOO:
+    setattr(SharedMemoryGroup, _name, _handed_on(_name))
 
 _NOTHING = np.empty(0, np.uint8)
 

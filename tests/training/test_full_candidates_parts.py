@@ -162,6 +162,7 @@ def rank_trains(store, folder, changes) -> dict:
     return fit(config_of(store, folder, **changes)).parameters
 
 
+@pytest.mark.slow  # resuming on more ranks than entities is in the first tier
 def test_more_ranks_than_entities_do_not_matter(tmp_path):
     store = tiny_store(tmp_path / "store", entities=3, train=12, held_out=1).path
     changes = {"negatives__regime": "1vsall", "model__hidden_dropout": 0.2, "train__epochs": 2}
