@@ -147,13 +147,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._start([_bytes(part) for part in parts], sum_mine, []).wait()
         return self._start([_bytes(mine)] * self.size(), gather, result)
 
-    def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def all_gather_single(  # type: ignore[override]  # overloaded there
+        self, output: Tensor, input: Tensor, opts: Any
+    ) -> dist.Work:
         """As torch.distributed's, by gloo."""
-        return self._gloo._allgather_base(output, input, opts or dist.AllgatherOptions())
+        return self._gloo._allgather_base(output, input, opts)
 
-    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
+    def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
         """As torch.distributed's, by gloo."""
-        return self._gloo._reduce_scatter_base(output, input, opts or dist.ReduceScatterOptions())
+        return self._gloo._reduce_scatter_base(output, input, opts)
 
     def getBackendName(self) -> str:
         """As torch.distributed's."""
