@@ -374,6 +374,7 @@ def moments_after(steps, options):
     return made.states["exp_avg_sq"].float()
 
 
+@pytest.mark.slow
 def test_nearest_bfloat16_moments_stall_and_stochastic_ones_do_not():
     steps = 2500
     nearest = moments_after(steps, SparseOptions(state_dtype="bf16", state_rounding="nearest"))

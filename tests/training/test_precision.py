@@ -68,7 +68,10 @@ def trained(world_size: int) -> list[dict]:
         return run_world(world_size, rank_trains, the_store(), Path(folder))
 
 
-@pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
+@pytest.mark.parametrize(
+    "way, world_size",
+    [pytest.param(*ONE_AND_TWO[0], marks=pytest.mark.slow), *ONE_AND_TWO[1:]],
+)
 def test_scaling_changes_no_bit(way, world_size):
     for found in trained(world_size):
         (plain, none), (scaled, scale) = found[way, "fp32"], found[way, "scaled"]
