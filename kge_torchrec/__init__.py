@@ -13,16 +13,16 @@ _HOMES = {
     # what to call
     "check_data": "kge_torchrec.diagnosis.data_check",
     "compare": "kge_torchrec.comparison.command",
-    "evaluate": "kge_torchrec.api",
+    "evaluate": "kge_torchrec.trained_run",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
-    "open_run": "kge_torchrec.api",
+    "open_run": "kge_torchrec.trained_run",
     "plan": "kge_torchrec.planning.command",
     "prepare": "kge_torchrec.data.prepare",
     "resume": "kge_torchrec.api",
     "train": "kge_torchrec.api",
     "tune": "kge_torchrec.tuning.command",
-    "Run": "kge_torchrec.api",
+    "Run": "kge_torchrec.trained_run",
     "register": "kge_torchrec.config.registry",
     # settings
     "Config": "kge_torchrec.config",
@@ -62,9 +62,6 @@ _SETTINGS = "kge_torchrec.config"
 __all__ = [*_HOMES]
 
 if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
-    from kge_torchrec.api import Run as Run
-    from kge_torchrec.api import evaluate as evaluate
-    from kge_torchrec.api import open_run as open_run
     from kge_torchrec.api import resume as resume
     from kge_torchrec.api import train as train
     from kge_torchrec.comparison.command import compare as compare
@@ -100,6 +97,9 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.base import Scorer as Scorer
     from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
+    from kge_torchrec.trained_run import Run as Run
+    from kge_torchrec.trained_run import evaluate as evaluate
+    from kge_torchrec.trained_run import open_run as open_run
     from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
     from kge_torchrec.tuning.command import tune as tune
 else:

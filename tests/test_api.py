@@ -17,7 +17,7 @@ from ranking_cases import make_known
 from training_runs import QUIET, config_of, random_triples, tiny_store
 
 import kge_torchrec
-from kge_torchrec import api, cli
+from kge_torchrec import api, cli, trained_run
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import UnknownLabelError
@@ -165,9 +165,9 @@ def test_splits_are_looked_up_for_the_found_answers_only():
     }
     store = SimpleNamespace(filter_index=lambda names: splits[names[0]])
     query, found = (np.array([0]), np.array([0])), np.array([9, 2, 3, 5, 4, 0])
-    api._splits_of_answers(store, "tail", *query, found)  # compiles
+    trained_run._splits_of_answers(store, "tail", *query, found)  # compiles
     tracemalloc.start()
-    told = api._splits_of_answers(store, "tail", *query, found)
+    told = trained_run._splits_of_answers(store, "tail", *query, found)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert told == [None, "train", "valid", "test", "train", "train"]

@@ -11,7 +11,7 @@ from old_runs import unpack_old_run
 from training_runs import largest_difference, parameters
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def test_an_old_run_is_evaluated_predicted_from_and_exported(run):
         assert opened.evaluate() == opened.results["test"] == expected(run)["test"]
         answers = opened.predict(head="e1", relation="r0", k=3)
         opened.export(run.parent / "new-export")
-    old, new = (api.load_model(run.parent / name) for name in ("export", "new-export"))
+    old, new = (load_model(run.parent / name) for name in ("export", "new-export"))
     assert old.predict(head="e1", relation="r0", k=3) == answers
     assert (old.entities == new.entities).all()
 

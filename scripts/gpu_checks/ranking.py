@@ -10,7 +10,7 @@ import torch
 
 from gpu_checks.report import Report
 from gpu_checks.runs import config_of
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import Scorer, build_scorer
@@ -95,7 +95,7 @@ def _run(report: Report) -> None:
     with api.train(config) as run:
         query = {"head": "Austria", "relation": "borders"}
         here = run.predict(**query)
-        plain = api.load_model(run.export(folder / "export"))
+        plain = load_model(run.export(folder / "export"))
         there = plain.predict(**query)
         same = [x.label for x in here] == [x.label for x in there]
         off = max(abs(x.score - y.score) for x, y in zip(here, there, strict=True))

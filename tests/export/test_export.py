@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from training_runs import config_of, parameters
 from worlds import WorldError, run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import ExportError
@@ -236,5 +236,5 @@ def test_words_that_collide_are_refused_before_anything_is_written(tmp_path):
             run.export(tmp_path / "out", "word2vec")
         assert not (tmp_path / "out").exists()
         run.export(tmp_path / "out")
-        model = api.load_model(tmp_path / "out")
+        model = load_model(tmp_path / "out")
         assert model.entity_labels.array.to_pylist() == ["New York", "New_York", "c"]

@@ -17,7 +17,7 @@ from old_runs import unpack_old_run
 from training_runs import config_of, fit, largest_difference, rank, tiny_store
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training.checkpoint_storage import TorchReader
 from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
@@ -166,7 +166,7 @@ def uses_everything(store: Path, run: Path) -> None:
         opened.evaluate()
         opened.predict(head="e1", relation="r0")
         opened.export(run / "export")
-    api.load_model(run / "export").predict(head="e1", relation="r0")
+    load_model(run / "export").predict(head="e1", relation="r0")
 
 
 def test_nothing_is_unpickled(store, tmp_path, monkeypatch):

@@ -1,16 +1,33 @@
-"""The parts that a config can name, with their options, as people read them.
+"""``kge-torchrec parts``: what a config can name, with the options of each.
 
 All of it is said by the classes themselves: names, formula, types, defaults, help.
 """
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from kge_torchrec.commands import add_verb
 from kge_torchrec.config.options import Option, options_help
 from kge_torchrec.config.registry import KINDS, names_of, resolve
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    does = "list what a config can name, with the options of each"
+    parts = add_verb(verbs, "parts", does, run)
+    parts.add_argument("kind", choices=tuple(KINDS))
+    parts.add_argument("name", nargs="?", help="one of them, or package.module:Class")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    print(listing(parsed.kind, parsed.name))
+    return 0
 
 
 def listing(kind: str, name: str | None = None) -> str:

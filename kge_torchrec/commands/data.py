@@ -1,0 +1,44 @@
+"""``kge-torchrec data check``: what is wrong with a graph, before training."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_format, add_verb
+from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    does = "check a graph before training: leaks between splits, repeats, unseen entities, degrees"
+    data = verbs.add_parser("data", help=does, description=f"{does[0].upper()}{does[1:]}.")
+    actions = data.add_subparsers(required=True, metavar="check", title="what to do")
+    check = add_verb(actions, "check", does, run)
+    check.add_argument(
+        "data", metavar="DATA", help="a store, a directory or file of triples, or countries"
+    )
+    check.add_argument(
+        "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
+    )
+    check.add_argument(
+        "--threshold",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="of the triples of either that makes two relations inverses or duplicates "
+        "(default: 0.8)",
+    )
+    add_format(check)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    with loading_torch():
+        from kge_torchrec.diagnosis.data_check import check_data, table
+
+    found = check_data(parsed.data, parsed.output, parsed.threshold)
+    print(json.dumps(found) if parsed.format == "json" else table(found))
+    return 0

@@ -1,0 +1,64 @@
+"""``kge-torchrec evaluate``: a split ranked exactly by a trained run."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    does = "rank the triples of a split exactly, among all entities, with a trained run"
+    evaluate = add_verb(verbs, "evaluate", does, run)
+    evaluate.add_argument("folder", metavar="RUN", help="the folder of a run")
+    evaluate.add_argument(
+        "--split", choices=("test", "valid", "train"), default="test", help="default: test"
+    )
+    evaluate.add_argument(
+        "--by",
+        nargs="+",
+        action="extend",
+        default=[],
+        choices=("relation", "category", "frequency"),
+        help="group the ranks as well: by relation; by its category in train (1-1, 1-N, N-1, N-N); "
+        "by how often the answer occurs in train.  Several at once, each with a table, and a file "
+        "and a picture in the folder of the run",
+    )
+    evaluate.add_argument(
+        "--candidates",
+        choices=("all", "seen", "types"),
+        help="rank among all entities, those that the relation has been seen with on that side in "
+        "train, or those of the same types; results are labelled (default: the run's "
+        "evaluation.candidates)",
+    )
+    evaluate.add_argument(
+        "--types", metavar="FILE", help="of --candidates types: lines of entity, tab, type"
+    )
+    add_format(evaluate)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    with opened(parsed.folder) as trained:
+        results = trained.evaluate(parsed.split, parsed.by, parsed.candidates, parsed.types)
+
+    if not is_first_rank():
+        return 0
+    if parsed.format == "json":
+        print(json.dumps(results))
+        return 0
+    from kge_torchrec.ranking.metrics import results_table
+
+    by = results.pop("by", {})
+    print(results_table(results))
+    if by:
+        from kge_torchrec.diagnosis.report import table
+
+        for name, found in by.items():
+            print(f"\n{table(name, found)}")
+        print(f"\nfiles and pictures: {trained.path}/evaluation-{parsed.split}-by-*")
+    return 0
