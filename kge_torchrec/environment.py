@@ -265,6 +265,22 @@ def allow_tf32(allowed: bool) -> None:
     torch.backends.cudnn.allow_tf32 = allowed
 
 
+def rounds_as_it_multiplies() -> bool:
+    """Whether float32 factors are best left to a product in bfloat16 of this CPU to round.
+
+    With AMX that costs nothing.  A CPU that has AVX512-BF16 alone multiplies factors of type
+    bfloat16 twice as fast as it rounds them again for every block; one without either rounds
+    nothing, which is right as well.
+    """
+    import torch
+
+    has_tiles, has_dots = (
+        getattr(torch.cpu, name, bool)()
+        for name in ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
+    )
+    return has_tiles or not has_dots
+
+
 @contextmanager
 def products_in_bf16() -> Iterator[None]:
     """Inside, a CPU that multiplies bfloat16 rounds the factors of float32 products to it.

@@ -12,6 +12,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from key_effects import restored
 from training_runs import QUIET
 
@@ -352,3 +353,11 @@ print(torch.set_flush_denormal(True))
     if supported == "False":
         pytest.skip("this processor flushes none")
     assert int(left) == 0
+
+
+@pytest.mark.parametrize("tiles, dots, rounds", [(True, True, True), (False, True, False),
+                                                 (False, False, True)])  # fmt: skip
+def test_who_rounds_factors(monkeypatch, tiles, dots, rounds):
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots, raising=False)
+    assert environment.rounds_as_it_multiplies() == rounds

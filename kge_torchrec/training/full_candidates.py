@@ -38,7 +38,7 @@ from kge_torchrec.data.queries import QueryBatch
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.environment import products_in_bf16
+from kge_torchrec.environment import products_in_bf16, rounds_as_it_multiplies
 from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
     BlockAnswers,
@@ -82,7 +82,8 @@ class FullCandidates:
         self.holds = train.needs_whole_gradient
         layers = (nn.Dropout, nn.Dropout2d)
         in_bf16 = self.objective.precision == torch.bfloat16
-        self._rounds_products = in_bf16 and device.type == "cpu"
+        # Elsewhere autocast converts whole factors first, and scores and gradients are rounded too.
+        self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.objective.modules())
         self.drops_pairs = self.scorer.drops_pairs
 
