@@ -35,7 +35,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
@@ -43,6 +42,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.loader import Batch, BatchBuilder
 from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
@@ -265,7 +265,7 @@ _KINDS = {
 }
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(CollectiveWatch):
     """While entered, counts this rank's collectives.
 
     collectives: by kind, how many.
@@ -286,17 +286,6 @@ class Traffic(TorchDispatchMode):
     @property
     def rows_sent(self) -> float:
         return self._floats_sent / self.dim
-
-    def __enter__(self) -> Traffic:
-        from kge_torchrec.distributed.shared_memory import by_operators
-
-        self._as_operators = by_operators()
-        self._as_operators.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._as_operators.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,

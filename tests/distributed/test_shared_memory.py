@@ -219,13 +219,13 @@ def rank_is_interrupted() -> tuple[bool, float]:
     interrupted, total = False, torch.ones(())
     with shared_group() as group:
         dist.barrier()
-        if dist.get_rank() == 0:
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-        else:
-            time.sleep(0.4)
+        if dist.get_rank() == 1:
+            time.sleep(0.6)
         work = dist.all_reduce(total, group=group, async_op=True)
         try:
+            if dist.get_rank() == 0:
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
             work.wait()
         except KeyboardInterrupt:
             interrupted = True
