@@ -37,6 +37,12 @@ FAULTS = [
     Fault("a true score of minus infinity ties with what is filtered", "ranking/exact.py",
           "own.make_room(scores)", "pass", "tests/ranking/test_exact.py -k minus_inf"),
     # candidates
+    Fault("the chance of a draw by degree without its exponent", "data/negatives.py",
+          "weight = np.power(degree, self._power, where", "weight = np.power(degree, 1.0, where",
+          "tests/data/test_negatives.py -k follow"),
+    Fault("a collective that reaches gloo through the group", "distributed/shared_memory.py",
+          '"recv", "recv_anysource", "reduce",', '"recv", "recv_anysource",',
+          "tests/distributed/test_shared_memory.py -k no_collective_reaches"),
     Fault("candidates of the own part of a chunk only", "data/loader.py",
           "np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - first)",
           "np.arange(self.chunk_size) % share.positions.shape[1]",
