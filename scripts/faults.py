@@ -461,4 +461,14 @@ FAULTS = [
     Fault("what was there before stays beside the new folder", "files.py",
           "    if replaces:\n        shutil.rmtree(old, ignore_errors=True)", "",
           "tests/export/test_export.py"),
+    # reports
+    Fault("labels in a report are HTML", "run_report/page.py",
+          "rows.append([escape(example.head), escape(example.relation), ",
+          "rows.append([example.head, example.relation, ",
+          "tests/test_run_report.py -k text"),
+    Fault("a map of rows around zero", "run_report/trained.py",
+          "    rows = rows - rows.mean(0)\n", "", "tests/test_run_report.py -k map"),
+    Fault("a report without what differs from the defaults", "run_report/facts.py",
+          "configs if len(runs) > 1 else [*configs, Config()]", "configs",
+          "tests/test_run_report.py -k without_models"),
 ]  # fmt: skip

@@ -177,7 +177,9 @@ class Trainer:
     def _validate(self) -> bool:
         """Ranks valid; True if this is the best model so far."""
         progress, metric = self.progress, self.config.evaluation.metric
+        start = time.perf_counter()
         results = self.session.validate()
+        seconds = time.perf_counter() - start
         value = results["both"]["realistic"][metric]
         better = progress.is_better(metric, value)
         if better:
@@ -186,7 +188,7 @@ class Trainer:
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         self._plateau(metric, value)
         ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
-        counts = {"epoch": progress.epoch, "triples": ranked, "of": total}
+        counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
         self._write("valid", {**counts, **results})
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
         among = f", {ranked_among(results)}" if "candidates" in results else ""
