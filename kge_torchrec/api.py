@@ -29,6 +29,7 @@ from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoin
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trackers import check_trackers, trackers_of
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
@@ -47,7 +48,10 @@ FIXED = (
     "seed",
 )
 # How a run is shown and run, which may change when the same command is started again.
-OF_THIS_START = ("run.resume", "run.progress", "run.tensorboard", "device", "threads")
+OF_THIS_START = (
+    "run.resume", "run.progress", "run.tensorboard", "run.wandb", "run.mlflow",
+    "device", "threads",
+)  # fmt: skip
 
 
 def train(
@@ -141,6 +145,7 @@ def _begin(
     rank_test: bool,
 ) -> None:
     """Trains a new run from its start."""
+    on_first_rank(ranks, lambda: check_trackers(config.run))
     on_first_rank(ranks, lambda: folder.create(config))
     try:
         session = Session(config, folder, ranks)
@@ -171,6 +176,7 @@ def _continue(
     rank_test: bool = True,
 ) -> None:
     """Trains on from the newest checkpoint.  before: the config so far, if it may be another."""
+    on_first_rank(ranks, lambda: check_trackers(config.run))
     before = before or config
     new_plan = config.run.plan != before.run.plan
     session = Session(config, folder, ranks, plan_may_differ=not new_plan)
@@ -246,7 +252,8 @@ def _fit(
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     if not session.processes.is_first:
         return None
-    return MetricsLog(session.folder, session.config.run.tensorboard, resumed_at)
+    trackers = trackers_of(session.folder, session.config, resumed_at)
+    return MetricsLog(session.folder, trackers, resumed_at)
 
 
 def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:

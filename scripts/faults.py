@@ -461,6 +461,12 @@ FAULTS = [
     Fault("what was there before stays beside the new folder", "files.py",
           "    if replaces:\n        shutil.rmtree(old, ignore_errors=True)", "",
           "tests/export/test_export.py"),
+    # trackers
+    Fault("a tracker that fails ends the training", "training/trackers.py",
+          "            self._failed = True\n", "            raise\n",
+          "tests/training/test_trackers.py -k leaves_the_training"),
+    Fault("a resumed run is a new one to MLflow", "training/trackers.py",
+          '            ids.set("mlflow", run)\n', "", "tests/training/test_trackers.py -k mlflow"),
     # reports
     Fault("labels in a report are HTML", "run_report/page.py",
           "rows.append([escape(example.head), escape(example.relation), ",
