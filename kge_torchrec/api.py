@@ -22,6 +22,7 @@ from kge_torchrec.distributed.processes import (
     on_first_rank,
     processes,
 )
+from kge_torchrec.environment import has_torchrec
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
@@ -226,13 +227,13 @@ def _fit(
     resumed_at: int | None,
     rank_test: bool,
 ) -> None:
-    from kge_torchrec.planning.run_plan import write_run_plan  # without
-    from kge_torchrec.training.trainer import (
-        Trainer,  # these load TorchRec, which a trained run can do
-    )
+    from kge_torchrec.training.trainer import Trainer  # which a trained run can do without
 
     ranks, folder = session.processes, session.folder
-    write_run_plan(session)
+    if has_torchrec():  # whose planner says what a run holds
+        from kge_torchrec.planning.run_plan import write_run_plan
+
+        write_run_plan(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
         progress = Trainer(session, progress, log, callbacks).run()
@@ -252,7 +253,7 @@ def _fit(
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     if not session.processes.is_first:
         return None
-    trackers = trackers_of(session.folder, session.config, resumed_at)
+    trackers = trackers_of(session.folder.path, session.config, resumed_at)
     return MetricsLog(session.folder, trackers, resumed_at)
 
 

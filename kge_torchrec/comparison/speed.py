@@ -19,16 +19,12 @@ Shapes: W ranks, D numbers per entity.
 
 from __future__ import annotations
 
-import re
-import resource
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +40,7 @@ from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -183,24 +180,10 @@ def _seconds_everywhere(session: Session) -> float:
 
 def _peak_memory(device: torch.device) -> dict[str, int]:
     """Of this process so far, in bytes."""
-    found = {"peak_memory_bytes": _peak_resident_bytes()}
+    found = {"peak_memory_bytes": peak_resident_bytes()}
     if device.type == "cuda":
         found["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
     return found
-
-
-def _peak_resident_bytes() -> int:
-    """The largest resident size so far.
-
-    Linux's ru_maxrss may be that of the process which started this one; VmHWM is our own.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        kib = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
-        if kib:
-            return int(kib[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def split_of_a_step(

@@ -11,13 +11,10 @@ import json
 import logging
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, RunConfig
-
-if TYPE_CHECKING:
-    from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -41,14 +38,14 @@ def check_trackers(run: RunConfig) -> None:
             )
 
 
-def trackers_of(folder: RunFolder, config: Config, resumed_at: int | None) -> list[Tracker]:
+def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tracker]:
     """Those that the config asks for.  resumed_at: the step that a run goes on from."""
     found: list[Tracker] = []
     if config.run.tensorboard:
-        found.append(TensorBoard(folder.path / "tensorboard", resumed_at))
+        found.append(TensorBoard(folder / "tensorboard", resumed_at))
     for key, kind in (("wandb", WandB), ("mlflow", MLflow)):
         if getattr(config.run, key) is not None:
-            found.append(_Forgiving(key, kind(folder.path, config)))
+            found.append(_Forgiving(key, kind(folder, config)))
     return found
 
 

@@ -9,7 +9,6 @@ step's update is in no loss yet.  The learning rate is a function of the step, s
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
+from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.training.assembly import build_batches, build_pipeline
@@ -256,8 +256,7 @@ class Trainer:
 
 def peak_memory_bytes() -> int:
     """The largest resident size of any rank so far.  Collective."""
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    peak = torch.tensor(peak_resident_bytes())
     if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
