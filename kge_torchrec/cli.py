@@ -1,4 +1,5 @@
-"""The command line: prepare, data, train, evaluate, predict, export, plan, compare, tune, parts.
+"""The command line: prepare, data, train, evaluate, predict and other questions,
+export, plan, compare, tune, parts.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -13,7 +14,20 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from kge_torchrec.commands import data, evaluate, export, is_first_rank, parts, predict, prepare
+from kge_torchrec.commands import (
+    ask,
+    calibrate,
+    classify,
+    data,
+    evaluate,
+    export,
+    is_first_rank,
+    nearest,
+    parts,
+    predict,
+    prepare,
+    score,
+)
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
 
@@ -103,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("train", help="train a model and rank the test triples with it")
     evaluate.add(verbs)
     predict.add(verbs)
+    score.add(verbs)
+    nearest.add(verbs)
+    ask.add(verbs)
+    calibrate.add(verbs)
+    classify.add(verbs)
     export.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")

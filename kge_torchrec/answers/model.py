@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.data.store import TripleStore, Vocabulary
+from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
@@ -25,6 +27,7 @@ Label = str | int  # a label, or an id
 Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
 FETCH_BYTES = 32 << 20  # rows of triples that are in memory together
+ALONE = Processes(0, 1, 1, torch.device("cpu"))
 _NO_DATA = "the data is no part of an export: {} needs the run"
 
 
@@ -34,6 +37,7 @@ class AnsweringModel:
 
     entity_labels, relation_labels: called when a label is needed, for the first time at least.
     store: the data, for what is known already; None of an export.
+    calibration: what makes probabilities of scores, if somebody has calibrated the run.
     """
 
     scorer: Scorer
@@ -41,6 +45,8 @@ class AnsweringModel:
     entity_labels: Callable[[], Vocabulary]
     relation_labels: Callable[[], Vocabulary]
     store: TripleStore | None = None
+    processes: Processes = ALONE
+    calibration: Calibration | None = None
 
     @property
     def entities(self) -> Vocabulary:
@@ -59,6 +65,13 @@ class AnsweringModel:
     def num_relations(self) -> int:
         """R, inverses not counted."""
         return self.scorer.num_relations
+
+    def probabilities(self, scores: np.ndarray, asked: str) -> list[float | None]:
+        """Of scores (M,) of answers to a query for a head, a tail or a relation; None of each
+        without a calibration."""
+        if self.calibration is None:
+            return [None] * len(scores)
+        return self.calibration.probabilities(scores, asked).tolist()
 
     def known(self, purpose: str) -> TripleStore:
         """The data.  Raises KGEError, which names the purpose, where there is none."""

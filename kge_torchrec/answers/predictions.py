@@ -1,10 +1,11 @@
 """The best answers to a triple with one part missing: a head, a relation or a tail.
 
-Shapes: B queries, k answers, N entities, R relations.
+Shapes: B queries, k answers, M answers of all queries, N entities, R relations.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -14,13 +15,14 @@ from torch import Tensor
 
 from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.filter_index import FilterIndex
-from kge_torchrec.ranking.blocks import score_block, scoring
+from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
 from kge_torchrec.ranking.topk import top_k
 
 Part = Literal["head", "relation", "tail"]
 PARTS: tuple[Part, ...] = ("head", "relation", "tail")
 RELATIONS = 256  # relations that a pair of entities is scored with at once
+FEW = 10  # answers, where nobody says how many
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,7 @@ class Prediction:
     label: str
     score: float
     known: str | None = None  # the split that holds the completed triple, if any
+    probability: float | None = None  # where the run is calibrated
 
 
 class Query(NamedTuple):
@@ -52,91 +55,156 @@ class Query(NamedTuple):
         return missing[0]
 
 
-def check_count(k: int) -> None:
+@dataclass(frozen=True)
+class Choice:
+    """Which of all candidates are listed as answers.
+
+    k: the best so many; None stands for 10, or for all where ``above`` is given.
+    known: with those that the data holds already.
+    above: only those with at least this score.
+
+    Raises ConfigError for a k below 1 and an ``above`` that is no number.
+    """
+
+    k: int | None = None
+    known: bool = True
+    above: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count(self.k)
+        if self.above is not None and math.isnan(self.above):
+            raise ConfigError("above must be a number, got nan")
+
+    @property
+    def limit(self) -> int | None:
+        return FEW if self.k is None and self.above is None else self.k
+
+
+def check_count(k: int | None) -> None:
     """Raises ConfigError unless k answers can be asked for."""
-    if k < 1:
+    if k is not None and k < 1:
         raise ConfigError(f"k must be an integer >= 1, got {k}")
 
 
-def predict(
-    model: AnsweringModel, query: Query, k: int = 10, known: bool = True
-) -> list[Prediction]:
-    """The k best answers, best first; equal scores come in order of id, NaN counts as -inf.
+class Found(NamedTuple):
+    """M answers to B queries: those of one query after those of another, each time best first."""
 
-    known: list answers that the data holds already, marked with their split; False leaves them out.
+    query: np.ndarray  # (M,) int64, ascending: the place of the query in the batch
+    ids: np.ndarray  # (M,) int64, of entities or relations
+    scores: np.ndarray  # (M,) float32
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """(M,) int64, from 1 for each query."""
+        return np.arange(1, len(self.query) + 1) - np.searchsorted(self.query, self.query)
+
+
+def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Prediction]:
+    """The chosen answers, best first; equal scores come in order of id, NaN counts as -inf.
 
     Raises ConfigError for a query that makes no sense, UnknownLabelError with close matches, and
     IndexError for an id.
     """
     asked = query.asked
-    check_count(k)
     of_part = model.entity_ids, model.relation_ids, model.entity_ids
-    ids = [
-        torch.tensor(0) if given is None else find(given)
-        for find, given in zip(of_part, query, strict=True)
-    ]
-    (found,) = answer(model, asked, torch.stack(ids)[None], k, known)
-    return found
+    given = zip(of_part, query, strict=True)
+    ids = torch.stack(
+        [torch.tensor(0) if part is None else ids_of(part) for ids_of, part in given]
+    )[None]
+    found = find(model, asked, ids, choice)
+    labels = (model.relations if asked == "relation" else model.entities).labels(found.ids)
+    probabilities = model.probabilities(found.scores, asked)
+    columns = labels, found.scores.tolist(), splits(model, asked, ids.numpy(), found), probabilities
+    return [Prediction(rank, *answer) for rank, answer in enumerate(zip(*columns, strict=True), 1)]
 
 
-def answer(
-    model: AnsweringModel, asked: Part, queries: Tensor, k: int, known: bool = True
-) -> list[list[Prediction]]:
-    """The k best answers to each of B queries for the same part.
+def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) -> Found:
+    """The chosen answers to B queries for the same part.
 
-    queries: (B, 3) int64 ids; what stands at the part that is asked for plays no role.
+    queries: (B, 3) int64 ids; what stands at the part that is asked for plays no role.  Takes the
+    memory of a block of scores and of the answers.
     """
-    scores, ids = best(model, asked, queries, k, known)
-    labels = model.relations if asked == "relation" else model.entities
-    splits = _splits(model, asked, queries.numpy(), ids.numpy())
-    answers = []
-    for its_scores, its_ids, its_splits in zip(scores, ids, splits, strict=True):
-        count = int((its_ids >= 0).sum())
-        parts = labels.labels(its_ids[:count].numpy()), its_scores[:count].tolist(), its_splits
-        answers.append(
-            [Prediction(rank, *one) for rank, one in enumerate(zip(*parts, strict=False), 1)]
-        )
-    return answers
+    exclude = None if choice.known else model.known("leaving out what is known").filter_index()
+    if asked == "relation":
+        scores, ids = _relations(model, queries, exclude)
+    elif choice.limit is None:
+        assert choice.above is not None
+        return _all_above(model, asked, queries, exclude, choice.above)
+    else:
+        scores, ids = best(model, asked, queries, choice.limit, exclude)
+    scores, ids = scores[:, : choice.limit], ids[:, : choice.limit]
+    wanted = ids >= 0
+    if choice.above is not None:
+        wanted &= scores >= choice.above
+    query = wanted.nonzero()[:, 0]
+    return Found(query.numpy(), ids[wanted].numpy(), scores[wanted].numpy())
 
 
 def best(
-    model: AnsweringModel, asked: Part, queries: Tensor, k: int, known: bool = True
+    model: AnsweringModel, side: Part, queries: Tensor, k: int, exclude: FilterIndex | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Scores (B, k) float32, best first, and ids (B, k) int64, on the host, of ``answer``.
+    """The k best heads or tails: scores (B, k) float32, best first, and ids (B, k) int64.
 
-    Where fewer than k answers are left the rest is -inf and id -1.
+    exclude: triples that are not listed.  Where fewer than k are left the rest is -inf and id -1.
     """
-    heads, relations, tails = queries.T
-    if asked == "relation":
-        return _best_relations(model, queries, min(k, model.num_relations), known)
-    anchors = heads if asked == "tail" else tails
-    exclude = None
-    if not known:
-        index = model.known("leaving out what is known").filter_index()
-        exclude = index.answers(asked, anchors.numpy(), relations.numpy())
+    assert side != "relation"
+    anchors, relations = _asked_with(queries, side)
+    left_out = _answers(exclude, side, anchors, relations)
     k = min(k, model.num_entities)
-    scores, ids = top_k(model.scorer, model.shard, anchors, relations, asked, k, exclude)
+    scores, ids = top_k(model.scorer, model.shard, anchors, relations, side, k, left_out)
     return scores.cpu(), ids.cpu()
 
 
-def _best_relations(
-    model: AnsweringModel, queries: Tensor, k: int, known: bool
+def _all_above(
+    model: AnsweringModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
+) -> Found:
+    """All heads or tails of at least a score."""
+    assert side != "relation"
+    anchors, relations = _asked_with(queries, side)
+    left_out = _answers(exclude, side, anchors, relations)
+    device, found = model.shard.rows.device, []
+    with scoring(model.scorer):
+        anchor, relation = model.shard.fetch(anchors.to(device)), relations.to(device)
+        for first, scores in local_scores(model.scorer, model.shard, anchor, relation, side):
+            if left_out is not None:
+                erase(scores, first, left_out, torch.nan)  # which is above nothing
+            query, column = (scores >= above).nonzero(as_tuple=True)
+            columns = query, column + first, scores[query, column]
+            found.append([x.cpu().numpy() for x in columns])
+    found += [[np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)]]
+    gathered = model.processes.gather([np.concatenate(part) for part in zip(*found, strict=True)])
+    every = Found(*(np.concatenate(part) for part in zip(*gathered, strict=True)))
+    order = np.lexsort((every.ids, -every.scores, every.query))
+    return Found(*(column[order] for column in every))
+
+
+def _asked_with(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]:
+    """Anchors (B,) and relations (B,) of queries for heads or tails."""
+    return queries[:, 0 if side == "tail" else 2], queries[:, 1]
+
+
+def _answers(
+    index: FilterIndex | None, side: Part, anchors: Tensor, relations: Tensor
+) -> Answers | None:
+    return None if index is None else index.answers(side, anchors.numpy(), relations.numpy())
+
+
+def _relations(
+    model: AnsweringModel, queries: Tensor, exclude: FilterIndex | None
 ) -> tuple[Tensor, Tensor]:
-    """``best`` of (h, ?, t).  All relations are scored, as the tail's query."""
-    scores = torch.cat([_relation_scores(model, *query) for query in queries[:, ::2].tolist()])
-    if not known:
-        index = model.known("leaving out what is known").filter_index()
-        every = np.arange(model.num_relations)
-        for row, query in zip(scores, queries.numpy(), strict=True):
-            row[torch.from_numpy(_holds(index, query[0], every, query[2]))] = torch.nan
-    left_out = scores.isnan()
-    order = scores.nan_to_num(nan=-torch.inf).sort(dim=1, descending=True, stable=True)
-    scores, ids = (x[:, :k] for x in order)
-    return scores, ids.masked_fill(left_out.gather(1, ids), -1)
+    """All relations of (h, ?, t), as ``best``, scored as the tail's query."""
+    scores = torch.stack([relation_scores(model, *ends) for ends in queries[:, ::2].tolist()])
+    left_out = np.zeros(scores.shape, bool)
+    if exclude is not None:
+        for row, (head, _, tail) in zip(left_out, queries.tolist(), strict=True):
+            row[exclude.relations_between(head, tail)] = True
+    order = np.lexsort((-scores.numpy(), left_out), axis=1)  # stable: equal ones in order of id
+    found = np.where(np.take_along_axis(left_out, order, 1), -1, order)
+    return scores.gather(1, torch.from_numpy(order)), torch.from_numpy(found)
 
 
-def _relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
-    """(1, R) float32: of every relation between two entities, with the bits of ``model.scores``."""
+def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
+    """(R,) float32: of every relation between two entities, with the bits of ``model.scores``."""
     device = model.shard.rows.device
     rows = model.shard.fetch(torch.tensor([head, tail], device=device))
     with scoring(model.scorer):
@@ -144,36 +212,29 @@ def _relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
             score_block(model.scorer, rows[:1].expand(len(some), -1), some, rows[1:], "tail")[:, 0]
             for some in torch.arange(model.num_relations, device=device).split(RELATIONS)
         ]
-    # Whoever is asked last comes last: NaN is for those that are left out.
-    return (
-        torch.cat(parts).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)[None].cpu()
-    )
+    scores = torch.cat(parts).cpu()
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
 
 
-def _splits(
-    model: AnsweringModel, asked: Part, queries: np.ndarray, ids: np.ndarray
-) -> list[list[str | None]]:
-    """The split that holds each of the answers ids (B, k), the first of several; None of -1."""
-    splits: list[list[str | None]] = [[None] * ids.shape[1] for _ in ids]
+def splits(
+    model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found
+) -> list[str | None]:
+    """The split that holds each of the M answers, the first of several; None without the data."""
+    names = np.full(len(found.ids), None, object)
     if model.store is None:
-        return splits
+        return names.tolist()
     for split in ("test", "valid", "train"):
-        known = _contains(model.store.filter_index((split,)), asked, queries, ids)
-        for query, place in zip(*np.nonzero(known & (ids >= 0)), strict=True):
-            splits[query][place] = split
-    return splits
+        index = model.store.filter_index((split,))
+        ends = np.searchsorted(found.query, np.arange(len(queries) + 1))
+        for query, start, stop in zip(queries, ends[:-1], ends[1:], strict=True):
+            holds = _holds(index, asked, query, found.ids[start:stop])
+            names[start:stop][holds] = split
+    return names.tolist()
 
 
-def _contains(index: FilterIndex, asked: Part, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """(B, k) bool: whether the index holds each query with each of its answers ids (B, k)."""
-    heads, relations, tails = queries.T
+def _holds(index: FilterIndex, asked: Part, query: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """(K,) bool: whether the index holds a query (3,) with each of the answers ids (K,)."""
     if asked == "relation":
-        pairs = zip(heads, np.maximum(ids, 0), tails, strict=True)
-        return np.stack([_holds(index, *three) for three in pairs])
-    return index.contains(asked, heads if asked == "tail" else tails, relations, ids)
-
-
-def _holds(index: FilterIndex, head: int, relations: np.ndarray, tail: int) -> np.ndarray:
-    """(M,) bool: whether each of the relations (M,) holds between two entities."""
-    heads = np.full(len(relations), head)
-    return index.contains("tail", heads, relations, np.array([tail]))[:, 0]
+        return np.isin(ids, index.relations_between(query[0], query[2]))
+    anchor = query[0 if asked == "tail" else 2]
+    return index.contains(asked, anchor[None], query[1][None], ids)[0]

@@ -54,6 +54,13 @@ def top_k(
     return _unpack(_best(_gather(best, shard.ranks), k))
 
 
+def top_k_of(values: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
+    """The best k entities by values (B, n) float32 of my rows, as ``top_k``.  Collective."""
+    best = torch.full((len(values), k), NOTHING, device=values.device)
+    best = _best(torch.cat([best, _best(_keys(values, shard.first_row), k)], 1), k)
+    return _unpack(_best(_gather(best, shard.ranks), k))
+
+
 def _keys(scores: Tensor, first: int) -> Tensor:
     """(B, n) scores of the entities from first on -> (B, n) int64 keys."""
     # Adding zero turns -0.0 into 0.0, which compares equal but has other bits.

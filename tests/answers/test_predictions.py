@@ -10,11 +10,10 @@ import pytest
 import torch
 from ranking_cases import make_known
 from training_runs import config_of
-from worlds import run_world
 
-from kge_torchrec import api, load_model
+from kge_torchrec import api
 from kge_torchrec.answers import predictions
-from kge_torchrec.answers.predictions import best
+from kge_torchrec.answers.predictions import Found, best
 from kge_torchrec.errors import KGEError
 
 PARTS = ("head", "relation", "tail")
@@ -90,38 +89,6 @@ def test_ranks_equal_those_of_evaluation(run):
         assert pessimistic.tolist() == ranks.pessimistic[side].tolist()
 
 
-def answers_of(folder, queries, triples):
-    with api.open_run(folder) as run:
-        found = [run.predict(**query, k=7, known=known) for query, known in queries]
-        return found, run.score(triples), run.nearest("e3", 5)
-
-
-def test_every_number_of_ranks_answers_alike(run):
-    triples = of_split(run, "test")[:3]
-    queries = [(without(t, part)[0], known) for t in triples for part in PARTS
-               for known in (True, False)]  # fmt: skip
-    expected = answers_of(run.path, queries, triples)
-    for world_size in (2, 4):
-        for found, scores, neighbours in run_world(
-            world_size, answers_of, run.path, queries, triples
-        ):
-            assert [[(a.label, a.known) for a in one] for one in found] == [
-                [(a.label, a.known) for a in one] for one in expected[0]
-            ]
-            assert scores == pytest.approx(expected[1], rel=1e-5)
-            assert [n.label for n in neighbours] == [n.label for n in expected[2]]
-
-
-def of_export(folder):
-    model = load_model(folder)
-    return model.predict("e1", "r0", k=5), model.score([("e1", "r0", "e2")])
-
-
-def test_an_export_answers_alone_among_ranks(trained):
-    for found in run_world(2, of_export, trained[1]):
-        assert [a.label for a in found[0]] == [a.label for a in of_export(trained[1])[0]]
-
-
 @pytest.mark.parametrize("settings", [
     {"model__scorer": "transe_l1", "model__biases": True, "model__dim": 10},
     {"model__scorer": "conve", "model__reciprocal": True, "model__dim": 16},
@@ -171,11 +138,12 @@ def test_splits_are_looked_up_for_the_found_answers_only():
         "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
     }
     model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
-    query, found = np.array([[0, 0, 0]]), np.array([[9, 2, 3, 5, 4, 0, -1]])
-    predictions._splits(model, "tail", query, found)  # compiles
+    query, ids = np.array([[0, 0, 0]]), np.array([9, 2, 3, 5, 4, 0])
+    found = Found(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
+    predictions.splits(model, "tail", query, found)  # compiles
     tracemalloc.start()
-    (told,) = predictions._splits(model, "tail", query, found)
+    told = predictions.splits(model, "tail", query, found)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert told == [None, "train", "valid", "test", "train", "train", None]
+    assert told == [None, "train", "valid", "test", "train", "train"]
     assert peak < 1 << 20
