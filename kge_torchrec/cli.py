@@ -14,14 +14,19 @@ from importlib import import_module
 from typing import Any
 
 from kge_torchrec.commands import (
+    ask,
+    calibrate,
+    classify,
     data,
     evaluate,
     export,
     is_first_rank,
+    nearest,
     parts,
     predict,
     prepare,
     report,
+    score,
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
@@ -112,6 +117,11 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("train", help="train a model and rank the test triples with it")
     evaluate.add(verbs)
     predict.add(verbs)
+    score.add(verbs)
+    nearest.add(verbs)
+    ask.add(verbs)
+    calibrate.add(verbs)
+    classify.add(verbs)
     export.add(verbs)
     report.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")

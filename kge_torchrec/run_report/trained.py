@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kge_torchrec.export.plain_model import Prediction
+from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.trained_run import Run
 
 ON_MAP = 2000  # entities, those with most triples
