@@ -50,13 +50,13 @@ def test_a_file_of_queries_or_triples(trained, say, tmp_path):
     file.write_text("e1\tr0\t?\nnobody\tr0\t?\ne1\tr0\te2\n")
     for folder in trained:
         code, out, err = say("predict", folder, "--queries", file, "--top", 2, "--format", "tsv")
-        assert code == 0 and len(out.splitlines()) == 3
+        assert code == 1 and len(out.splitlines()) == 3
         assert f"{file}:2: unknown entity 'nobody'" in err and f"{file}:3: exactly one" in err
         assert "2 of 3 lines not answered" in err
         code, out, err = say("score", folder, file, "--format", "json", "--side", "head")
-        assert code == 0 and json.loads(out)["line"] == 3 and "2 of 3 lines" in err
-    file.write_text("e1\n")
-    assert say("score", trained[0], file)[0] == 1  # nothing was answered
+        assert code == 1 and json.loads(out)["line"] == 3 and "2 of 3 lines" in err
+    file.write_text("e1\tr0\te2\n")
+    assert say("score", trained[0], file)[0] == 0
 
 
 def test_new_links_of_a_relation(trained, run, say):
