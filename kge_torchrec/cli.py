@@ -1,5 +1,4 @@
-"""The command line: prepare, data, train, evaluate, predict and other questions,
-export, plan, compare, tune, parts.
+"""The command line: a verb, its options, and errors as a sentence each.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -26,6 +25,7 @@ from kge_torchrec.commands import (
     parts,
     predict,
     prepare,
+    report,
     score,
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
@@ -123,6 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     calibrate.add(verbs)
     classify.add(verbs)
     export.add(verbs)
+    report.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
     verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")

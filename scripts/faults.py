@@ -69,6 +69,12 @@ FAULTS = [
     Fault("softmax over this rank's entities", ANSWERS + "fuzzy_answers.py",
           "total = torch.stack(parts).logsumexp(0)", "pass", "tests/answers/test_ranks.py"),
     # candidates
+    Fault("the chance of a draw by degree without its exponent", "data/negatives.py",
+          "weight = np.power(degree, self._power, where", "weight = np.power(degree, 1.0, where",
+          "tests/data/test_negatives.py -k follow"),
+    Fault("a collective that reaches gloo through the group", "distributed/shared_memory.py",
+          '"recv", "recv_anysource", "reduce",', '"recv", "recv_anysource",',
+          "tests/distributed/test_shared_memory.py -k no_collective_reaches"),
     Fault("candidates of the own part of a chunk only", "data/loader.py",
           "np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - first)",
           "np.arange(self.chunk_size) % share.positions.shape[1]",
@@ -487,4 +493,20 @@ FAULTS = [
     Fault("what was there before stays beside the new folder", "files.py",
           "    if replaces:\n        shutil.rmtree(old, ignore_errors=True)", "",
           "tests/export/test_export.py"),
+    # trackers
+    Fault("a tracker that fails ends the training", "training/trackers.py",
+          "            self._failed = True\n", "            raise\n",
+          "tests/training/test_trackers.py -k leaves_the_training"),
+    Fault("a resumed run is a new one to MLflow", "training/trackers.py",
+          '            ids.set("mlflow", run)\n', "", "tests/training/test_trackers.py -k mlflow"),
+    # reports
+    Fault("labels in a report are HTML", "run_report/page.py",
+          "rows.append([escape(example.head), escape(example.relation), ",
+          "rows.append([example.head, example.relation, ",
+          "tests/test_run_report.py -k text"),
+    Fault("a map of rows around zero", "run_report/trained.py",
+          "    rows = rows - rows.mean(0)\n", "", "tests/test_run_report.py -k map"),
+    Fault("a report without what differs from the defaults", "run_report/facts.py",
+          "configs if len(runs) > 1 else [*configs, Config()]", "configs",
+          "tests/test_run_report.py -k without_models"),
 ]  # fmt: skip
