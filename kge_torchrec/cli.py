@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kge-torchrec",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
     )
     parser.add_argument(
         "--version",
@@ -129,6 +129,14 @@ def _parser() -> argparse.ArgumentParser:
     verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")
     parts.add(verbs)
     return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the longest verb, which argparse does not measure with its indentation."""
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading)
+        self._action_max_length = max(self._action_max_length, len("    calibrate"))
 
 
 def _version() -> str:

@@ -91,7 +91,7 @@ def test_predict(run, capsys):
     assert set(found["answers"][0]) == {"rank", "label", "score", "known"}
     assert main([*query, "--new"]) == 0
     table = capsys.readouterr().out.splitlines()
-    assert len(table) == 4 and table[0].split()[:3] == ["rank", "answer", "score"]
+    assert len(table) == 4 and table[0].split()[:3] == ["rank", "label", "score"]
 
 
 def test_resume_a_finished_run(run, capsys):
@@ -319,8 +319,8 @@ def test_bad_queries(run, capsys):
     refused(capsys, [*query, "--head", "Germny"], "unknown entity 'Germny'", "'Germany'")
     refused(capsys, ["predict", str(run), "--relation", "border", "--head", "Germany"],
             "unknown relation 'border'", "'borders'")  # fmt: skip
-    refused(capsys, query, "either --head or --tail")
-    refused(capsys, [*query, "--head", "Germany", "--tail", "France"], "either --head or --tail")
+    refused(capsys, query[:2], "two of --head, --relation and --tail")
+    refused(capsys, [*query, "--head", "Germany", "--tail", "France"], "two of --head")
     refused(capsys, [*query, "--head", "Germany", "--top", "0"], "--top must be an integer >= 1")
 
 
