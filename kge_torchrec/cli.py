@@ -1,4 +1,4 @@
-"""The command line: prepare, data, train, evaluate, predict, export, plan, compare, tune, parts.
+"""The command line: prepare, data, train, extend, evaluate, predict, export and further verbs.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from kge_torchrec.commands import data, evaluate, export, is_first_rank, parts, predict, prepare
+from kge_torchrec.commands import (
+    data,
+    evaluate,
+    export,
+    extend,
+    is_first_rank,
+    parts,
+    predict,
+    prepare,
+)
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
 
@@ -101,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add(verbs)
     data.add(verbs)
     verbs.add_parser("train", help="train a model and rank the test triples with it")
+    extend.add(verbs)
     evaluate.add(verbs)
     predict.add(verbs)
     export.add(verbs)

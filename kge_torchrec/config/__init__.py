@@ -217,6 +217,11 @@ class Config:
                 "set negatives.sides both, or model.reciprocal false"
             )
 
+    @property
+    def freezes(self) -> bool:
+        """Whether some rows stay as they are."""
+        return self.train.freeze != "none" or self.model.init_frozen
+
     def check_device(self, on_cuda: bool) -> None:
         """Raises ConfigError if the table's backend cannot take the optimizer's steps there."""
         optimizer = self.train.optimizer

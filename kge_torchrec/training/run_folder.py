@@ -9,6 +9,7 @@ It holds:
     tensorboard/     the same, for TensorBoard
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
+    frozen.npy       which entities no step moves, where model.init_frozen says so
     .lock            which process trains in it, while one does
 """
 
@@ -62,6 +63,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def frozen(self) -> Path:
+        return self.path / "frozen.npy"
 
     @property
     def results(self) -> Path:
