@@ -242,8 +242,13 @@ def _hidden(progress: bool) -> bool | None:
 
 def _after(base: TripleStore, triples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Every split of ``base`` and then what is new; what has no split is trained on."""
-    triples["train"] = triples.pop(WHOLE, triples.get("train", np.empty((0, 3), np.int32)))
-    return {split: np.concatenate([base.split(split), triples.pop(split)]) for split in SPLITS}
+    if WHOLE in triples:
+        triples["train"] = triples.pop(WHOLE)
+    joined = {}
+    for split in SPLITS:  # one at a time, so that only one is held twice
+        new = triples.pop(split, None)
+        joined[split] = np.concatenate([base.split(split), *([] if new is None else [new])])
+    return joined
 
 
 def _encode(

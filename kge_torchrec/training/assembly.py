@@ -49,7 +49,6 @@ from kge_torchrec.training.step import Pipeline
 log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-REPLAYED = ("sampled", "1vsall")  # whose examples are triples
 _SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
 
 
@@ -289,12 +288,6 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
     share, base = config.train.replay, store.base
     if base is None or share == 1:
         return 0, 1.0
-    if config.negatives.regime not in REPLAYED:
-        raise ConfigError(
-            f"train.replay: negatives.regime {config.negatives.regime} passes through queries, "
-            f"old and new; take a share of the old triples with {' or '.join(REPLAYED)}, or all "
-            "of them by 1"
-        )
     if not replayed_size(len(store.train), base.triples, share):
         raise ConfigError(
             f"train.replay {share:g}: {store.path} has no new training triples, and of the old "
