@@ -29,6 +29,7 @@ from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoin
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
@@ -144,6 +145,7 @@ def _begin(
     on_first_rank(ranks, lambda: folder.create(config))
     try:
         session = Session(config, folder, ranks)
+        start = begin(session)
     except Exception:
         if ranks.is_first:
             undo(folder)
@@ -152,7 +154,6 @@ def _begin(
         on_first_rank(ranks, lambda: folder.save_config(session.config))
         if session.show:
             print(f"picked for this graph: {_picked(config, session.config)}", file=sys.stderr)
-    start = TrainState(data=session.store.fingerprint)
     _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
 
 
@@ -285,7 +286,7 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
 def undo(folder: RunFolder) -> None:
     """Removes what a run that never started has written."""
     remove_prepared(folder.store)
-    for name in ("config.yaml", ".lock"):
+    for name in ("config.yaml", ".lock", folder.frozen.name):
         (folder.path / name).unlink(missing_ok=True)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()

@@ -14,7 +14,7 @@ import copy
 import os
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,14 @@ from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.errors import StoreError
 from kge_torchrec.models.scorers import build_scorer
-from kge_torchrec.training.checkpoint_index import Index, dtype_of, read_whole
+from kge_torchrec.training.checkpoint_index import (
+    Damaged,
+    Index,
+    dtype_of,
+    pieces_of,
+    read_piece,
+    read_whole,
+)
 from kge_torchrec.training.checkpoints import (
     CheckpointError,
     finish,
@@ -174,6 +181,24 @@ def _parameter_of(name: str, parameters: Iterable[str]) -> str | None:
     return max(of, key=len, default=None)
 
 
+def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]:
+    """Rows [start, stop) of a checkpoint's table in order, (m, D), as they lie in pieces.
+
+    Raises Damaged or OSError for what cannot be read.
+    """
+    index, _ = open_checkpoint(checkpoint)
+    if index is None:
+        raise Damaged(f"{checkpoint} is of the first format of checkpoints")
+    name = _MODEL + ENTITY_WEIGHT
+    entry = index[name]
+    for piece in sorted(pieces_of(entry), key=lambda piece: piece["offset"][0]):
+        first, count = piece["offset"][0], piece["size"][0]
+        low, high = max(start, first), min(stop, first + count)
+        if low < high:
+            rows = read_piece(checkpoint, name, dtype_of(entry), piece)
+            yield rows[low - first : high - first]
+
+
 def freeze(session: Session) -> None:
     """What train.freeze and model.init_frozen keep as it is, from here on.  Collective.
 
@@ -204,6 +229,12 @@ def freeze(session: Session) -> None:
     backend.freeze_rows(rows)
 
 
+def relation_parameters(model: ModelConfig) -> set[str]:
+    """Names of an objective's parameters that have rows of relations, those of inverses behind."""
+    one, two = (build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2))
+    return {name for (name, a), (_, b) in zip(one, two, strict=True) if a.shape != b.shape}
+
+
 def old_rows(
     parameters: Mapping[str, Tensor], model: ModelConfig, old: int, new: int
 ) -> dict[str, Tensor]:
@@ -211,10 +242,10 @@ def old_rows(
 
     old, new: numbers of relations before and now.
     """
-    before, found = dict(build_scorer(model, old).named_parameters(prefix="scorer")), {}
+    of_relations, found = relation_parameters(model), {}
     for name, parameter in parameters.items():
         rows = torch.ones(parameter.shape[0], dtype=torch.bool)
-        if name in before and before[name].shape != parameter.shape:  # relations, then inverses
+        if name in of_relations:  # relations, then inverses
             rows.view(-1, new)[:, old:] = False
         found[name] = rows
     return found
