@@ -4,17 +4,21 @@ A new row starts at the mean of what its triples ask for: the mean row of the en
 seen in the same place of the same relation.  A few passes over the triples that touch new rows
 then minimise the run's own loss (and regularizers) over these rows alone, with candidates drawn
 uniformly, by Adam (Kingma and Ba 2015) with a rate that falls linearly to 0.  Rows of new relations
-and of their inverses take part.  It is what training with ``train.freeze old`` and ``train.replay
-0`` ends at, in memory and time of the new rows alone: no table is stepped.
+and of their inverses take part.
 
-Every rank computes the same: rows of others are fetched from whoever holds them.
+In training an entity is also a candidate of all the queries that it does not answer.  Without those
+new rows would score too high everywhere and stand before old answers, so some of the new rows are
+candidates of some old queries in each step, weighted as often as an epoch would have them there.
+No table is stepped: it takes memory and time of the new rows, their triples and a sample of old
+queries.  Every rank computes the same: rows of others are fetched from whoever holds them.
 
 Shapes: N entities, R relations, D numbers per entity, m rows of a block of new entities, T triples
-that touch it.
+that touch it, K candidates, q old queries a step.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,9 +27,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.functional import softplus
 
 from kge_torchrec.config import Config, GraphSize
-from kge_torchrec.data import SIDES
+from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.embeddings.backend import EntityShard
@@ -34,11 +39,14 @@ from kge_torchrec.training.growth import old_rows
 from kge_torchrec.training.session import Session
 
 BLOCK_ROWS = 1 << 16  # placed together
-PASSES = 30  # over the triples of a block
-CANDIDATES = 1024  # of every batch and side
+PASSES = 10  # over the triples of a block
+CANDIDATES = 1024  # of every batch and side, where training takes all entities
+OLD_TRIPLES = 1 << 13  # whose queries new rows are candidates of
+OLD_BATCH = 1 << 9  # of them a step, and as many of the block's rows
 BATCH = 1024  # triples
 RATE = 0.1  # of Adam, as a share of the root mean square of the numbers of old rows
 _SAMPLE = 1 << 20  # old triples that the start looks at
+_STREAM = 0x91ACE  # keeps these draws apart from others of the same seed
 
 
 @dataclass(frozen=True)
@@ -91,6 +99,11 @@ class _Placer:
             parameter.requires_grad_(name in self.relations)
         self.trained = [(parameters[name], rows) for name, rows in self.relations.items()]
         self.places = self._places()
+        negatives = config.negatives
+        # What training estimates of all entities is estimated here as well.
+        self.estimates_all = negatives.is_full or negatives.log_q
+        self.candidates = CANDIDATES if negatives.is_full else negatives.count
+        self.old_queries = list(self._old_queries())
 
     def place(self, first: int, stop: int, with_relations: bool) -> int:
         """Moves the rows [first, stop) of new entities; returns T."""
@@ -111,19 +124,72 @@ class _Placer:
 
     def _minimise(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.0)
-        sampler = NegativeSampler(self.store.num_entities, CANDIDATES, self.session.config.seed)
         seed, sides = self.session.config.seed, self.objective.sides
-        batches = BatchBuilder(triples, BATCH, sampler, sides=sides, seed=seed)
+        sampler = NegativeSampler(self.store.num_entities, self.candidates, seed)
+        degrees = self.store.degrees() if self._is_softmax and self.estimates_all else None
+        batches = BatchBuilder(triples, BATCH, sampler, sides=sides, seed=seed, degrees=degrees)
         steps = PASSES * batches.steps_per_epoch
+        drawing = torch.Generator().manual_seed(seed)
+        share = self.old.triples / len(triples)  # old queries for each new one
         for step, batch in enumerate(self._batches(batches)):
             for group in optimizer.param_groups:
                 group["lr"] = group["base"] * (1 - step / steps)
             optimizer.zero_grad()
-            self.objective(self._rows(batch, block, first), batch).backward()
+            loss = self.objective(self._rows(batch, block, first), batch)
+            for queries in self.old_queries if len(block) else ():
+                loss = loss + share / len(sides) * self._as_candidates(block, queries, drawing)
+            loss.backward()
             for parameter, rows in self.trained:
                 if parameter.grad is not None:
                     parameter.grad[rows] = 0  # and Adam, which has no state of them, stands still
             optimizer.step()
+
+    @property
+    def _is_softmax(self) -> bool:
+        return self.session.config.loss.name == "softmax"
+
+    def _as_candidates(self, block: Tensor, of: _OldQueries, drawing: torch.Generator) -> Tensor:
+        """What being a candidate of an old query costs all rows of the block, in expectation.
+
+        By the run's loss of a query; of softmax with the sum over its other candidates as it is.
+        """
+        entities, every = self.store.num_entities, len(block)
+        some = torch.randperm(len(of.relation), generator=drawing)[:OLD_BATCH].to(self.device)
+        rows = torch.randperm(every, generator=drawing)[:OLD_BATCH].to(self.device)
+        scores = self.objective.scorer.score_candidates(
+            of.anchor[None, some], of.relation[None, some], block[None, rows], of.side
+        )
+        chance = 1.0 if self.estimates_all else self.candidates / entities  # of being one
+        if self._is_softmax:
+            added = softplus(scores - of.log_sum[None, some, None]).sum(-1).mean()
+            return added * chance * every / len(rows)
+        loss = self.objective.loss(of.positive[None, some], scores, torch.ones_like(scores) > 0)
+        if self.session.config.loss.name == "bce" and self.session.config.loss.reduction == "sum":
+            return loss.mean() * chance * every / len(rows)
+        return loss.mean() * every / entities  # the mean over candidates
+
+    @torch.no_grad()
+    def _old_queries(self) -> Iterator[_OldQueries]:
+        """Of some old triples, for each side."""
+        count, seed = self.old.triples, self.session.config.seed
+        stream = np.random.Generator(np.random.SFC64([seed, _STREAM]))
+        picked = np.sort(stream.choice(count, min(count, OLD_TRIPLES), replace=False))
+        head, relation, tail = torch.from_numpy(
+            np.ascontiguousarray(np.asarray(self.store.train[picked], np.int64).T)
+        ).to(self.device)
+        drawn = torch.from_numpy(stream.integers(self.old.entities, size=self.candidates))
+        others = self.shard.fetch(drawn.to(self.device))
+        missing = math.log(self.store.num_entities / len(drawn)) if self.estimates_all else 0.0
+        for side in self.objective.sides:
+            ids = (head, tail) if side == "tail" else (tail, head)
+            anchor, target = (self.shard.fetch(x) for x in ids)
+            positive, log_sum = [], []
+            for part in torch.arange(len(relation), device=self.device).split(BATCH):
+                rows = anchor[None, part], relation[None, part], target[None, part], others[None]
+                own, negative = self.objective.scorer.score_contrast(*rows, side)
+                positive.append(own[0])
+                log_sum.append(torch.logaddexp(own[0], negative[0].logsumexp(-1) + missing))
+            yield _OldQueries(side, anchor, relation, torch.cat(positive), torch.cat(log_sum))
 
     def _batches(self, batches: BatchBuilder) -> Iterator[Batch]:
         for number in range(PASSES):
@@ -185,6 +251,17 @@ class _Placer:
         """The root mean square of the numbers of some old rows."""
         ids = np.linspace(0, self.old.entities - 1, min(self.old.entities, 4096)).astype(np.int64)
         return _root_mean_square(self.shard.fetch(torch.from_numpy(ids).to(self.device)))
+
+
+@dataclass(frozen=True)
+class _OldQueries:
+    """Queries of a side that new entities do not answer."""
+
+    side: Side
+    anchor: Tensor  # (S, D)
+    relation: Tensor  # (S,)
+    positive: Tensor  # (S,) the scores of their answers
+    log_sum: Tensor  # (S,) of the exponentials of answer and candidates
 
 
 @dataclass(frozen=True)
