@@ -22,6 +22,7 @@ from kge_torchrec.distributed.processes import (
     on_first_rank,
     processes,
 )
+from kge_torchrec.environment import has_torchrec
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
@@ -29,6 +30,7 @@ from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoin
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
@@ -48,7 +50,10 @@ FIXED = (
     "seed",
 )
 # How a run is shown and run, which may change when the same command is started again.
-OF_THIS_START = ("run.resume", "run.progress", "run.tensorboard", "device", "threads")
+OF_THIS_START = (
+    "run.resume", "run.progress", "run.tensorboard", "run.wandb", "run.mlflow",
+    "device", "threads",
+)  # fmt: skip
 
 
 def train(
@@ -142,6 +147,7 @@ def _begin(
     rank_test: bool,
 ) -> None:
     """Trains a new run from its start."""
+    on_first_rank(ranks, lambda: check_trackers(config.run))
     on_first_rank(ranks, lambda: folder.create(config))
     try:
         session = Session(config, folder, ranks)
@@ -172,6 +178,7 @@ def go_on(
     rank_test: bool = True,
 ) -> None:
     """Trains on from the newest checkpoint.  before: the config so far, if it may be another."""
+    on_first_rank(ranks, lambda: check_trackers(config.run))
     before = before or config
     new_plan = config.run.plan != before.run.plan
     session = Session(config, folder, ranks, plan_may_differ=not new_plan)
@@ -221,13 +228,13 @@ def _fit(
     resumed_at: int | None,
     rank_test: bool,
 ) -> None:
-    from kge_torchrec.planning.run_plan import write_run_plan  # without
-    from kge_torchrec.training.trainer import (
-        Trainer,  # these load TorchRec, which a trained run can do
-    )
+    from kge_torchrec.training.trainer import Trainer  # which a trained run can do without
 
     ranks, folder = session.processes, session.folder
-    write_run_plan(session)
+    if has_torchrec():  # whose planner says what a run holds
+        from kge_torchrec.planning.run_plan import write_run_plan
+
+        write_run_plan(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
         progress = Trainer(session, progress, log, callbacks).run()
@@ -247,7 +254,8 @@ def _fit(
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
     if not session.processes.is_first:
         return None
-    return MetricsLog(session.folder, session.config.run.tensorboard, resumed_at)
+    trackers = trackers_of(session.folder.path, session.config, resumed_at)
+    return MetricsLog(session.folder, trackers, resumed_at)
 
 
 def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:

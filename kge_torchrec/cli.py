@@ -1,4 +1,4 @@
-"""The command line: prepare, data, train, extend, evaluate, predict, export and further verbs.
+"""The command line: a verb, its options, and errors as a sentence each.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -14,14 +14,20 @@ from importlib import import_module
 from typing import Any
 
 from kge_torchrec.commands import (
+    ask,
+    calibrate,
+    classify,
     data,
     evaluate,
     export,
     extend,
     is_first_rank,
+    nearest,
     parts,
     predict,
     prepare,
+    report,
+    score,
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
@@ -113,7 +119,13 @@ def _parser() -> argparse.ArgumentParser:
     extend.add(verbs)
     evaluate.add(verbs)
     predict.add(verbs)
+    score.add(verbs)
+    nearest.add(verbs)
+    ask.add(verbs)
+    calibrate.add(verbs)
+    classify.add(verbs)
     export.add(verbs)
+    report.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
     verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")

@@ -59,15 +59,32 @@ def versions() -> dict[str, str | None]:
     return {**{name: _version(name) for name in names}, "Python": python}
 
 
-def check_packages() -> None:
-    """Raises PackageSetError, in one sentence, unless exactly one known set is installed.
+def has_torchrec() -> bool:
+    """Whether TorchRec or any FBGEMM is installed; without them the hand-rolled engine remains."""
+    return any(_version(name) for name in ("torchrec", *_FBGEMM))
 
-    Imports none of them, so that it can speak before a broken set fails to import.
+
+def check_torchrec() -> None:
+    """Raises PackageSetError where TorchRec is asked for and not there."""
+    if not has_torchrec():
+        raise PackageSetError(
+            "entities.engine torchrec needs torchrec and fbgemm, which are not installed: set "
+            f"entities.engine handrolled, which needs neither, or {_HOW}."
+        )
+
+
+def check_packages() -> None:
+    """Raises PackageSetError, in one sentence, unless the installed packages fit together.
+
+    That is one known set, or torch without TorchRec and FBGEMM.  Imports none of them, so that it
+    can speak before a broken set fails to import.
     """
     names = ("torch", "torchrec", *_FBGEMM)
     there = {name: version for name in names if (version := _version(name))}
     fbgemm = {name: version for name, version in there.items() if name in _FBGEMM}
     missing = [name for name in ("torch", "torchrec") if name not in there]
+    if missing == ["torchrec"] and not fbgemm:
+        return
     if not fbgemm:
         missing.append("fbgemm-gpu-cpu (CPU) or fbgemm-gpu (CUDA)")
     if missing:
@@ -333,3 +350,21 @@ def _newer_settings(precision: str) -> Iterator[None]:
     finally:
         for backend, value in zip(backends, before, strict=True):
             backend.fp32_precision = value
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident size of this process so far; 0 where the system does not say (Windows).
+
+    Linux's ru_maxrss may be that of the process which started this one; VmHWM is our own.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        kib = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
+        if kib:
+            return int(kib[1]) * 1024
+    try:
+        import resource
+    except ImportError:
+        return 0
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,4 +1,4 @@
-"""A trained run, opened from its folder: evaluate, predict, export."""
+"""A trained run, opened from its folder: evaluate, answer, export."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from kge_torchrec.answers.answering import Answering
+from kge_torchrec.answers.calibration import Calibration
+from kge_torchrec.answers.corruptions import Among
+from kge_torchrec.answers.links import Link, new_links
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
-from kge_torchrec.data import Side
-from kge_torchrec.data.store import TripleStore
 from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.plain_model import Prediction
 from kge_torchrec.ranking.metrics import Ranks, metrics
-from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import BEST, FILTERS, Session
 from kge_torchrec.training.state import TrainState
 
+log = logging.getLogger(__name__)
 
-class Run:
+
+class Run(Answering):
     """A trained run, opened from its folder.  Under torchrun every method is collective.
 
     Keeps the model loaded between calls; ``close`` (or a ``with`` block) lets it go.
@@ -40,6 +43,7 @@ class Run:
         self._open = ExitStack()
         self._ranks: Processes | None = None
         self._session: Session | None = None
+        self._answering: AnsweringModel | None = None
         self._loaded: str | None = None  # the checkpoint asked for
         self._progress: TrainState | None = None  # of the checkpoint in the session
 
@@ -109,49 +113,8 @@ class Run:
         try:
             write(self.path, split, candidates, found)
         except OSError as error:  # such as a folder of somebody else's
-            logging.getLogger(__name__).warning("the groups are not written: %s", error)
+            log.warning("the groups are not written: %s", error)
         return found
-
-    def predict(
-        self,
-        head: str | None = None,
-        relation: str | None = None,
-        tail: str | None = None,
-        k: int = 10,
-        known: bool = True,
-    ) -> list[Prediction]:
-        """The k best tails of (head, relation, ?), or heads of (?, relation, tail).
-
-        known: list answers that the data holds already, marked with their split; False leaves
-        them out.  Raises UnknownLabelError, with close matches, for a label not in the data.
-        """
-        if relation is None or (head is None) == (tail is None):
-            raise ConfigError("predict takes a relation and either a head or a tail")
-        if k < 1:
-            raise ConfigError(f"k must be an integer >= 1, got {k}")
-        side: Side = "tail" if tail is None else "head"
-        store, session = self.session.store, self.session
-        given = [label for label in (head, tail) if label is not None]
-        anchors, relations = store.entities.ids(given), store.relations.ids([relation])
-        exclude = None if known else store.filter_index().answers(side, anchors, relations)
-        with session.whole_scorer() as scorer:
-            scores, ids = top_k(
-                scorer,
-                session.backend.shard(),
-                torch.from_numpy(anchors),
-                torch.from_numpy(relations),
-                side,
-                k,
-                exclude=exclude,
-            )
-        found = ids[0] >= 0
-        answers, their_scores = ids[0, found].numpy(force=True), scores[0, found].tolist()
-        labels = store.entities.labels(answers)
-        splits = _splits_of_answers(store, side, anchors, relations, answers)
-        return [
-            Prediction(rank, *answer)
-            for rank, answer in enumerate(zip(labels, their_scores, splits, strict=True), 1)
-        ]
 
     def export(
         self,
@@ -181,6 +144,92 @@ class Run:
         export_model(session, folder, format, self._progress, with_results=wanted == BEST)
         return folder.path
 
+    def new_links(
+        self,
+        relation: str,
+        k: int = FEW,
+        candidates: str = "all",
+        above: float | None = None,
+        loops: bool = False,
+    ) -> list[Link]:
+        """The k best triples of a relation that the data does not hold, best first.
+
+        candidates: heads and tails are all entities, or those "seen" with the relation on their
+            side in train, which is what makes large graphs feasible: every pair is scored.
+        above: only those with at least this score.
+        loops: with links of an entity to itself.
+
+        Scored as the tail's query.  Raises as ``predict`` does.
+        """
+        return new_links(self.answering_model(), relation, k, candidates, above, loops)
+
+    def calibrate(self, **options: Any) -> Calibration:
+        """Fits probabilities to the scores, on valid, and keeps them in calibration.json.
+
+        options: those of ``CalibrationOptions``: method, corruptions, among, positive_share, limit,
+            seed.
+
+        From then on predictions have a probability.  Returns the calibration, whose ``about`` has
+        the expected calibration error on test before and after.  Raises KGEError without
+        scikit-learn, ConfigError for bad options, DataError without valid triples.
+        """
+        from kge_torchrec.answers.probabilities import CalibrationOptions, calibrate
+
+        chosen = CalibrationOptions(**options)
+        made = calibrate(self.answering_model(), self._step, chosen)
+        on_first_rank(self._processes, lambda: made.write(self.path))
+        self._answering = None
+        return made
+
+    def classify(
+        self, among: Among = "seen", seed: int = 0, limit: int = 100_000
+    ) -> dict[str, Any]:
+        """Triple classification: a threshold for each relation from valid, accuracy on test.
+
+        Beside every triple stand a corruption of its head and one of its tail; ``among``: drawn
+        from the entities "seen" with the relation on that side in train, or from "all".
+        limit: triples of either split that are used at most.  Returns what
+        ``answers.classification.classify`` says.  Raises DataError for a split without triples.
+        """
+        from kge_torchrec.answers.classification import classify
+
+        return classify(self.answering_model(), among, seed, limit)
+
+    def answering_model(self) -> AnsweringModel:
+        """What questions are answered from: the best checkpoint, the data, the calibration."""
+        session = self.session
+        if self._answering is None:
+            store = session.store
+            self._answering = AnsweringModel(
+                session.scorer,
+                session.backend.shard(),
+                lambda: store.entities,
+                lambda: store.relations,
+                store,
+                self._processes,
+                on_first_rank(self._processes, self._read_calibration),
+            )
+        return self._answering
+
+    def _read_calibration(self) -> Calibration | None:
+        found = Calibration.read(self.path)
+        if found is None or (found.step, found.data) == (
+            self._step,
+            self.session.store.fingerprint,
+        ):
+            return found
+        log.warning(
+            "%s was calibrated after %s steps, and is now at %s: no probabilities until "
+            "`kge-torchrec calibrate` is run again", self.path, found.step, self._step
+        )  # fmt: skip
+        return None
+
+    @property
+    def _step(self) -> int:
+        """Steps that the loaded parameters were trained for."""
+        assert self._progress is not None  # _load has read it
+        return self._progress.global_step
+
     @property
     def session(self) -> Session:
         """The loaded model, of the best checkpoint."""
@@ -197,14 +246,14 @@ class Run:
         if self._session is None:
             self._session = Session(self.config, self.folder, self._processes, trains=False)
         if self._loaded != checkpoint:
-            self._loaded = None  # unless all parameters arrive
+            self._loaded = self._answering = None  # unless all parameters arrive
             self._progress = self._session.restore_parameters(checkpoint)
             self._loaded = checkpoint
         return self._session
 
     def close(self) -> None:
         """Frees the model and the process group."""
-        self._session = self._loaded = self._ranks = None
+        self._session = self._loaded = self._ranks = self._answering = None
         self._open.close()
 
     def __enter__(self) -> Run:
@@ -229,14 +278,3 @@ def evaluate(
     """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
     with open_run(path) as run:
         return run.evaluate(split, by, candidates, types)
-
-
-def _splits_of_answers(
-    store: TripleStore, side: Side, anchors: np.ndarray, relations: np.ndarray, ids: np.ndarray
-) -> list[str | None]:
-    """The split that holds each of the ids (K,) as an answer, the first of several."""
-    splits: list[str | None] = [None] * len(ids)
-    for split in ("test", "valid", "train"):
-        (known,) = store.filter_index((split,)).contains(side, anchors, relations, ids)
-        splits = [split if here else before for here, before in zip(known, splits, strict=True)]
-    return splits

@@ -19,6 +19,7 @@ class Fault:
 CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 MODEL_CONFIG, FOREIGN = "config/model.py", "embeddings/foreign_optimizer.py"
+GROWTH = "training/growth.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
 GRADIENTS, BIASED = "training/gradients.py", "models/scorers/biased.py"
 
@@ -37,6 +38,12 @@ FAULTS = [
     Fault("a true score of minus infinity ties with what is filtered", "ranking/exact.py",
           "own.make_room(scores)", "pass", "tests/ranking/test_exact.py -k minus_inf"),
     # candidates
+    Fault("the chance of a draw by degree without its exponent", "data/negatives.py",
+          "weight = np.power(degree, self._power, where", "weight = np.power(degree, 1.0, where",
+          "tests/data/test_negatives.py -k follow"),
+    Fault("a collective that reaches gloo through the group", "distributed/shared_memory.py",
+          '"recv", "recv_anysource", "reduce",', '"recv", "recv_anysource",',
+          "tests/distributed/test_shared_memory.py -k no_collective_reaches"),
     Fault("candidates of the own part of a chunk only", "data/loader.py",
           "np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - first)",
           "np.arange(self.chunk_size) % share.positions.shape[1]",
@@ -448,6 +455,31 @@ FAULTS = [
     Fault("a watched step is watched for ever", "training/step.py",
           "                hook.remove()", "                pass",
           "tests/comparison/test_speed.py"),
+    # graphs that grow, and vectors from elsewhere
+    Fault("inverses stay behind the old relations", GROWTH,
+          "after[block * new : block * new + old]", "after[block * old : block * old + old]",
+          "tests/growth/test_extend.py -k old_rows"),
+    Fault("frozen rows step where all entities are candidates", "embeddings/all_to_all/table.py",
+          "step_parts(part.without(self.pending.frozen) for part in gradients)",
+          "step_parts(gradients)", "tests/test_every_key.py -k freeze"),
+    Fault("momentum moves frozen relations", "distributed/dense.py",
+          "            part[rows] = numbers", "            pass",
+          "tests/growth/test_extend.py -k frozen_rows"),
+    Fault("frozen rows count in the clipped norm", "training/gradients.py",
+          "            self.backend.dense.frozen.drop_gradients()", "            pass",
+          "tests/growth/test_extend.py -k dense_oracle"),
+    Fault("replay draws the same old triples every epoch", "data/shuffle.py",
+          "EpochShuffle(old, seed + 1, epoch)", "EpochShuffle(old, seed + 1, 0)",
+          "tests/data/test_extended_store.py -k replay"),
+    Fault("placing forgets old queries", "growth/placement.py",
+          "for queries in self.old_queries if len(block) else ():", "for queries in ():",
+          "tests/growth/test_placement.py"),
+    Fault("vectors of a shard that starts elsewhere", "training/warm_start.py",
+          "shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own",
+          "shard.rows[ids[here] % len(shard.rows), : own.shape[1]] = own",
+          "tests/training/test_warm_start.py -k ranks_read"),
+    Fault("two vectors of a label: the last one is taken", "data/vectors.py",
+          "    if counts.max() > 1:", "    if False:", "tests/training/test_warm_start.py -k twice"),
     # files
     Fault("a folder that cannot take its name takes the old one along", "files.py",
           "            old.rename(target)\n        raise", "            pass\n        raise",
@@ -455,4 +487,20 @@ FAULTS = [
     Fault("what was there before stays beside the new folder", "files.py",
           "    if replaces:\n        shutil.rmtree(old, ignore_errors=True)", "",
           "tests/export/test_export.py"),
+    # trackers
+    Fault("a tracker that fails ends the training", "training/trackers.py",
+          "            self._failed = True\n", "            raise\n",
+          "tests/training/test_trackers.py -k leaves_the_training"),
+    Fault("a resumed run is a new one to MLflow", "training/trackers.py",
+          '            ids.set("mlflow", run)\n', "", "tests/training/test_trackers.py -k mlflow"),
+    # reports
+    Fault("labels in a report are HTML", "run_report/page.py",
+          "rows.append([escape(example.head), escape(example.relation), ",
+          "rows.append([example.head, example.relation, ",
+          "tests/test_run_report.py -k text"),
+    Fault("a map of rows around zero", "run_report/trained.py",
+          "    rows = rows - rows.mean(0)\n", "", "tests/test_run_report.py -k map"),
+    Fault("a report without what differs from the defaults", "run_report/facts.py",
+          "configs if len(runs) > 1 else [*configs, Config()]", "configs",
+          "tests/test_run_report.py -k without_models"),
 ]  # fmt: skip

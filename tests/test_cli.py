@@ -125,7 +125,8 @@ def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
     assert capsys.readouterr().err.startswith("usage: kge-torchrec train CONFIG")
 
 
-VERBS = ("prepare", "train", "evaluate", "predict", "export", "plan", "compare", "data", "tune")
+VERBS = ("prepare", "train", "evaluate", "predict", "score", "nearest", "ask", "calibrate",
+         "classify", "export", "plan", "compare", "data", "tune")  # fmt: skip
 
 
 def test_help_says_something_of_every_verb(capsys):
@@ -171,7 +172,8 @@ def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeyp
         assert out and not err
     assert "fbgemm-gpu missing" in out
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
-                 "export": ["x", "-o", "y"], "data": ["check", "x"]}.get(verb, ["x"])  # fmt: skip
+                 "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
+                 "ask": ["x", "y"], "nearest": ["x", "y"]}.get(verb, ["x"])  # fmt: skip
     refused(capsys, [verb, *arguments], "torchrec and fbgemm-gpu-cpu (CPU)", "not installed")
 
 

@@ -134,6 +134,14 @@ def test_the_default_config_lists_the_defaults():
         assert yaml.safe_load(path.read_text(encoding="utf-8")) == Config().to_dict()
 
 
+def test_every_recipe_says_what_it_reaches():
+    for path in (CONFIGS / "recipes").glob("*.yaml"):
+        head = path.read_text(encoding="utf-8").partition("\ndata:")[0]
+        for said in ("# published: ", "# ours: "):
+            assert f"\n{said}" in head, (path.name, said)
+        assert f"\n# kge-torchrec train {path.stem} --data.path DIRECTORY" in f"{head}\n", path.name
+
+
 def test_a_published_config_is_found_by_name(monkeypatch, tmp_path):
     (tmp_path / "demo.yaml").write_text("seed: 9\n")
     monkeypatch.setattr("kge_torchrec.config.parser.CONFIGS", tmp_path)

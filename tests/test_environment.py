@@ -126,6 +126,9 @@ def test_this_environment_is_good():
     check_packages()
 
 
+ALONE = {"torchrec": None, "fbgemm-gpu-cpu": None}  # torch without the others, as on macOS
+
+
 @pytest.mark.parametrize(
     "changes",
     [
@@ -135,6 +138,7 @@ def test_this_environment_is_good():
         {**CUDA, "CUDA": "12.6", "fbgemm-gpu": "1.8.0+cu126"},
         {"CUDA": "12.6"},  # which fbgemm-gpu-cpu does not care about
         {"torch": "2.11.0", "torchrec": "1.6.0", "fbgemm-gpu-cpu": "1.6.0"},
+        ALONE,
     ],
 )
 def test_sets_released_together_pass(installed, changes):
@@ -147,6 +151,10 @@ def test_sets_released_together_pass(installed, changes):
     [
         ({"torch": None}, ["torch is not installed"]),
         ({"torchrec": None}, ["torchrec is not installed"]),
+        (
+            {n: None for n in ("torch", "torchrec", "fbgemm-gpu-cpu")},
+            ["torch and torchrec and fbg"],
+        ),
         ({"torch": None, "torchrec": None}, ["torch and torchrec are not installed"]),
         ({"fbgemm-gpu-cpu": None}, ["fbgemm-gpu-cpu (CPU) or fbgemm-gpu (CUDA) is not installed"]),
         ({"fbgemm-gpu": "1.8.0"}, ["both installed", "uninstall both"]),

@@ -246,6 +246,8 @@ CASES = [
     case("run.resume", "never", "require", "run"),
     case("run.progress", False, True, "run"),
     case("run.tensorboard", False, True, "run"),
+    case("run.wandb", None, "a-project", "run"),
+    case("run.mlflow", None, "an-experiment", "run"),
     case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),
     # the rest
     case("size", "small", "base", "start_of_table", "start_of_scorer", model__dim=None),

@@ -79,7 +79,7 @@ def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) ->
         metrics = None
         if ranks.is_first:
             folder.path.mkdir(parents=True, exist_ok=True)
-            metrics = MetricsLog(folder, False, progress.global_step)
+            metrics = MetricsLog(folder, resumed_at=progress.global_step)
         loop = Trainer(session, progress, metrics)
         if prepare_fit is not None:
             prepare_fit(loop)

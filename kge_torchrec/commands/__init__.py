@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
+    from kge_torchrec.answers.files_of_questions import FileReport
     from kge_torchrec.config import Config
+    from kge_torchrec.export.plain_model import PlainModel
     from kge_torchrec.trained_run import Run
 
     Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
@@ -36,6 +41,34 @@ def add_format(verb: argparse.ArgumentParser, *more: str) -> None:
     )
 
 
+def add_output(verb: argparse.ArgumentParser) -> None:
+    """--format and -o, of rows that are printed or written to a file."""
+    add_format(verb, "tsv", "parquet")
+    verb.add_argument("-o", "--output", metavar="FILE", help="write there (default: print)")
+
+
+def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type) -> None:
+    """Instances of a dataclass where --format and -o say."""
+    if not is_first_rank():
+        return
+    from kge_torchrec.answers.tables import check_output, record_rows, written
+
+    check_output(parsed.format, parsed.output)
+    with written(parsed.format, parsed.output) as write:
+        write(record_rows(records, kind))
+
+
+def tell_problems(report: FileReport, path: str) -> int:
+    """Names the lines of a file that were not answered; returns the exit code, 1 if none was."""
+    if is_first_rank():
+        for line, reason in report.problems:
+            print(f"{path}:{line}: {reason}", file=sys.stderr)
+        if report.problems:
+            lines = report.answered + len(report.problems)
+            print(f"{len(report.problems):,} of {lines:,} lines not answered", file=sys.stderr)
+    return int(bool(report.problems) and not report.answered)
+
+
 def is_first_rank() -> bool:
     """Whether this process prints for all of torchrun's."""
     return os.environ.get("RANK", "0") == "0"
@@ -48,6 +81,16 @@ def opened(folder: str) -> Run:
         from kge_torchrec.trained_run import Run
 
     return Run(folder, config)
+
+
+def answering(folder: str) -> AbstractContextManager[Run | PlainModel]:
+    """The run in a folder, or the model that was exported to it."""
+    if not (Path(folder) / "model.json").is_file():
+        return opened(folder)
+    with loading_torch():
+        from kge_torchrec.export.plain_model import load_model
+
+    return nullcontext(load_model(folder))
 
 
 def config_of(folder: str) -> Config:

@@ -1,55 +1,128 @@
-"""``kge-torchrec predict``: the best answers of a trained run."""
+"""``kge-torchrec predict``: the missing part of triples, of one, of a file, or of a relation."""
 
 from __future__ import annotations
 
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.commands import (
+    add_output,
+    add_verb,
+    answering,
+    is_first_rank,
+    opened,
+    tell_problems,
+    write_records,
+)
 from kge_torchrec.config import ConfigError
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
 
+_DESCRIPTION = """\
+List the best answers of a trained run to a triple with one part missing.
+
+  --head X --relation Y      (X, Y, ?): tails
+  --relation Y --tail Z      (?, Y, Z): heads
+  --head X --tail Z          (X, ?, Z): relations
+  --queries FILE             a query a line
+  --relation Y               (?, Y, ?): new links of the whole relation
+"""
+
 
 def add(verbs: Verbs) -> None:
-    does = "list the best answers of a trained run to (head, relation, ?) or (?, relation, tail)"
+    does = "list the best answers to triples with one part missing: head, relation or tail"
     predict = add_verb(verbs, "predict", does, run)
-    predict.add_argument("folder", metavar="RUN", help="the folder of a run")
+    predict.description = _DESCRIPTION
+    predict.formatter_class = argparse.RawDescriptionHelpFormatter
+    predict.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     predict.add_argument("--head", metavar="X", help="label of an entity")
-    predict.add_argument("--relation", metavar="Y", required=True, help="label of a relation")
-    predict.add_argument("--tail", metavar="Z", help="label of an entity, in place of --head")
-    predict.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    predict.add_argument("--relation", metavar="Y", help="label of a relation")
+    predict.add_argument("--tail", metavar="Z", help="label of an entity")
+    predict.add_argument(
+        "--queries",
+        metavar="FILE",
+        help="lines of head, relation and tail with tabs between, ? for what is asked, or JSON "
+        'objects such as {"head": "X", "relation": "Y"}; bad lines are told, the others answered',
+    )
+    predict.add_argument(
+        "--top", type=int, metavar="K", help="default: 10, or all that are --above"
+    )
+    predict.add_argument(
+        "--above", type=float, metavar="SCORE", help="only answers with at least this score"
+    )
     predict.add_argument(
         "--new", action="store_true", help="leave out answers that the data holds already"
     )
-    add_format(predict)
+    predict.add_argument(
+        "--candidates",
+        choices=("all", "seen"),
+        default="all",
+        help="heads and tails of the new links of a relation: all entities, or those seen with it "
+        "on their side in train; every pair of them is scored (default: all)",
+    )
+    predict.add_argument(
+        "--loops", action="store_true", help="with new links of an entity and itself"
+    )
+    add_output(predict)
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if (parsed.head is None) == (parsed.tail is None):
-        raise ConfigError("predict takes a --relation and either --head or --tail")
-    if parsed.top < 1:
-        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
-    with opened(parsed.folder) as trained:
-        answers = trained.predict(
-            head=parsed.head,
-            relation=parsed.relation,
-            tail=parsed.tail,
-            k=parsed.top,
-            known=not parsed.new,
+    given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
+    if parsed.queries is not None:
+        if given:
+            raise ConfigError("predict takes --queries or a query of its own, not both")
+        return _file(parsed)
+    if len(given) == 1 and parsed.relation is not None:
+        return _relation(parsed)
+    if len(given) != 2:
+        raise ConfigError(
+            "predict takes two of --head, --relation and --tail, or --relation alone, or --queries"
         )
-    if not is_first_rank():
-        return 0
-    if parsed.format == "json":
+    return _query(parsed)
+
+
+def _query(parsed: argparse.Namespace) -> int:
+    with answering(parsed.folder) as trained:
+        answers = trained.predict(
+            parsed.head, parsed.relation, parsed.tail, parsed.top, not parsed.new, parsed.above
+        )
+    if parsed.format != "json" or parsed.output is not None:
+        from kge_torchrec.answers.predictions import Prediction
+
+        write_records(parsed, answers, Prediction)
+    elif is_first_rank():
         query = {"head": parsed.head, "relation": parsed.relation, "tail": parsed.tail}
-        print(json.dumps({"query": query, "answers": [asdict(answer) for answer in answers]}))
-        return 0
-    width = max([len(answer.label) for answer in answers] + [6])
-    print(f"{'rank':>4}  {'answer':<{width}}  {'score':>10}  in the data")
-    for answer in answers:
-        known = answer.known or ""
-        print(f"{answer.rank:>4}  {answer.label:<{width}}  {answer.score:>10.4f}  {known}")
+        found = [_without_nothing(asdict(answer)) for answer in answers]
+        print(json.dumps({"query": query, "answers": found}))
+    return 0
+
+
+def _without_nothing(answer: dict[str, Any]) -> dict[str, Any]:
+    """Without a probability where there is none."""
+    return {key: x for key, x in answer.items() if not (key == "probability" and x is None)}
+
+
+def _file(parsed: argparse.Namespace) -> int:
+    with answering(parsed.folder) as trained:
+        report = trained.answer_file(
+            parsed.queries, parsed.output, parsed.format, parsed.top, not parsed.new, parsed.above
+        )
+    return tell_problems(report, parsed.queries)
+
+
+def _relation(parsed: argparse.Namespace) -> int:
+    with opened(parsed.folder) as trained:
+        links = trained.new_links(
+            parsed.relation,
+            10 if parsed.top is None else parsed.top,
+            parsed.candidates,
+            parsed.above,
+            parsed.loops,
+        )
+    from kge_torchrec.answers.links import Link
+
+    write_records(parsed, links, Link)
     return 0

@@ -19,23 +19,18 @@ Shapes: W ranks, D numbers per entity.
 
 from __future__ import annotations
 
-import re
-import resource
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
@@ -43,7 +38,9 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.loader import Batch, BatchBuilder
 from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
+from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -183,24 +180,10 @@ def _seconds_everywhere(session: Session) -> float:
 
 def _peak_memory(device: torch.device) -> dict[str, int]:
     """Of this process so far, in bytes."""
-    found = {"peak_memory_bytes": _peak_resident_bytes()}
+    found = {"peak_memory_bytes": peak_resident_bytes()}
     if device.type == "cuda":
         found["peak_device_bytes"] = torch.cuda.max_memory_allocated(device)
     return found
-
-
-def _peak_resident_bytes() -> int:
-    """The largest resident size so far.
-
-    Linux's ru_maxrss may be that of the process which started this one; VmHWM is our own.
-    """
-    status = Path("/proc/self/status")
-    if status.exists():
-        kib = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8"), re.MULTILINE)
-        if kib:
-            return int(kib[1]) * 1024
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def split_of_a_step(
@@ -265,7 +248,7 @@ _KINDS = {
 }
 
 
-class Traffic(TorchDispatchMode):
+class Traffic(CollectiveWatch):
     """While entered, counts this rank's collectives.
 
     collectives: by kind, how many.
@@ -286,17 +269,6 @@ class Traffic(TorchDispatchMode):
     @property
     def rows_sent(self) -> float:
         return self._floats_sent / self.dim
-
-    def __enter__(self) -> Traffic:
-        from kge_torchrec.distributed.shared_memory import by_operators
-
-        self._as_operators = by_operators()
-        self._as_operators.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._as_operators.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,

@@ -232,6 +232,8 @@ class RunConfig:
             started with the same config, require wants one to go on with.
         progress: Progress bars on rank 0.
         tensorboard: Write TensorBoard events.
+        wandb: Project of Weights & Biases that gets the metrics as well; null for none.
+        mlflow: Experiment of MLflow that gets the metrics as well; null for none.
         plan: A plan that `kge-torchrec plan --output` wrote, to lay the table out by; null plans at
             the start.
     """
@@ -240,6 +242,8 @@ class RunConfig:
     resume: str = "never"
     progress: bool = True
     tensorboard: bool = True
+    wandb: Optional[str] = None  # noqa: UP045
+    mlflow: Optional[str] = None  # noqa: UP045
     plan: Optional[str] = None  # noqa: UP045
 
     def __post_init__(self) -> None:

@@ -106,6 +106,14 @@ class FilterIndex:
             mark_members(index[side].entities, starts, stops, candidates, found)
         return found
 
+    def relations_between(self, head: int, tail: int) -> np.ndarray:
+        """The relations (M,) int64 of the triples from one entity to another; some repeated."""
+        found = []
+        for index in self._indices:
+            rows = slice(*index["tail"].indptr[head : head + 2])
+            found.append(index["tail"].relations[rows][index["tail"].entities[rows] == tail])
+        return np.concatenate(found).astype(np.int64)
+
     def queries(self, side: str) -> QueryList:
         """The distinct queries for a side.  Raises ValueError unless they are of one split."""
         # Imported on use: numba takes a second that others need not wait.

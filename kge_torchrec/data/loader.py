@@ -17,10 +17,10 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec import KeyedJaggedTensor, streamable
 
-from kge_torchrec.data import ENTITY, SIDES, Side
+from kge_torchrec.data import ENTITY, SIDES, Side, jagged
 from kge_torchrec.data.filter_index import Degrees, FilterIndex
+from kge_torchrec.data.jagged import KeyedJaggedTensor
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle, replayed_size
@@ -30,7 +30,7 @@ Order = Callable[[np.ndarray], np.ndarray]  # positions in an epoch (M,) -> exam
 
 
 @dataclass
-class Pipelineable(streamable.Pipelineable):
+class Pipelineable(jagged.Pipelineable):
     """A dataclass whose tensors (and jagged tensors) move together; other fields stay."""
 
     def _map(self: B, change: Callable[[Any], Any]) -> B:

@@ -19,10 +19,10 @@ from typing import Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec import KeyedJaggedTensor
 
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.data.jagged import KeyedJaggedTensor
 from kge_torchrec.data.loader import (
     SIDE_CODES,
     Batch,

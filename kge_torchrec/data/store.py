@@ -261,17 +261,21 @@ class Vocabulary:
         Raises:
             UnknownLabelError: a label that is not here, with labels that resemble it.
         """
+        ids = self.find(labels)
+        missing = np.flatnonzero(ids < 0)
+        if len(missing):
+            raise self.unknown(labels[missing[0]], len(missing))
+        return ids
+
+    def find(self, labels: Sequence[str]) -> np.ndarray:
+        """Ids (M,) int64 of ``labels``, -1 where there is no such label."""
         wanted = pa.array(labels, pa.large_string())
         distinct = wanted.unique()
         slot = pc.index_in(self._labels, value_set=distinct)
         found = np.flatnonzero(slot.is_valid().to_numpy(zero_copy_only=False))
         id_of = np.full(len(distinct), -1, np.int64)
         id_of[slot.take(pa.array(found)).to_numpy(zero_copy_only=False)] = found
-        ids = id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
-        missing = np.flatnonzero(ids < 0)
-        if len(missing):
-            raise self._unknown(labels[missing[0]], len(missing))
-        return ids
+        return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
 
     def close_to(self, label: str, count: int = 3) -> list[str]:
         """Labels that resemble ``label``, best first."""
@@ -299,7 +303,8 @@ class Vocabulary:
         )
         return pc.and_(near, same)
 
-    def _unknown(self, label: str, missing: int) -> UnknownLabelError:
+    def unknown(self, label: str, missing: int = 1) -> UnknownLabelError:
+        """The error that names a label which is not here, the first of so many."""
         close = self.close_to(label)
         hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
         others = f" (and {missing - 1} more labels)" if missing > 1 else ""

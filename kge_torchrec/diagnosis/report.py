@@ -22,7 +22,7 @@ def table(name: str, found: dict[str, Any]) -> str:
     found: what ``grouped`` gave.
     """
     shown = found["groups"][:LINES]
-    width = max([len(_short(group["group"])) for group in shown] + [len(name)])
+    width = max([len(short_label(group["group"])) for group in shown] + [len(name)])
     sides = ("head", "tail", "both")
     head = f"{name:<{width}}" + "".join(
         f"{side + ' ' + column:>{_width(side, column)}}"
@@ -41,7 +41,7 @@ def table(name: str, found: dict[str, Any]) -> str:
             for column in COLUMNS if side != "both" else ("mrr",):
                 value = f"{ranked[column]:.4f}" if ranked else "-"
                 cells.append(f"{value:>{_width(side, column)}}")
-        lines.append(f"{_short(group['group']):<{width}}" + "".join(cells))
+        lines.append(f"{short_label(group['group']):<{width}}" + "".join(cells))
     if len(found["groups"]) > LINES:
         lines.append(f"and {len(found['groups']) - LINES:,} more groups, in the file")
     return "\n".join(lines)
@@ -51,7 +51,7 @@ def _width(side: str, column: str) -> int:
     return len(side) + len(column) + 3
 
 
-def _short(label: str) -> str:
+def short_label(label: str) -> str:
     """The end of a long label, where they differ."""
     return label if len(label) <= _WIDEST else f"...{label[3 - _WIDEST :]}"
 
@@ -82,7 +82,7 @@ def _draw(title: str, found: dict[str, Any], file: Path) -> None:
         places = [place + offset for place in range(len(groups))]
         axes.barh(places, values, 0.38, color=COLOURS[side], label=f"{side} prediction")
     axes.axvline(total, color="#666666", lw=1, label=f"all queries, {total:.4f}")
-    labels = [f"{_short(group['group'])}  ({group['both']['queries']:,})" for group in groups]
+    labels = [f"{short_label(group['group'])}  ({group['both']['queries']:,})" for group in groups]
     axes.set_yticks(range(len(groups)), labels, fontsize="small")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

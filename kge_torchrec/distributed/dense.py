@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,6 @@ from kge_torchrec.config import ConfigError, DenseConfig
 from kge_torchrec.distributed.processes import Processes, world_size
 
 if TYPE_CHECKING:
-    from torchrec.optim.keyed import KeyedOptimizerWrapper
-
     from kge_torchrec.models.model import KGEModel
 
 
@@ -253,9 +251,7 @@ class FrozenDense:
     frozen: names of the objective's parameters, and which of their rows, (rows,) bool.
     """
 
-    def __init__(
-        self, wrapper: DenseWrapper, optimizer: KeyedOptimizerWrapper, frozen: dict[str, Tensor]
-    ):
+    def __init__(self, wrapper: DenseWrapper, optimizer: NamedOptimizer, frozen: dict[str, Tensor]):
         start_optimizer_state(optimizer)
         self._state = optimizer.state
         named = dict(wrapper.objective.named_parameters())
@@ -292,8 +288,20 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+class NamedOptimizer(Protocol):
+    """TorchRec's KeyedOptimizer, or the hand-rolled backend's own."""
+
+    param_groups: Any
+    state: Any
+    _optimizer: Any  # torch's
+
+    def init_state(self) -> None: ...
+
+    def zero_grad(self, set_to_none: bool = ...) -> None: ...
+
+
 @torch.no_grad()
-def start_optimizer_state(optimizer: KeyedOptimizerWrapper) -> None:
+def start_optimizer_state(optimizer: NamedOptimizer) -> None:
     """Makes a dense optimizer's state as it is before the first step, unless it exists.
 
     A checkpoint can only fill in state that exists.  TorchRec makes it by a step with zero

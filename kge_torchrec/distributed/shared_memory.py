@@ -6,7 +6,7 @@ late, several times a step.
 
     SharedMemoryGroup   the group, for torch.distributed, TorchRec and DistributedDataParallel
     with_exchange       processes that exchange rows and gradients by it
-    by_operators        collectives as torch's operators, for whoever counts those
+    CollectiveWatch     sees collectives as torch's operators, for whoever counts those
 
 PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
 
@@ -19,22 +19,25 @@ import itertools
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.mailboxes import Mailboxes
 from kge_torchrec.distributed.processes import TIMEOUT, Processes
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +61,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     one: in the order of the calls, which is that of every rank.
     """
 
-    is_watched = False  # see ``by_operators``
+    is_watched = False  # see ``CollectiveWatch``
 
     def __init__(self, boxes: Mailboxes, gloo: Any) -> None:
         super().__init__(boxes.rank, boxes.size)  # type: ignore[call-arg]  # of another form
@@ -315,18 +318,20 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shar
     return SharedMemoryGroup(boxes, gloo)
 
 
-@contextmanager
-def by_operators() -> Iterator[None]:
-    """Within the block collectives are torch's operators on the group of all ranks.
+class CollectiveWatch(TorchDispatchMode):
+    """A dispatch mode that sees what every collective carries, by whatever way it travels.
 
-    So that a dispatch mode sees what they carry, which is the same.  Collective: all ranks enter
-    and leave it between the same two collectives.
+    Within the block collectives are torch's operators on the group of all ranks, which carry the
+    same.  Collective: all ranks enter and leave it between the same two collectives.
     """
-    SharedMemoryGroup.is_watched = True
-    try:
-        yield
-    finally:
+
+    def __enter__(self) -> Self:
+        SharedMemoryGroup.is_watched = True
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
         SharedMemoryGroup.is_watched = False
+        super().__exit__(*error)
 
 
 dist.Backend.register_backend(NAME, _create, devices=["cpu"])

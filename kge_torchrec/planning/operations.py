@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from kge_torchrec.distributed.shared_memory import CollectiveWatch
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -101,7 +103,7 @@ def _work(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], 
     return 0
 
 
-class WatchCollectives(TorchDispatchMode):
+class WatchCollectives(CollectiveWatch):
     """Counts inside its block, on the thread that trains; DDP's own collectives pass by as well.
 
     sent: bytes by the planner's kinds, without what the rank keeps for itself.  All-to-alls of
@@ -116,17 +118,6 @@ class WatchCollectives(TorchDispatchMode):
         super().__init__()
         self.sent = dict.fromkeys(("ids", "rows", "gradients", "dense"), 0.0)
         self._rank, self._world = dist.get_rank(), dist.get_world_size()
-
-    def __enter__(self) -> WatchCollectives:
-        from kge_torchrec.distributed.shared_memory import by_operators
-
-        self._as_operators = by_operators()
-        self._as_operators.__enter__()
-        return super().__enter__()
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)
-        self._as_operators.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,

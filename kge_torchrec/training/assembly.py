@@ -6,12 +6,11 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import nn
-from torchrec.distributed.types import ShardingPlan
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import resolve
@@ -35,9 +34,7 @@ from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
-from kge_torchrec.embeddings.torchrec.planned import read_plan
-from kge_torchrec.environment import quiet_dependencies
+from kge_torchrec.environment import check_torchrec, quiet_dependencies
 from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective, QueryObjective
 from kge_torchrec.models.regularizers import Regularizer, Regularizers
@@ -45,6 +42,9 @@ from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.step import Pipeline
+
+if TYPE_CHECKING:
+    from torchrec.distributed.types import ShardingPlan
 
 log = logging.getLogger(__name__)
 
@@ -83,8 +83,11 @@ def _regularizer(name: str, options: Any) -> Regularizer:
 def build_backend(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
     """Table, scorer and optimizers at their start, a function of the seed only.  Collective.
 
-    Raises ConfigError for an optimizer that the backend cannot step with on this device.
+    Raises ConfigError for an optimizer that the backend cannot step with on this device,
+    PackageSetError for a backend whose packages are missing.
     """
+    if config.entities.engine == "torchrec":
+        check_torchrec()
     config.check_device(processes.device.type == "cuda")
     processes = with_exchange(processes, config.transport)
     train = config.train
@@ -96,6 +99,8 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     table = table_optimizer(train)
     dense, scales_loss = dense_wrapper(config.dense, processes), train.precision == "fp16"
     if config.entities.engine == "torchrec":
+        from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
+
         return TorchRecBackend(
             store.num_entities,
             objective,
@@ -168,6 +173,7 @@ def planned_sharding(
     file = config.run.plan
     if file is None:
         return None
+    from kge_torchrec.embeddings.torchrec.planned import read_plan
 
     def read() -> ShardingPlan:
         plan = read_plan(file)

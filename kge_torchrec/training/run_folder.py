@@ -7,6 +7,7 @@ It holds:
     store/           the prepared triples, unless the config names a store
     metrics.jsonl    one object a step interval, an epoch, a validation
     tensorboard/     the same, for TensorBoard
+    trackers.json    what Weights & Biases and MLflow call the run, if they are told of it
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
     frozen.npy       which entities no step moves, where model.init_frozen says so
@@ -23,7 +24,7 @@ import math
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -35,7 +36,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import Overrides, is_set, load_config
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
+    from kge_torchrec.training.trackers import Tracker
 
 log = logging.getLogger(__name__)
 
@@ -179,35 +180,31 @@ def _now() -> str:
 
 
 class MetricsLog:
-    """Both logs of a run.  Only rank 0 has one."""
+    """metrics.jsonl, and the trackers that get the same.  Only rank 0 has one."""
 
-    def __init__(self, folder: RunFolder, tensorboard: bool, resumed_at: int | None = None):
+    def __init__(
+        self, folder: RunFolder, trackers: Sequence[Tracker] = (), resumed_at: int | None = None
+    ):
         if resumed_at is not None:
             _drop_after(folder.metrics, resumed_at)
         self._file = folder.metrics.open("a", encoding="utf-8")
-        self._board = _board(folder, resumed_at) if tensorboard else None
+        self._trackers = trackers
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
         """Appends one line {"kind": ..., "step": ..., ...} and flushes it."""
         line = {"kind": kind, "step": step, **values}
         self._file.write(json.dumps(_finite(line)) + "\n")
         self._file.flush()
-        if self._board is not None:
-            for name, value in _scalars(values):
-                self._board.add_scalar(f"{kind}/{name}", value, step)
+        scalars = {f"{kind}/{name}": value for name, value in _scalars(values)}
+        for tracker in self._trackers:
+            tracker.log(step, scalars)
 
     def close(self) -> None:
-        """Closes both; every line was written when it came."""
+        """Closes all; every line was written when it came."""
         with contextlib.suppress(OSError):
             self._file.close()
-        if self._board is not None:
-            self._board.close()
-
-
-def _board(folder: RunFolder, resumed_at: int | None) -> SummaryWriter:
-    from torch.utils.tensorboard import SummaryWriter
-
-    return SummaryWriter(str(folder.path / "tensorboard"), purge_step=resumed_at)
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def _drop_after(file: Path, step: int) -> None:

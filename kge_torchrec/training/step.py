@@ -20,8 +20,6 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor
-from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import SampledBatch
@@ -94,6 +92,8 @@ class PipelinedStep:
     """
 
     def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
+        from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
+
         # It tells its optimizer of every batch, as a StepOptimizer wants it.
         self._pipeline = TrainPipelineSparseDist(
             backend.model, optimizer, device, execute_all_batches=True
@@ -108,6 +108,8 @@ class PipelinedStep:
         return loss
 
     def _check(self) -> None:
+        from torchrec.distributed.embedding import ShardedEmbeddingCollection
+
         tables = [m for m in self._model.modules() if isinstance(m, ShardedEmbeddingCollection)]
         if not (tables and all(table.is_pipelined for table in tables)):
             raise NotPipelined(

@@ -9,7 +9,6 @@ step's update is in no loss yet.  The learning rate is a function of the step, s
 from __future__ import annotations
 
 import math
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from tqdm import tqdm
 from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
+from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.training.assembly import build_batches, build_pipeline
@@ -179,7 +179,9 @@ class Trainer:
     def _validate(self) -> bool:
         """Ranks valid; True if this is the best model so far."""
         progress, metric = self.progress, self.config.evaluation.metric
+        start = time.perf_counter()
         results = self.session.validate()
+        seconds = time.perf_counter() - start
         value = results["both"]["realistic"][metric]
         better = progress.is_better(metric, value)
         if better:
@@ -188,7 +190,7 @@ class Trainer:
         progress.bad_validations = 0 if better else progress.bad_validations + 1
         self._plateau(metric, value)
         ranked, total = len(self.session.validation_triples()), len(self.session.store.valid)
-        counts = {"epoch": progress.epoch, "triples": ranked, "of": total}
+        counts = {"epoch": progress.epoch, "seconds": seconds, "triples": ranked, "of": total}
         self._write("valid", {**counts, **results})
         sample = f" on a sample of {ranked:,} triples" if ranked < total else ""
         among = f", {ranked_among(results)}" if "candidates" in results else ""
@@ -256,8 +258,7 @@ class Trainer:
 
 def peak_memory_bytes() -> int:
     """The largest resident size of any rank so far.  Collective."""
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
-    peak = torch.tensor(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+    peak = torch.tensor(peak_resident_bytes())
     if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)

@@ -35,6 +35,7 @@ from optuna.trial import Trial
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.models.scorers.base import TrilinearScorer
 
 Suggest = Callable[[str, BaseDistribution], Any]  # of Optuna's name of a parameter, a value
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}
@@ -270,4 +271,12 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
         space["loss.label_smoothing"] = {"low": 0.0, "high": 0.3}
     else:
         space["loss.n3"] = {"low": 1e-4, "high": 0.3, "log": True}
+    if issubclass(
+        scorer, TrilinearScorer
+    ):  # null would be settled by the config's regime, not by a trial's
+        one_by_one = {"negatives.regime": ["sampled", "1vsall"]}
+        space["loss.relation_weight"] = [
+            {"low": 0.01, "high": 4.0, "log": True, "when": one_by_one},
+            {"choices": [0.0], "when": {"negatives.regime": "kvsall"}},
+        ]
     return space

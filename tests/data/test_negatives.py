@@ -61,6 +61,7 @@ def test_degree_draws_follow_the_weights(power):
     draw = DegreeDraw(degrees_of(degrees), power)
     ids = NegativeSampler(10, 500, 2, draw).draw(0, 0, 0, 0, 100)
     assert is_plausible(ids, weights)
+    np.testing.assert_allclose(draw.chance(np.arange(10)), weights / weights.sum())
 
 
 @settings(max_examples=60, deadline=None)

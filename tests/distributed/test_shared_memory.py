@@ -219,13 +219,13 @@ def rank_is_interrupted() -> tuple[bool, float]:
     interrupted, total = False, torch.ones(())
     with shared_group() as group:
         dist.barrier()
-        if dist.get_rank() == 0:
-            signal.signal(signal.SIGALRM, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.1)
-        else:
-            time.sleep(0.4)
+        if dist.get_rank() == 1:
+            time.sleep(0.6)
         work = dist.all_reduce(total, group=group, async_op=True)
         try:
+            if dist.get_rank() == 0:
+                signal.signal(signal.SIGALRM, signal.default_int_handler)
+                signal.setitimer(signal.ITIMER_REAL, 0.1)
             work.wait()
         except KeyboardInterrupt:
             interrupted = True
@@ -292,3 +292,17 @@ def rank_is_elsewhere() -> bool:
 def test_gloo_takes_over_on_all_ranks_where_one_has_no_memory():
     assert len(set(run_world(2, rank_has_no_memory, 1, timeout=20))) == 1
     assert run_world(2, rank_is_elsewhere, timeout=20) == [True, True]
+
+
+# What ask for no work of gloo's threads, so that its lock cannot be waited for.
+WITHOUT_WORK = {"rank", "size", "name", "abort", "set_timeout", "_start_coalescing",
+                "_end_coalescing", "_get_backend_name"}  # fmt: skip
+
+
+def test_no_collective_reaches_gloo_through_the_group():
+    """By torch's C++ it would wait for gloo with the interpreter's lock held."""
+    of_both = set(dir(dist.ProcessGroupGloo)) & set(dir(dist.ProcessGroup)) - WITHOUT_WORK
+    collectives = {name for name in of_both if not name.startswith(("__", "_pybind11"))}
+    collectives = {name for name in collectives if "_sequence_" not in name}
+    assert {"allgather", "barrier", "broadcast", "send"} <= collectives
+    assert collectives <= set(vars(SharedMemoryGroup))

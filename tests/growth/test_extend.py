@@ -245,46 +245,6 @@ def rank_freezes_parts(run: Path, folder: Path) -> None:
     extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=given)
 
 
-def rank_places(run: Path, folder: Path) -> dict:
-    return extend(run, new_triples(), folder, place=True).results["extended"]["placed"]
-
-
-def test_placing_moves_new_rows_alone_and_lowers_their_loss(tmp_path):
-    run = base_run()
-    placed = run_world(1, rank_places, run, tmp_path / "one")[0]
-    run_world(2, rank_places, run, tmp_path / "two")
-    extend(run, new_triples(), tmp_path / "drawn", epochs=0)
-    drawn, one, two = (tensors(tmp_path / name) for name in ("drawn", "one", "two"))
-    for key, old in drawn.items():
-        assert (one[key] - two[key]).abs().max() < TOLERANCE
-        if key == TABLE:
-            assert torch.equal(one[key][:OLD_ENTITIES], old[:OLD_ENTITIES])
-            assert not torch.equal(one[key][OLD_ENTITIES:], old[OLD_ENTITIES:])
-        elif key.endswith("scorer.relations"):
-            new, old = one[key].view(2, 5, -1), old.view(2, 5, -1)
-            assert torch.equal(new[:, :3], old[:, :3])
-            assert not (new[:, 3:] == old[:, 3:]).all(2).any()
-        else:
-            assert torch.equal(one[key], old)
-    store = TripleStore.open(tmp_path / "one" / "store")
-    config = RunFolder(tmp_path / "one").load_config()
-    before, after = (loss_of_new(config, store, x) for x in (drawn, one))
-    assert after < 0.9 * before
-    assert placed["entities"] == 9
-    assert placed["relation_rows"] == 4
-    assert placed["triples"] == len(store.train) - store.base.triples
-
-
-def loss_of_new(config: Config, store: TripleStore, found: dict[str, Tensor]) -> float:
-    """Of the new training triples against all entities, by the oracle's formulas."""
-    rows = torch.from_numpy(store.train[store.base.triples :].astype(np.int64))
-    every = torch.arange(store.num_entities).expand(len(rows), -1)
-    relations = found["engine.model.objective.scorer.relations"].double()
-    negatives = {"head": every, "tail": every}
-    table = found[TABLE].double()
-    return float(batch_loss(config, store, table, relations, rows, negatives, set()))
-
-
 def test_an_extended_run_is_a_run_like_others(tmp_path):
     made = extend(base_run(), new_triples(), tmp_path / "run", epochs=1)
     assert made.results["extended"]["drift"]["rows"] == OLD_ENTITIES

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.data.queries import SampledBatch
@@ -27,10 +26,39 @@ from kge_torchrec.models.model import KGEModel, Objective
 DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+class _NamedOptimizer:
+    """An optimizer whose state is by name of parameter, as TorchRec's KeyedOptimizer has it.
+
+    Checkpoints of both engines are the same; this one needs no TorchRec.
+    """
+
+    def __init__(self, parameters: dict[str, nn.Parameter], build: DenseOptimizer):
+        self._parameters = parameters
+        self._optimizer = build(list(parameters.values()))
+        self.param_groups, self.state = self._optimizer.param_groups, self._optimizer.state
+        self.zero_grad, self.step = self._optimizer.zero_grad, self._optimizer.step
+
+    def init_state(self) -> None:
+        """Makes the state, by a step with gradients of 0."""
+        for parameter in self._parameters.values():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        self.step()
+
+    def states(self) -> dict[str, dict[str, Any]]:
+        """The state of each parameter: tensors that a load may fill in place."""
+        return {n: dict(self.state[p]) for n, p in self._parameters.items() if p in self.state}
+
+    def load(self, states: dict[str, dict[str, Any]]) -> None:
+        """Takes back what ``states`` gave, filled."""
+        for name, values in states.items():
+            self.state[self._parameters[name]].update(values)
+
+
 class _StepBoth:
     """Dense parameters first: an asynchronous step of the table then runs beside what follows."""
 
-    def __init__(self, table: HandrolledTable, dense: KeyedOptimizerWrapper):
+    def __init__(self, table: HandrolledTable, dense: _NamedOptimizer):
         self._table, self._dense = table, dense
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -74,7 +102,7 @@ class AllToAllBackend:
         self.dense, self.pending = dense, self.table.pending
         self.model = dense.wrap(self.unwrapped_model)
         parameters = dict(self.unwrapped_model.named_parameters())
-        self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
+        self._dense = _NamedOptimizer(parameters, dense_optimizer)
         self.optimizer = _StepBoth(self.table, self._dense)
         self._base_rates = [group["lr"] for group in self._dense.param_groups]
         self._base_table_rate = table_optimizer.lr
@@ -131,7 +159,7 @@ class AllToAllBackend:
         }
         return {
             "model": self.parameter_state(),
-            "optimizer": {"state": {ENTITY_WEIGHT: table, **self._dense.state_dict()["state"]}},
+            "optimizer": {"state": {ENTITY_WEIGHT: table, **self._dense.states()}},
             "table_step": self._steps(),
         }
 
@@ -139,10 +167,7 @@ class AllToAllBackend:
         """Takes back what ``state`` gave, once a distributed load has filled it in."""
         self.load_parameter_state(state["model"])
         dense = {k: v for k, v in state["optimizer"]["state"].items() if k != ENTITY_WEIGHT}
-        rates = [group["lr"] for group in self._dense.param_groups]
-        self._dense.load_state_dict(self._dense.state_dict() | {"state": dense})
-        for group, rate in zip(self._dense.param_groups, rates, strict=True):
-            group["lr"] = rate  # the schedule sets it, from config and step
+        self._dense.load(dense)
         self.table.optimizer.steps = int(state["table_step"])
 
     def _steps(self) -> Tensor:

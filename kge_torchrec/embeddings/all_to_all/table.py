@@ -23,10 +23,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec import JaggedTensor, KeyedJaggedTensor
-from torchrec.streamable import Pipelineable
 
 from kge_torchrec.config.sparse_options import SparseOptions
+from kge_torchrec.data.jagged import JaggedTensor, KeyedJaggedTensor, Pipelineable
 from kge_torchrec.data.queries import SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.sparse_optimizer import SparseOptimizer

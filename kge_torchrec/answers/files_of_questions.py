@@ -1,0 +1,146 @@
+"""A whole file of questions answered into another file, batch by batch.
+
+The first rank reads and writes, all of them search.  A batch of lines and its answers are in
+memory, however long the file is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import pyarrow as pa
+import torch
+
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.predictions import PARTS, Choice, find
+from kge_torchrec.answers.questions import Problem, Questions, read_questions
+from kge_torchrec.answers.tables import answer_rows, check_output, triple_rows, written
+from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.models.scorers.base import Side
+
+QUERIES = 512  # answered together
+
+
+@dataclass
+class FileReport:
+    """How a file of questions was answered."""
+
+    answered: int = 0  # lines
+    rows: int = 0  # written
+    problems: list[Problem] = field(default_factory=list)  # lines that were not, and why
+
+
+def answer_file(
+    model: AnsweringModel,
+    path: str | Path,
+    choice: Choice,
+    output: str | Path | None = None,
+    format: str = "tsv",
+) -> FileReport:
+    """Answers the queries of a file in order of its lines, as ``answer_rows`` has the columns.
+
+    output: None prints.  Raises DataError if the file cannot be read, ConfigError for a format that
+    does not go there; lines that cannot be answered are in the report.
+    """
+
+    def rows_of(batch: Questions) -> Callable[[], pa.Table]:
+        missing, parts = batch.ids < 0, []
+        for number, asked in enumerate(PARTS):
+            places = np.flatnonzero(missing[:, number])
+            for some in np.array_split(places, range(QUERIES, len(places), QUERIES)):
+                if len(some):
+                    queries = batch.ids[some].clip(0)
+                    found = find(model, asked, torch.from_numpy(queries), choice)
+                    parts.append((asked, queries, found, batch.lines[some]))
+
+        def rows() -> pa.Table:
+            tables = pa.concat_tables([answer_rows(model, *part) for part in parts])
+            return tables.sort_by([("line", "ascending"), ("rank", "ascending")])
+
+        return rows
+
+    return _each_batch(model, path, 1, rows_of, output, format)
+
+
+def score_file(
+    model: AnsweringModel,
+    path: str | Path,
+    side: Side = "tail",
+    output: str | Path | None = None,
+    format: str = "tsv",
+) -> FileReport:
+    """Scores the triples of a file in order of its lines, as ``triple_rows`` has the columns."""
+
+    def rows_of(batch: Questions) -> Callable[[], pa.Table]:
+        scores = model.scores(torch.from_numpy(batch.ids), side).numpy()
+        return lambda: triple_rows(model, batch.ids, scores, batch.lines, side)
+
+    return _each_batch(model, path, 0, rows_of, output, format)
+
+
+def _each_batch(
+    model: AnsweringModel,
+    path: str | Path,
+    missing: int,
+    rows_of: Callable[[Questions], Callable[[], pa.Table]],
+    output: str | Path | None,
+    format: str,
+) -> FileReport:
+    """Writes what ``rows_of`` a batch makes; its search is collective, the rows are one rank's."""
+    check_output(format, output)
+    report, ranks = FileReport(), model.processes
+    source = read_questions(path, model, missing)
+    with FirstRankOutput(ranks, format, output) as target:
+        for batch in _on_all_ranks(ranks, source):
+            report.problems += batch.problems
+            if len(batch.lines):
+                report.answered += len(batch.lines)
+                report.rows += target.write(rows_of(batch))
+    return report
+
+
+def _on_all_ranks(ranks: Processes, source: Iterator[Questions]) -> Iterator[Questions]:
+    """The first rank's batches, on every rank."""
+    while (batch := on_first_rank(ranks, lambda: next(source, None))) is not None:
+        yield batch
+
+
+class FirstRankOutput:
+    """What ``written`` gives, of the first rank; all hear of its failures.  Collective."""
+
+    def __init__(self, ranks: Processes, format: str, output: str | Path | None):
+        self._ranks, self._format, self._output = ranks, format, output
+        self._open = ExitStack()
+
+    def __enter__(self) -> FirstRankOutput:
+        on_first_rank(self._ranks, self._start)
+        return self
+
+    def _start(self) -> None:
+        self._write = self._open.enter_context(written(self._format, self._output))
+
+    def write(self, rows: Callable[[], pa.Table]) -> int:
+        """Writes the rows that are made here; returns how many."""
+
+        def make_and_write() -> int:
+            made = rows()
+            self._write(made)
+            return made.num_rows
+
+        return on_first_rank(self._ranks, make_and_write)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            on_first_rank(self._ranks, self._open.close)
+        else:
+            self._open.__exit__(kind, error, traceback)

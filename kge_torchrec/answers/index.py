@@ -1,0 +1,119 @@
+"""A FAISS index of all entities, for programs that search for neighbours many times.
+
+FAISS, since it has the Manhattan distance besides the inner product and the Euclidean one, exact
+and approximate kinds by name, and compressed ones for tables that do not fit into memory; usearch
+and hnswlib have neither Manhattan nor compression by product quantization.
+
+Shapes: N entities, D numbers per entity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kge_torchrec import files
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.nearest import EntitySimilarity
+from kge_torchrec.config import ConfigError
+from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.errors import KGEError
+
+ROWS = 1 << 15  # added together
+TRAINING = 1 << 17  # rows that an index is trained on at most, where its kind needs that
+_METRICS = {
+    "cosine": ("METRIC_INNER_PRODUCT", "inner product of rows of length 1: the cosine"),
+    "euclidean": ("METRIC_L2", "squared Euclidean distance"),
+    "manhattan": ("METRIC_L1", "Manhattan distance"),
+    "moduli": ("METRIC_L2", "squared Euclidean distance, near to that of the scorer, which FAISS "
+               "does not have: the sum of complex moduli"),
+}  # fmt: skip
+
+
+def write_index(model: AnsweringModel, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
+    """Writes an index of all entities in order of id, read by ``faiss.read_index``.
+
+    kind: as ``faiss.index_factory`` has them.
+
+    Beside FILE are FILE.json, which is returned ("entities", "dim", "metric", "kind"), and
+    FILE.labels.arrow, the labels in order of id.  The first rank holds the index; rows come to it
+    ``ROWS`` at a time.  Raises KGEError without faiss, ConfigError for a kind that it does not have
+    with the metric, OSError where it cannot be written.
+    """
+    path, similarity = Path(path), EntitySimilarity(model.scorer).eval()
+    dim = model.shard.dim - model.scorer.bias_columns
+    builder = _Builder(dim, kind, similarity.metric)
+    on_first_rank(model.processes, builder.start)
+    if on_first_rank(model.processes, lambda: not builder.index.is_trained):
+        step = -(-model.num_entities // TRAINING)
+        rows = [part[::step] for part in _points(model, similarity)]
+        on_first_rank(model.processes, lambda: builder.train(np.concatenate(rows)))
+    for part in _points(model, similarity):
+        on_first_rank(model.processes, lambda part=part: builder.index.add(part))  # type: ignore[misc]
+    about = {"entities": model.num_entities, "dim": dim, "metric": _METRICS[similarity.metric][1],
+             "kind": kind, "labels": f"{path.name}.labels.arrow"}  # fmt: skip
+    on_first_rank(model.processes, lambda: _write(model, builder, path, about))
+    return about
+
+
+def _points(model: AnsweringModel, similarity: EntitySimilarity) -> Iterator[np.ndarray]:
+    """All entities as they are compared, (ROWS, D) float32 at a time.  Collective."""
+    with torch.no_grad():
+        for ids in torch.arange(model.num_entities).split(ROWS):
+            rows = model.shard.fetch(ids.to(model.shard.rows.device))
+            yield np.ascontiguousarray(similarity.points(rows).cpu().numpy())
+
+
+class _Builder:
+    """The index while it grows, on the first rank alone."""
+
+    index: Any
+
+    def __init__(self, dim: int, kind: str, metric: str):
+        self._arguments, self._metric = (dim, kind), metric
+
+    def start(self) -> None:
+        try:
+            import faiss
+        except ImportError:
+            raise KGEError("an index needs FAISS: pip install 'kge-torchrec[index]'") from None
+        metric = getattr(faiss, _METRICS[self._metric][0])
+        try:
+            self.index = faiss.index_factory(*self._arguments, metric)
+        except RuntimeError as error:
+            raise self._refused(error) from error
+
+    def train(self, points: np.ndarray) -> None:
+        try:
+            self.index.train(points)
+        except RuntimeError as error:
+            raise self._refused(error) from error
+
+    def _refused(self, error: RuntimeError) -> ConfigError:
+        dim, kind = self._arguments
+        reason = str(error).strip().splitlines()[-1]
+        return ConfigError(
+            f"FAISS cannot make an index {kind!r} of {dim} numbers with this metric and graph "
+            f"({reason}); Flat and HNSW32 fit every one"
+        )
+
+
+def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
+    import faiss
+
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        try:
+            faiss.write_index(builder.index, str(partial))
+        except RuntimeError as error:  # such as a full disk
+            raise OSError(f"{path} cannot be written: {error}") from error
+        files.sync(partial)
+        model.entities.save(path.with_name(about["labels"]))
+        files.write_json(path.with_name(f"{path.name}.json"), about)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

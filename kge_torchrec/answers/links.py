@@ -1,0 +1,176 @@
+"""The best triples of a whole relation that the data does not hold: top-k over all its pairs.
+
+Heads are taken in batches and tails in blocks of the shard, so that one block of scores and the k
+best triples are in memory, of N x N pairs.  Each of these costs a score, so the time grows with the
+square of the entities unless candidates are restricted.
+
+Shapes: B heads of a batch, n tails of a block, k triples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.answers.model import AnsweringModel, Label
+from kge_torchrec.answers.predictions import FEW, check_count
+from kge_torchrec.config import ConfigError
+from kge_torchrec.distributed.processes import on_all_ranks
+from kge_torchrec.ranking.blocks import erase, local_scores, scoring
+from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
+
+HEADS = 512  # of a batch
+CANDIDATES = ("all", "seen")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A triple that the data does not hold."""
+
+    rank: int  # from 1
+    head: str
+    relation: str
+    tail: str
+    score: float
+    probability: float | None = None  # where the run is calibrated
+
+
+class Triples(NamedTuple):
+    """Scored pairs of one relation, best first; equal scores come in order of head, then tail."""
+
+    heads: np.ndarray  # (M,) int64
+    tails: np.ndarray  # (M,) int64
+    scores: np.ndarray  # (M,) float32
+
+    @classmethod
+    def best(cls, parts: list[Triples], k: int) -> Triples:
+        """The k best of several."""
+        heads, tails, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
+        order = np.lexsort((tails, heads, -scores))[:k]
+        return cls(heads[order], tails[order], scores[order])
+
+
+NOTHING = Triples(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32))
+
+
+def new_links(
+    model: AnsweringModel,
+    relation: Label,
+    k: int = FEW,
+    candidates: str = "all",
+    above: float | None = None,
+    loops: bool = False,
+) -> list[Link]:
+    """The k best triples of a relation that no split holds, scored as the tail's query.
+
+    candidates: heads and tails are all entities, or those "seen" with the relation on their side
+        in train.
+    above: only triples with at least this score.
+    loops: with triples of an entity and itself, which many scorers like best.
+
+    NaN is no score.  Raises ConfigError for options that make no sense, UnknownLabelError and
+    IndexError as ``predict`` does.
+    """
+    check_count(k)
+    if candidates not in CANDIDATES:
+        raise ConfigError(f"candidates must be one of {', '.join(CANDIDATES)}, got {candidates!r}")
+    store = model.known("new links")
+    number = int(model.relation_ids(relation))
+    only: Candidates | None = None
+    if candidates == "seen":
+        only = on_all_ranks(model.processes, lambda: SeenCandidates(store, model.shard.row_range))
+    best = _Best(k, -np.inf if above is None else above)
+    with scoring(model.scorer):
+        for heads in _heads(model, number, candidates):
+            _score(model, heads, number, only, loops, best)
+    found = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], k)
+    (label,) = model.relations.labels([number])
+    columns = (
+        model.entities.labels(found.heads),
+        [label] * len(found.heads),
+        model.entities.labels(found.tails),
+        found.scores.tolist(),
+        model.probabilities(found.scores, "tail"),
+    )
+    return [Link(rank, *link) for rank, link in enumerate(zip(*columns, strict=True), 1)]
+
+
+def _heads(model: AnsweringModel, relation: int, candidates: str) -> Iterator[Tensor]:
+    """Batches of the heads to ask with, (B,) int64 ascending."""
+    if candidates == "all":
+        for first in range(0, model.num_entities, HEADS):
+            yield torch.arange(first, min(first + HEADS, model.num_entities))
+        return
+    seen = _seen_heads(model, relation)
+    yield from torch.from_numpy(seen).split(HEADS)
+
+
+def _seen_heads(model: AnsweringModel, relation: int) -> np.ndarray:
+    """(M,) int64 ascending: the heads of a relation in train."""
+    train = model.known("new links").train
+    found = [np.empty(0, np.int64)]
+    for start in range(0, len(train), 1 << 20):
+        chunk = np.asarray(train[start : start + (1 << 20)])
+        found.append(np.unique(chunk[chunk[:, 1] == relation, 0]).astype(np.int64))
+    return np.unique(np.concatenate(found))
+
+
+def _score(
+    model: AnsweringModel,
+    heads: Tensor,
+    relation: int,
+    only: Candidates | None,
+    loops: bool,
+    best: _Best,
+) -> None:
+    """Offers the pairs of some heads and all tails of this rank."""
+    device = model.shard.rows.device
+    relations = torch.full_like(heads, relation)
+    known = model.known("new links").filter_index().answers(
+        "tail", heads.numpy(), relations.numpy()
+    )  # fmt: skip
+    rows = model.shard.fetch(heads.to(device))
+    blocks = local_scores(model.scorer, model.shard, rows, relations.to(device), "tail")
+    for first, scores in blocks:
+        erase(scores, first, known, torch.nan)  # which is above nothing
+        stop = first + scores.shape[1]
+        if only is not None:
+            mask = torch.from_numpy(only.mask("tail", relation, first, stop)).to(device)
+            scores.masked_fill_(~mask, torch.nan)
+        if not loops:
+            own = ((heads >= first) & (heads < stop)).nonzero()[:, 0]
+            scores[own.to(device), (heads[own] - first).to(device)] = torch.nan
+        best.offer(heads, first, scores)
+
+
+class _Best:
+    """The k best triples so far of those with at least a score."""
+
+    def __init__(self, k: int, above: float):
+        self._k, self._above = k, above
+        self.triples = NOTHING
+
+    def offer(self, heads: Tensor, first: int, scores: Tensor) -> None:
+        """heads: (B,); scores: (B, n) of them with the tails from ``first`` on."""
+        least = self._least(scores)
+        row, column = (scores >= least).nonzero(as_tuple=True)
+        if not len(row):
+            return
+        of_row = heads.numpy()[row.cpu().numpy()]
+        found = scores[row, column].cpu().numpy()
+        new = Triples(of_row, first + column.cpu().numpy(), found)
+        self.triples = Triples.best([self.triples, new], self._k)
+
+    def _least(self, scores: Tensor) -> float:
+        """A score that k triples reach, of those so far or of the block."""
+        if len(self.triples.scores) == self._k:
+            return max(self._above, float(self.triples.scores[-1]))
+        if scores.numel() <= self._k:
+            return self._above
+        values = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+        return max(self._above, float(values.view(-1).topk(self._k).values[-1]))

@@ -1,0 +1,143 @@
+"""Questions of several steps, as people write them: a small JSON form of logical queries.
+
+    "Austria"                              an entity
+    {"relation": "borders", "from": Q}     what a member of Q borders: tails of (Q, borders, ?)
+    {"relation": "locatedin", "to": Q}     what is located in one: heads of (?, locatedin, Q)
+    {"and": [Q, Q, {"not": Q}]}            members of all, and of none under "not"
+    {"or": [Q, Q]}                         members of any
+
+Q stands for any of these.  How they are answered: ``fuzzy_answers``.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.errors import DataError, KGEError
+from kge_torchrec.models.scorers.base import Side
+
+DEEPEST = 50  # steps inside steps
+
+
+class QueryError(KGEError, ValueError):
+    """A logical query that makes no sense; the message says where."""
+
+    on_every_rank = True
+
+
+@dataclass(frozen=True)
+class Entity:
+    """One entity."""
+
+    id: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a relation links to members of another query, on one side."""
+
+    relation: int
+    side: Side  # of the answers
+    of: Node
+
+
+@dataclass(frozen=True)
+class And:
+    """Members of all of some queries, and of none of others."""
+
+    parts: tuple[Node, ...]  # one at least
+    without: tuple[Node, ...] = ()
+
+
+@dataclass(frozen=True)
+class Or:
+    """Members of any of some queries."""
+
+    parts: tuple[Node, ...]
+
+
+Node = Entity | Step | And | Or
+
+
+def read_query(path: str | Path, model: AnsweringModel) -> Node:
+    """The query in a JSON file.
+
+    Raises DataError if it cannot be read, QueryError for one that makes no sense,
+    UnknownLabelError, with close matches, for a label.
+    """
+    try:
+        value = json.loads(Path(path).read_text("utf-8"))
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    except ValueError as error:
+        raise DataError(f"{path}: no JSON: {error}") from error
+    return parse_query(value, model)
+
+
+def parse_query(value: Any, model: AnsweringModel) -> Node:
+    """The query of a JSON value.  Raises as ``read_query`` does."""
+    return _Parser(model).node(value, "query", 0)
+
+
+class _Parser:
+    """place: where in the query something stands, for messages."""
+
+    def __init__(self, model: AnsweringModel):
+        self._model = model
+
+    def node(self, value: Any, place: str, depth: int) -> Node:
+        if depth > DEEPEST:
+            raise QueryError(f"{place[:60]}...: more than {DEEPEST} steps inside each other")
+        if isinstance(value, str):
+            return Entity(int(self._model.entity_ids(value)))
+        if isinstance(value, dict):
+            keys = set(value)
+            if keys in ({"relation", "from"}, {"relation", "to"}):
+                return self._step(value, place, depth)
+            if keys == {"and"}:
+                return self._and(value["and"], f"{place}.and", depth)
+            if keys == {"or"}:
+                return Or(self._nodes(value["or"], f"{place}.or", depth))
+            if keys == {"not"}:
+                raise QueryError(
+                    f'{place}: "not" stands inside "and", beside what it is taken from'
+                )
+        raise QueryError(
+            f"{place}: expected the label of an entity or an object with the keys relation and "
+            f"from, relation and to, and, or; got {json.dumps(value)[:80]}"
+        )
+
+    def _step(self, value: dict[str, Any], place: str, depth: int) -> Step:
+        relation = value["relation"]
+        if not isinstance(relation, str):
+            raise QueryError(f"{place}.relation: expected a label, got {json.dumps(relation)[:80]}")
+        side: Side = "tail" if "from" in value else "head"
+        key = "from" if side == "tail" else "to"
+        number = int(self._model.relation_ids(relation))
+        return Step(number, side, self.node(value[key], f"{place}.{key}", depth + 1))
+
+    def _and(self, parts: Any, place: str, depth: int) -> And:
+        parts = self._list(parts, place)
+        is_not = [isinstance(part, dict) and set(part) == {"not"} for part in parts]
+        if all(is_not):
+            raise QueryError(f'{place}: beside "not" there must be what it is taken from')
+        made: dict[bool, list[Node]] = {True: [], False: []}
+        for number, (part, negated) in enumerate(zip(parts, is_not, strict=True)):
+            inner, where = part["not"] if negated else part, f"{place}[{number}]"
+            made[negated].append(self.node(inner, f"{where}.not" if negated else where, depth + 1))
+        return And(tuple(made[False]), tuple(made[True]))
+
+    def _nodes(self, parts: Any, place: str, depth: int) -> tuple[Node, ...]:
+        return tuple(
+            self.node(part, f"{place}[{number}]", depth + 1)
+            for number, part in enumerate(self._list(parts, place))
+        )
+
+    def _list(self, parts: Any, place: str) -> list[Any]:
+        if not isinstance(parts, list) or not parts:
+            raise QueryError(f"{place}: expected a list of queries, got {json.dumps(parts)[:80]}")
+        return parts

@@ -1,0 +1,240 @@
+"""The best answers to a triple with one part missing: a head, a relation or a tail.
+
+Shapes: B queries, k answers, M answers of all queries, N entities, R relations.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.answers.model import AnsweringModel, Label
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
+from kge_torchrec.ranking.topk import top_k
+
+Part = Literal["head", "relation", "tail"]
+PARTS: tuple[Part, ...] = ("head", "relation", "tail")
+RELATIONS = 256  # relations that a pair of entities is scored with at once
+FEW = 10  # answers, where nobody says how many
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One answer to a query."""
+
+    rank: int  # from 1
+    label: str
+    score: float
+    known: str | None = None  # the split that holds the completed triple, if any
+    probability: float | None = None  # where the run is calibrated
+
+
+class Query(NamedTuple):
+    """A triple of labels or ids; the part that is asked for is None."""
+
+    head: Label | None
+    relation: Label | None
+    tail: Label | None
+
+    @property
+    def asked(self) -> Part:
+        """Raises ConfigError unless exactly one part is missing."""
+        missing = [part for part, given in zip(PARTS, self, strict=True) if given is None]
+        if len(missing) != 1:
+            raise ConfigError(
+                "predict takes two of head, relation and tail and finds the third, got "
+                f"{3 - len(missing)} of them"
+            )
+        return missing[0]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which of all candidates are listed as answers.
+
+    k: the best so many; None stands for 10, or for all where ``above`` is given.
+    known: with those that the data holds already.
+    above: only those with at least this score.
+
+    Raises ConfigError for a k below 1 and an ``above`` that is no number.
+    """
+
+    k: int | None = None
+    known: bool = True
+    above: float | None = None
+
+    def __post_init__(self) -> None:
+        check_count(self.k)
+        if self.above is not None and math.isnan(self.above):
+            raise ConfigError("above must be a number, got nan")
+
+    @property
+    def limit(self) -> int | None:
+        return FEW if self.k is None and self.above is None else self.k
+
+
+def check_count(k: int | None) -> None:
+    """Raises ConfigError unless k answers can be asked for."""
+    if k is not None and k < 1:
+        raise ConfigError(f"k must be an integer >= 1, got {k}")
+
+
+class Found(NamedTuple):
+    """M answers to B queries: those of one query after those of another, each time best first."""
+
+    query: np.ndarray  # (M,) int64, ascending: the place of the query in the batch
+    ids: np.ndarray  # (M,) int64, of entities or relations
+    scores: np.ndarray  # (M,) float32
+
+    @property
+    def ranks(self) -> np.ndarray:
+        """(M,) int64, from 1 for each query."""
+        return np.arange(1, len(self.query) + 1) - np.searchsorted(self.query, self.query)
+
+
+def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Prediction]:
+    """The chosen answers, best first; equal scores come in order of id, NaN counts as -inf.
+
+    Raises ConfigError for a query that makes no sense, UnknownLabelError with close matches, and
+    IndexError for an id.
+    """
+    asked = query.asked
+    of_part = model.entity_ids, model.relation_ids, model.entity_ids
+    given = zip(of_part, query, strict=True)
+    ids = torch.stack(
+        [torch.tensor(0) if part is None else ids_of(part) for ids_of, part in given]
+    )[None]
+    found = find(model, asked, ids, choice)
+    labels = (model.relations if asked == "relation" else model.entities).labels(found.ids)
+    probabilities = model.probabilities(found.scores, asked)
+    columns = labels, found.scores.tolist(), splits(model, asked, ids.numpy(), found), probabilities
+    return [Prediction(rank, *answer) for rank, answer in enumerate(zip(*columns, strict=True), 1)]
+
+
+def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) -> Found:
+    """The chosen answers to B queries for the same part.
+
+    queries: (B, 3) int64 ids; what stands at the part that is asked for plays no role.  Takes the
+    memory of a block of scores and of the answers.
+    """
+    exclude = None if choice.known else model.known("leaving out what is known").filter_index()
+    if asked == "relation":
+        scores, ids = _relations(model, queries, exclude)
+    elif choice.limit is None:
+        assert choice.above is not None
+        return _all_above(model, asked, queries, exclude, choice.above)
+    else:
+        scores, ids = best(model, asked, queries, choice.limit, exclude)
+    scores, ids = scores[:, : choice.limit], ids[:, : choice.limit]
+    wanted = ids >= 0
+    if choice.above is not None:
+        wanted &= scores >= choice.above
+    query = wanted.nonzero()[:, 0]
+    return Found(query.numpy(), ids[wanted].numpy(), scores[wanted].numpy())
+
+
+def best(
+    model: AnsweringModel, side: Part, queries: Tensor, k: int, exclude: FilterIndex | None = None
+) -> tuple[Tensor, Tensor]:
+    """The k best heads or tails: scores (B, k) float32, best first, and ids (B, k) int64.
+
+    exclude: triples that are not listed.  Where fewer than k are left the rest is -inf and id -1.
+    """
+    assert side != "relation"
+    anchors, relations = _asked_with(queries, side)
+    left_out = _answers(exclude, side, anchors, relations)
+    k = min(k, model.num_entities)
+    scores, ids = top_k(model.scorer, model.shard, anchors, relations, side, k, left_out)
+    return scores.cpu(), ids.cpu()
+
+
+def _all_above(
+    model: AnsweringModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
+) -> Found:
+    """All heads or tails of at least a score."""
+    assert side != "relation"
+    anchors, relations = _asked_with(queries, side)
+    left_out = _answers(exclude, side, anchors, relations)
+    device, found = model.shard.rows.device, []
+    with scoring(model.scorer):
+        anchor, relation = model.shard.fetch(anchors.to(device)), relations.to(device)
+        for first, scores in local_scores(model.scorer, model.shard, anchor, relation, side):
+            if left_out is not None:
+                erase(scores, first, left_out, torch.nan)  # which is above nothing
+            query, column = (scores >= above).nonzero(as_tuple=True)
+            columns = query, column + first, scores[query, column]
+            found.append([x.cpu().numpy() for x in columns])
+    found += [[np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)]]
+    gathered = model.processes.gather([np.concatenate(part) for part in zip(*found, strict=True)])
+    every = Found(*(np.concatenate(part) for part in zip(*gathered, strict=True)))
+    order = np.lexsort((every.ids, -every.scores, every.query))
+    return Found(*(column[order] for column in every))
+
+
+def _asked_with(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]:
+    """Anchors (B,) and relations (B,) of queries for heads or tails."""
+    return queries[:, 0 if side == "tail" else 2], queries[:, 1]
+
+
+def _answers(
+    index: FilterIndex | None, side: Part, anchors: Tensor, relations: Tensor
+) -> Answers | None:
+    return None if index is None else index.answers(side, anchors.numpy(), relations.numpy())
+
+
+def _relations(
+    model: AnsweringModel, queries: Tensor, exclude: FilterIndex | None
+) -> tuple[Tensor, Tensor]:
+    """All relations of (h, ?, t), as ``best``, scored as the tail's query."""
+    scores = torch.stack([relation_scores(model, *ends) for ends in queries[:, ::2].tolist()])
+    left_out = np.zeros(scores.shape, bool)
+    if exclude is not None:
+        for row, (head, _, tail) in zip(left_out, queries.tolist(), strict=True):
+            row[exclude.relations_between(head, tail)] = True
+    order = np.lexsort((-scores.numpy(), left_out), axis=1)  # stable: equal ones in order of id
+    found = np.where(np.take_along_axis(left_out, order, 1), -1, order)
+    return scores.gather(1, torch.from_numpy(order)), torch.from_numpy(found)
+
+
+def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
+    """(R,) float32: of every relation between two entities, with the bits of ``model.scores``."""
+    device = model.shard.rows.device
+    rows = model.shard.fetch(torch.tensor([head, tail], device=device))
+    with scoring(model.scorer):
+        parts = [
+            score_block(model.scorer, rows[:1].expand(len(some), -1), some, rows[1:], "tail")[:, 0]
+            for some in torch.arange(model.num_relations, device=device).split(RELATIONS)
+        ]
+    scores = torch.cat(parts).cpu()
+    return scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
+
+
+def splits(
+    model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found
+) -> list[str | None]:
+    """The split that holds each of the M answers, the first of several; None without the data."""
+    names = np.full(len(found.ids), None, object)
+    if model.store is None:
+        return names.tolist()
+    for split in ("test", "valid", "train"):
+        index = model.store.filter_index((split,))
+        ends = np.searchsorted(found.query, np.arange(len(queries) + 1))
+        for query, start, stop in zip(queries, ends[:-1], ends[1:], strict=True):
+            holds = _holds(index, asked, query, found.ids[start:stop])
+            names[start:stop][holds] = split
+    return names.tolist()
+
+
+def _holds(index: FilterIndex, asked: Part, query: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """(K,) bool: whether the index holds a query (3,) with each of the answers ids (K,)."""
+    if asked == "relation":
+        return np.isin(ids, index.relations_between(query[0], query[2]))
+    anchor = query[0 if asked == "tail" else 2]
+    return index.contains(asked, anchor[None], query[1][None], ids)[0]

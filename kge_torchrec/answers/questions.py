@@ -1,0 +1,143 @@
+"""Files of questions: a line each, of three columns or a JSON object.
+
+    Austria<TAB>borders<TAB>?
+    {"head": null, "relation": "has_capital", "tail": "Vienna"}
+
+What is asked for is ``?``, null, or left out.  A line that cannot be answered is told with its
+number and costs the others nothing.
+
+Shapes: B questions of a batch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.predictions import PARTS
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.data.streams import lines, roles
+from kge_torchrec.errors import DataError
+
+UNKNOWN = "?"
+BATCH = 4096  # lines whose labels are looked up together
+SUGGESTIONS = 20  # unknown labels of a file that come with close matches, which take time
+
+
+class Problem(NamedTuple):
+    """A line that is not answered."""
+
+    line: int  # from 1
+    reason: str
+
+
+class Questions(NamedTuple):
+    """A batch of lines that can be answered."""
+
+    lines: np.ndarray  # (B,) int64, from 1
+    ids: np.ndarray  # (B, 3) int64: head, relation, tail; -1 at what is asked for
+    problems: list[Problem]  # the lines between that cannot
+
+
+class _Line(NamedTuple):
+    number: int
+    parts: tuple[str | None, ...]  # head, relation, tail
+
+
+def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Iterator[Questions]:
+    """Batches of a file's questions; empty lines, and a header of columns, are passed over.
+
+    missing: how many of head, relation and tail a line must leave out: 1 of a query, 0 of a
+        triple.
+
+    Raises DataError if the file cannot be read.
+    """
+    suggestions = SUGGESTIONS
+    for batch in _batches(lines(Path(path)), BATCH):
+        problems: list[Problem] = []
+        parsed = [line for line in _parsed(batch, missing, problems) if line is not None]
+        ids, unknown = _looked_up(model, parsed, suggestions)
+        suggestions = max(0, suggestions - len(unknown))
+        bad = {problem.line for problem in unknown}
+        good = np.array([line.number not in bad for line in parsed], bool)
+        numbers = np.array([line.number for line in parsed], np.int64)
+        yield Questions(numbers[good], ids[good], sorted(problems + unknown))
+
+
+def _batches(numbered: Iterable[tuple[int, bytes]], size: int) -> Iterator[list[tuple[int, bytes]]]:
+    rest = iter(numbered)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def _parsed(
+    batch: Sequence[tuple[int, bytes]], missing: int, problems: list[Problem]
+) -> Iterator[_Line]:
+    for number, raw in batch:
+        try:
+            text = raw.decode("utf-8")
+            if not text.strip() or (number == 1 and roles(text.split("\t"))):
+                continue
+            parts = _of_json(text) if text.lstrip().startswith("{") else _of_columns(text)
+            if parts.count(None) != missing:
+                wanted = "exactly one of head, relation and tail must be ?" if missing else (
+                    "head, relation and tail must be given"
+                )  # fmt: skip
+                raise DataError(f"{wanted}, {parts.count(None)} are missing")
+            yield _Line(number, parts)
+        except UnicodeDecodeError as error:
+            problems.append(Problem(number, f"invalid UTF-8 ({error.reason})"))
+        except DataError as error:
+            problems.append(Problem(number, str(error)))
+
+
+def _of_columns(text: str) -> tuple[str | None, ...]:
+    fields = text.split("\t")
+    if len(fields) != 3:
+        raise DataError(f"expected 3 tab-separated columns, found {len(fields)}: {text[:80]!r}")
+    return tuple(None if field == UNKNOWN else field for field in fields)
+
+
+def _of_json(text: str) -> tuple[str | None, ...]:
+    try:
+        value = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"no JSON object: {error}") from None
+    for name, label in value.items():
+        if name not in PARTS:
+            raise DataError(f"unknown key {name!r}; there are {', '.join(PARTS)}")
+        if not (label is None or isinstance(label, str)):
+            raise DataError(f"{name} must be a label in quotes or null, got {json.dumps(label)}")
+    parts = (value.get(part) for part in PARTS)
+    return tuple(None if label == UNKNOWN else label for label in parts)
+
+
+def _looked_up(
+    model: AnsweringModel, parsed: Sequence[_Line], suggestions: int
+) -> tuple[np.ndarray, list[Problem]]:
+    """Ids (B, 3), -1 where there is no label, and the lines with an unknown one."""
+    heads, relations, tails = ([line.parts[i] or "" for line in parsed] for i in range(3))
+    ends = model.entities.find(heads + tails).reshape(2, -1)  # looked up together
+    ids = np.stack([ends[0], model.relations.find(relations), ends[1]], 1)
+    problems: list[Problem] = []
+    for line, its_ids in zip(parsed, ids.tolist(), strict=True):
+        for part, label, number in zip(PARTS, line.parts, its_ids, strict=True):
+            if label is not None and number < 0:
+                vocabulary = model.relations if part == "relation" else model.entities
+                suggests = len(problems) < suggestions
+                problems.append(Problem(line.number, _unknown(vocabulary, part, label, suggests)))
+                break
+    given = np.array([[part is not None for part in line.parts] for line in parsed], bool)
+    return np.where(given.reshape(-1, 3), ids, -1), problems
+
+
+def _unknown(vocabulary: Vocabulary, part: str, label: str, suggests: bool) -> str:
+    if suggests:
+        return str(vocabulary.unknown(label))
+    return f"unknown {'relation' if part == 'relation' else 'entity'} {label!r}"

@@ -1,0 +1,190 @@
+"""Answers as rows, and where they go: a table for people, TSV, JSON lines or Parquet.
+
+Written batch by batch; a file is there when it is complete, or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import pyarrow as pa
+
+from kge_torchrec import files
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.predictions import PARTS, Found, Part, splits
+from kge_torchrec.config import ConfigError
+
+FORMATS = ("table", "tsv", "json", "parquet")
+ROWS = 1 << 16  # rows that become text together
+_ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
+
+
+def answer_rows(
+    model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found, lines: np.ndarray
+) -> pa.Table:
+    """M answers to B queries (B, 3) of a file's lines (B,), as completed triples.
+
+    Columns: line, asked, rank, head, relation, tail, score, probability (where the run is
+    calibrated), known (where there is the data: the split that holds the triple).
+    """
+    triples = queries[found.query].copy()
+    triples[:, PARTS.index(asked)] = found.ids
+    columns = {
+        "line": lines[found.query],
+        "asked": pa.array([asked] * len(triples), pa.string()),
+        "rank": found.ranks,
+        **_labels(model, triples),
+        **_scores(model, found.scores, asked),
+    }
+    if model.store is not None:
+        columns["known"] = pa.array(splits(model, asked, queries, found), pa.string())
+    return pa.table(columns)
+
+
+def triple_rows(
+    model: AnsweringModel, triples: np.ndarray, scores: np.ndarray, lines: np.ndarray, side: str
+) -> pa.Table:
+    """Scores (M,) of triples (M, 3) of a file's lines (M,).
+
+    Columns: line, head, relation, tail, score, and probability where the run is calibrated.
+    """
+    labels = _labels(model, triples)
+    return pa.table({"line": lines, **labels, **_scores(model, scores, side)})
+
+
+def record_rows(records: Sequence[Any], kind: type) -> pa.Table:
+    """Instances of a dataclass as rows, its fields as columns; without an empty probability."""
+    names = [field.name for field in fields(kind)]
+    columns = {name: pa.array([getattr(record, name) for record in records]) for name in names}
+    if "probability" in columns and columns["probability"].null_count == len(records):
+        del columns["probability"]
+    return pa.table(columns)
+
+
+def _labels(model: AnsweringModel, triples: np.ndarray) -> dict[str, pa.Array]:
+    vocabularies = model.entities, model.relations, model.entities
+    return {
+        part: vocabulary.array.take(pa.array(ids))
+        for part, vocabulary, ids in zip(PARTS, vocabularies, triples.T, strict=True)
+    }
+
+
+def _scores(model: AnsweringModel, scores: np.ndarray, asked: str) -> dict[str, Any]:
+    columns = {"score": pa.array(scores, pa.float32())}
+    if model.calibration is not None:
+        columns["probability"] = pa.array(model.probabilities(scores, asked), pa.float64())
+    return columns
+
+
+def check_output(format: str, output: str | Path | None) -> None:
+    """Raises ConfigError unless a format is known and can go there; None is the terminal."""
+    if format not in FORMATS:
+        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
+    if format == "parquet" and output is None:
+        raise ConfigError("parquet is written to a file: name one with -o")
+
+
+@contextmanager
+def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Table], None]]:
+    """What takes one batch of rows after another, all of the same columns.
+
+    output: a file, which is there when the block ends well; None is standard output.  Raises
+    OSError where it cannot be written.
+    """
+    if output is None:
+        yield _text_writer(format, sys.stdout)
+        return
+    path = Path(output)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        if format == "parquet":
+            with _parquet_writer(partial) as write:
+                yield write
+        else:
+            with open(partial, "w", encoding="utf-8", newline="\n") as stream:
+                yield _text_writer(format, stream)
+        files.sync(partial)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _parquet_writer(path: Path) -> Iterator[Callable[[pa.Table], None]]:
+    import pyarrow.parquet as pq
+
+    writer: pq.ParquetWriter | None = None
+
+    def write(rows: pa.Table) -> None:
+        nonlocal writer
+        if writer is None:
+            writer = pq.ParquetWriter(path, rows.schema)
+        writer.write_table(rows)
+
+    try:
+        yield write
+        if writer is None:  # nobody had an answer: a file without rows or columns
+            write(pa.table({}))
+    finally:
+        if writer is not None:
+            writer.close()
+
+
+def _text_writer(format: str, stream: IO[str]) -> Callable[[pa.Table], None]:
+    to_text = {"table": _aligned, "tsv": _separated, "json": _objects}[format]
+    first = True
+
+    def write(rows: pa.Table) -> None:
+        nonlocal first
+        for start in range(0, max(rows.num_rows, 1), ROWS):
+            stream.write(to_text(rows.slice(start, ROWS), first))
+            first = False
+
+    return write
+
+
+def _separated(rows: pa.Table, with_header: bool) -> str:
+    columns = [_texts(column.to_pylist(), repr) for column in rows.columns]
+    lines = ["\t".join(rows.column_names)] if with_header else []
+    lines += ["\t".join(row) for row in zip(*columns, strict=True)]
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _objects(rows: pa.Table, with_header: bool) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.to_pylist())
+
+
+def _aligned(rows: pa.Table, with_header: bool) -> str:
+    columns = [_texts(column.to_pylist(), "{:.4f}".format) for column in rows.columns]
+    names = rows.column_names
+    widths = [max(map(len, [name, *column])) for name, column in zip(names, columns, strict=True)]
+    is_text = [pa.types.is_string(x) or pa.types.is_large_string(x) for x in rows.schema.types]
+
+    def line(fields: tuple[str, ...] | list[str]) -> str:
+        cells = zip(fields, widths, is_text, strict=True)
+        return "  ".join(f"{x:<{w}}" if text else f"{x:>{w}}" for x, w, text in cells).rstrip()
+
+    lines = [line(names)] if with_header else []
+    return "".join(
+        f"{text}\n" for text in lines + [line(row) for row in zip(*columns, strict=True)]
+    )
+
+
+def _texts(values: list[Any], number: Callable[[float], str]) -> list[str]:
+    """Values as one field each; tabs and line ends in labels are escaped."""
+    texts = []
+    for value in values:
+        if isinstance(value, str):
+            texts.append("".join(_ESCAPES.get(letter, letter) for letter in value))
+        else:
+            texts.append(
+                "" if value is None else number(value) if isinstance(value, float) else f"{value}"
+            )
+    return texts

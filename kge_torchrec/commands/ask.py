@@ -1,0 +1,62 @@
+"""``kge-torchrec ask``: answers to questions of several steps."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_output, add_verb, answering, write_records
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+_FORM = """\
+A query is one of these, where Q stands for any of them:
+
+  "Austria"                               an entity
+  {"relation": "borders", "from": Q}      tails of (Q, borders, ?)
+  {"relation": "locatedin", "to": Q}      heads of (?, locatedin, Q)
+  {"and": [Q, Q, {"not": Q}]}             members of all, and of none under "not"
+  {"or": [Q, Q]}                          members of any
+"""
+
+
+def add(verbs: Verbs) -> None:
+    does = "answer a question of several steps, with and, or and not"
+    ask = add_verb(verbs, "ask", does, run)
+    ask.epilog, ask.formatter_class = _FORM, argparse.RawDescriptionHelpFormatter
+    ask.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    ask.add_argument("query", metavar="FILE", help="a JSON file with the query")
+    ask.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    ask.add_argument(
+        "--beam", type=int, default=64, metavar="B",
+        help="entities that a step from many is taken from (default: 64)",
+    )  # fmt: skip
+    ask.add_argument(
+        "--t-norm",
+        choices=("product", "min"),
+        default="product",
+        help="what and multiplies or takes the smaller of (default: product)",
+    )
+    ask.add_argument(
+        "--facts",
+        choices=("all", "train", "none"),
+        default="all",
+        help="the splits whose triples are certain (default: all)",
+    )
+    add_output(ask)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    with answering(parsed.folder) as trained:
+        found = trained.ask(
+            parsed.query,
+            k=parsed.top,
+            beam=parsed.beam,
+            t_norm=parsed.t_norm,
+            facts=parsed.facts,
+        )
+    from kge_torchrec.answers.fuzzy_answers import Member
+
+    write_records(parsed, found, Member)
+    return 0

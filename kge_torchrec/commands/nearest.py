@@ -1,0 +1,54 @@
+"""``kge-torchrec nearest``: the neighbours of an entity, and an index to search for them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_output, add_verb, answering, is_first_rank, write_records
+from kge_torchrec.config import ConfigError
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    does = "list the entities nearest to one, or write a FAISS index of all"
+    nearest = add_verb(verbs, "nearest", does, run)
+    nearest.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    nearest.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
+    nearest.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    nearest.add_argument(
+        "--index",
+        metavar="FILE",
+        help="write a FAISS index of all entities, in order of id, in place of a list, and "
+        "FILE.json, which says what it holds; needs pip install 'kge-torchrec[index]'",
+    )
+    nearest.add_argument(
+        "--kind",
+        default="HNSW32",
+        metavar="NAME",
+        help="of the index, as faiss.index_factory has them: Flat (exact), HNSW32, IVF4096,PQ32 "
+        "and more (default: HNSW32)",
+    )
+    add_output(nearest)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if (parsed.entity is None) == (parsed.index is None):
+        raise ConfigError("nearest takes an ENTITY, or --index FILE")
+    with answering(parsed.folder) as trained:
+        if parsed.index is not None:
+            about = trained.write_index(parsed.index, parsed.kind)
+            if is_first_rank():
+                print(f"{about['entities']:,} entities, {about['metric']}: {parsed.index}")
+            return 0
+        found = trained.nearest(parsed.entity, parsed.top)
+        meaning = trained.nearness
+    from kge_torchrec.answers.nearest import Neighbour
+
+    write_records(parsed, found, Neighbour)
+    if is_first_rank() and parsed.format == "table":
+        print(f"score: {meaning}", file=sys.stderr)
+    return 0

@@ -1,0 +1,36 @@
+"""``kge-torchrec report``: one page about one run, or several side by side."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_verb
+from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    does = "write one HTML page about a run, or several side by side: results, curves, examples"
+    report = add_verb(verbs, "report", does, run)
+    report.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
+    report.add_argument(
+        "-o", "--output", metavar="FILE", help="the page (default: report.html in the first run)"
+    )
+    report.add_argument(
+        "--no-models",
+        action="store_true",
+        help="load no model: no examples, no map of entities, and ranks by relation only where "
+        "evaluate --by relation has written them",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    with loading_torch():
+        from kge_torchrec.run_report.page import report
+
+    output = parsed.output or f"{parsed.folders[0]}/report.html"
+    print(report(parsed.folders, output, with_models=not parsed.no_models))
+    return 0

@@ -1,0 +1,112 @@
+"""The pictures of a report, as SVG that stands inside a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm
+from matplotlib.figure import Figure
+
+from kge_torchrec.diagnosis.report import short_label
+from kge_torchrec.run_report.facts import RunFacts
+from kge_torchrec.run_report.trained import NAMED, EntityMap
+
+# Okabe and Ito, told apart by everybody; a ninth run has the first colour again.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+RELATIONS = 15  # of the chart by relation, those with most test triples
+
+
+def curves(runs: Sequence[RunFacts]) -> str:
+    """Loss by step, and filtered MRR of validation by epoch."""
+    figure, (loss, mrr) = _figure(2, (10, 3.2))
+    for number, run in enumerate(runs):
+        colour = COLOURS[number % len(COLOURS)]
+        loss.plot(*run.losses(), color=colour, lw=1.5)
+        mrr.plot(*run.valid_mrr(), color=colour, lw=1.5, marker="o", ms=3, label=run.name)
+    loss.set(title="Training loss", xlabel="step")
+    if any(min(run.losses()[1], default=0) > 0 for run in runs):
+        loss.set_yscale("log")
+    mrr.set(title="Filtered MRR of validation", xlabel="epoch")
+    if len(runs) > 1:
+        mrr.legend(frameon=False, fontsize="small")
+    return _svg(figure)
+
+
+def by_relation(of_runs: Sequence[tuple[str, dict[str, Any]]]) -> str:
+    """MRR of both sides for the relations with most test triples, a bar for each run.
+
+    of_runs: names, and what ``evaluate --by relation`` found.
+    """
+    order = [group["group"] for group in of_runs[0][1]["groups"][:RELATIONS]]
+    height = 0.8 / len(of_runs)
+    figure, (axes,) = _figure(1, (10, 1.2 + 0.3 * len(order) * max(1, len(of_runs) / 2)))
+    for number, (name, found) in enumerate(of_runs):
+        mrr = {g["group"]: g["both"]["realistic"]["mrr"] for g in found["groups"]}
+        places = np.arange(len(order)) + height * (number - (len(of_runs) - 1) / 2)
+        values = [mrr.get(label, 0.0) for label in order]
+        axes.barh(places, values, 0.9 * height, color=COLOURS[number % len(COLOURS)], label=name)
+    queries = {g["group"]: g["both"]["queries"] for g in of_runs[0][1]["groups"]}
+    labels = [f"{short_label(label)}  ({queries[label]:,})" for label in order]
+    axes.set_yticks(range(len(order)), labels, fontsize="small")
+    axes.invert_yaxis()
+    axes.set(xlim=(0, 1), xlabel="filtered MRR of test, heads and tails; in brackets: queries")
+    if len(of_runs) > 1:
+        axes.legend(frameon=False, fontsize="small")
+    return _svg(figure)
+
+
+def entity_map(found: EntityMap) -> str:
+    """Entities with most triples, the named ones at most; colour: training triples."""
+    figure, (axes,) = _figure(1, (10, 6))
+    shades = LogNorm(vmin=max(1, found.degrees.min()), vmax=max(2, found.degrees.max()))
+    across, up = found.places.T
+    shown = axes.scatter(
+        across, up, c=found.degrees.clip(1), norm=shades, s=9, cmap="viridis_r", lw=0
+    )
+    for (x, y), label in zip(found.places[:NAMED], found.labels[:NAMED], strict=False):
+        axes.annotate(short_label(label), (x, y), fontsize="x-small", alpha=0.8)
+    figure.colorbar(shown, ax=axes, label="training triples", shrink=0.6)
+    axes.set(
+        xticks=[],
+        yticks=[],
+        title=f"{len(found.labels):,} entities with most triples on two principal axes of their "
+        f"rows ({found.explained:.0%} of the variance)",
+    )
+    return _svg(figure)
+
+
+def times(runs: Sequence[RunFacts]) -> str:
+    """Seconds of training and of validation, a bar for each run."""
+    figure, (axes,) = _figure(1, (10, 0.9 + 0.35 * len(runs)))
+    start = np.zeros(len(runs))
+    for colour, part in zip(COLOURS, ("training", "validation"), strict=False):
+        values = np.array([run.seconds()[part] for run in runs])
+        axes.barh(range(len(runs)), values, 0.6, left=start, color=colour, label=part)
+        start += values
+    axes.set_yticks(range(len(runs)), [run.name for run in runs], fontsize="small")
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds, start-up and the ranking of test aside")
+    axes.legend(frameon=False, fontsize="small")
+    return _svg(figure)
+
+
+def _figure(count: int, size: tuple[float, float]) -> tuple[Figure, list[Axes]]:
+    figure = Figure(layout="constrained", figsize=size)
+    axes = list(np.atleast_1d(figure.subplots(1, count)))
+    for one in axes:
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _svg(figure: Figure) -> str:
+    """Text stays text, which is smaller and can be searched; ids are the same every time."""
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kge_torchrec"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]

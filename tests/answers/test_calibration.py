@@ -1,0 +1,200 @@
+"""Probabilities: what is fitted, what it is worth, where it is kept, when it is not used."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+
+from kge_torchrec import api
+from kge_torchrec.answers.calibration import (
+    FILE,
+    METHODS,
+    Calibration,
+    Curve,
+    brier_score,
+    expected_calibration_error,
+    fit,
+)
+from kge_torchrec.answers.corruptions import Pools, corrupt, labelled
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.errors import DataError, KGEError
+
+
+def sample(count=20_000, seed=0):
+    """Scores whose probability is known: sigmoid(2 s - 1)."""
+    random = np.random.default_rng(seed)
+    scores = random.normal(0, 2, count).astype(np.float32)
+    true = 1 / (1 + np.exp(1 - 2 * scores))
+    return scores, random.random(count) < true, true
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_known_curve_is_found(method):
+    pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
+    scores, labels, true = sample()
+    curve = fit(method, scores, labels, np.ones(len(scores)))
+    fresh, labels, true = sample(seed=1)
+    found = curve.at(fresh)
+    assert np.abs(found - true).mean() < 0.015
+    assert np.all(np.diff(curve.at(np.sort(fresh))) >= 0)
+    ones = np.ones(len(fresh))
+    raw = 1 / (1 + np.exp(-fresh.astype(np.float64)))
+    assert expected_calibration_error(found, labels, ones) < 0.02
+    assert expected_calibration_error(raw, labels, ones) > 0.08
+    assert brier_score(found, labels, ones) < brier_score(raw, labels, ones)
+    special = curve.at(np.array([np.inf, -np.inf, np.nan, 1e30]))
+    assert special[0] > 0.99 and special[3] > 0.99 and special[1] == special[2] < 0.01
+    if method == "platt":
+        assert (curve.slope, curve.intercept) == pytest.approx((2, -1), abs=0.1)
+
+
+def test_weights_count_as_repetitions():
+    pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
+    scores, labels, _ = sample(2000)
+    weights = np.where(labels, 3.0, 1.0)
+    times = weights.astype(int)
+    repeated = np.repeat(scores, times), np.repeat(labels, times), np.ones(times.sum())
+    for method in METHODS:
+        curve, other = fit(method, scores, labels, weights), fit(method, *repeated)
+        grid = np.linspace(-4, 4, 50)
+        np.testing.assert_allclose(curve.at(grid), other.at(grid), atol=2e-3)
+
+
+def test_errors_by_hand():
+    probabilities, labels = np.array([0.9, 0.92, 0.1, 1.0]), np.array([True, False, False, True])
+    weights = np.array([1.0, 1.0, 2.0, 1.0])
+    # Bins of 1/15: 0.9 and 0.92 lie in one, 0.1 and 1.0 in others.
+    expected = (abs(0.9 - 1 + 0.92) + 2 * 0.1 + 0) / 5
+    assert expected_calibration_error(probabilities, labels, weights) == pytest.approx(expected)
+    squares = (0.01 + 0.92**2 + 2 * 0.01 + 0) / 5
+    assert brier_score(probabilities, labels, weights) == pytest.approx(squares)
+
+
+@pytest.fixture
+def own(run, tmp_path):
+    """A copy of the run that may be calibrated."""
+    pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
+    with api.open_run(shutil.copytree(run.path, tmp_path / "run")) as copied:
+        yield copied
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
+    before = own.predict("e1", "r0")
+    assert {a.probability for a in before} == {None}
+    made = own.calibrate(method=method)
+    assert set(made.curves) == {"head", "tail"}  # of reciprocal relations
+    errors = made.about["test"]["expected_calibration_error"]
+    assert 0 <= errors["after"] < 1 and made.about["valid_triples"] == 30
+    for side, query in (("tail", ("e1", "r0", None)), ("head", (None, "r0", "e1")),
+                        ("tail", ("e1", None, "e2"))):  # fmt: skip
+        found = own.predict(*query)
+        expected = made.curves[side].at(np.array([a.score for a in found], np.float32))
+        assert [a.probability for a in found] == expected.tolist()
+    assert [(a.label, a.score) for a in own.predict("e1", "r0")] == [
+        (a.label, a.score) for a in before
+    ]
+    with api.open_run(own.path) as again:
+        assert again.predict("e1", "r0") == own.predict("e1", "r0")
+        (tmp_path / "t").write_text("e1\tr0\te2\n")
+        again.score_file(tmp_path / "t", tmp_path / "out", "json")
+        row = json.loads((tmp_path / "out").read_text())
+        assert row["probability"] == made.probabilities(np.float32([row["score"]]), "tail")[0]
+        assert again.new_links("r0", 1)[0].probability is not None
+
+
+def test_a_calibration_of_other_steps_is_not_used(own, caplog):
+    own.calibrate()
+    file = own.path / FILE
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 1}))
+    with api.open_run(own.path) as again:
+        assert again.predict("e1", "r0")[0].probability is None
+    assert "was calibrated after 1 steps" in caplog.text
+    file.write_text("{")
+    with api.open_run(own.path) as again, pytest.raises(DataError, match="is damaged"):
+        again.predict("e1", "r0")
+
+
+def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
+    for options, words in (({"method": "beta"}, "method must be one of platt, isotonic"),
+                           ({"corruptions": 0}, "corruptions must be"),
+                           ({"among": "types"}, "among must be one of seen, all"),
+                           ({"positive_share": 1.0}, "positive_share must lie")):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            run.calibrate(**options)
+    with pytest.raises(KGEError, match="nothing to calibrate by"):
+        fit("platt", np.zeros(3), np.ones(3, bool), np.ones(3))
+    monkeypatch.setitem(__import__("sys").modules, "sklearn.isotonic", None)
+    with pytest.raises(KGEError, match=r"needs scikit-learn: pip install 'kge-torchrec\[calib"):
+        run.calibrate()
+    assert not (run.path / FILE).exists()
+
+
+def test_a_triple_of_one_score_has_one_probability():
+    one = Calibration("platt", {"both": Curve(slope=1.0)}, 1, "", {})
+    for asked in ("head", "relation", "tail"):
+        assert one.probabilities(np.zeros(1), asked).tolist() == [0.5]
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """Relation r links 40 a's to 3 b's; s is seen in valid alone, n links all to all."""
+    triples = [(f"a{i}", "r", f"b{i % 3}") for i in range(40)]
+    every = [(f"c{i}", "n", f"c{j}") for i in range(3) for j in range(3)]
+    splits = {"train": [*triples[:36], *every], "valid": [*triples[36:], ("a1", "n", "c0")],
+              "test": triples[:1]}  # fmt: skip
+    return prepare_triples(splits, tmp_path_factory.mktemp("store") / "store")
+
+
+@pytest.mark.parametrize("among", ["seen", "all"])
+def test_corruptions_are_false_and_of_their_side(store, among):
+    triples = np.asarray(store.valid, np.int64)
+    known = {tuple(t) for s in ("train", "valid", "test") for t in store.split(s).tolist()}
+    for part in labelled(store, "valid", 6, among, 3, 1000):
+        column = 0 if part.side == "head" else 2
+        assert part.triples[: len(triples)].tolist() == triples.tolist()
+        assert part.labels.tolist() == [True] * 5 + [False] * (len(part.labels) - 5)
+        false = part.triples[~part.labels]
+        assert len(false) > 6 and not known & {tuple(t) for t in false.tolist()}
+        others = np.delete(false, column, 1).tolist()
+        assert all(one in np.delete(triples, column, 1).tolist() for one in others)
+        if among == "seen":
+            labels = store.entities.labels(false[:, column])
+            of_r = {x for x, t in zip(labels, false, strict=True) if t[1] == triples[0, 1]}
+            assert all(x.startswith("a" if part.side == "head" else "b") for x in of_r)
+        again = {x.side: x.triples for x in labelled(store, "valid", 6, among, 3, 1000)}
+        assert np.array_equal(again[part.side], part.triples)
+
+
+def test_what_cannot_be_corrupted_is_left_out(store):
+    """Everything that n links to c0 is true among the c's."""
+    (n,), (c,) = store.relations.ids(["n"]), store.entities.ids(["c1"])
+    random = np.random.default_rng(0)
+    pools = Pools(store, np.array([n]), random)
+    triple = np.array([[c, n, c]])
+    assert corrupt(store, triple, "tail", 5, pools, random).shape == (0, 3)
+    assert corrupt(store, triple, "tail", 5, None, random).shape == (5, 3)
+
+
+def test_pools_are_samples_of_every_chunk(store, monkeypatch):
+    from kge_torchrec.answers import corruptions
+
+    monkeypatch.setattr(corruptions, "_CHUNK", 7)
+    monkeypatch.setattr(corruptions, "POOL", 1000)
+    random = np.random.default_rng(0)
+    pools = Pools(store, np.arange(store.num_relations), random)
+    train = np.asarray(store.train).tolist()
+    assert sorted(pools._triples.tolist()) == sorted(train)
+    monkeypatch.setattr(corruptions, "POOL", 5)
+    small = Pools(store, np.arange(store.num_relations), random)._triples.tolist()
+    assert len(small) == 10 and all(t in train for t in small)
+    assert len({tuple(t) for t in small}) == 10
+
+
+def test_a_sample_of_a_large_split(store):
+    for part in labelled(store, "train", 1, "all", 0, 7):
+        assert part.labels.sum() == 7

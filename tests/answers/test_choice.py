@@ -1,0 +1,96 @@
+"""Which answers are listed: above a score, so many, new ones; and new links of a whole relation."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from kge_torchrec.answers import links
+from kge_torchrec.config import ConfigError
+from kge_torchrec.ranking import blocks
+
+PARTS = ("head", "relation", "tail")
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("query", [("e1", "r1", None), (None, "r1", "e4"), ("e1", None, "e4")])
+def test_everything_above_a_score(run, query, known, monkeypatch):
+    every = run.predict(*query, k=100, known=known)
+    middle = every[(len(every) - 1) // 2].score
+    wanted = [a for a in every if a.score >= middle]
+    assert 0 < len(wanted) < len(every)
+    assert run.predict(*query, known=known, above=middle) == wanted
+    assert run.predict(*query, k=1, known=known, above=middle) == wanted[:1]
+    assert run.predict(*query, known=known, above=-np.inf) == every
+    assert run.predict(*query, known=known, above=every[0].score + 1) == []
+    monkeypatch.setattr(blocks, "block_height", lambda *_: 5)  # seven blocks and a bit
+    assert [a.label for a in run.predict(*query, known=known, above=middle)] == [
+        a.label for a in wanted
+    ]
+
+
+def test_ten_unless_one_says_otherwise(run):
+    assert len(run.predict("e1", "r1")) == 10
+    with pytest.raises(ConfigError, match="above must be a number"):
+        run.predict("e1", "r1", above=float("nan"))
+    with pytest.raises(ConfigError, match="k must be"):
+        run.predict("e1", "r1", k=0, above=1.0)
+
+
+def brute_force(run, relation, heads=None, tails=None, loops=False):
+    """(score, head, tail) of every pair that is not known, best first; equal ones by id."""
+    store = run.session.store
+    (number,) = store.relations.ids([relation])
+    known = {tuple(t) for s in ("train", "valid", "test") for t in store.split(s).tolist()}
+    pairs = [
+        (h, number, t)
+        for h, t in itertools.product(range(store.num_entities), repeat=2)
+        if (h, number, t) not in known and (loops or h != t)
+        and (heads is None or h in heads) and (tails is None or t in tails)
+    ]  # fmt: skip
+    scores = run.answering_model().scores(torch.tensor(pairs)).tolist()
+    label = store.entities.labels(range(store.num_entities))
+    order = sorted(range(len(pairs)), key=lambda i: (-scores[i], pairs[i]))
+    return [(label[pairs[i][0]], label[pairs[i][2]], scores[i]) for i in order]
+
+
+def as_tuples(found):
+    return [(link.head, link.tail, link.score) for link in found]
+
+
+@pytest.mark.parametrize("heads", [512, 5])
+@pytest.mark.parametrize("loops", [False, True])
+def test_new_links_by_brute_force(run, monkeypatch, heads, loops):
+    monkeypatch.setattr(links, "HEADS", heads)
+    expected = brute_force(run, "r1", loops=loops)
+    found = run.new_links("r1", 30, loops=loops)
+    assert as_tuples(found) == expected[:30]
+    assert [link.rank for link in found] == list(range(1, 31))
+    assert {link.relation for link in found} == {"r1"}
+    every = run.new_links("r1", 5000, loops=loops)
+    assert as_tuples(every) == expected
+    middle = expected[100][2]
+    assert as_tuples(run.new_links("r1", 5000, above=middle, loops=loops)) == expected[:101]
+
+
+def test_new_links_among_those_seen(run):
+    store = run.session.store
+    (number,) = store.relations.ids(["r2"])
+    train = np.asarray(store.train)
+    train = train[train[:, 1] == number]
+    expected = brute_force(run, "r2", set(train[:, 0].tolist()), set(train[:, 2].tolist()))
+    assert as_tuples(run.new_links("r2", 40, "seen")) == expected[:40]
+    with pytest.raises(ConfigError, match="candidates must be one of all, seen"):
+        run.new_links("r2", 40, "types")
+
+
+def test_ties_between_links_come_by_head_and_tail():
+    best = links._Best(3, -np.inf)
+    nan = torch.nan
+    best.offer(torch.tensor([4, 7]), 10, torch.tensor([[1.0, 1.0], [2.0, nan]]))
+    best.offer(torch.tensor([4, 7]), 12, torch.tensor([[1.0, nan], [1.0, 0.0]]))
+    best.offer(torch.tensor([2]), 10, torch.tensor([[1.0, -torch.inf]]))
+    assert list(zip(*best.triples, strict=True)) == [(7, 10, 2.0), (2, 10, 1.0), (4, 10, 1.0)]

@@ -1,0 +1,42 @@
+"""Triple classification: thresholds by brute force, and what is right of test."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.answers.classification import Scored, best_threshold, thresholds_of
+from kge_torchrec.config import ConfigError
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
+def test_the_best_threshold_by_brute_force(pairs):
+    scores = np.array([s for s, _ in pairs], np.float32)
+    labels = np.array([x for _, x in pairs])
+    found = ((scores >= best_threshold(scores, labels)) == labels).mean()
+    cuts = [-10, *(s - 0.5 for s in scores), 10]
+    assert found == max(((scores >= cut) == labels).mean() for cut in cuts)
+
+
+def test_a_threshold_for_each_relation():
+    relations = np.array([0, 0, 2, 2, 0, 2])
+    scores = np.float32([1, 3, 10, 30, 2.5, 25])
+    labels = np.array([False, True, False, True, True, False])
+    thresholds, of_all = thresholds_of(Scored(relations, scores, labels), 4)
+    assert thresholds.tolist() == [1.75, of_all, 27.5, of_all]
+    assert of_all == best_threshold(scores, labels)
+
+
+def test_accuracy_is_what_the_thresholds_get_right(run):
+    found = run.classify()
+    assert found["triples"] == 30 and found["among"] == "seen"
+    parts = found["relations"].values()
+    assert sum(part["triples"] for part in parts) == 30
+    assert 0.3 < found["accuracy"] <= 1
+    assert run.classify(among="all") != found
+    assert run.classify(seed=1) != found
+    with pytest.raises(ConfigError, match="among must be one of seen, all"):
+        run.classify("types")

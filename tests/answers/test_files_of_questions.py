@@ -1,0 +1,144 @@
+"""Files of queries and triples: every good line answered, every bad one told with its number."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+
+import pyarrow.parquet as pq
+import pytest
+
+from kge_torchrec import files
+from kge_torchrec.answers import files_of_questions, questions
+from kge_torchrec.config import ConfigError
+from kge_torchrec.errors import DataError
+
+QUERIES = b"""head\trelation\ttail
+e1\tr0\t?
+?\tr1\te2
+e1\tr0
+e3\t?\te4
+
+e1\tr0\te2
+e11x\tr0\t?
+{"head": "e5", "relation": "r2"}
+{"head": null, "relation": "r9", "tail": "e2"}
+{"head": "e5", "relation": 2}
+{"heads": "e5"}
+[1]\tr0\t?
+{broken
+?\t?\te1
+\xff\tr0\t?
+e7\tr0\t?"""
+GOOD = {2: ("e1", "r0", None), 3: (None, "r1", "e2"), 5: ("e3", None, "e4"), 9: ("e5", "r2", None),
+        17: ("e7", "r0", None)}  # fmt: skip
+BAD = {
+    4: "expected 3 tab-separated columns, found 2: 'e1\\tr0'",
+    7: "exactly one of head, relation and tail must be ?, 0 are missing",
+    8: "unknown entity 'e11x'; did you mean 'e11'",
+    10: "unknown relation 'r9'",
+    11: "relation must be a label in quotes or null, got 2",
+    12: "unknown key 'heads'; there are head, relation, tail",
+    13: "unknown entity '[1]'",
+    14: "no JSON object",
+    15: "exactly one of head, relation and tail must be ?, 2 are missing",
+    16: "invalid UTF-8",
+}
+
+
+@pytest.fixture
+def file(tmp_path):
+    path = tmp_path / "queries.tsv"
+    path.write_bytes(QUERIES)
+    return path
+
+
+def check_problems(report):
+    assert [problem.line for problem in report.problems] == sorted(BAD)
+    for line, reason in report.problems:
+        assert reason.startswith(BAD[line])
+
+
+@pytest.mark.parametrize("batch, queries", [(4096, 512), (3, 1)])
+def test_good_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batch, queries):
+    monkeypatch.setattr(questions, "BATCH", batch)
+    monkeypatch.setattr(files_of_questions, "QUERIES", queries)
+    report = run.answer_file(file, tmp_path / "out.parquet", "parquet", k=4)
+    assert report.answered == len(GOOD)
+    check_problems(report)
+    rows = pq.read_table(tmp_path / "out.parquet").to_pylist()
+    assert report.rows == len(rows) == 4 * 4 + 3
+    expected = []
+    for line, query in GOOD.items():
+        asked = ("head", "relation", "tail")[query.index(None)]
+        for a in run.predict(*query, k=4):
+            whole = [a.label if part is None else part for part in query]
+            expected.append({"line": line, "asked": asked, "rank": a.rank, "head": whole[0],
+                             "relation": whole[1], "tail": whole[2], "score": a.score,
+                             "known": a.known})  # fmt: skip
+    assert rows == expected
+
+
+def test_every_format_has_the_same_rows(run, file, tmp_path, capsys):
+    for name in ("parquet", "json", "tsv", "table"):
+        run.answer_file(file, tmp_path / name, name, k=3, known=False)
+    rows = pq.read_table(tmp_path / "parquet").to_pylist()
+    assert [json.loads(line) for line in (tmp_path / "json").read_text().splitlines()] == rows
+    header, *lines = (line.split("\t") for line in (tmp_path / "tsv").read_text().splitlines())
+    assert header == list(rows[0])
+    for line, row in zip(lines, rows, strict=True):
+        assert [*line[:6], float(line[6]), line[7]] == [*map(str, list(row.values())[:6]),
+                                                        row["score"], ""]  # fmt: skip
+    table = (tmp_path / "table").read_text().splitlines()
+    assert len(table) == len(rows) + 1 and table[0].split() == header
+    assert sorted(os.listdir(tmp_path)) == ["json", "parquet", "queries.tsv", "table", "tsv"]
+    run.answer_file(file, k=3, known=False)
+    assert capsys.readouterr().out == (tmp_path / "tsv").read_text()
+
+
+def test_above_a_score_lines_may_have_no_answer(model, tmp_path):
+    (tmp_path / "q").write_text("e1\tr0\t?\ne2\tr0\t?\n")
+    best = model.predict("e1", "r0")[0].score
+    model.answer_file(tmp_path / "q", tmp_path / "out", above=best)
+    lines = (tmp_path / "out").read_text().splitlines()
+    assert lines[0] == "line\tasked\trank\thead\trelation\ttail\tscore"
+    assert lines[1].startswith("1\ttail\t1\te1\tr0\t")
+
+
+def test_scores_of_a_file(run, tmp_path):
+    (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\t?\ne3\tr9\te2\ne3\tr1\te3\n")
+    for side in ("tail", "head"):
+        report = run.score_file(tmp_path / "t", tmp_path / "out", "json", side)
+        rows = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+        scores = run.score([("e1", "r0", "e2"), ("e3", "r1", "e3")], side)
+        assert [row["score"] for row in rows] == scores and [row["line"] for row in rows] == [1, 4]
+    assert [problem.line for problem in report.problems] == [2, 3]
+    assert report.problems[0].reason == "head, relation and tail must be given, 1 are missing"
+
+
+def test_files_that_cannot_be_read_or_written(run, file, tmp_path, monkeypatch):
+    with pytest.raises(DataError, match="cannot be read"):
+        run.answer_file(tmp_path / "nothing", tmp_path / "out")
+    with pytest.raises(ConfigError, match="parquet is written to a file"):
+        run.answer_file(file, format="parquet")
+    with pytest.raises(ConfigError, match="format must be one of"):
+        run.answer_file(file, format="csv")
+    with pytest.raises(OSError):
+        run.answer_file(file, tmp_path / "nowhere" / "out")
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    (tmp_path / "out").write_text("of before")
+    monkeypatch.setattr(files, "sync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.answer_file(file, tmp_path / "out")
+    assert (tmp_path / "out").read_text() == "of before"
+    assert sorted(os.listdir(tmp_path)) == ["out", "queries.tsv"]
+
+
+def test_labels_with_tabs_stay_one_field():
+    from kge_torchrec.answers.tables import _texts
+
+    assert _texts(["a\tb\\c\n", None, 1.5, 3], repr) == ["a\\tb\\\\c\\n", "", "1.5", "3"]

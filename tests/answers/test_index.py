@@ -1,0 +1,53 @@
+"""FAISS indices find what nearest finds."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from training_runs import config_of
+
+from kge_torchrec import api
+from kge_torchrec.answers import index
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import KGEError
+
+
+@pytest.mark.parametrize("scorer", ["distmult", "transe_l1", "transe_l2"])
+def test_an_exact_index_finds_what_nearest_finds(run, tmp_path, monkeypatch, scorer):
+    faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
+    monkeypatch.setattr(index, "ROWS", 10)
+    config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1,
+                       model__scorer=scorer, model__biases=True, model__dim=10)  # fmt: skip
+    with api.train(config) as other:
+        about = other.write_index(tmp_path / "i.faiss", "Flat")
+        assert json.loads((tmp_path / "i.faiss.json").read_text()) == about
+        assert about["entities"] == 37 and about["dim"] == 8
+        read = faiss.read_index(str(tmp_path / "i.faiss"))
+        labels = Vocabulary.open(tmp_path / about["labels"])
+        ((place,),) = (labels.ids(["e3"]),)
+        _, found = read.search(read.reconstruct(int(place))[None], 6)
+        nearest = [n.label for n in other.nearest("e3", 5)]
+        assert [x for x in labels.labels(found[0]) if x != "e3"][:5] == nearest
+
+
+def test_kinds_that_are_trained_or_refused(model, tmp_path):
+    faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
+    model.write_index(tmp_path / "hnsw")
+    model.write_index(tmp_path / "ivf", "IVF2,Flat")
+    assert faiss.read_index(str(tmp_path / "ivf")).ntotal == 37
+    with pytest.raises(ConfigError, match="FAISS cannot make an index 'Nonsense'"):
+        model.write_index(tmp_path / "x", "Nonsense")
+    with pytest.raises(OSError, match="cannot be written"):
+        model.write_index(tmp_path / "nowhere" / "x", "Flat")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {f"{x}{end}" for x in ("hnsw", "ivf") for end in ("", ".json", ".labels.arrow")}
+    assert np.isfinite(faiss.read_index(str(tmp_path / "hnsw")).reconstruct(3)).all()
+
+
+def test_without_faiss(model, tmp_path, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "faiss", None)
+    with pytest.raises(KGEError, match=r"pip install 'kge-torchrec\[index\]'"):
+        model.write_index(tmp_path / "x")

@@ -1,0 +1,84 @@
+"""Whatever is asked, every number of ranks answers alike; no rank has all rows."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from worlds import run_world
+
+from kge_torchrec import api, load_model
+
+MEMBERS = {"and": [{"relation": "r0", "to": "e3"}, {"not": {"relation": "r2", "from": "e1"}}]}
+FILE = "e1\tr0\t?\n?\tr1\te2\ne1\tr0\nnobody\tr0\t?\ne3\t?\te4\n"
+
+
+def answers(run, folder):
+    """Answers of every kind, as lists of records that have labels and scores."""
+    middle = run.predict("e1", "r1")[4].score - 1e-3
+    report = run.answer_file(folder / "queries", folder / "out", k=4)
+    return {
+        "tails": run.predict("e1", "r0", k=7),
+        "new heads": run.predict(relation="r1", tail="e2", known=False),
+        "relations": run.predict("e1", tail="e2"),
+        "above": run.predict("e1", "r1", above=middle),
+        "all heads": run.predict(None, "r0", "e3", above=-100.0, known=False),
+        "nearest": run.nearest("e3", 5),
+        "links": run.new_links("r1", 30),
+        "links among seen": run.new_links("r1", 30, "seen"),
+        "members": run.ask({"relation": "r1", "from": MEMBERS}, k=30),
+    }, {"scores": run.score([("e1", "r0", "e2"), ("e3", "r1", "e4")]),
+        "accuracy": [run.classify()["accuracy"]]}, report  # fmt: skip
+
+
+def on_ranks(path, export, folder):
+    """Of this rank, and what an error of the first rank and an export are like."""
+    with api.open_run(path) as run:
+        found = answers(run, folder)
+        errors = []
+        for work in (lambda: run.answer_file(folder / "queries", folder / "nowhere" / "out"),
+                     lambda: run.answer_file(folder / "nothing", folder / "other")):  # fmt: skip
+            try:
+                work()
+            except (OSError, ValueError) as error:
+                errors.append(type(error).__name__)
+        try:
+            import sklearn  # noqa: F401
+        except ImportError:
+            curves = None
+        else:
+            curves = run.calibrate().curves
+            assert run.predict("e1", "r0")[0].probability is not None
+        # All rows are in an export, so each rank answers alone, as many times as it likes.
+        alone = [load_model(export).predict("e1", "r0", k=5) for _ in range(1 + run._ranks.rank)]
+    return found, errors, curves, alone[0]
+
+
+def names(record):
+    return [getattr(record, x, None) for x in ("rank", "head", "label", "tail", "known", "via")]
+
+
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_every_number_of_ranks_answers_alike(trained, run, model, tmp_path, world_size):
+    (tmp_path / "queries").write_text(FILE)
+    lists, numbers, report = answers(run, tmp_path)
+    written = (tmp_path / "out").read_text()
+    path = shutil.copytree(run.path, tmp_path / "run")
+    results = run_world(world_size, on_ranks, path, trained[1], Path(tmp_path))
+    for (its_lists, its_numbers, its_report), errors, curves, alone in results:
+        for name, expected in lists.items():
+            assert list(map(names, its_lists[name])) == list(map(names, expected)), name
+            scores = [record.score for record in expected]
+            assert [x.score for x in its_lists[name]] == pytest.approx(scores, rel=1e-4), name
+        for name, expected in numbers.items():
+            assert its_numbers[name] == pytest.approx(expected, rel=1e-4), name
+        assert its_report == report and len(report.problems) == 2
+        assert errors == ["FileNotFoundError", "DataError"]
+        assert curves == results[0][2]
+        assert [a.label for a in alone] == [a.label for a in model.predict("e1", "r0", k=5)]
+    columns = [
+        [line.split("\t")[:6] for line in text.splitlines()]
+        for text in (written, (tmp_path / "out").read_text())
+    ]
+    assert columns[0] == columns[1]

@@ -1,0 +1,113 @@
+"""The page about runs: what it says, that it needs nothing else, and that labels are only text."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+
+import numpy as np
+import pytest
+from training_runs import config_of, random_triples
+
+from kge_torchrec import api, report
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.run_report.facts import ReportError, RunFacts, differences, names_of
+from kge_torchrec.run_report.trained import entity_map, examples
+
+WILD = "<script>alert('&')</script>"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    common = {"train__epochs": 4, "evaluation__every": 2, "train__batch_size": 256}
+    for name, dim in (("one", 16), ("two", 32)):
+        api.train(config_of("countries", folder / name, model__dim=dim, **common)).close()
+    return folder
+
+
+class Tags(HTMLParser):
+    """Names of the elements, and what they load."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.names, self.loaded = [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.names.append(tag)
+        links = [value for key, value in attrs if key in ("src", "href", "xlink:href")]
+        self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
+
+
+def test_a_page_about_two_runs(runs, capsys):
+    page = runs / "page.html"
+    assert main(["report", str(runs / "one"), str(runs / "two"), "-o", str(page)]) == 0
+    text = page.read_text(encoding="utf-8")
+    tags = Tags(text)
+    assert tags.names.count("svg") == 4 and tags.loaded == [] and "script" not in tags.names
+    for name in ("one", "two"):
+        mrr = RunFacts.read(runs / name, name).results["test"]["both"]["realistic"]["mrr"]
+        assert f"<td>{name}</td><td>both</td>" in re.sub(" class=number", "", text)
+        assert f"{mrr:.4f}" in text
+    assert "<td>model.dim</td><td>16</td><td>32</td>" in text
+    assert "train.epochs" not in text  # the same in both
+    titles = re.findall("<h2>(.*?)</h2>", text)
+    assert titles == ["Test, filtered and realistic, all entities ranked", "Curves", "Time",
+                      "Settings that differ", "By relation", "Map of entities", "Examples",
+                      "Layout of one", "Layout of two"]  # fmt: skip
+
+
+def test_without_models_and_results(runs):
+    folder = runs / "half"
+    folder.mkdir()
+    (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
+    (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n{"kin')
+    text = report(folder, folder / "report.html", with_models=False).read_text(encoding="utf-8")
+    assert "half has no test results yet." in text and "Curves" in text
+    assert "Map of entities" not in text and "<td>model.dim</td><td>16</td><td>null</td>" in text
+
+
+def test_labels_are_text(tmp_path):
+    triples = [(f"{WILD}{h}", f"{WILD}r{r}", f"{WILD}{t}")
+               for h, r, t in random_triples(20, 2, 60)]  # fmt: skip
+    store = prepare_triples({"train": triples, "test": triples[:5]}, tmp_path / "store")
+    api.train(config_of(store.path, tmp_path / "run", model__dim=8)).close()
+    text = report(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
+    assert "script" not in Tags(text).names and "&lt;script&gt;" in text
+
+
+def test_examples_and_map_are_of_the_model(runs):
+    with api.open_run(runs / "one") as run:
+        rows = run.session.backend.shard().rows.numpy()
+        found = entity_map(run)
+        assert examples(run) == examples(run) and len(examples(run, 3)) == 3
+        for example in examples(run, 3):
+            assert example.answers == run.predict(example.head, example.relation, k=5)
+        order = run.session.store.entities.ids(found.labels)
+    centred = rows[order] - rows[order].mean(0)
+    values = np.linalg.eigvalsh(np.cov(centred.T))[::-1]
+    assert found.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
+    np.testing.assert_allclose(found.places.var(0, ddof=1), values[:2], rtol=1e-4)
+    assert (np.diff(found.degrees) <= 0).all()
+
+
+def test_names_and_differences(runs, tmp_path):
+    assert names_of([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
+    with pytest.raises(ReportError, match="given twice"):
+        report([runs / "one", runs / "two" / ".." / "one"], tmp_path / "page.html")
+    with pytest.raises(ConfigError, match="is no run folder"):
+        report(tmp_path, tmp_path / "page.html")
+    facts = [RunFacts.read(runs / name, name) for name in ("one", "two")]
+    assert differences(facts) == [("model.dim", [16, 32])]
+
+
+def test_validations_are_timed(runs):
+    lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
+    valid = [line["seconds"] for line in lines if line["kind"] == "valid"]
+    assert len(valid) == 2 and all(0 < seconds < 60 for seconds in valid)
+    facts = RunFacts.read(runs / "one", "one")
+    assert facts.seconds()["validation"] == sum(valid) and facts.seconds()["training"] > 0

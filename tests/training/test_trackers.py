@@ -1,0 +1,159 @@
+"""Metrics that go elsewhere as well: the same values, the same run after a resume, no harm done."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+from training_runs import config_of, tiny_store
+
+from kge_torchrec import api
+from kge_torchrec.config import ConfigError
+from kge_torchrec.training import trackers
+from kge_torchrec.training.run_folder import RunFolder
+
+
+class FakeRun:
+    """Of W&B."""
+
+    def __init__(self, **given):
+        self.given, self.id, self.logged, self.finished = given, given["id"] or "new", [], 0
+
+    def define_metric(self, *names, **settings):
+        self.metric = names, settings
+
+    def log(self, values):
+        self.logged.append(values)
+
+    def finish(self):
+        self.finished += 1
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """Runs that W&B was asked for."""
+    made, module = [], ModuleType("wandb")
+
+    def init(**given):
+        made.append(FakeRun(**given))
+        return made[-1]
+
+    module.init = init
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    return made
+
+
+@pytest.fixture
+def store(tmp_path):
+    return tiny_store(tmp_path / "store").path
+
+
+def scalars_of(folder) -> list[dict[str, float]]:
+    """Of every line of metrics.jsonl, its flat numbers by kind/name."""
+
+    def flat(values, prefix):
+        for key, value in values.items():
+            if isinstance(value, dict):
+                yield from flat(value, f"{prefix}{key}/")
+            elif isinstance(value, int | float) and not isinstance(value, bool):
+                yield prefix + key, value
+
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [
+        {"step": line.pop("step"), **dict(flat(line, f"{line.pop('kind')}/"))} for line in lines
+    ]
+
+
+def test_weights_and_biases_gets_what_the_log_has(store, tmp_path, runs):
+    folder = tmp_path / "run"
+    api.train(config_of(store, folder, train__epochs=2, run__wandb="graphs")).close()
+    (run,) = runs
+    settled = RunFolder(folder).load_config()
+    assert run.given["project"] == "graphs" and run.given["config"] == settled.to_dict()
+    assert run.logged == scalars_of(folder) and run.finished == 1
+    assert run.metric == (("*",), {"step_metric": "step"})
+    api.resume(folder, {"train.epochs": 3}).close()
+    assert runs[1].given["id"] == "new" and runs[1].given["resume"] == "allow"
+    assert [line["epoch/epoch"] for line in runs[1].logged if "epoch/epoch" in line] == [3]
+
+
+def test_a_tracker_that_fails_leaves_the_training_alone(store, tmp_path, runs, monkeypatch, caplog):
+    def broken(self, values):
+        self.logged.append(values)
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(FakeRun, "log", broken)
+    with caplog.at_level(logging.WARNING):
+        api.train(config_of(store, tmp_path / "run", train__epochs=2, run__wandb="graphs")).close()
+    assert len(runs[0].logged) == 1 and runs[0].finished == 1
+    assert [r.message for r in caplog.records if "wandb" in r.message] == [
+        "wandb takes no more metrics of this run: no route"
+    ]
+    assert len(scalars_of(tmp_path / "run")) > 2
+
+
+def test_a_missing_package_is_said_before_anything_is_written(store, tmp_path, monkeypatch):
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    for key in ("wandb", "mlflow"):
+        with pytest.raises(ConfigError, match=rf"run.{key} needs the package {key}: pip install"):
+            api.train(config_of(store, tmp_path / "run", **{f"run__{key}": "any"}))
+    assert not (tmp_path / "run" / "config.yaml").exists()
+
+
+class FakeClient:
+    """Of MLflow, with one store for all clients."""
+
+    experiments, runs = {}, {}
+
+    def get_experiment_by_name(self, name):
+        number = self.experiments.get(name)
+        return None if number is None else SimpleNamespace(experiment_id=number)
+
+    def create_experiment(self, name):
+        self.experiments[name] = str(len(self.experiments))
+        return self.experiments[name]
+
+    def create_run(self, number, run_name):
+        run = f"run{len(self.runs)}"
+        self.runs[run] = {
+            "of": (number, run_name),
+            "params": {},
+            "metrics": [],
+            "status": "RUNNING",
+        }
+        return SimpleNamespace(info=SimpleNamespace(run_id=run))
+
+    def update_run(self, run, status):
+        self.runs[run]["status"] = status
+
+    def log_param(self, run, name, value):
+        self.runs[run]["params"][name] = value
+
+    def log_metric(self, run, name, value, step):
+        assert "@" not in name  # which MLflow refuses
+        self.runs[run]["metrics"].append((step, name, value))
+
+    def set_terminated(self, run):
+        self.runs[run]["status"] = "FINISHED"
+
+
+def test_mlflow_gets_one_run_for_a_folder(store, tmp_path, monkeypatch):
+    module = ModuleType("mlflow.tracking")
+    module.MlflowClient = FakeClient
+    monkeypatch.setitem(sys.modules, "mlflow", ModuleType("mlflow"))
+    monkeypatch.setitem(sys.modules, "mlflow.tracking", module)
+    monkeypatch.setattr(trackers, "find_spec", lambda name: object())
+    folder = tmp_path / "run"
+    api.train(config_of(store, folder, train__epochs=2, run__mlflow="graphs")).close()
+    api.resume(folder, {"train.epochs": 3}).close()
+    (run,) = FakeClient.runs.values()
+    assert run["of"] == ("0", "run") and run["status"] == "FINISHED"
+    assert run["params"]["model.scorer"] and "seed" in run["params"]
+    names = {name for _, name, _ in run["metrics"]}
+    assert {"step/loss", "test/test/both/realistic/hits_at_10"} <= names
+    epochs = [value for _, name, value in run["metrics"] if name == "epoch/epoch"]
+    assert epochs == [1, 2, 3]
