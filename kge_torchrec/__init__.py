@@ -14,6 +14,7 @@ _HOMES = {
     "check_data": "kge_torchrec.diagnosis.data_check",
     "compare": "kge_torchrec.comparison.command",
     "evaluate": "kge_torchrec.trained_run",
+    "extend": "kge_torchrec.growth.extend",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.trained_run",
@@ -90,6 +91,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.errors import DataError as DataError
     from kge_torchrec.errors import KGEError as KGEError
     from kge_torchrec.export.plain_model import load_model as load_model
+    from kge_torchrec.growth.extend import extend as extend
     from kge_torchrec.models.losses import Loss as Loss
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer

@@ -20,6 +20,7 @@ from kge_torchrec.commands import (
     data,
     evaluate,
     export,
+    extend,
     is_first_rank,
     nearest,
     parts,
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add(verbs)
     data.add(verbs)
     verbs.add_parser("train", help="train a model and rank the test triples with it")
+    extend.add(verbs)
     evaluate.add(verbs)
     predict.add(verbs)
     score.add(verbs)

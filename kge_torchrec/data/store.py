@@ -76,6 +76,12 @@ class TripleStore:
         """What numbers that a config leaves open are picked by."""
         return GraphSize(self.num_entities, self.num_relations, len(self.train), len(self.valid))
 
+    @property
+    def base(self) -> GraphSize | None:
+        """Of a store that another one was extended to: counts of that; what is new follows."""
+        extends = self.report.get("extends")
+        return None if extends is None else GraphSize(**extends)
+
     def split(self, name: str) -> np.ndarray:
         """The triples (T, 3) of split "train", "valid" or "test"."""
         if name not in SPLITS:
