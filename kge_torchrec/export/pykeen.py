@@ -3,7 +3,8 @@
 ``ERModel`` takes PyKEEN's interactions by name; its own classes (``pykeen.models.RotatE`` and so
 on) would add constraints and penalties that this model was not trained with.  PyKEEN's RotatE takes
 the Euclidean norm over all numbers where Sun et al. (2019), and we, sum the moduli: that is
-PyKEEN's PairRE with complex numbers, |h e^(i r) - t 1|_1.
+PyKEEN's PairRE with complex numbers, |h e^(i r) - t 1|_1.  Its SimplE (1.11) multiplies a head's
+vector as a head with a tail's as a head; ours, the paper's, is its CP of vectors twice as long.
 
 PyKEEN numbers relation r as 2 r and its inverse as 2 r + 1.
 
@@ -121,8 +122,9 @@ def _rotate(model: WholeModel) -> Interaction:
 
 
 def _simple(model: WholeModel) -> Interaction:
-    parts = ([_real(x) for x in rows.chunk(2, -1)] for rows in (model.entities, model.relations))
-    return Interaction("SimplE", *parts)
+    swapped = torch.cat(model.entities.chunk(2, -1)[::-1], -1)
+    entities = [_real(rows[:, None]) for rows in (model.entities, swapped)]
+    return Interaction("CP", entities, [_real(model.relations[:, None] / 2)])
 
 
 def _rescal(model: WholeModel) -> Interaction:
@@ -154,10 +156,10 @@ def _pairre(model: WholeModel) -> Interaction:
 
 
 def _transh(model: WholeModel) -> Interaction:
-    normal, shift = model.relations.chunk(2, -1)
+    normal, shift = model.relations.double().chunk(2, -1)
     normal = nn.functional.normalize(normal, dim=-1)
     shift = shift - normal * (normal * shift).sum(-1, keepdim=True)
-    relations = [_real(normal), _real(shift)]
+    relations = [_real(normal.float()), _real(shift.float())]
     return Interaction("TransH", [_real(model.entities)], relations, {"p": 2, "power_norm": True})
 
 
