@@ -1,4 +1,4 @@
-"""A trained run, opened from its folder: evaluate, predict, export."""
+"""A trained run, opened from its folder: evaluate, answer, export."""
 
 from __future__ import annotations
 
@@ -11,23 +11,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from kge_torchrec.answers.answering import Answering
+from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
-from kge_torchrec.data import Side
-from kge_torchrec.data.store import TripleStore
 from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.plain_model import Prediction
 from kge_torchrec.ranking.metrics import Ranks, metrics
-from kge_torchrec.ranking.topk import top_k
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import BEST, FILTERS, Session
 from kge_torchrec.training.state import TrainState
 
 
-class Run:
+class Run(Answering):
     """A trained run, opened from its folder.  Under torchrun every method is collective.
 
     Keeps the model loaded between calls; ``close`` (or a ``with`` block) lets it go.
@@ -112,47 +109,6 @@ class Run:
             logging.getLogger(__name__).warning("the groups are not written: %s", error)
         return found
 
-    def predict(
-        self,
-        head: str | None = None,
-        relation: str | None = None,
-        tail: str | None = None,
-        k: int = 10,
-        known: bool = True,
-    ) -> list[Prediction]:
-        """The k best tails of (head, relation, ?), or heads of (?, relation, tail).
-
-        known: list answers that the data holds already, marked with their split; False leaves
-        them out.  Raises UnknownLabelError, with close matches, for a label not in the data.
-        """
-        if relation is None or (head is None) == (tail is None):
-            raise ConfigError("predict takes a relation and either a head or a tail")
-        if k < 1:
-            raise ConfigError(f"k must be an integer >= 1, got {k}")
-        side: Side = "tail" if tail is None else "head"
-        store, session = self.session.store, self.session
-        given = [label for label in (head, tail) if label is not None]
-        anchors, relations = store.entities.ids(given), store.relations.ids([relation])
-        exclude = None if known else store.filter_index().answers(side, anchors, relations)
-        with session.whole_scorer() as scorer:
-            scores, ids = top_k(
-                scorer,
-                session.backend.shard(),
-                torch.from_numpy(anchors),
-                torch.from_numpy(relations),
-                side,
-                k,
-                exclude=exclude,
-            )
-        found = ids[0] >= 0
-        answers, their_scores = ids[0, found].numpy(force=True), scores[0, found].tolist()
-        labels = store.entities.labels(answers)
-        splits = _splits_of_answers(store, side, anchors, relations, answers)
-        return [
-            Prediction(rank, *answer)
-            for rank, answer in enumerate(zip(labels, their_scores, splits, strict=True), 1)
-        ]
-
     def export(
         self,
         path: str | Path,
@@ -192,6 +148,17 @@ class Run:
         asked = licences if card or license or data_license else None
         export_model(session, folder, format, self._progress, wanted == BEST, asked)
         return folder.path
+
+    def answering_model(self) -> AnsweringModel:
+        """What questions are answered from: the loaded model and the data."""
+        session, store = self.session, self.session.store
+        return AnsweringModel(
+            session.scorer,
+            session.backend.shard(),
+            lambda: store.entities,
+            lambda: store.relations,
+            store,
+        )
 
     @property
     def session(self) -> Session:
@@ -241,14 +208,3 @@ def evaluate(
     """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
     with open_run(path) as run:
         return run.evaluate(split, by, candidates, types)
-
-
-def _splits_of_answers(
-    store: TripleStore, side: Side, anchors: np.ndarray, relations: np.ndarray, ids: np.ndarray
-) -> list[str | None]:
-    """The split that holds each of the ids (K,) as an answer, the first of several."""
-    splits: list[str | None] = [None] * len(ids)
-    for split in ("test", "valid", "train"):
-        (known,) = store.filter_index((split,)).contains(side, anchors, relations, ids)
-        splits = [split if here else before for here, before in zip(known, splits, strict=True)]
-    return splits

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import json
-import tracemalloc
 import weakref
-from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from ranking_cases import make_known
 from training_runs import QUIET, config_of, random_triples, tiny_store
 
 import kge_torchrec
-from kge_torchrec import api, cli, trained_run
+from kge_torchrec import api, cli
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import UnknownLabelError
@@ -101,7 +97,7 @@ def test_known_answers_are_marked_or_left_out(run, split):
 
 def test_queries_that_make_no_sense(run):
     for query in ({"head": "x"}, {"relation": "r"}, {"head": "x", "relation": "r", "tail": "y"}):
-        with pytest.raises(ConfigError, match="a relation and either a head or a tail"):
+        with pytest.raises(ConfigError, match=f"two of head, relation and tail.*{len(query)} of"):
             run.predict(**query)
     head, relation, _ = some_triple(run, "train")
     with pytest.raises(ConfigError, match="k must be an integer >= 1, got 0"):
@@ -152,26 +148,6 @@ def test_without_test_triples(tmp_path):
         assert run.results["test"] is None
         with pytest.raises(ConfigError, match="has no test triples"):
             run.evaluate()
-
-
-def test_splits_are_looked_up_for_the_found_answers_only():
-    """Of a query with a million known ones; train comes before valid and test."""
-    entities = 1_000_000
-    every = np.arange(entities)
-    splits = {
-        "train": make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1),
-        "valid": make_known([(0, 0, 2), (0, 0, 3)], entities, 1),
-        "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
-    }
-    store = SimpleNamespace(filter_index=lambda names: splits[names[0]])
-    query, found = (np.array([0]), np.array([0])), np.array([9, 2, 3, 5, 4, 0])
-    trained_run._splits_of_answers(store, "tail", *query, found)  # compiles
-    tracemalloc.start()
-    told = trained_run._splits_of_answers(store, "tail", *query, found)
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert told == [None, "train", "valid", "test", "train", "train"]
-    assert peak < 1 << 20
 
 
 @pytest.mark.parametrize("resumes, changes", [(False, {}), (True, {}), (False, {"entities__engine":

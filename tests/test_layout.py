@@ -11,7 +11,7 @@ import kge_torchrec
 PACKAGE = Path(kge_torchrec.__file__).parent
 ROOMS = [
     "kge_torchrec", "errors", "files", "environment", "config", "data", "models", "distributed",
-    "embeddings", "ranking", "training", "planning", "export", "comparison", "diagnosis",
+    "embeddings", "ranking", "answers", "training", "planning", "export", "comparison", "diagnosis",
     "trained_run", "api", "tuning", "commands", "cli", "__main__",
 ]  # fmt: skip
 

@@ -108,6 +108,12 @@ class EntityShard:
     rows: Tensor  # (n, D); n may be 0 when there are more ranks than entities
     first_row: int  # global id of rows[0]
     num_entities: int  # N, over all ranks
+    alone: bool = False  # all rows are here, whatever other ranks there are
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks the rows are split over, which then ask for them together."""
+        return 1 if self.alone else world_size()
 
     @property
     def dim(self) -> int:
@@ -134,6 +140,6 @@ class EntityShard:
         here = self.holds(ids)
         out = torch.zeros(ids.numel(), self.dim, device=self.rows.device)
         out[here] = self.rows[ids[here] - self.first_row].float()
-        if world_size() > 1:
+        if self.ranks > 1:
             dist.all_reduce(out)
         return out

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from kge_torchrec.data.filter_index import Answers
-from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
@@ -52,7 +51,7 @@ def top_k(
             if exclude is not None:
                 erase(keys, first, exclude, NOTHING)
             best = _best(torch.cat([best, _best(keys, k)], 1), k)
-    return _unpack(_best(_gather(best), k))
+    return _unpack(_best(_gather(best, shard.ranks), k))
 
 
 def _keys(scores: Tensor, first: int) -> Tensor:
@@ -72,11 +71,11 @@ def _best(keys: Tensor, k: int) -> Tensor:
     return keys.topk(min(k, keys.shape[1]), dim=1).values
 
 
-def _gather(keys: Tensor) -> Tensor:
+def _gather(keys: Tensor, ranks: int) -> Tensor:
     """(B, k) of this rank -> (B, ranks * k) of all."""
-    if world_size() == 1:
+    if ranks == 1:
         return keys
-    parts = [torch.empty_like(keys) for _ in range(world_size())]
+    parts = [torch.empty_like(keys) for _ in range(ranks)]
     dist.all_gather(parts, keys)
     return torch.cat(parts, 1)
 

@@ -14,6 +14,7 @@ import torch
 from training_runs import config_of
 
 from kge_torchrec import api, load_model
+from kge_torchrec.answers.predictions import best
 from kge_torchrec.config import SCORER_NAMES, ConfigError, ModelConfig
 from kge_torchrec.errors import ExportError, UnknownLabelError
 from kge_torchrec.export.description import describe
@@ -138,8 +139,8 @@ def test_equal_scores_come_by_id_and_nan_last(model, monkeypatch):
     table = np.zeros((200, D), np.float32)
     table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
     tied = type(model)(model.path, model.description, table, model.scorer)
-    anchor = tied.rows(torch.tensor([3]))
-    scores, ids = tied._best(anchor, torch.tensor([0]), "tail", 200)
+    found = tied.answering_model()
+    scores, ids = (x[0] for x in best(found, "tail", torch.tensor([[3, 0, 0]]), 200))
     assert scores[0] == scores[1] == scores[2]
     ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
     order = [*ones, *zeros] if scores[0] > 0 else [*zeros, *ones]
@@ -166,7 +167,7 @@ def test_the_table_stays_on_the_disk(model):
 
 def test_queries_that_make_no_sense(model):
     for query in ({"head": "e1"}, {"relation": "r1"}, dict(head="e1", relation="r1", tail="e2")):
-        with pytest.raises(ConfigError, match="a relation and either a head or a tail"):
+        with pytest.raises(ConfigError, match="two of head, relation and tail"):
             model.predict(**query)
     with pytest.raises(ConfigError, match="k must be an integer >= 1, got 0"):
         model.predict(head="e1", relation="r1", k=0)

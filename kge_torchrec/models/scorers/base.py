@@ -72,9 +72,8 @@ class Scorer(nn.Module):
     start = ("normal", 1e-3)  # distribution and scale of the rows that it learns well from
     is_distance = False  # its query is a point: nothing to apply hidden dropout to
     needs_reciprocal = False  # answers tail queries only
-    # Whether rows are read as complex numbers, which N3 then takes the modulus of.
-    is_complex = False
-    relation_is_complex = False
+    is_complex = relation_is_complex = False  # rows are complex numbers: N3 takes their moduli
+    entity_metric: str | None = None  # of two entities, see answers/nearest.py
     # Columns at the end of an entity's row that are no part of its vector.
     bias_columns = 0
     zero_columns = 0  # of those, how many start at 0 whatever the config draws

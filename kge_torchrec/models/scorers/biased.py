@@ -59,7 +59,7 @@ class Biased(QueryScorer):
         self.formula = with_biases(inner.formula)
         self.is_distance, self.needs_reciprocal = inner.is_distance, inner.needs_reciprocal
         self.is_complex, self.relation_is_complex = inner.is_complex, inner.relation_is_complex
-        self.is_bilinear = inner.is_bilinear
+        self.is_bilinear, self.entity_metric = inner.is_bilinear, inner.entity_metric
         calls = "similarity", "similarity_matrix", "similarity_at"
         self._is_dot = all(getattr(type(inner), x) is getattr(DotScorer, x) for x in calls)
 

@@ -38,6 +38,7 @@ class RotatE(QueryScorer):
     name = "rotate"
     start = ("uniform", 0.25)
     is_distance = True
+    entity_metric = "moduli"
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
     is_complex = True  # entities only: relations are phases
 

@@ -49,6 +49,7 @@ class TransE(QueryScorer):
 
 class TransEL1(TransE):
     name = "transe_l1"
+    entity_metric = "manhattan"
 
     def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
         return -torch.linalg.vector_norm(query - rows, ord=1, dim=-1)
@@ -207,6 +208,7 @@ class PairRE(QueryScorer):
     name = "pairre"
     start = ("uniform", 0.25)
     is_distance = True
+    entity_metric = "manhattan"
     formula = (
         "PairRE (Chao et al. 2021): score(h, r, t) = -||h * r_head - t * r_tail||_1, |h| = |t| = 1."
     )

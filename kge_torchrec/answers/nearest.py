@@ -1,0 +1,89 @@
+"""The entities nearest to one, by what the scorer compares entities with.
+
+Scorers that measure a distance have the same one between entities; those that multiply have the
+cosine, since the length of a row says how often an entity is an answer rather than what it is.
+Rows are taken as the formula takes them, normalised, and without biases.
+
+Shapes: N entities, D numbers per entity.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.answers.model import AnsweringModel, Label
+from kge_torchrec.answers.predictions import check_count
+from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.models.distances import complex_distance, euclidean, manhattan
+from kge_torchrec.models.scorers.base import Scorer, Side
+from kge_torchrec.ranking.topk import top_k
+
+# What Scorer.entity_metric names: similarities of points (1, b, D) and (1, n, D), larger is nearer.
+SIMILARITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "cosine": lambda x, y: torch.matmul(x, y.transpose(-1, -2)),
+    "euclidean": lambda x, y: -euclidean(x, y),
+    "manhattan": lambda x, y: -manhattan(x, y),
+    "moduli": lambda x, y: -complex_distance(x, y),
+}
+MEANINGS = {
+    "cosine": "cosine of the angle between the rows",
+    "euclidean": "minus the Euclidean distance of the rows",
+    "manhattan": "minus the Manhattan distance of the rows",
+    "moduli": "minus the sum of the moduli of the differences of complex numbers",
+}
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """An entity near another one."""
+
+    rank: int  # from 1
+    label: str
+    score: float  # larger is nearer
+
+
+class EntitySimilarity(nn.Module):
+    """A similarity of entities in the place of a scorer, so that the same search finds the best."""
+
+    def __init__(self, scorer: Scorer):
+        super().__init__()
+        self.scorer, self.metric = scorer, metric_of(scorer)
+        self._compare = SIMILARITIES[self.metric]
+
+    def points(self, rows: Tensor) -> Tensor:
+        """Entity rows as they are compared: (..., D) -> (..., D without biases)."""
+        rows = self.scorer.entity(rows.float())
+        rows = rows[..., : rows.shape[-1] - self.scorer.bias_columns]
+        return nn.functional.normalize(rows, dim=-1) if self.metric == "cosine" else rows
+
+    def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
+        """As ``Scorer.prepared``; relation and side play no part."""
+        queries = self.points(anchor)[None]
+        return lambda rows: self._compare(queries, self.points(rows)[None])[0]
+
+
+def metric_of(scorer: Scorer) -> str:
+    """The name in ``SIMILARITIES`` of what suits a scorer."""
+    return scorer.entity_metric or ("euclidean" if scorer.is_distance else "cosine")
+
+
+def nearest(model: AnsweringModel, entity: Label, k: int = 10) -> list[Neighbour]:
+    """The k entities nearest to one, itself left out, nearest first.
+
+    Raises ConfigError for a k below 1, UnknownLabelError with close matches, IndexError for an id.
+    """
+    check_count(k)
+    anchor = model.entity_ids(entity).reshape(1)
+    similarity = EntitySimilarity(model.scorer)
+    itself = Answers.single(anchor.numpy())
+    none, k = torch.zeros(1, dtype=torch.int64), min(k, model.num_entities)
+    scores, ids = top_k(similarity, model.shard, anchor, none, "tail", k, itself)  # type: ignore[arg-type]
+    found = ids[0] >= 0
+    labels = model.entities.labels(np.asarray(ids[0, found].cpu()))
+    pairs = zip(labels, scores[0, found].tolist(), strict=True)
+    return [Neighbour(rank, *pair) for rank, pair in enumerate(pairs, 1)]

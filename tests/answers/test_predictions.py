@@ -1,0 +1,181 @@
+"""Answers with any one part missing: right, the same from a run and its export, on all ranks."""
+
+from __future__ import annotations
+
+import tracemalloc
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from ranking_cases import make_known
+from training_runs import config_of
+from worlds import run_world
+
+from kge_torchrec import api, load_model
+from kge_torchrec.answers import predictions
+from kge_torchrec.answers.predictions import best
+from kge_torchrec.errors import KGEError
+
+PARTS = ("head", "relation", "tail")
+
+
+def of_split(run, split):
+    """Triples of labels."""
+    store = run.session.store
+    heads, relations, tails = np.asarray(store.split(split), np.int64).T
+    labels = store.entities.labels
+    return list(zip(labels(heads), store.relations.labels(relations), labels(tails), strict=True))
+
+
+def without(triple, part):
+    """The query for a part of a triple, and the answer."""
+    query = dict(zip(PARTS, triple, strict=True))
+    return query, query.pop(part)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_scores_of_answers_are_those_of_triples(run, model, part):
+    for triple in of_split(run, "test")[:5]:
+        query, _ = without(triple, part)
+        answers = run.predict(**query, k=100)
+        assert len(answers) == (3 if part == "relation" else 37)
+        triples = [tuple({**query, part: a.label}[name] for name in PARTS) for a in answers]
+        side = "head" if part == "head" else "tail"
+        assert run.score(triples, side) == [a.score for a in answers]
+        assert model.score(triples, side=side) == run.score(triples, side)
+        assert [a.score for a in answers] == sorted((a.score for a in answers), reverse=True)
+        found = model.predict(**query, k=100)
+        assert [(a.rank, a.label, a.score) for a in found] == [
+            (a.rank, a.label, a.score) for a in answers
+        ]
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("split", ["train", "valid", "test"])
+def test_what_is_known_is_marked_or_left_out(run, split, part):
+    where = {triple: name for name in ("test", "valid", "train") for triple in of_split(run, name)}
+    for triple in of_split(run, split)[:4]:
+        query, answer = without(triple, part)
+        every = run.predict(**query, k=100)
+        assert {a.label: a.known for a in every}[answer] == split
+        for a in every:
+            whole = tuple({**query, part: a.label}[name] for name in PARTS)
+            assert where.get(whole) == a.known
+        new = run.predict(**query, k=100, known=False)
+        assert [a.label for a in new] == [a.label for a in every if a.known is None]
+        assert [a.rank for a in new] == list(range(1, len(new) + 1))
+
+
+def test_ranks_equal_those_of_evaluation(run):
+    """Filtered ranks of 1,000 queries, counted in the answers of predict; to the tie."""
+    session = run.session
+    store, model = session.store, run.answering_model()
+    random = np.random.default_rng(0)
+    triples = np.concatenate([store.train, store.valid, store.test]).astype(np.int64)
+    triples = triples[random.integers(len(triples), size=500)]
+    ranks = session.ranks_of(triples, "test")
+    for side, column in (("head", 0), ("tail", 2)):
+        scores, ids = best(model, side, torch.from_numpy(triples), 37)
+        index = store.filter_index()
+        anchors, answers = triples[:, 2 - column], triples[:, column]
+        known = index.contains(side, anchors, triples[:, 1], ids.numpy())
+        own = ids.numpy() == answers[:, None]
+        score = scores.numpy()
+        true = score[own][:, None]
+        others = ~known
+        optimistic = ((score > true) & others).sum(1) + 1
+        pessimistic = ((score >= true) & others).sum(1) + 1
+        assert optimistic.tolist() == ranks.optimistic[side].tolist()
+        assert pessimistic.tolist() == ranks.pessimistic[side].tolist()
+
+
+def answers_of(folder, queries, triples):
+    with api.open_run(folder) as run:
+        found = [run.predict(**query, k=7, known=known) for query, known in queries]
+        return found, run.score(triples), run.nearest("e3", 5)
+
+
+def test_every_number_of_ranks_answers_alike(run):
+    triples = of_split(run, "test")[:3]
+    queries = [(without(t, part)[0], known) for t in triples for part in PARTS
+               for known in (True, False)]  # fmt: skip
+    expected = answers_of(run.path, queries, triples)
+    for world_size in (2, 4):
+        for found, scores, neighbours in run_world(
+            world_size, answers_of, run.path, queries, triples
+        ):
+            assert [[(a.label, a.known) for a in one] for one in found] == [
+                [(a.label, a.known) for a in one] for one in expected[0]
+            ]
+            assert scores == pytest.approx(expected[1], rel=1e-5)
+            assert [n.label for n in neighbours] == [n.label for n in expected[2]]
+
+
+def of_export(folder):
+    model = load_model(folder)
+    return model.predict("e1", "r0", k=5), model.score([("e1", "r0", "e2")])
+
+
+def test_an_export_answers_alone_among_ranks(trained):
+    for found in run_world(2, of_export, trained[1]):
+        assert [a.label for a in found[0]] == [a.label for a in of_export(trained[1])[0]]
+
+
+@pytest.mark.parametrize("settings", [
+    {"model__scorer": "transe_l1", "model__biases": True, "model__dim": 10},
+    {"model__scorer": "conve", "model__reciprocal": True, "model__dim": 16},
+])  # fmt: skip
+def test_other_models(run, tmp_path, settings):
+    config = config_of(run.config.data.path, tmp_path, train__epochs=1, **settings)
+    with api.train(config) as other:
+        relations = other.predict(head="e1", tail="e2")
+        triples = [("e1", a.label, "e2") for a in relations]
+        assert other.score(triples) == [a.score for a in relations]
+        tails = other.predict("e1", "r1", k=40)
+        assert other.score([("e1", "r1", a.label) for a in tails]) == [a.score for a in tails]
+
+
+def test_relations_in_blocks_are_the_same(run, monkeypatch):
+    expected = run.predict(head="e1", tail="e2")
+    monkeypatch.setattr(predictions, "RELATIONS", 2)
+    assert run.predict(head="e1", tail="e2") == expected
+
+
+def test_questions_that_need_the_data(model):
+    for query in ({"head": "e1", "relation": "r0"}, {"head": "e1", "tail": "e2"}):
+        with pytest.raises(KGEError, match=r"the data is no part of an export.*known"):
+            model.predict(**query, known=False)
+
+
+def test_scores_of_nothing_and_of_many(run, monkeypatch):
+    from kge_torchrec.answers import model
+
+    assert run.score([]) == []
+    triples = of_split(run, "train")
+    expected = [run.score([triple])[0] for triple in triples]
+    assert run.score(triples) == expected
+    monkeypatch.setattr(model, "FETCH_BYTES", 1)  # 64 triples at once
+    assert run.score(triples) == expected
+    with pytest.raises(ValueError, match="side must be one of"):
+        run.score(triples, "both")
+
+
+def test_splits_are_looked_up_for_the_found_answers_only():
+    """Of a query with a million known ones; train comes before valid and test."""
+    entities = 1_000_000
+    every = np.arange(entities)
+    splits = {
+        "train": make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1),
+        "valid": make_known([(0, 0, 2), (0, 0, 3)], entities, 1),
+        "test": make_known([(0, 0, 2), (0, 0, 3), (0, 0, 5)], entities, 1),
+    }
+    model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
+    query, found = np.array([[0, 0, 0]]), np.array([[9, 2, 3, 5, 4, 0, -1]])
+    predictions._splits(model, "tail", query, found)  # compiles
+    tracemalloc.start()
+    (told,) = predictions._splits(model, "tail", query, found)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert told == [None, "train", "valid", "test", "train", "train", None]
+    assert peak < 1 << 20
