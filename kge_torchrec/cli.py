@@ -1,4 +1,4 @@
-"""The command line: prepare, data, train, evaluate, predict, export, plan, compare, tune, parts.
+"""The command line: what people call, a verb each.
 
 The same ``main`` serves one process and, through scripts/train.py, every process of torchrun.
 """
@@ -13,7 +13,16 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from kge_torchrec.commands import data, evaluate, export, is_first_rank, parts, predict, prepare
+from kge_torchrec.commands import (
+    data,
+    evaluate,
+    export,
+    is_first_rank,
+    parts,
+    predict,
+    prepare,
+    serve,
+)
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
 
@@ -104,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     evaluate.add(verbs)
     predict.add(verbs)
     export.add(verbs)
+    serve.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
     verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")

@@ -50,6 +50,7 @@ class TripleStore:
         self.entities = Vocabulary.open(path / "entities.arrow", "entity")
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
+        self._sides: dict[tuple[str, str], SideIndex] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> TripleStore:
@@ -97,8 +98,10 @@ class TripleStore:
 
     def side_index(self, split: str, side: str) -> SideIndex:
         """The part of the filter index that answers queries for a side with a split's triples."""
-        return SideIndex(*(_map(self.path / _index_name(split, side, part))
-                           for part in SideIndex._fields))  # fmt: skip
+        if (split, side) not in self._sides:  # opening files takes longer than a few queries
+            names = (_index_name(split, side, part) for part in SideIndex._fields)
+            self._sides[split, side] = SideIndex(*(_map(self.path / name) for name in names))
+        return self._sides[split, side]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {len(self.split(split)):,}" for split in SPLITS)
@@ -255,17 +258,21 @@ class Vocabulary:
         Raises:
             UnknownLabelError: a label that is not here, with labels that resemble it.
         """
+        ids = self.find(labels)
+        missing = np.flatnonzero(ids < 0)
+        if len(missing):
+            raise self._unknown(labels[missing[0]], len(missing))
+        return ids
+
+    def find(self, labels: Sequence[str]) -> np.ndarray:
+        """Ids (M,) int64 of ``labels``, -1 of those that are not here."""
         wanted = pa.array(labels, pa.large_string())
         distinct = wanted.unique()
         slot = pc.index_in(self._labels, value_set=distinct)
         found = np.flatnonzero(slot.is_valid().to_numpy(zero_copy_only=False))
         id_of = np.full(len(distinct), -1, np.int64)
         id_of[slot.take(pa.array(found)).to_numpy(zero_copy_only=False)] = found
-        ids = id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
-        missing = np.flatnonzero(ids < 0)
-        if len(missing):
-            raise self._unknown(labels[missing[0]], len(missing))
-        return ids
+        return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
 
     def close_to(self, label: str, count: int = 3) -> list[str]:
         """Labels that resemble ``label``, best first."""
