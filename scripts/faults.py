@@ -511,7 +511,8 @@ FAULTS = [
           "shard.rows[ids[here] % len(shard.rows), : own.shape[1]] = own",
           "tests/training/test_warm_start.py -k ranks_read"),
     Fault("two vectors of a label: the last one is taken", "data/vectors.py",
-          "    if counts.max() > 1:", "    if False:", "tests/training/test_warm_start.py -k twice"),
+          "    if counts.max() > 1:", "    if False:",
+          "tests/training/test_warm_start.py -k twice"),
     # files
     Fault("a folder that cannot take its name takes the old one along", "files.py",
           "            old.rename(target)\n        raise", "            pass\n        raise",

@@ -126,7 +126,8 @@ def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
 
 
 VERBS = ("prepare", "train", "evaluate", "predict", "score", "nearest", "ask", "calibrate",
-         "classify", "export", "report", "extend", "serve", "plan", "compare", "data", "tune", "parts")  # fmt: skip
+         "classify", "export", "report", "extend", "serve", "plan", "compare",
+         "data", "tune", "parts")  # fmt: skip
 
 
 def test_help_says_something_of_every_verb(capsys):

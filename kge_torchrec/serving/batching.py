@@ -19,7 +19,14 @@ import torch
 
 from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.answers.nearest import Neighbour, nearest
-from kge_torchrec.answers.predictions import PARTS, Part, Prediction, Query, answer
+from kge_torchrec.answers.predictions import (
+    PARTS,
+    Choice,
+    Part,
+    Prediction,
+    Query,
+    predictions,
+)
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import Side
@@ -219,8 +226,8 @@ def _group(question: Question) -> tuple[Any, ...]:
 
 def _predict(model: AnsweringModel, asked: list[Predict], ids: _Ids) -> list[list[Prediction]]:
     queries = torch.tensor([ids.of_triple(one.query) for one in asked], dtype=torch.int64)
-    most = max(one.k for one in asked)
-    found = answer(model, asked[0].query.asked, queries, most, asked[0].known)
+    choice = Choice(max(one.k for one in asked), asked[0].known)
+    found = predictions(model, asked[0].query.asked, queries, choice)
     return [answers[: one.k] for one, answers in zip(asked, found, strict=True)]
 
 
