@@ -14,6 +14,7 @@ _HOMES = {
     "check_data": "kge_torchrec.diagnosis.data_check",
     "compare": "kge_torchrec.comparison.command",
     "evaluate": "kge_torchrec.trained_run",
+    "extend": "kge_torchrec.growth.extend",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.trained_run",
@@ -21,6 +22,7 @@ _HOMES = {
     "prepare": "kge_torchrec.data.prepare",
     "report": "kge_torchrec.run_report.page",
     "resume": "kge_torchrec.api",
+    "serve": "kge_torchrec.serving.server",
     "train": "kge_torchrec.api",
     "tune": "kge_torchrec.tuning.command",
     "Run": "kge_torchrec.trained_run",
@@ -90,6 +92,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.errors import DataError as DataError
     from kge_torchrec.errors import KGEError as KGEError
     from kge_torchrec.export.plain_model import load_model as load_model
+    from kge_torchrec.growth.extend import extend as extend
     from kge_torchrec.models.losses import Loss as Loss
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer
@@ -99,6 +102,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
     from kge_torchrec.run_report.page import report as report
+    from kge_torchrec.serving.server import serve as serve
     from kge_torchrec.trained_run import Run as Run
     from kge_torchrec.trained_run import evaluate as evaluate
     from kge_torchrec.trained_run import open_run as open_run

@@ -31,6 +31,7 @@ from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trackers import check_trackers, trackers_of
+from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
@@ -74,10 +75,10 @@ def train(
     config = as_config(config)
     with processes(config.device) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
-        _lock(folder, ranks, held)
+        lock(folder, ranks, held)
         found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
         if found is not None:
-            _continue(folder, found, ranks, callbacks, rank_test=rank_test)
+            go_on(folder, found, ranks, callbacks, rank_test=rank_test)
         else:
             _begin(folder, config, ranks, callbacks, rank_test)
         _give_memory_back()
@@ -93,18 +94,18 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
     folder = RunFolder(path)
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
-    _check_overrides(before, config)
+    check_overrides(before, config)
     with processes(config.device) as ranks, ExitStack() as held:
-        _lock(folder, ranks, held)
+        lock(folder, ranks, held)
         before, config = ranks.broadcast((before, config))  # a host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
-        _continue(folder, config, ranks, callbacks, before)
+        go_on(folder, config, ranks, callbacks, before)
         _give_memory_back()
     return Run(folder.path)
 
 
-def _lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
+def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
     """Keeps other runs out of the folder until ``held`` closes.  Collective."""
 
     def lock() -> None:
@@ -150,15 +151,15 @@ def _begin(
     on_first_rank(ranks, lambda: folder.create(config))
     try:
         session = Session(config, folder, ranks)
+        start = begin(session)
     except Exception:
         if ranks.is_first:
-            _undo(folder)
+            undo(folder)
         raise
     if session.config != config:  # as it was settled
         on_first_rank(ranks, lambda: folder.save_config(session.config))
         if session.show:
             print(f"picked for this graph: {_picked(config, session.config)}", file=sys.stderr)
-    start = TrainState(data=session.store.fingerprint)
     _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
 
 
@@ -168,7 +169,7 @@ def _picked(config: Config, settled: Config) -> str:
     return ", ".join(f"{key} {attrgetter(key)(settled)}" for key in keys)
 
 
-def _continue(
+def go_on(
     folder: RunFolder,
     config: Config,
     ranks: Processes,
@@ -199,7 +200,7 @@ def _give_memory_back() -> None:
         torch.cuda.empty_cache()
 
 
-def _check_overrides(before: Config, after: Config) -> None:
+def check_overrides(before: Config, after: Config) -> None:
     old, new = _fixed_values(before), _fixed_values(after)
     for key in old:
         if old[key] != new[key]:
@@ -290,10 +291,10 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
     return found
 
 
-def _undo(folder: RunFolder) -> None:
+def undo(folder: RunFolder) -> None:
     """Removes what a run that never started has written."""
     remove_prepared(folder.store)
-    for name in ("config.yaml", ".lock"):
+    for name in ("config.yaml", ".lock", folder.frozen.name):
         (folder.path / name).unlink(missing_ok=True)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()

@@ -20,6 +20,7 @@ from kge_torchrec.commands import (
     data,
     evaluate,
     export,
+    extend,
     is_first_rank,
     nearest,
     parts,
@@ -27,6 +28,7 @@ from kge_torchrec.commands import (
     prepare,
     report,
     score,
+    serve,
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
@@ -115,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add(verbs)
     data.add(verbs)
     verbs.add_parser("train", help="train a model and rank the test triples with it")
+    extend.add(verbs)
     evaluate.add(verbs)
     predict.add(verbs)
     score.add(verbs)
@@ -124,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     classify.add(verbs)
     export.add(verbs)
     report.add(verbs)
+    serve.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
     verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")

@@ -19,7 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import FAULTS, Fault
+import faults
+import faults_exports
+from faults import Fault
+
+FAULTS = [*faults.FAULTS, *faults_exports.FAULTS]
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -20,6 +20,7 @@ from training_runs import random_triples, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.config import Config
+from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all import sparse_optimizer
@@ -30,11 +31,18 @@ from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session, open_store
 from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.warm_start import begin
 
 
 def make_graphs(folder: Path) -> Path:
     """Input of every kind: a store, a file to split, and files with a relation in test only."""
-    tiny_store(folder / "store", train=70)  # three steps of 32
+    store = tiny_store(folder / "store", train=70)  # three steps of 32
+    extend_store(
+        store, {"train": [("new", "r0", "e1"), ("e2", "other", "new")]}, folder / "extended"
+    )
+    for name, width in (("vectors", 8), ("wide", 11)):
+        np.save(folder / f"{name}.npy", np.random.default_rng(0).normal(size=(20, width)))
+        (folder / f"{name}.txt").write_text("".join(f"e{i}\n" for i in range(20)))
     lines = ["\t".join(triple) + "\n" for triple in random_triples(20, 2, 60)]
     (folder / "single.tsv").write_text("".join(lines))
     (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
@@ -205,7 +213,8 @@ class Effects:
     @cached_property
     def loop(self) -> Trainer:
         self.lines: list[tuple[str, Any]] = []
-        progress = self.session.restore()
+        names = self.session.checkpoints.names()
+        progress = self.session.restore() if names else begin(self.session)
         return Trainer(self.session, progress, None, [lambda *line: self.lines.append(line)])
 
     @property

@@ -126,7 +126,8 @@ def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
 
 
 VERBS = ("prepare", "train", "evaluate", "predict", "score", "nearest", "ask", "calibrate",
-         "classify", "export", "plan", "compare", "data", "tune")  # fmt: skip
+         "classify", "export", "report", "extend", "serve", "plan", "compare",
+         "data", "tune", "parts")  # fmt: skip
 
 
 def test_help_says_something_of_every_verb(capsys):
@@ -164,7 +165,8 @@ def test_version(capsys):
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeypatch, verb):
-    monkeypatch.setattr(environment, "_version", {"torch": "2.13.0"}.get)
+    there = {"torch": "2.13.0", "torchrec": "1.8.0"}
+    monkeypatch.setattr(environment, "_version", there.get)
     for words in ([verb, "--help"], ["--help"], ["--version"]):
         with contextlib.suppress(SystemExit):
             main(words)
@@ -174,7 +176,7 @@ def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeyp
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
                  "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
                  "ask": ["x", "y"], "nearest": ["x", "y"]}.get(verb, ["x"])  # fmt: skip
-    refused(capsys, [verb, *arguments], "torchrec and fbgemm-gpu-cpu (CPU)", "not installed")
+    refused(capsys, [verb, *arguments], "fbgemm-gpu-cpu (CPU)", "not installed")
 
 
 def modules_after(code: str) -> set[str]:

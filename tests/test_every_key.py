@@ -91,6 +91,9 @@ CASES = [
     *(case(f"model.{key}", 0.0, 0.5, "table", "scorer", negatives__regime=regime)
       for key in ("entity_dropout", "relation_dropout")
       for regime in ("sampled", "kvsall", "kvssample")),
+    case("model.init_from", "{graphs}/vectors.npy", None, "table"),
+    case("model.init_width", "random", "pca", "table", model__init_from="{graphs}/wide.npy"),
+    case("model.init_frozen", False, True, "table", model__init_from="{graphs}/vectors.npy"),
     case("model.input_dropout", 0.0, 0.5, "table", "scorer"),
     case("model.hidden_dropout", 0.0, 0.5, "table", "scorer"),
     *options("keci", 12, p=(0, 1), q=(0, 1)),
@@ -221,6 +224,10 @@ CASES = [
       for regime in ({}, KVSALL)),
     case("train.pipeline", "sparse_dist", "loop", "pipeline", **TORCHREC),
     case("train.log_every", 1, 2, "kinds"),
+    *(case("train.freeze", "none", "old", "table", "scorer", data__path="{graphs}/extended",
+           **regime) for regime in ({}, KVSALL)),
+    *(case("train.replay", 1.0, 0.5, "batches", "table", data__path="{graphs}/extended",
+           **regime) for regime in ({}, {"negatives__regime": "1vsall"})),
     # evaluation
     case("evaluation.every", 1, 2, "kinds", train__epochs=2),
     case("evaluation.metric", "mrr", "mr", "best", **VALIDATED),

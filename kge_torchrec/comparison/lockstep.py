@@ -19,8 +19,8 @@ from kge_torchrec.config import Config
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
+from kge_torchrec.training.warm_start import begin
 
 
 def train_side_by_side(
@@ -48,7 +48,7 @@ class _Trainee:
         self.name = name
         assert config.run.dir is not None  # the comparison's folder
         self.session = Session(config, RunFolder(config.run.dir), ranks)
-        self.trainer = Trainer(self.session, TrainState(), None)
+        self.trainer = Trainer(self.session, begin(self.session), None)
 
     def epoch(self, epoch: int) -> Iterator[Any]:
         """The batches of an epoch, to be trained from its start."""

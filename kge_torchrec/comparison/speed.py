@@ -44,9 +44,9 @@ from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import PARTS, PlainStep, StepOptimizer
 from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.warm_start import begin
 
 SampledBatches = BatchBuilder | QuerySampleBuilder
 
@@ -90,7 +90,7 @@ def measure_speed(
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     found["split"] = _split(session, batches, timing, reporter)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
-    trainer = Trainer(session, TrainState(), None)
+    trainer = Trainer(session, begin(session), None)
     found["triples_per_second"] = _timed_blocks(trainer, timing, reporter)
     found |= _peak_memory(ranks.device)
     found["traffic"] = _traffic(trainer, timing, reporter)

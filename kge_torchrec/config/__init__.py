@@ -128,6 +128,11 @@ class Config:
         regime, loss = self.negatives.regime, self.loss.name
         if self.negatives.log_q and loss != "softmax":
             raise ConfigError(f"negatives.log_q corrects loss.name softmax, not {loss}")
+        if self.train.replay != 1 and regime not in ("sampled", "1vsall"):
+            raise ConfigError(
+                f"train.replay: negatives.regime {regime} passes through queries with old and new "
+                "answers; take a share of the old triples with sampled or 1vsall, or all by 1"
+            )
         if regime == "sampled":
             return
         scorer = self.model.scorer
@@ -216,6 +221,11 @@ class Config:
                 f"queries are asked of {asked}, which would never be trained but are ranked; "
                 "set negatives.sides both, or model.reciprocal false"
             )
+
+    @property
+    def freezes(self) -> bool:
+        """Whether some rows stay as they are."""
+        return self.train.freeze != "none" or self.model.init_frozen
 
     def check_device(self, on_cuda: bool) -> None:
         """Raises ConfigError if the table's backend cannot take the optimizer's steps there."""

@@ -53,6 +53,12 @@ class ModelConfig:
         hidden_dropout: Share of the numbers of an encoded query that are dropped; of networks, of
             their hidden layers too.
         options: Settings that the scorer has besides; `kge-torchrec parts scorer` lists them.
+        init_from: Vectors to start from, by label: the folder of a run (its entities and relations)
+            or of an export, or a file of entities: .npy with their labels in a .txt beside it,
+            .safetensors, .parquet, or word2vec's text. Labels that it does not have are drawn.
+        init_width: Of vectors of another width than model.dim: refuse them, or project them by a
+            random orthonormal matrix (random) or onto their first principal components (pca).
+        init_frozen: Keep the entities that init_from has as they start.
     """
 
     scorer: str = "complex"
@@ -67,6 +73,9 @@ class ModelConfig:
     input_dropout: float = 0.0
     hidden_dropout: float = 0.0
     options: dict[str, Any] = field(default_factory=dict)
+    init_from: Optional[str] = None  # noqa: UP045
+    init_width: str = "refuse"
+    init_frozen: bool = False
 
     def __post_init__(self) -> None:
         name = canonical(self.scorer)
@@ -79,6 +88,10 @@ class ModelConfig:
         if self.init is not None:
             one_of("model.init", self.init, INIT_NAMES)
         positive("model.init_scale", self.init_scale)
+        one_of("model.init_width", self.init_width, ("refuse", "random", "pca"))
+        for key, unset in (("init_width", "refuse"), ("init_frozen", False)):
+            if self.init_from is None and getattr(self, key) != unset:
+                raise ConfigError(f"model.{key} is of model.init_from; set that too")
         one_of("model.normalization", self.normalization, ("none", "unit", "layer"))
         for key in ("entity_dropout", "relation_dropout", "input_dropout", "hidden_dropout"):
             value = getattr(self, key)

@@ -61,6 +61,10 @@ class TrainConfig:
             auto: sparse_dist where the engine is torchrec, but for one rank on a CPU.
         log_every: Steps between metrics.jsonl lines and checks for a non-finite loss.
         optimizer_options: Settings of an optimizer that is not one of those named.
+        freeze: Of an extended run: old keeps everything that the run before it had bit for bit, so
+            that rows of new entities and relations alone are trained; none trains all.
+        replay: Of an extended run: share of the old triples in an epoch, drawn anew every epoch,
+            beside all new ones; of negatives.regime sampled and 1vsall.
     """
 
     epochs: PickedInt = PICKED
@@ -85,6 +89,8 @@ class TrainConfig:
     pipeline: str = "auto"
     log_every: int = 100
     optimizer_options: dict[str, Any] = field(default_factory=dict)
+    freeze: str = "none"
+    replay: float = 1.0
 
     def __post_init__(self) -> None:
         at_least("train.epochs", self.epochs, 0)
@@ -120,6 +126,8 @@ class TrainConfig:
                 positive(f"train.{key}", getattr(self, key))
         one_of("train.pipeline", self.pipeline, ("auto", "sparse_dist", "loop"))
         at_least("train.log_every", self.log_every, 1)
+        one_of("train.freeze", self.freeze, ("none", "old"))
+        check(0 <= self.replay <= 1, "train.replay", "in [0, 1]", self.replay)
         if self.optimizer_options:
             self.row_optimizer_options()
 

@@ -23,9 +23,10 @@ from kge_torchrec.data.filter_index import Degrees, FilterIndex
 from kge_torchrec.data.jagged import KeyedJaggedTensor
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle, replayed_size
 
 B = TypeVar("B", bound="Pipelineable")
+Order = Callable[[np.ndarray], np.ndarray]  # positions in an epoch (M,) -> examples (M,), int64
 
 
 @dataclass
@@ -57,20 +58,40 @@ class EpochBatches(Generic[B]):
     ahead: build a few batches ahead in threads, in pinned memory where there is CUDA; for GPUs,
         which would wait otherwise.
     accumulation: micro-batches that a rank's share of a step comes in.
+    replay: how many of ``every`` example are old, and the share of those in an epoch.
     """
 
-    def __init__(self, batch_size: int, seed: int, ahead: bool, accumulation: int):
+    def __init__(
+        self,
+        batch_size: int,
+        seed: int,
+        ahead: bool,
+        accumulation: int,
+        replay: tuple[int, float] = (0, 1.0),
+    ):
         self.batch_size, self.seed = batch_size, seed
         self.ahead, self.accumulation = ahead, accumulation
+        self.replay = replay
         if self.examples == 0:
             raise ValueError("there are no training triples")
 
     @property
-    def examples(self) -> int:
-        """What an epoch passes through."""
+    def every(self) -> int:
+        """Examples that there are."""
         raise NotImplementedError
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> B:
+    @property
+    def examples(self) -> int:
+        """What an epoch passes through."""
+        return replayed_size(self.every, *self.replay)
+
+    def order(self, epoch: int) -> Order:
+        """Which example comes where in an epoch."""
+        if self.examples == self.every:
+            return EpochShuffle(self.every, self.seed, epoch)
+        return ReplayShuffle(self.every, *self.replay, self.seed, epoch)
+
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> B:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         raise NotImplementedError
 
@@ -81,7 +102,7 @@ class EpochBatches(Generic[B]):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[B]:
         """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
-        order = EpochShuffle(self.examples, self.seed, epoch)
+        order = self.order(epoch)
         parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
 
         def build(part: int) -> B:
@@ -192,25 +213,26 @@ class BatchBuilder(EpochBatches[Batch]):
         drawn: Mapping[Side, int] | None = None,
         in_batch: bool = False,
         degrees: Degrees | None = None,
+        replay: tuple[int, float] = (0, 1.0),
     ):
         self.triples, self.sampler = triples, sampler
         self.drawn = drawn or dict.fromkeys(SIDES, sampler.count)
         self.in_batch, self.degrees = in_batch, degrees
-        super().__init__(batch_size, seed, ahead, accumulation)
+        super().__init__(batch_size, seed, ahead, accumulation, replay)
         self.sides, self.known = tuple(sides), known
         self.chunk_size = chunk_size or batch_size
         self.rank, self.world_size = rank, world_size
         self.deduplicate, self.bags = deduplicate, bags
 
     @property
-    def examples(self) -> int:
-        """What an epoch passes through: the T triples."""
+    def every(self) -> int:
+        """The T triples."""
         return len(self.triples)
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> Batch:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         start = step * self.batch_size
-        size = min(self.batch_size, len(self.triples) - start)
+        size = min(self.batch_size, self.examples - start)
         # A rank's parts are what as many ranks more would take.
         number, parts = self.rank * self.accumulation + part, self.world_size * self.accumulation
         share = share_of(size, self.chunk_size, number, parts)

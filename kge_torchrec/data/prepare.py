@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -124,6 +125,48 @@ def prepare_triples(
     )
 
 
+def extend_store(
+    base: TripleStore,
+    new: Sources | Mapping[str, InMemory],
+    output: str | Path,
+    *,
+    has_header: bool | None = None,
+    allow_unseen_relations: bool = False,
+    literals: str = "drop",
+    reader: Reader | None = None,
+    progress: bool = True,
+) -> TripleStore:
+    """Writes a store of the triples of ``base`` and new ones, whole or not at all.
+
+    Labels of ``base`` keep their ids, new ones follow; so do the triples of every split.  What
+    comes without a split is trained on.  Triples that ``base`` has in the same split are dropped
+    and counted.  The report's ``extends`` says where the new begins: numbers of ``entities``,
+    ``relations``, ``triples`` (train) and ``valid`` of ``base``.
+
+    new: as ``sources`` of `prepare`, or splits in memory as `prepare_triples` takes them.  The rest
+        as for `prepare`.
+
+    Raises:
+        DataError, StoreError: as `prepare`, and where nothing is new.
+    """
+    size = base.size
+    notes: dict[str, Any] = {"extends": asdict(size)}
+    if isinstance(new, Mapping):
+        batches: Batches = (
+            (split, batch) for split in SPLITS for batch in batches_of(split, new.get(split, ()))
+        )
+    else:
+        files = find_sources(new, SUFFIXES if reader is None else reader.suffixes)
+        named = {split: [str(path) for path in paths] for split, paths in files.items()}
+        dropped: Counter[str] = Counter()
+        notes |= {"sources": named, "literals": dropped}
+        left_out = dropped if literals == "drop" else None
+        batches = _read(files, has_header, left_out, reader, progress)
+    return _prepare(
+        batches, Path(output), (1, 0, 0), 0, allow_unseen_relations, False, progress, notes, base
+    )
+
+
 def _prepare(
     batches: Batches,
     output: Path,
@@ -133,12 +176,18 @@ def _prepare(
     overwrite: bool,
     progress: bool,
     notes: Mapping[str, Any],
+    base: TripleStore | None = None,
 ) -> TripleStore:
+    """base: whose labels and triples come first."""
     with new_store(output, overwrite) as directory:
-        entities, relations, triples = _encode(batches, notes)
+        entities, relations, triples = _encode(batches, notes, base)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=_hidden(progress)) as bar:
+            if base is not None:
+                triples = _after(base, triples)
             triples, duplicates = _without_repeats(triples, sizes)
+            if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
+                raise DataError(f"none of the triples is new: {base.path} has them all")
             if WHOLE in triples:
                 triples = divide(triples.pop(WHOLE), ratio, seed, *sizes)
             unseen = reports.unseen_relations(relations, triples)
@@ -191,13 +240,27 @@ def _hidden(progress: bool) -> bool | None:
     return None if progress else True  # None: tqdm looks whether there is a terminal
 
 
+def _after(base: TripleStore, triples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Every split of ``base`` and then what is new; what has no split is trained on."""
+    if WHOLE in triples:
+        triples["train"] = triples.pop(WHOLE)
+    joined = {}
+    for split in SPLITS:  # one at a time, so that only one is held twice
+        new = triples.pop(split, None)
+        joined[split] = np.concatenate([base.split(split), *([] if new is None else [new])])
+    return joined
+
+
 def _encode(
-    batches: Batches, notes: Mapping[str, Any]
+    batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None
 ) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
-    entities, relations, triples = encode(batches)
+    known = () if base is None else (base.entities.array, base.relations.array)
+    entities, relations, triples = encode(batches, *known)
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
+    if base is not None and any(map(len, triples.values())):
+        return entities, relations, triples
     if not len(triples[WHOLE if WHOLE in triples else "train"]):
         literals = sum(notes.get("literals", {}).values())
         if literals:
@@ -241,34 +304,37 @@ MERGE_BYTES = 1 << 30
 
 def encode(
     batches: Iterable[tuple[str, pa.RecordBatch]],
+    entities: pa.Array | None = None,
+    relations: pa.Array | None = None,
 ) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
     """Numbers labels by their first appearance, batch by batch.
 
     Args:
         batches: (split, batch of the large_string columns head, relation, tail).
+        entities, relations: labels that have the first ids, in this order.
 
     Returns:
         entity labels (N,), relation labels (R,), and per split the ids (T, 3) int32.
     """
-    entities, relations = _Labels(), _Labels()
+    of_entities, of_relations = _Labels(entities), _Labels(relations)
     blocks: dict[str, list[np.ndarray]] = defaultdict(list)
     filled = (item for item in batches if item[1].num_rows)
     for split, new_entities, new_relations, codes in map_prefetched(_encode_batch, filled):
-        entities.add(new_entities, codes[:, 0::2])
-        relations.add(new_relations, codes[:, 1:2])
+        of_entities.add(new_entities, codes[:, 0::2])
+        of_relations.add(new_relations, codes[:, 1:2])
         blocks[split].append(codes)
-    entities.merge()
-    relations.merge()
+    of_entities.merge()
+    of_relations.merge()
     # One split at a time, so that only one is held twice.
     triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
-    return entities.values, relations.values, triples
+    return of_entities.values, of_relations.values, triples
 
 
 class _Labels:
-    """One vocabulary in the making."""
+    """One vocabulary in the making.  known: distinct labels that come first."""
 
-    def __init__(self) -> None:
-        self.values = pa.array([], pa.large_string())
+    def __init__(self, known: pa.Array | None = None) -> None:
+        self.values = pa.array([], pa.large_string()) if known is None else known
         self._pending: list[tuple[pa.Array, np.ndarray]] = []
 
     def add(self, labels: pa.Array, codes: np.ndarray) -> None:

@@ -23,9 +23,16 @@ from torch import Tensor
 from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.filter_index import Answers, FilterIndex
 from kge_torchrec.data.jagged import KeyedJaggedTensor
-from kge_torchrec.data.loader import SIDE_CODES, Batch, EpochBatches, Pipelineable, as_feature
+from kge_torchrec.data.loader import (
+    SIDE_CODES,
+    Batch,
+    EpochBatches,
+    Order,
+    Pipelineable,
+    as_feature,
+)
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
+from kge_torchrec.data.shuffle import ROUNDS, draw_distinct
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
 
@@ -156,16 +163,17 @@ class QueryBatches(EpochBatches[QueryBatch]):
         seed: int = 0,
         ahead: bool = False,
         accumulation: int = 1,
+        replay: tuple[int, float] = (0, 1.0),
     ):
         self._examples = examples
-        super().__init__(batch_size, seed, ahead, accumulation)
+        super().__init__(batch_size, seed, ahead, accumulation, replay)
 
     @property
-    def examples(self) -> int:
+    def every(self) -> int:
         """E: triples for 1vsAll, else queries."""
         return len(self._examples)
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> QueryBatch:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QueryBatch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         first = step * self.batch_size
         size = min(self.batch_size, self.examples - first)
@@ -233,11 +241,11 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         self.deduplicate, self.bags = deduplicate, bags
 
     @property
-    def examples(self) -> int:
-        """What an epoch passes through: the distinct queries."""
+    def every(self) -> int:
+        """The distinct queries."""
         return len(self._queries)
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> QuerySample:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QuerySample:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         first = step * self.batch_size
         size = min(self.batch_size, self.examples - first)

@@ -33,6 +33,33 @@ class EpochShuffle:
         return out.view(np.int64)
 
 
+class ReplayShuffle:
+    """The order of an epoch over new examples and a share of the old ones, drawn anew every epoch.
+
+    old: examples [0, old) of [0, size) are old ones; share: of those, in [0, 1], 0 for none.
+    """
+
+    def __init__(self, size: int, old: int, share: float, seed: int, epoch: int):
+        self._new, self._old = size - old, old
+        self.size = replayed_size(size, old, share)
+        self._order = EpochShuffle(self.size, seed, epoch)
+        self._drawn = EpochShuffle(old, seed + 1, epoch) if self.size > self._new else None
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """(M,) positions in the epoch -> (M,) int64 indices of examples, each at most once."""
+        places = self._order(positions)
+        index = places + self._old  # of new ones
+        if self._drawn is not None:
+            is_old = places >= self._new
+            index[is_old] = self._drawn(places[is_old] - self._new)
+        return index
+
+
+def replayed_size(size: int, old: int, share: float) -> int:
+    """Examples of an epoch over all new ones and a share of the old ones."""
+    return size - old + round(old * share)
+
+
 def draw_distinct(
     sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
 ) -> np.ndarray:

@@ -36,6 +36,7 @@ class DenseWrapper:
     """One rank alone, and what the others share."""
 
     name = "none"
+    frozen: FrozenDense | None = None  # set by whoever freezes some
 
     def wrap(self, model: KGEModel) -> nn.Module:
         """The model to train.  The entity table in it is left alone."""
@@ -71,6 +72,10 @@ class DenseWrapper:
     def _part_of(self, grad: Tensor, parameter: nn.Parameter) -> Tensor:
         """What this rank holds of a whole gradient."""
         return grad
+
+    def own_rows(self, parameter: nn.Parameter) -> range:
+        """Rows, along the first dimension, that this rank holds of a parameter."""
+        return range(parameter.shape[0])
 
     def sum_of_parts(self, sums: Tensor) -> Tensor:
         """Sums over this rank's parts of the parameters -> over whole parameters.  Collective."""
@@ -159,9 +164,12 @@ class Sharded(DenseWrapper):
     @torch.no_grad()
     def _part_of(self, grad: Tensor, parameter: nn.Parameter) -> Tensor:
         part = torch.empty_like(parameter)  # sharded, and in main memory, as that is
-        own = self._rows(len(grad))[self.mesh.get_local_rank("shard")]
+        own = self.own_rows(parameter)
         local_part(part).copy_(grad[own.start : own.stop])
         return part
+
+    def own_rows(self, parameter: nn.Parameter) -> range:
+        return self._rows(parameter.shape[0])[self.mesh.get_local_rank("shard")]
 
     def sum_of_parts(self, sums: Tensor) -> Tensor:
         dist.all_reduce(sums, group=self.mesh.get_group("shard"))
@@ -234,6 +242,47 @@ def _summed(terms: Sequence[Tensor]) -> Sequence[Tensor]:
     return [part.view_as(term) for part, term in zip(parts, terms, strict=True)]
 
 
+class FrozenDense:
+    """Rows of dense parameters that no step moves, nor their optimizer state.
+
+    Every step is taken and then put back, where weight decay and momentum move what has no
+    gradient.  Made once parameters and state are what is to stay.
+
+    frozen: names of the objective's parameters, and which of their rows, (rows,) bool.
+    """
+
+    def __init__(self, wrapper: DenseWrapper, optimizer: NamedOptimizer, frozen: dict[str, Tensor]):
+        start_optimizer_state(optimizer)
+        self._state = optimizer.state
+        named = dict(wrapper.objective.named_parameters())
+        self._rows: dict[nn.Parameter, Tensor] = {}
+        for name, rows in frozen.items():
+            own = wrapper.own_rows(named[name])
+            device = local_part(named[name]).device
+            self._rows[named[name]] = rows[own.start : own.stop].to(device)
+        self._kept = [part[rows].clone() for part, rows in self._parts()]
+        optimizer._optimizer.register_step_post_hook(lambda *_: self._put_back())
+
+    def drop_gradients(self) -> None:
+        """Before they are clipped: what is not stepped is no part of the norm."""
+        for parameter, rows in self._rows.items():
+            if parameter.grad is not None:
+                local_part(parameter.grad)[rows] = 0
+
+    @torch.no_grad()
+    def _put_back(self) -> None:
+        for (part, rows), numbers in zip(self._parts(), self._kept, strict=True):
+            part[rows] = numbers
+
+    def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """This rank's rows of every parameter and of its state by row, and which are frozen."""
+        for parameter, rows in self._rows.items():
+            for tensor in (parameter.detach(), *self._state.get(parameter, {}).values()):
+                part = local_part(tensor)
+                if part.dim() and len(part) == len(rows):
+                    yield part, rows
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """This rank's part of a sharded tensor, as a view; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -244,6 +293,7 @@ class NamedOptimizer(Protocol):
 
     param_groups: Any
     state: Any
+    _optimizer: Any  # torch's
 
     def init_state(self) -> None: ...
 

@@ -90,6 +90,15 @@ class EmbeddingBackend(Protocol):
         that of ``set_learning_rate``.
         """
 
+    def freeze_rows(self, frozen: Tensor) -> None:
+        """No step moves these rows of this rank, (n,) bool, or their state from here on.
+
+        Their gradients are dropped where they arrive.  Takes a backend with ``pending``.
+        """
+
+    def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
+        """The same for rows, (rows,) bool, of the objective's parameters, by name."""
+
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates of table and dense parameters from now on."""
 

@@ -22,19 +22,31 @@ class RowGradients(NamedTuple):
     occurrences: Tensor | None = None  # (M,) places of a batch that each gradient is the sum of
     distinct: bool = False  # no id occurs twice
 
+    def without(self, frozen: Tensor | None) -> RowGradients:
+        """Those of rows that are not frozen, (n,) bool; None freezes nothing."""
+        if frozen is None:
+            return self
+        kept = (~frozen[self.ids]).nonzero().squeeze(1)
+        of_places = None if self.occurrences is None else self.occurrences[kept]
+        return RowGradients(self.ids[kept], self.grad[kept], of_places, self.distinct)
+
 
 class PendingGradients:
-    """What backward has left for the next step.  Truth: whether there was a backward at all."""
+    """What backward has left for the next step.  Truth: whether there was a backward at all.
+
+    frozen: (n,) bool, rows whose gradients are dropped, so that no step moves them or their state.
+    """
 
     def __init__(self) -> None:
         self._parts: list[RowGradients] = []
+        self.frozen: Tensor | None = None
 
     def __bool__(self) -> bool:
         return bool(self._parts)
 
     def add(self, gradients: RowGradients) -> None:
         """Keeps the gradients of one backward pass; M may be 0."""
-        self._parts.append(gradients)
+        self._parts.append(gradients.without(self.frozen))
 
     def clear(self) -> None:
         """Forgets all of them."""

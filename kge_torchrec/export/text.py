@@ -1,17 +1,14 @@
 """The text files of an export: labels, and the entity table as word2vec text.
 
-Labels are one a line, in order of id, UTF-8.  So that a line is always a label, a backslash, a
-newline and a carriage return inside of one are written as a backslash followed by a backslash, an n
-and an r.  word2vec text is a line "N D", then "label v1 ... vD" for every entity, with as many
-digits as it takes to read the same float32 back.  A label is one word there: each of its whitespace
-characters is written as an underscore.
+Labels are one a line (``label_file``).  word2vec text is a line "N D", then "label v1 ... vD" for
+every entity, with as many digits as it takes to read the same float32 back.  A label is one word
+there: each of its whitespace characters is written as an underscore.
 
 Shapes: N entities, D numbers per entity, m rows.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,20 +17,18 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
+from kge_torchrec.data.label_file import ESCAPES, WHITESPACE, read_label_file
 from kge_torchrec.data.store import Vocabulary
-from kge_torchrec.errors import ExportError
+from kge_torchrec.errors import DataError, ExportError
 
 BLOCK = 1 << 16  # labels
-_ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
-_PLAIN = {written: plain for plain, written in _ESCAPES.items()}
-_NEWLINE = 10
 
 
 def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
     """The text of a label file, in blocks."""
     for first in range(0, len(vocabulary), BLOCK):
         labels = vocabulary.array[first : first + BLOCK]
-        for plain, written in _ESCAPES.items():
+        for plain, written in ESCAPES.items():
             labels = pc.replace_substring(labels, plain, written)
         yield text_of(with_newlines(labels))
 
@@ -57,30 +52,12 @@ def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
 
     kind: "entity" or "relation", for messages.  Raises ExportError if the file is no such text.
     """
-    data = np.fromfile(file, np.uint8)
-    ends = np.flatnonzero(data == _NEWLINE) + 1
-    if len(ends) != count or data.size != (ends[-1] if count else 0):
-        raise ExportError(f"{file} should hold {count:,} lines, one label each; export again")
-    offsets = np.concatenate([[0], ends])
-    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
-    lines = pa.Array.from_buffers(pa.large_string(), count, buffers)
     try:
-        lines.validate(full=True)
-    except pa.ArrowInvalid as error:
-        raise ExportError(f"{file} is not valid UTF-8 ({error}); export again") from error
-    return Vocabulary(_unescaped(pc.replace_substring(lines, "\n", "")), kind)
+        return Vocabulary(read_label_file(file, count), kind)
+    except DataError as error:
+        raise ExportError(f"{error}; export again") from error
 
 
-def _unescaped(labels: pa.Array) -> pa.Array:
-    escaped = pc.match_substring(labels, "\\")
-    plain = [
-        re.sub(r"\\[\\nr]", lambda match: _PLAIN[match[0]], label)
-        for label in labels.filter(escaped).to_pylist()
-    ]
-    return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
-
-
-_WHITESPACE = r"[\x09-\x0d\x1c-\x1f\x{85}\pZ]"  # all that str.isspace and str.split know
 _LINES = 4096  # at once: text takes several times the room of the numbers
 
 
@@ -105,7 +82,7 @@ def check(entities: Vocabulary) -> None:
     Holds the labels with whitespace in memory meanwhile.
     """
     labels = entities.array
-    spaced = labels.filter(pc.match_substring_regex(labels, _WHITESPACE))
+    spaced = labels.filter(pc.match_substring_regex(labels, WHITESPACE))
     if not len(spaced):
         return
     words = _words(spaced)
@@ -152,4 +129,4 @@ def read(file: Path, num_entities: int, dim: int) -> np.ndarray:
 
 
 def _words(labels: pa.Array) -> pa.Array:
-    return pc.replace_substring_regex(labels, _WHITESPACE, "_")
+    return pc.replace_substring_regex(labels, WHITESPACE, "_")

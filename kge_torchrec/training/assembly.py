@@ -24,6 +24,7 @@ from kge_torchrec.data.queries import (
     QuerySampleBuilder,
     TripleQueries,
 )
+from kge_torchrec.data.shuffle import replayed_size
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
@@ -92,11 +93,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     train = config.train
     _notice_of_precision(train.precision, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
-    objective = build_objective(config, store.num_relations)
-    zeros = objective.scorer.zero_columns
-    init = EntityInit(config.model.init, config.model.init_scale, zeros)
-    stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
-    objective.scorer.reset_parameters(init.draw, stream)
+    objective, init = start_objective(config, store.num_relations)
     if config.dense.compile:
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
     table = table_optimizer(train)
@@ -116,7 +113,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
             scales_loss=scales_loss,
             plan=planned_sharding(config, store, processes),
             ascending_ids=config.entities.deduplicate,
-            deferred=train.steps_on_sums,
+            deferred=train.steps_on_sums or config.freezes,
         )
     return AllToAllBackend(
         store.num_entities,
@@ -130,6 +127,16 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
         seed=config.seed,
         scales_loss=scales_loss,
     )
+
+
+def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
+    """Scorer and loss at their start, a function of the seed only, and how entities are drawn."""
+    objective = build_objective(config, num_relations)
+    zeros = objective.scorer.zero_columns
+    init = EntityInit(config.model.init, config.model.init_scale, zeros)
+    stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
+    objective.scorer.reset_parameters(init.draw, stream)
+    return objective, init
 
 
 def build_objective(config: Config, num_relations: int) -> Objective:
@@ -237,7 +244,8 @@ def build_batches(
     if negatives.is_full:
         examples = _examples(negatives.regime, store, sides)
         accumulation = config.train.accumulation
-        return QueryBatches(examples, batch_size, config.seed, on_cuda, accumulation)
+        replay = replay_of(config, store)
+        return QueryBatches(examples, batch_size, config.seed, on_cuda, accumulation, replay)
     draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
     shared: dict[str, Any] = {
@@ -267,6 +275,7 @@ def build_batches(
         in_batch=negatives.in_batch,
         degrees=store.degrees() if negatives.log_q else None,
         known=store.filter_index(("train",)) if negatives.filtered else None,
+        replay=replay_of(config, store),
         **shared,
     )
 
@@ -275,8 +284,22 @@ def examples_per_epoch(config: Config, store: TripleStore) -> int:
     """What an epoch passes through: triples or queries, as negatives.examples says."""
     sides, regime = sides_of(config.negatives.sides), config.negatives.regime
     if regime == "sampled":
-        return len(store.train)
-    return len(_examples("kvsall" if regime == "kvssample" else regime, store, sides))
+        return replayed_size(len(store.train), *replay_of(config, store))
+    examples = _examples("kvsall" if regime == "kvssample" else regime, store, sides)
+    return replayed_size(len(examples), *replay_of(config, store))
+
+
+def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
+    """How many of the training triples are old, and the share of those that an epoch takes."""
+    share, base = config.train.replay, store.base
+    if base is None or share == 1:
+        return 0, 1.0
+    if not replayed_size(len(store.train), base.triples, share):
+        raise ConfigError(
+            f"train.replay {share:g}: {store.path} has no new training triples, and of the old "
+            "ones an epoch would take none; set it to 1"
+        )
+    return base.triples, share
 
 
 def _examples(regime: str, store: TripleStore, sides: tuple[Side, ...]) -> Examples:

@@ -77,9 +77,9 @@ class Checkpoints:
         target, partial = self.folder / name, self.folder / f".partial-{name}"
         state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
         try:
-            on_first_rank(ranks, lambda: _make_empty(partial))
+            on_first_rank(ranks, lambda: make_empty(partial))
             index = storage.save(state, partial, alone=ranks.world_size == 1)
-            on_first_rank(ranks, lambda: _finish(partial, target, index, progress))
+            on_first_rank(ranks, lambda: finish(partial, target, index, progress))
         except Exception as error:
             _pass_on_lost_ranks(error)
             raise CheckpointError(self._not_written(name, partial, error)) from error
@@ -94,7 +94,7 @@ class Checkpoints:
         """
         folder = self.folder / name
         try:
-            index, progress = on_first_rank(self.processes, lambda: _open(folder))
+            index, progress = on_first_rank(self.processes, lambda: open_checkpoint(folder))
             self._check_data(progress)
             whole = _whole_tensors({"engine": engine_state})
             if index is None or whole is None:
@@ -141,7 +141,7 @@ class Checkpoints:
     def progress(self, name: str) -> TrainState | None:
         """The progress stored with a checkpoint, None if it is damaged."""
         try:
-            return on_first_rank(self.processes, lambda: _open(self.folder / name))[1]
+            return on_first_rank(self.processes, lambda: open_checkpoint(self.folder / name))[1]
         except (OSError, Damaged):
             return None
 
@@ -191,13 +191,13 @@ class Checkpoints:
                     log.warning("an old checkpoint could not be removed: %s", error)
 
 
-def _make_empty(folder: Path) -> None:
+def make_empty(folder: Path) -> None:
     for leftover in folder.parent.glob(".partial-*"):  # of a run that was killed while writing
         shutil.rmtree(leftover)
     folder.mkdir(parents=True)
 
 
-def _finish(partial: Path, target: Path, index: Index | None, progress: TrainState) -> None:
+def finish(partial: Path, target: Path, index: Index | None, progress: TrainState) -> None:
     """Completes a checkpoint on disk, then gives it its name."""
     texts = {
         _INDEX: json.dumps({"tensors": index}),
@@ -217,7 +217,7 @@ def _finish(partial: Path, target: Path, index: Index | None, progress: TrainSta
     files.put_in_place(partial, target)  # there may be one of the same step, before a resume
 
 
-def _open(path: Path) -> tuple[Index | None, TrainState]:
+def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
     """The index (None in the first format) and the progress of a checkpoint.
 
     Raises Damaged or OSError unless all but the numbers themselves is as it was written.

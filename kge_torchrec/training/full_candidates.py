@@ -127,6 +127,8 @@ class FullCandidates:
             return False
         if factor != 1:
             held.sums.mul_(factor)
+        if self.backend.pending is not None and self.backend.pending.frozen is not None:
+            held.sums[self.backend.pending.frozen] = 0  # no part of the norm
         self.gradient.clip(held.sums)
         self.backend.step_rows(held.of(block) for block in blocks)
         return True

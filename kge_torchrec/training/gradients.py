@@ -63,6 +63,8 @@ class StepGradient:
 
     def clip(self, rows: Tensor) -> None:
         """Clips dense gradients and those of rows (U, D), in place.  Collective."""
+        if self.backend.dense.frozen is not None:
+            self.backend.dense.frozen.drop_gradients()
         if self.clip_value is not None:
             for gradient in [*self._dense(), rows]:
                 gradient.clamp_(-self.clip_value, self.clip_value)

@@ -10,6 +10,7 @@ It holds:
     trackers.json    what Weights & Biases and MLflow call the run, if they are told of it
     checkpoints/     see kge_torchrec.training.checkpoints
     results.json     final results
+    frozen.npy       which entities no step moves, where model.init_frozen says so
     .lock            which process trains in it, while one does
 """
 
@@ -63,6 +64,10 @@ class RunFolder:
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
+
+    @property
+    def frozen(self) -> Path:
+        return self.path / "frozen.npy"
 
     @property
     def results(self) -> Path:

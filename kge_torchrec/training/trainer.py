@@ -29,6 +29,7 @@ from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.training.assembly import build_batches, build_pipeline
 from kge_torchrec.training.checkpoints import name_of
+from kge_torchrec.training.growth import freeze
 from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.session import Session, selection_of
 from kge_torchrec.training.state import TrainState
@@ -53,6 +54,7 @@ class Trainer:
         self.progress, self.metrics = progress, metrics
         self.batches = build_batches(self.config, session.store, session.processes)
         self.schedule = Schedule.of(self.config.train, self.batches.steps_per_epoch)
+        freeze(session)
         self.pipeline = build_pipeline(self.config, session.backend, session.processes)
         self.losses = LossesSeen()
         self.stop = StopSignal(session.processes)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from kge_torchrec.config.sparse_options import SparseOptions
 from kge_torchrec.data.queries import SampledBatch
-from kge_torchrec.distributed.dense import DenseWrapper, start_optimizer_state
+from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
@@ -119,6 +119,15 @@ class AllToAllBackend:
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """One step of the table's optimizer on rows of this rank, without a lookup."""
         self.table.step_rows(gradients)
+
+    def freeze_rows(self, frozen: Tensor) -> None:
+        """No step moves these rows of this rank, (n,) bool, or their state from here on."""
+        assert self.pending is not None  # as Config.freezes
+        self.pending.frozen = frozen.to(self.shard().rows.device)
+
+    def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
+        """No step moves these rows of the objective's parameters, by name, or their state."""
+        self.dense.frozen = FrozenDense(self.dense, self._dense, frozen)
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates of the steps that follow."""

@@ -151,7 +151,7 @@ class HandrolledTable(nn.Module):
         """One step with gradients of this rank's rows, each row once, that no lookup brought."""
         self.join()
         self.optimizer.lr = self.lr
-        self.optimizer.step_parts(gradients)
+        self.optimizer.step_parts(part.without(self.pending.frozen) for part in gradients)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, lr: float) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.model_parallel import DataParallelWrapper
@@ -19,7 +19,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from kge_torchrec.data.queries import SampledBatch
-from kge_torchrec.distributed.dense import DenseWrapper, start_optimizer_state
+from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import EntityInit, fill_rows
@@ -126,6 +126,15 @@ class TorchRecBackend:
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """One step of the table's optimizer on rows of this rank, without a lookup."""
         step_table_rows(self.model, gradients)
+
+    def freeze_rows(self, frozen: Tensor) -> None:
+        """No step moves these rows of this rank, (n,) bool, or their state from here on."""
+        assert self.pending is not None  # as Config.freezes
+        self.pending.frozen = frozen.to(self.shard().rows.device)
+
+    def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
+        """No step moves these rows of the objective's parameters, by name, or their state."""
+        self.dense.frozen = FrozenDense(self.dense, self._dense, frozen)
 
     def set_learning_rate(self, factor: float) -> None:
         """Multiplies the base learning rates; the table's kernel takes it at the next zero_grad."""

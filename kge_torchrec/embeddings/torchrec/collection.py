@@ -102,11 +102,12 @@ def set_table_step(sharded_model: nn.Module, step: int) -> None:
 
 def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients]) -> None:
     """One step of the table's optimizer on local rows, each of them in one part only."""
-    table = _kernel(sharded_model).emb_module
+    table, pending = _kernel(sharded_model).emb_module, pending_gradients(sharded_model)
     if isinstance(table, CpuFusedTable):
         table.step_rows(gradients)
     else:
-        step_rows(table, gradients)
+        frozen = None if pending is None else pending.frozen
+        step_rows(table, (part.without(frozen) for part in gradients))
 
 
 def _kernel(sharded_model: nn.Module) -> BatchedFusedEmbedding:

@@ -75,7 +75,7 @@ class CpuFusedTable(nn.Module):
         """One step with gradients of distinct rows that no lookup brought, in parts."""
         self.iteration += 1
         for part in gradients:
-            self.update(part)
+            self.update(part.without(self.pending.frozen))
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> None:

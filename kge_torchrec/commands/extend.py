@@ -1,0 +1,111 @@
+"""``kge-torchrec extend``: new triples, entities and relations for a run that is there already."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_verb, config_of, is_first_rank
+from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+    from kge_torchrec.trained_run import Run
+
+
+def add(verbs: Verbs) -> None:
+    does = "add triples to a run: new entities and relations get rows, training goes on"
+    extend = add_verb(verbs, "extend", does, run)
+    extend.add_argument("folder", metavar="RUN", help="the folder of a run, which is only read")
+    extend.add_argument(
+        "triples", nargs="+", metavar="NEW_TRIPLES", help="a directory or files, as prepare takes"
+    )
+    extend.add_argument("-o", "--output", required=True, metavar="NEWRUN", help="the new run")
+    extend.add_argument(
+        "--place",
+        action="store_true",
+        help="first fit the rows of new entities and relations to their triples, others fixed",
+    )
+    extend.add_argument(
+        "--epochs",
+        type=int,
+        metavar="N",
+        help="how long training goes on (default: a tenth of the run's epochs; 0 with --place)",
+    )
+    extend.add_argument(
+        "--freeze",
+        action="store_true",
+        help="train the rows of new entities and relations alone; all others stay bit for bit",
+    )
+    extend.add_argument(
+        "--replay",
+        type=float,
+        default=1.0,
+        metavar="SHARE",
+        help="of the old triples in an epoch, beside all new ones (default: 1; 0: new ones alone)",
+    )
+    extend.add_argument(
+        "--checkpoint",
+        default="best",
+        metavar="NAME",
+        help="of RUN to go on from: best, newest or a name (default: best)",
+    )
+    extend.add_argument(
+        "--allow-unseen-relations",
+        action="store_true",
+        help="accept new relations that occur in valid or test only",
+    )
+    extend.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="another key of the config, such as train.lr=0.01; may be repeated",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    with loading_torch():
+        config_of(parsed.folder)
+        from kge_torchrec.growth.extend import extend
+
+    made = extend(
+        parsed.folder,
+        parsed.triples[0] if len(parsed.triples) == 1 else parsed.triples,
+        parsed.output,
+        epochs=parsed.epochs,
+        freeze=parsed.freeze,
+        replay=parsed.replay,
+        place=parsed.place,
+        checkpoint=parsed.checkpoint,
+        allow_unseen_relations=parsed.allow_unseen_relations,
+        overrides=[f"--{setting}" for setting in parsed.set],
+    )
+    if is_first_rank():
+        _report(made)
+    return 0
+
+
+def _report(made: Run) -> None:
+    from kge_torchrec.ranking.metrics import results_table
+
+    results = made.results
+    extended = results["extended"]
+    for note in results["notes"]:
+        print(f"note: {note}")
+    if results["test"] is not None:
+        print(f"\ntest\n{results_table(results['test'])}")
+    print(f"\nnew: {', '.join(f'{count:,} {what}' for what, count in extended['new'].items())}")
+    placed, drift, train = extended["placed"], extended["drift"], results["train"]
+    if placed is not None:
+        print(
+            f"placed {placed['entities']:,} entities and {placed['relation_rows']:,} rows of "
+            f"relations by {placed['triples']:,} triples in {placed['seconds']:.1f} s"
+        )
+    if train["epochs"]:
+        print(f"trained {train['epochs']} epochs in {train['seconds']:.1f} s")
+    print(
+        f"old entities: {drift['unchanged']:,} of {drift['rows']:,} rows unchanged, moved by "
+        f"{drift['mean']:.2%} of their length on average, {drift['max']:.2%} at most, cosine "
+        f"{drift['cosine']:.4f}\nrun folder: {made.path}"
+    )

@@ -1,0 +1,265 @@
+"""Vectors of entities from elsewhere, by label, read some rows at a time.
+
+    .npy           (M, W) numbers, labels in a .txt of the same name beside it (``label_file``)
+    .safetensors   one tensor (M, W), labels in the same way
+    .parquet       a column of strings and one of lists of W numbers
+    .vec, .txt     word2vec's text: "label v1 ... vW", after a line "M W" or without; .w2v as well
+
+A folder stands for the file ``entities`` of one of these forms in it, as an export has it.
+
+Shapes: M vectors, W numbers each, m of them at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kge_torchrec.data.label_file import WHITESPACE, read_label_file
+from kge_torchrec.errors import DataError
+
+ROWS = 1 << 14  # at a time
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Labels (M,), and their rows in the same order.
+
+    words: labels are single words, whitespace in them being written as underscores.
+    """
+
+    source: Path
+    labels: pa.Array
+    width: int  # W
+    rows: Callable[[], Iterator[np.ndarray]]  # (m, W) float32 each, M in all
+    words: bool = False
+
+
+def open_vectors(path: str | Path) -> Vectors:
+    """The vectors of a file or folder; their labels are read, their numbers not yet.
+
+    Raises DataError for what is none of the forms above, naming what is wrong where.
+    """
+    path = Path(path)
+    if path.is_dir():
+        path = _in_folder(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file or folder of vectors")
+    reader = _READERS.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{path}: vectors are read from {', '.join(_READERS)}, not from {path.suffix or 'this'}"
+        )
+    found = reader(path)
+    if not len(found.labels) or not found.width:
+        raise DataError(f"{path} holds no vectors")
+    return found
+
+
+def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
+    """(M,) int64 places of the vectors' labels among ``labels`` (N,), -1 where there is none.
+
+    Raises DataError where two vectors have one label, or none has a label that is there.
+    """
+    known = labels
+    if vectors.words:
+        known = pc.replace_substring_regex(labels, WHITESPACE, "_")
+    found = pc.index_in(vectors.labels, value_set=known)
+    ids = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    there = ids[ids >= 0]
+    if not len(there):
+        examples = ", ".join(map(repr, vectors.labels[:3].to_pylist()))
+        others = ", ".join(map(repr, labels[:3].to_pylist()))
+        raise DataError(
+            f"{vectors.source}: none of its {len(ids):,} labels ({examples}, ...) is an entity of "
+            f"the graph ({others}, ...)"
+        )
+    counts = np.bincount(there, minlength=len(labels))
+    if counts.max() > 1:
+        label = labels[int(counts.argmax())].as_py()
+        places = (np.flatnonzero(ids == counts.argmax())[:2] + 1).tolist()
+        raise DataError(
+            f"{vectors.source}: {label!r} has {counts.max()} vectors (number {places[0]:,} and "
+            f"{places[1]:,}); leave one of them"
+        )
+    return ids
+
+
+def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndarray) -> None:
+    """Raises DataError, naming the label, for a wanted row (m,) bool that has NaN or infinity.
+
+    first: number of the first row (m, W) among all.
+    """
+    bad = np.flatnonzero(~np.isfinite(rows).all(1) & wanted)
+    if len(bad):
+        place = first + int(bad[0])
+        raise DataError(
+            f"{vectors.source}: the vector of {vectors.labels[place].as_py()!r} (number "
+            f"{place + 1:,}) holds NaN or infinity"
+        )
+
+
+def _in_folder(folder: Path) -> Path:
+    names = [
+        folder / f"entities{suffix}" for suffix in (".npy", ".safetensors", ".vec", ".parquet")
+    ]
+    found = [name for name in names if name.is_file()]
+    if len(found) != 1:
+        what = "none" if not found else f"{len(found)} of them"
+        raise DataError(
+            f"{folder}: looked for a run, an export or one of "
+            f"{', '.join(name.name for name in names)}, and there is {what}"
+        )
+    return found[0]
+
+
+def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
+    """Some rows after others of what is sliced like an array (M, W)."""
+
+    def rows() -> Iterator[np.ndarray]:
+        for first in range(0, count, ROWS):
+            yield np.asarray(table[first : min(first + ROWS, count)], np.float32)
+
+    return rows
+
+
+def _labels_beside(path: Path, count: int) -> pa.Array:
+    file = path.with_suffix(".txt")
+    if not file.is_file():
+        raise DataError(f"{path}: its labels should be in {file.name} beside it, one a line")
+    return read_label_file(file, count, foreign=True)
+
+
+def _matrix(path: Path, shape: tuple[int, ...], is_real: bool) -> tuple[int, int]:
+    if len(shape) != 2 or not is_real:
+        raise DataError(f"{path}: vectors are real numbers of shape (M, W), this has {shape}")
+    return shape[0], shape[1]
+
+
+def _npy(path: Path) -> Vectors:
+    try:
+        table = np.load(path, mmap_mode="r")
+    except (ValueError, EOFError) as error:
+        raise DataError(f"{path} is no readable .npy file: {error}") from error
+    count, width = _matrix(path, table.shape, table.dtype.kind in "fiu")
+    return Vectors(path, _labels_beside(path, count), width, _blocks(table, count))
+
+
+def _safetensors(path: Path) -> Vectors:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        opened = safe_open(path, "numpy")
+        names = list(opened.keys())
+        if len(names) != 1:
+            raise DataError(f"{path} holds {len(names)} tensors instead of one of all vectors")
+        tensor = opened.get_slice(names[0])
+    except SafetensorError as error:
+        raise DataError(f"{path} is no readable safetensors file: {error}") from error
+    is_real = tensor.get_dtype() in ("F16", "F32", "F64")
+    count, width = _matrix(path, tuple(tensor.get_shape()), is_real)
+    return Vectors(path, _labels_beside(path, count), width, _blocks(tensor, count))
+
+
+def _parquet(path: Path) -> Vectors:
+    from pyarrow import parquet
+
+    try:
+        file = parquet.ParquetFile(path)
+        fields = {field.name: field.type for field in file.schema_arrow}
+        texts = [
+            n for n, t in fields.items() if pa.types.is_string(t) or pa.types.is_large_string(t)
+        ]
+        lists = [n for n, t in fields.items() if _is_list(t)]
+        if len(texts) != 1 or len(lists) != 1:
+            raise DataError(
+                f"{path}: wants one column of labels (strings) and one of vectors (lists of "
+                f"numbers), and has {len(texts)} and {len(lists)} among {', '.join(fields)}"
+            )
+        labels = file.read([texts[0]])[texts[0]].cast(pa.large_string()).combine_chunks()
+        first = next(file.iter_batches(1, columns=lists), None)
+    except pa.ArrowException as error:
+        raise DataError(f"{path} is no readable Parquet file: {error}") from error
+    if labels.null_count:
+        raise DataError(f"{path}: {labels.null_count:,} vectors have no label")
+    width = len(first[0][0].as_py() or ()) if first is not None and len(first) else 0
+
+    def rows() -> Iterator[np.ndarray]:
+        done = 0
+        for batch in file.iter_batches(ROWS, columns=lists):
+            lengths = pc.fill_null(pc.list_value_length(batch[0]), -1).to_numpy(
+                zero_copy_only=False
+            )
+            if (lengths != width).any():
+                place = done + int(np.flatnonzero(lengths != width)[0])
+                raise DataError(
+                    f"{path}: the vector of {labels[place].as_py()!r} (row {place + 1:,}) has not "
+                    f"{width} numbers as the first one"
+                )
+            numbers = pc.list_flatten(batch[0]).cast(pa.float32())
+            done += len(batch)
+            values = pc.fill_null(numbers, float("nan")).to_numpy(zero_copy_only=False)
+            yield values.reshape(-1, width)
+
+    return Vectors(path, labels, width, rows)
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return (
+        pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+    ) and (pa.types.is_floating(kind.value_type) or pa.types.is_integer(kind.value_type))
+
+
+def _word2vec(path: Path) -> Vectors:
+    with path.open("rb") as file:
+        head = file.readline().split()
+        skipped = 1 if len(head) == 2 and all(part.isdigit() for part in head) else 0
+        file.seek(0 if not skipped else file.tell())
+        line = file.readline()
+        width = len(line.split()) - 1
+        ending = ["end of line"] if line.rstrip(b"\r\n").endswith(b" ") else []
+    if width < 1:
+        raise DataError(f"{path} is no word2vec text: no line 'label v1 ... vW'")
+    columns = [str(place) for place in range(width)]
+    types = {"label": pa.large_string(), **dict.fromkeys(columns, pa.float32())}
+
+    def batches(wanted: list[str]) -> Iterator[pa.RecordBatch]:
+        from pyarrow import csv
+
+        try:
+            yield from csv.open_csv(
+                path,
+                csv.ReadOptions(skip_rows=skipped, column_names=["label", *columns, *ending]),
+                csv.ParseOptions(delimiter=" ", quote_char=False),
+                csv.ConvertOptions(
+                    include_columns=wanted,
+                    column_types=types,
+                    null_values=[],
+                ),
+            )
+        except (pa.ArrowInvalid, ValueError) as error:
+            raise DataError(f"{path} is no word2vec text of {width} numbers: {error}") from error
+
+    def rows() -> Iterator[np.ndarray]:
+        for batch in batches(columns):
+            yield np.stack([column.to_numpy() for column in batch.columns], 1)
+
+    labels = [batch["label"] for batch in batches(["label"])]
+    joined = pa.chunked_array(labels, pa.large_string()).combine_chunks()
+    return Vectors(path, joined, width, rows, words=True)
+
+
+_READERS: dict[str, Callable[[Path], Vectors]] = {
+    ".npy": _npy,
+    ".safetensors": _safetensors,
+    ".parquet": _parquet,
+    ".vec": _word2vec,
+    ".w2v": _word2vec,
+    ".txt": _word2vec,
+}

@@ -1,0 +1,282 @@
+"""Extending a run: its graph with new triples, its checkpoint with rows for what is new in them.
+
+store        the old triples and the new ones; old labels keep their ids
+checkpoint   the old one with rows for new entities and relations
+placement    if asked for: those rows are moved to where their triples want them
+training     goes on in the new run, over old and new triples
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kge_torchrec import api, files
+from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config.parser import Overrides, config_from_dict
+from kge_torchrec.data.prepare import InMemory, extend_store
+from kge_torchrec.data.readers import Sources, make_reader
+from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
+from kge_torchrec.environment import quiet_dependencies
+from kge_torchrec.growth.drift import drift_of
+from kge_torchrec.growth.placement import Placement, place
+from kge_torchrec.trained_run import Run
+from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
+from kge_torchrec.training.growth import GrownCheckpoint
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import BEST, NEWEST, Session
+
+if TYPE_CHECKING:
+    from kge_torchrec.training.trainer import Callback
+
+
+def extend(
+    run: str | Path,
+    new_triples: Sources | Mapping[str, InMemory],
+    output: str | Path,
+    *,
+    epochs: int | None = None,
+    freeze: bool = False,
+    replay: float = 1.0,
+    place: bool = False,
+    checkpoint: str = BEST,
+    allow_unseen_relations: bool = False,
+    overrides: Overrides = (),
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """A new run whose graph has the triples of a run and new ones, trained on from its parameters.
+
+    run: the folder of a run, which is only read.
+    new_triples: files as ``prepare`` takes them, or splits in memory, {"train": triples, ...}; what
+        names no split is trained on.
+    output: the folder of the new run.
+    epochs: how long training goes on; None is a tenth of the run's epochs, with ``place`` none.
+    freeze: old entities, relations and all other parameters stay bit for bit (train.freeze old).
+    replay: share of the old triples in an epoch (train.replay); 0 trains new ones alone.
+    place: first moves the rows of new entities and relations to where their own triples want them,
+        all others fixed; see ``placement``.
+    checkpoint: to go on from: "best", "newest" or a name.
+    allow_unseen_relations: accept new relations that have no training triple.
+    overrides: other keys of the config, such as {"train.lr": 0.01}.
+
+    Old labels keep their ids, rows and optimizer state; rows of new ones start as a run of this
+    graph and seed draws them, with no state.  results.json of the new run has an entry "extended":
+    what is new, how far old rows have moved, and what placing took.  Under torchrun all ranks call
+    it.  Raises DataError, ConfigError or CheckpointError, besides what training raises.
+    """
+    source, folder = RunFolder(run), RunFolder(output)
+    before = source.load_config()
+    config = _config_of(before, folder, epochs, freeze, replay, place, overrides)
+    with processes(config.device) as ranks, ExitStack() as held:
+        api.lock(folder, ranks, held)
+        made = _Extension(source, folder, before, config, ranks)
+        try:
+            with quiet_dependencies():
+                made.store_and_checkpoint(new_triples, checkpoint, allow_unseen_relations)
+                placed = made.place() if place else None
+        except BaseException:
+            if ranks.is_first:
+                made.undo()
+            raise
+        api.go_on(folder, config, ranks, callbacks)
+        made.report(placed)
+    return Run(folder.path)
+
+
+def _config_of(
+    before: Config,
+    folder: RunFolder,
+    epochs: int | None,
+    freeze: bool,
+    replay: float,
+    place: bool,
+    overrides: Overrides,
+) -> Config:
+    """The run's, for the new folder and its own store."""
+    if epochs is None:
+        epochs = 0 if place else -(-before.train.epochs // 10)
+    kept = "old" if freeze else "none"
+    config = replace(
+        before,
+        data=replace(before.data, path=str(folder.store)),
+        # vectors from elsewhere are in the rows by now
+        model=replace(before.model, init_from=None, init_width="refuse", init_frozen=False),
+        train=replace(before.train, epochs=epochs, freeze=kept, replay=replay),
+        # a plan is of another number of rows
+        run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
+    )
+    changed = config_from_dict(config.to_dict(), overrides)
+    api.check_overrides(before, changed)
+    if changed.data != config.data or changed.run.dir != config.run.dir:
+        raise ConfigError("data.* and run.dir of an extended run are set by extend itself")
+    if not changed.checkpoint.keep:
+        raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
+    return changed
+
+
+class _Extension:
+    """What is made on the way.  Every method but ``undo`` is collective."""
+
+    def __init__(
+        self,
+        source: RunFolder,
+        folder: RunFolder,
+        before: Config,
+        config: Config,
+        processes: Processes,
+    ):
+        self.source, self.folder, self.processes = source, folder, processes
+        self.before, self.config = before, config
+        self._began = False
+        self._writing: GrownCheckpoint | None = None
+
+    def store_and_checkpoint(
+        self, new: Sources | Mapping[str, InMemory], checkpoint: str, allow_unseen: bool
+    ) -> None:
+        """The new run's folder, with the rows of what is new as they are drawn."""
+        self.grown_from = self._checkpoint(checkpoint)
+        on_first_rank(self.processes, lambda: self._begin(new, allow_unseen))
+        self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
+        base = self.store.base
+        assert base is not None  # extend_store has said so
+        self.old: GraphSize = base
+        if self.config.run.progress and self.processes.is_first:
+            print(", ".join(f"{n:,} new {what}" for what, n in self.new.items()), file=sys.stderr)
+        from kge_torchrec.training.assembly import start_objective  # loads TorchRec
+
+        objective, init = start_objective(self.config, self.store.num_relations)
+        start = {name: p.detach() for name, p in objective.named_parameters()}
+        self._write(self._drawn(init), start)
+
+    @property
+    def new(self) -> dict[str, int]:
+        """How many there are of what is new."""
+        size, old = self.store.size, self.old
+        return {
+            "entities": size.entities - old.entities,
+            "relations": size.relations - old.relations,
+            "training triples": size.triples - old.triples,
+        }
+
+    def _checkpoint(self, which: str) -> Path:
+        """Of the run before: "best" (the newest without one), "newest", or one of a name."""
+        checkpoints = Checkpoints(self.source.checkpoints, self.processes)
+        names = checkpoints.names()
+        if not names:
+            raise no_checkpoint(self.source.path, self.before.checkpoint.keep)
+        name = {BEST: checkpoints.best() or names[-1], NEWEST: names[-1]}.get(which, which)
+        if name not in names:
+            raise CheckpointError(
+                f"{self.source.path} has no checkpoint {name!r}; it has {', '.join(names)}"
+            )
+        return self.source.checkpoints / name
+
+    def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
+        data = self.before.data
+        is_store = (Path(data.path) / META).is_file()
+        base = TripleStore.open(data.path if is_store else self.source.store)
+        self.folder.create(self.config)
+        self._began = True
+        extend_store(
+            base,
+            new,
+            self.folder.store,
+            has_header=data.has_header,
+            allow_unseen_relations=allow_unseen or data.allow_unseen_relations,
+            literals=data.literals,
+            reader=make_reader(data.reader, data.reader_options, "data.reader_options"),
+            progress=self.config.run.progress,
+        )
+        self._fingerprint = base.fingerprint
+
+    def _drawn(self, init: EntityInit) -> Iterator[Tensor]:
+        """The start of new entities' rows, as a run of the whole graph draws them."""
+        for first, count in self._blocks():
+            rows = torch.empty(count, self.config.model.dim)
+            if self.processes.is_first:
+                shard = EntityShard(rows, first, self.store.num_entities)
+                fill_rows(shard, self.config.seed, init)
+            yield rows
+
+    def _blocks(self) -> Iterator[tuple[int, int]]:
+        """First id and number of new entities, some after others."""
+        for first in range(self.old.entities, self.store.num_entities, CHUNK_ROWS):
+            yield first, min(CHUNK_ROWS, self.store.num_entities - first)
+
+    def _write(self, rows: Iterator[Tensor], start: dict[str, Tensor]) -> None:
+        """Writes the new run's first checkpoint.  rows: of new entities, on the first rank."""
+        ranks = self.processes
+
+        def begin() -> None:
+            self._writing = GrownCheckpoint(
+                self.grown_from,
+                self.folder.checkpoints,
+                self.old,
+                self.store.size,
+                self._fingerprint,
+            )
+
+        def made() -> GrownCheckpoint:
+            assert self._writing is not None  # on the first rank
+            return self._writing
+
+        try:
+            on_first_rank(ranks, begin)
+            for part in rows:
+                on_first_rank(ranks, partial(lambda part: made().add_rows(part), part))
+            on_first_rank(ranks, lambda: made().finish(start, self.store.fingerprint))
+        except (OSError, Damaged) as error:
+            raise CheckpointError(
+                f"{self.grown_from} could not be extended to {self.folder.checkpoints}: {error} "
+                f"({files.free_space(self.folder.path)} free on that disk)"
+            ) from error
+        finally:
+            if self._writing is not None:
+                self._writing.discard()
+
+    def place(self) -> Placement:
+        """Moves the new rows, and writes the checkpoint again with them."""
+        session = Session(self.config, self.folder, self.processes, trains=False)
+        session.restore_parameters(NEWEST)
+        placed = place(session, self.old)
+        shard = session.backend.shard()
+        rows = (shard.fetch(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
+        scorer = {f"scorer.{name}": p.detach() for name, p in session.scorer.named_parameters()}
+        self._write(rows, scorer)
+        return placed
+
+    def report(self, placed: Placement | None) -> None:
+        """Into results.json of the new run."""
+
+        def write() -> None:
+            results = Run(self.folder.path).results
+            now = self.folder.checkpoints / results["checkpoint"]["name"]
+            results["extended"] = {
+                "from": str(self.source.path),
+                "checkpoint": self.grown_from.name,
+                "new": self.new,
+                "placed": None if placed is None else asdict(placed),
+                "drift": drift_of(self.grown_from, now, self.old.entities),
+            }
+            self.folder.write_results(results)
+
+        on_first_rank(self.processes, write)
+
+    def undo(self) -> None:
+        """Removes what there is of a run that could not be started."""
+        if self._began:
+            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+            api.undo(self.folder)

@@ -1,0 +1,251 @@
+"""A run whose graph has grown: the checkpoint of more rows, and what is kept while it trains on.
+
+Ids of new entities follow the old ones, so every tensor by entity goes on behind its last row,
+whatever ranks wrote it: the numbers of before stay where they are on disk, new rows follow in a
+file of their own.  Rows of relations have their inverses behind them: those lie apart from then on.
+New rows have no optimizer state yet: zeros.
+
+Shapes: N entities, R relations (without inverses), D numbers per entity.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec import files
+from kge_torchrec.config import ConfigError, GraphSize, ModelConfig
+from kge_torchrec.distributed.processes import on_all_ranks
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
+from kge_torchrec.errors import StoreError
+from kge_torchrec.models.scorers import build_scorer
+from kge_torchrec.training.checkpoint_index import (
+    Damaged,
+    Index,
+    dtype_of,
+    pieces_of,
+    read_piece,
+    read_whole,
+)
+from kge_torchrec.training.checkpoints import (
+    CheckpointError,
+    finish,
+    make_empty,
+    name_of,
+    open_checkpoint,
+)
+from kge_torchrec.training.state import TrainState
+
+if TYPE_CHECKING:
+    from kge_torchrec.training.session import Session
+
+_FILE = "grown.bin"
+_MODEL, _STATE = "engine.model.", "engine.optimizer.state."
+
+
+class GrownCheckpoint:
+    """The first checkpoint of an extended run, written on one rank in the memory of some rows.
+
+    source: a checkpoint of the run before.  folder: ``checkpoints`` of the new one.
+    old, new: counts of the graph before and now.
+    data: fingerprint of the store before.
+
+    ``add_rows`` takes all new rows of the table, some after others; ``finish`` puts the checkpoint
+    in its place.  Raises CheckpointError, and Damaged or OSError for what cannot be read.
+    """
+
+    def __init__(self, source: Path, folder: Path, old: GraphSize, new: GraphSize, data: str = ""):
+        self.source, self.old, self.new = source, old, new
+        index, self._before = open_checkpoint(source)
+        if index is None:
+            raise CheckpointError(
+                f"{source} is of the first format of checkpoints, which cannot be extended; train "
+                "the run on for an epoch with `train --resume`, which writes today's"
+            )
+        if data and self._before.data and self._before.data != data:
+            raise StoreError(f"{source} was trained on other triples than are at hand")
+        self._index: Index = index
+        self._before_growth: Index = copy.deepcopy(index)
+        self._target = folder / name_of(TrainState())
+        self._partial = folder / f".partial-{self._target.name}"
+        make_empty(self._partial)
+        for file in sorted(source.glob("*.bin")):
+            _same_file(file, self._partial / file.name)
+        self._end, self._rows = 0, old.entities
+
+    def add_rows(self, rows: Tensor) -> None:
+        """The next rows of new entities, (m, D) on the CPU."""
+        for name, entry in self._index.items():
+            if not _is_by_entity(name):
+                continue
+            numbers = rows
+            if name != _MODEL + ENTITY_WEIGHT:
+                numbers = torch.zeros(len(rows), *entry["size"][1:], dtype=dtype_of(entry))
+            offset = [self._rows, *(0 for _ in entry["size"][1:])]
+            entry["pieces"].append(self._piece(numbers, offset))
+            entry["size"][0] = self._rows + len(rows)
+        self._rows += len(rows)
+
+    def finish(self, start: dict[str, Tensor], data: str) -> None:
+        """Puts it in its place.
+
+        start: the objective's parameters of the new graph, by name, whose rows new relations take.
+        data: fingerprint of the extended store.
+        """
+        if self._rows != self.new.entities:
+            raise ValueError(f"{self._rows} rows instead of {self.new.entities}")
+        grown = {
+            name: values
+            for name, values in start.items()
+            if self._before_growth[f"{_MODEL}objective.{name}"]["size"] != [*values.shape]
+        }
+        for name, entry in self._index.items():
+            found = _parameter_of(name, grown)
+            if found is not None:
+                self._grow(name, entry, grown[found], is_state=name.startswith(_STATE))
+        if self._end:
+            files.sync(self._partial / _FILE)
+        finish(
+            self._partial,
+            self._target,
+            self._index,
+            TrainState(data=data, loss_scale=self._before.loss_scale),
+        )
+
+    def discard(self) -> None:
+        """Leaves nothing of it."""
+        shutil.rmtree(self._partial, ignore_errors=True)
+
+    def _grow(self, name: str, entry: dict[str, Any], start: Tensor, is_state: bool) -> None:
+        """The rows of new relations, and of their inverses, in a tensor of a scorer."""
+        size = list(entry["size"])
+        old, new = self.old.relations, self.new.relations
+        if not size:
+            return  # a number of steps
+        blocks, rest = divmod(size[0], old)  # relations, then their inverses
+        if (
+            rest
+            or blocks * new != start.shape[0]
+            or (not is_state and size[1:] != [*start.shape[1:]])
+        ):
+            raise CheckpointError(
+                f"{name} of {self.source} has the size {size}, which is not by relation: its "
+                "scorer cannot take new relations; extend it by triples of the old ones"
+            )
+        before = torch.empty(size, dtype=dtype_of(entry))
+        read_whole(self.source, self._before_growth, {name: before})
+        after = torch.zeros(blocks * new, *size[1:], dtype=before.dtype)
+        if not is_state:
+            after.copy_(start)
+        for block in range(blocks):
+            after[block * new : block * new + old] = before[block * old : (block + 1) * old]
+        entry["pieces"] = [self._piece(after, [0 for _ in size])]
+        entry["size"] = list(after.shape)
+
+    def _piece(self, numbers: Tensor, offset: list[int]) -> dict[str, Any]:
+        """Appended to the file of what is new."""
+        content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+        with (self._partial / _FILE).open("ab") as file:
+            file.write(content)
+        start, self._end = self._end, self._end + len(content)
+        place = {"file": _FILE, "start": start, "crc32": zlib.crc32(content)}
+        return {"offset": offset, "size": list(numbers.shape), **place}
+
+
+def _same_file(file: Path, copy: Path) -> None:
+    """Another name of it, which costs no room, or a copy where the disk has no such thing."""
+    try:
+        os.link(file, copy)
+    except OSError:
+        shutil.copyfile(file, copy)
+        files.sync(copy)
+
+
+def _is_by_entity(name: str) -> bool:
+    return name == _MODEL + ENTITY_WEIGHT or name.startswith(f"{_STATE}{ENTITY_WEIGHT}.")
+
+
+def _parameter_of(name: str, parameters: Iterable[str]) -> str | None:
+    """The objective's parameter that a tensor of a checkpoint is, or is a state of."""
+    own = name.removeprefix(_MODEL).removeprefix(_STATE).removeprefix("objective.")
+    of = (p for p in parameters if own == p or own.startswith(f"{p}."))
+    return max(of, key=len, default=None)
+
+
+def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]:
+    """Rows [start, stop) of a checkpoint's table in order, (m, D), as they lie in pieces.
+
+    Raises Damaged or OSError for what cannot be read.
+    """
+    index, _ = open_checkpoint(checkpoint)
+    if index is None:
+        raise Damaged(f"{checkpoint} is of the first format of checkpoints")
+    name = _MODEL + ENTITY_WEIGHT
+    entry = index[name]
+    for piece in sorted(pieces_of(entry), key=lambda piece: piece["offset"][0]):
+        first, count = piece["offset"][0], piece["size"][0]
+        low, high = max(start, first), min(stop, first + count)
+        if low < high:
+            rows = read_piece(checkpoint, name, dtype_of(entry), piece)
+            yield rows[low - first : high - first]
+
+
+def freeze(session: Session) -> None:
+    """What train.freeze and model.init_frozen keep as it is, from here on.  Collective.
+
+    Raises ConfigError for train.freeze old of a run that is not extended.
+    """
+    config, base, backend = session.config, session.store.base, session.backend
+    if not config.freezes:
+        return
+    if config.train.freeze == "old" and base is None:
+        raise ConfigError(
+            f"train.freeze old: {session.store.path} is no extended store, so nothing in it is "
+            "old; `kge-torchrec extend RUN NEW_TRIPLES --freeze` makes one"
+        )
+    start, stop = backend.shard().row_range
+    rows = torch.zeros(stop - start, dtype=torch.bool)
+    if config.model.init_frozen:
+        found = on_all_ranks(
+            session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
+        )
+        rows |= torch.from_numpy(np.array(found))
+    if config.train.freeze == "old":
+        assert base is not None
+        rows[: max(0, base.entities - start)] = True
+        dense = dict(backend.dense.objective.named_parameters())
+        backend.freeze_dense(
+            old_rows(dense, config.model, base.relations, session.store.num_relations)
+        )
+    backend.freeze_rows(rows)
+
+
+def relation_parameters(model: ModelConfig) -> set[str]:
+    """Names of an objective's parameters that have rows of relations, those of inverses behind."""
+    one, two = (build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2))
+    return {name for (name, a), (_, b) in zip(one, two, strict=True) if a.shape != b.shape}
+
+
+def old_rows(
+    parameters: Mapping[str, Tensor], model: ModelConfig, old: int, new: int
+) -> dict[str, Tensor]:
+    """Rows of an objective's parameters that are of no new relation, by name, (rows,) bool each.
+
+    old, new: numbers of relations before and now.
+    """
+    of_relations, found = relation_parameters(model), {}
+    for name, parameter in parameters.items():
+        rows = torch.ones(parameter.shape[0], dtype=torch.bool)
+        if name in of_relations:  # relations, then inverses
+            rows.view(-1, new)[:, old:] = False
+        found[name] = rows
+    return found

@@ -1,0 +1,245 @@
+"""Starting from vectors of elsewhere, or from another run: ``model.init_from``, by label.
+
+The first rank reads, once, some rows at a time, and sends them to all; each keeps those of its own
+shard.  So no rank holds them all, and a file need not be where the other ranks are.
+
+Vectors of another width are projected, where ``model.init_width`` says so: by a random matrix with
+orthonormal columns (or, to more numbers, rows), scaled so that rows keep their length on average;
+or onto the first principal components of the vectors of the graph's entities, their mean
+subtracted.  Numbers of a row that are biases (``model.biases``) start at 0 in either case.
+
+Shapes: N entities, M vectors of W numbers, D numbers of an entity's vector, m rows at a time.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.compute as pc
+import torch
+from torch import Tensor
+
+from kge_torchrec import files
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
+from kge_torchrec.distributed.dense import local_part
+from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.errors import DataError
+from kge_torchrec.training.checkpoint_index import dtype_of, read_whole
+from kge_torchrec.training.checkpoints import Checkpoints, no_checkpoint, open_checkpoint
+from kge_torchrec.training.growth import entity_rows, relation_parameters
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.state import TrainState
+
+_STREAM = 0x1417  # keeps the projection apart from other draws of the same seed
+_SCORER = "engine.model.objective."
+
+
+def begin(session: Session) -> TrainState:
+    """A new start: parameters as they were drawn, or as model.init_from has them.  Collective.
+
+    Raises DataError or ConfigError, on every rank, for vectors that make no sense here: NaN,
+    another width, two of one label, no label in common.
+    """
+    if session.config.model.init_from is not None:
+        _start_from(session, session.config.model.init_from)
+    return TrainState(data=session.store.fingerprint)
+
+
+def _start_from(session: Session, source: str) -> None:
+    """Puts vectors in place of drawn rows."""
+    ranks, reading = session.processes, _Reading(session)
+    run = on_first_rank(ranks, lambda: RunFolder(source) if RunFolder(source).holds_run else None)
+    checkpoint = None if run is None else _checkpoint(run, ranks)
+    on_first_rank(ranks, lambda: reading.open(Path(source), checkpoint))
+    shard = session.backend.shard()
+    while True:
+        part = on_first_rank(ranks, reading.next)
+        if part is None:
+            break
+        ids, rows = map(torch.from_numpy, part)
+        ids = ids.to(shard.rows.device)
+        here = shard.holds(ids)
+        own = rows.to(shard.rows)[here]
+        shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own
+    if checkpoint is not None:
+        _start_dense(session, on_first_rank(ranks, lambda: reading.dense(checkpoint)))
+    if session.config.model.init_frozen:
+        on_first_rank(ranks, reading.save_frozen)
+    if session.show:
+        print(reading.summary, file=sys.stderr)
+
+
+def _checkpoint(run: RunFolder, ranks: Processes) -> Path:
+    """The best one of a run, the newest without one.  Collective."""
+    checkpoints = Checkpoints(run.checkpoints, ranks)
+    names = checkpoints.names()
+    if not names:
+        raise no_checkpoint(run.path, keep=1)
+    best = checkpoints.best()
+    return run.checkpoints / (best if best in names else names[-1])
+
+
+class _Reading:
+    """The first rank's side of it."""
+
+    def __init__(self, session: Session):
+        self.session, self.config = session, session.config
+        self.store: TripleStore = session.store
+        self.summary = ""
+
+    def open(self, source: Path, checkpoint: Path | None) -> None:
+        """Finds out which vector is whose, and what becomes of other widths."""
+        self.vectors = (
+            open_vectors(source) if checkpoint is None else self._of_run(source, checkpoint)
+        )
+        self.ids = ids_of(self.vectors, self.store.entities.array)
+        scorer = self.session.scorer
+        self.full, self.width = scorer.dim, scorer.dim - scorer.zero_columns
+        self._project = self._projection()
+        self._parts = self._read(self._project)
+        count = int((self.ids >= 0).sum())
+        drawn = self.store.num_entities - count
+        self.summary = (
+            f"model.init_from {source}: {count:,} of {self.store.num_entities:,} entities start "
+            f"from it{self._how}" + (f", {drawn:,} are drawn" if drawn else "")
+        )
+
+    def next(self) -> tuple[np.ndarray, np.ndarray] | None:
+        """Ids (m,) and rows (m, D) of some vectors; None when there are no more."""
+        return next(self._parts, None)
+
+    def save_frozen(self) -> None:
+        """Which entities have one, for every start of this run."""
+        frozen = np.zeros(self.store.num_entities, bool)
+        frozen[self.ids[self.ids >= 0]] = True
+        path = self.session.folder.frozen
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}.partial")
+        with partial.open("wb") as file:
+            np.save(file, frozen)
+        files.sync(partial)
+        partial.replace(path)
+
+    def _of_run(self, source: Path, checkpoint: Path) -> Vectors:
+        run = RunFolder(source)
+        self.before: Config = run.load_config()
+        data = self.before.data.path
+        self.old_store = TripleStore.open(data if (Path(data) / META).is_file() else run.store)
+        if open_checkpoint(checkpoint)[1].data not in ("", self.old_store.fingerprint):
+            raise DataError(f"{source}: its store is of other triples than it was trained on")
+        count = self.old_store.num_entities
+
+        def rows() -> Iterator[np.ndarray]:
+            for part in entity_rows(checkpoint, count):
+                yield from (some.float().numpy() for some in part.split(ROWS))
+
+        return Vectors(source, self.old_store.entities.array, self.before.model.dim, rows)
+
+    def _read(self, project: Callable[[np.ndarray], np.ndarray]) -> Iterator[tuple]:
+        first = 0
+        for rows in self.vectors.rows():
+            ids = self.ids[first : first + len(rows)]
+            wanted = ids >= 0
+            check_finite(self.vectors, first, rows, wanted)
+            first += len(rows)
+            if wanted.any():
+                yield ids[wanted], project(rows[wanted])
+        if first != len(self.ids):
+            raise DataError(
+                f"{self.vectors.source} has {first:,} vectors for {len(self.ids):,} labels"
+            )
+
+    def _projection(self) -> Callable[[np.ndarray], np.ndarray]:
+        """(m, W) -> what is written into the first columns of rows."""
+        have, want, self._how = self.vectors.width, self.width, ""
+        if have in (self.full, want):
+            return lambda rows: rows
+        how = self.config.model.init_width
+        if how == "refuse":
+            raise ConfigError(
+                f"model.init_from: the vectors of {self.vectors.source} have {have} numbers, an "
+                f"entity here {want}; set model.dim to {have + self.full - want}, or project them: "
+                "--model.init_width random or pca"
+            )
+        self._how = f" ({have} numbers projected to {want}, {how})"
+        if how == "random":
+            matrix = self._orthonormal(have, want)
+            return lambda rows: rows @ matrix
+        if have < want:
+            raise ConfigError(
+                f"model.init_width pca: {have} numbers have no {want} principal components; use "
+                "random"
+            )
+        mean, matrix = self._principal(want)
+        return lambda rows: (rows - mean) @ matrix
+
+    def _orthonormal(self, have: int, want: int) -> np.ndarray:
+        """(W, D), a function of the seed."""
+        stream = np.random.Generator(np.random.SFC64([self.config.seed, _STREAM]))
+        longer, shorter = max(have, want), min(have, want)
+        matrix, upper = np.linalg.qr(stream.standard_normal((longer, shorter)))
+        matrix *= np.sign(np.diag(upper))  # so that it is uniform (Mezzadri 2007)
+        matrix = matrix if have == longer else matrix.T
+        return (matrix * max(1.0, have / want) ** 0.5).astype(np.float32)
+
+    def _principal(self, want: int) -> tuple[np.ndarray, np.ndarray]:
+        """The mean (W,) of the vectors, and their first principal components (W, D)."""
+        width, count = self.vectors.width, 0
+        total, squares = np.zeros(width), np.zeros((width, width))
+        for _, rows in self._read(lambda rows: rows.astype(np.float64)):
+            total, squares, count = total + rows.sum(0), squares + rows.T @ rows, count + len(rows)
+        mean = total / count
+        _, components = np.linalg.eigh(squares / count - np.outer(mean, mean))
+        components = components[:, ::-1][:, :want]
+        components *= np.sign(components[np.abs(components).argmax(0), np.arange(want)])
+        return mean.astype(np.float32), components.astype(np.float32)
+
+    def dense(self, checkpoint: Path) -> dict[str, tuple[Tensor, Tensor]]:
+        """Of a run with the same scorer: its parameters by name, and which rows to take.
+
+        Rows of relations by label; all others where their shapes are the same.
+        """
+        model, before = self.config.model, self.before.model
+        same = ("scorer", "dim", "reciprocal", "normalization", "options")
+        if any(getattr(model, key) != getattr(before, key) for key in same):
+            self.summary += "; relations are drawn, since its scorer is another"
+            return {}
+        index = open_checkpoint(checkpoint)[0] or {}
+        found = pc.index_in(self.store.relations.array, value_set=self.old_store.relations.array)
+        before_of = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        now = torch.from_numpy(np.flatnonzero(before_of >= 0))
+        then = torch.from_numpy(before_of)[now]
+        of_relations, taken = relation_parameters(model), {}
+        for name, parameter in self.session.backend.dense.objective.named_parameters():
+            if _SCORER + name not in index:
+                continue
+            entry = index[_SCORER + name]
+            held = torch.empty(entry["size"], dtype=dtype_of(entry))
+            read_whole(checkpoint, index, {_SCORER + name: held})
+            if name in of_relations:  # relations, then their inverses
+                blocks = len(held) // self.old_store.num_relations
+                values = held.unflatten(0, (blocks, -1))[:, then].flatten(0, 1)
+                start = torch.arange(blocks)[:, None] * self.store.num_relations
+                taken[name] = (start + now).flatten(), values
+            elif held.shape == parameter.shape:
+                taken[name] = torch.arange(len(held)), held
+        self.summary += f"; {len(now):,} of {len(before_of):,} relations as well"
+        return taken
+
+
+@torch.no_grad()
+def _start_dense(session: Session, taken: dict[str, tuple[Tensor, Tensor]]) -> None:
+    """Writes rows (k,) of parameters, by name, with their numbers (k, ...)."""
+    wrapper = session.backend.dense
+    for name, parameter in wrapper.objective.named_parameters():
+        if name in taken:
+            rows, values = taken[name]
+            own, part = wrapper.own_rows(parameter), local_part(parameter)
+            here = (rows >= own.start) & (rows < own.stop)
+            part[(rows[here] - own.start).to(part.device)] = values[here].to(part)

@@ -1,0 +1,76 @@
+"""A store of old triples and new ones: what is old keeps its ids and its place."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kge_torchrec.data.prepare import extend_store, prepare_triples
+from kge_torchrec.data.shuffle import ReplayShuffle
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError, StoreError
+
+OLD = {"train": [("a", "r", "b"), ("b", "s", "c")], "valid": [("a", "s", "c")],
+       "test": [("c", "r", "a")]}  # fmt: skip
+
+
+@pytest.fixture
+def base(tmp_path) -> TripleStore:
+    return prepare_triples(OLD, tmp_path / "old")
+
+
+def triples(store: TripleStore, split: str) -> list[tuple[str, str, str]]:
+    heads, relations, tails = store.split(split).T
+    ends = store.entities.labels
+    return list(zip(ends(heads), store.relations.labels(relations), ends(tails), strict=True))
+
+
+def test_old_labels_and_triples_come_first(base, tmp_path):
+    new = {"train": [("n", "r", "a"), ("b", "new", "n")], "test": [("n", "s", "m")]}
+    store = extend_store(base, new, tmp_path / "new")
+    assert store.entities.array.to_pylist() == ["a", "b", "c", "n", "m"]
+    assert store.relations.array.to_pylist() == ["r", "s", "new"]
+    for split in ("train", "valid", "test"):
+        assert triples(store, split) == OLD[split] + new.get(split, [])
+    assert store.base == base.size
+    assert base.base is None
+    assert store.filter_index().answers("tail", np.array([3]), np.array([0])).all()[1].tolist() == [
+        0
+    ]
+
+
+def test_files_without_a_split_are_trained_on(base, tmp_path):
+    (tmp_path / "new.tsv").write_text("n\tr\ta\nn\tr\ta\na\tr\tb\nc\tr\ta\n")
+    store = extend_store(base, tmp_path / "new.tsv", tmp_path / "new", progress=False)
+    assert triples(store, "train") == [*OLD["train"], ("n", "r", "a"), ("c", "r", "a")]
+    assert store.report["duplicates"]["train"] == 2  # one of its own, one of the old ones
+    assert store.report["shared"] == {"train-test": 1}  # c r a
+
+
+def test_what_is_wrong_with_new_triples(base, tmp_path):
+    with pytest.raises(DataError, match="none of the triples is new"):
+        extend_store(base, {"train": OLD["train"]}, tmp_path / "new")
+    with pytest.raises(DataError, match="no training triples"):
+        extend_store(base, {"train": []}, tmp_path / "new")
+    with pytest.raises(DataError, match=r"'new' .1 triples in test"):
+        extend_store(base, {"test": [("a", "new", "b")]}, tmp_path / "new")
+    with pytest.raises(StoreError, match="a store exists here"):
+        extend_store(base, {"train": [("x", "r", "a")]}, base.path)
+    assert not (tmp_path / "new").exists()
+    assert triples(base, "train") == OLD["train"]
+
+
+@pytest.mark.parametrize(
+    "size, old, share", [(10, 7, 0.5), (10, 10, 0.3), (9, 4, 0.0), (5, 0, 1.0)]
+)
+def test_replay_takes_all_new_and_a_share_of_the_old(size, old, share):
+    drawn = []
+    for epoch in range(20):
+        order = ReplayShuffle(size, old, share, 3, epoch)
+        found = order(np.arange(order.size)).tolist()
+        assert len(set(found)) == len(found) == size - old + round(old * share)
+        assert set(range(old, size)) <= set(found) <= set(range(size))
+        drawn.append(tuple(found))
+    if 0 < share < 1:
+        assert set.union(*map(set, drawn)) == set(range(size))  # every old one has its turn
+    assert len(set(drawn)) > 15  # another order each epoch

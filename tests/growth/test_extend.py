@@ -1,0 +1,279 @@
+"""Extended runs against a dense oracle: old rows and their state, new rows, what stays."""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from oracle_table import DenseTable
+from oracle_training import batch_loss, relation_optimizer, table_optimizer
+from torch import Tensor
+from training_runs import config_of, fit, parameters, random_triples, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api, extend
+from kge_torchrec.config import Config
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training.checkpoint_index import read_whole
+from kge_torchrec.training.checkpoints import open_checkpoint
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+
+TABLE = "engine.model.entities.embeddings.entity.weight"
+OLD_ENTITIES, OLD_RELATIONS = 37, 3
+TOLERANCE = 1e-5
+
+
+def new_triples() -> dict[str, list[tuple[str, str, str]]]:
+    """9 new entities and 2 new relations, among themselves and with old ones."""
+    random = np.random.default_rng(5)
+    names = [*(f"n{i}" for i in range(9)), *(f"e{i}" for i in range(20))]
+    relations = ["r0", "r2", "new0", "new1"]
+    train = {(f"n{i % 9}", relations[i % 4], names[random.integers(29)]): None for i in range(60)}
+    return {"train": list(train), "test": [("n0", "r1", "e3"), ("e4", "new0", "n5")]}
+
+
+def base_config(store: Path, folder: Path | None, **changes) -> Config:
+    given = {"model__scorer": "complex", "model__reciprocal": True, "train__epochs": 2,
+             "train__eps": 1e-3, "checkpoint__every_epochs": 0, **changes}  # fmt: skip
+    return config_of(store, folder, **given)
+
+
+@functools.cache
+def base_run(**changes) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    store = tiny_store(folder / "store").path
+    return api.train(base_config(store, folder / "run", **changes), rank_test=False).path
+
+
+def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
+    """Of a run's newest checkpoint."""
+    checkpoint = (
+        run / "checkpoints" / name if name else sorted((run / "checkpoints").glob("step*"))[-1]
+    )
+    index, _ = open_checkpoint(checkpoint)
+    found = {
+        key: torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"]))
+        for key, entry in index.items()
+        if not key.startswith("random")
+    }
+    read_whole(checkpoint, index, found)
+    return found
+
+
+FIRST = "step-000000000000"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"train__optimizer": "adam"},
+        {"train__optimizer": "rowwise_adam", "entities__engine": "handrolled",
+         "entities__bias_correction": "row", "model__reciprocal": False},
+        {"train__optimizer": "adagrad", "model__scorer": "tucker", "model__dim": 4},
+    ],
+    ids=["adam", "row steps", "tucker"],
+)  # fmt: skip
+def test_old_rows_and_states_are_kept_and_new_ones_as_a_new_run_draws_them(tmp_path, changes):
+    run = base_run(**changes)
+    made = extend(run, new_triples(), tmp_path / "run", epochs=0)
+    before, after = tensors(run), tensors(made.path, FIRST)
+    config = base_config(tmp_path / "run" / "store", tmp_path / "other", **changes)
+    with processes("cpu") as ranks:
+        fresh = parameters(Session(config, RunFolder(tmp_path / "other"), ranks))
+    assert before.keys() == after.keys()
+    for key, old in before.items():
+        new, is_state = after[key], "optimizer" in key
+        if "entity" in key:
+            assert torch.equal(new[:OLD_ENTITIES], old)
+            expected = torch.zeros_like(new) if is_state else fresh["entities"]
+            assert len(new) == OLD_ENTITIES + 9
+            assert torch.equal(new[OLD_ENTITIES:], expected[OLD_ENTITIES:])
+        elif ".relations" in key and new.dim():
+            blocks = 2 if config.model.reciprocal else 1
+            for block in range(blocks):  # relations, then inverses
+                rows = new.view(blocks, 5, -1)[block]
+                assert torch.equal(rows[:3], old.view(blocks, 3, -1)[block])
+                start = torch.zeros_like(new) if is_state else fresh["relations"]
+                assert torch.equal(rows[3:], start.view(blocks, 5, -1)[block, 3:])
+        else:
+            assert torch.equal(new, old)
+    drift = made.results["extended"]["drift"]
+    assert (drift["unchanged"], drift["max"]) == (OLD_ENTITIES, 0)
+    assert made.results["extended"]["new"]["relations"] == 2
+
+
+def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor]) -> dict:
+    """Training on as plain torch in float64: rows, states and order of triples written anew."""
+    train, base = config.train, store.base
+    table = DenseTable(start[TABLE], table_optimizer(config))
+    state = "engine.optimizer.state."
+    table.squares = start[f"{state}entities.embeddings.entity.weight.entity.momentum1"].double()
+    name = "engine.model.objective.scorer.relations"
+    relations = start[name].double().requires_grad_()
+    optimizer = relation_optimizer(config, relations)
+    optimizer.state[relations]["sum"] = start[f"{state}objective.scorer.relations.sum"].double()
+    is_new = torch.arange(store.num_entities) >= base.entities
+    old_relations = (torch.arange(2 * store.num_relations) % store.num_relations) < base.relations
+    freezes, size = train.freeze == "old", train.batch_size
+    for epoch in range(train.epochs):
+        order = EpochShuffle(len(store.train), config.seed, epoch)
+        if train.replay < 1:
+            order = ReplayShuffle(len(store.train), base.triples, train.replay, config.seed, epoch)
+        for step in range(-(-order.size // size)):
+            places = np.arange(step * size, min((step + 1) * size, order.size))
+            rows = torch.from_numpy(store.train[order(places)].astype(np.int64))
+            sampler = NegativeSampler(store.num_entities, config.negatives.count, config.seed)
+            zeros = np.zeros(len(places), int)
+            negatives = {
+                side: torch.from_numpy(sampler.draw(epoch, step, code, 0, 1)[zeros])
+                for code, side in enumerate(("head", "tail"))
+            }
+            entities = table.weights.clone().requires_grad_()
+            loss = batch_loss(config, store, entities, relations, rows, negatives, set())
+            optimizer.zero_grad()
+            loss.backward()
+            gradients = entities.grad, relations.grad
+            if freezes:
+                entities.grad[~is_new], relations.grad[old_relations] = 0, 0
+            if train.clip_norm:
+                norm = sum(g.square().sum() for g in gradients).sqrt()
+                for gradient in gradients:
+                    gradient.mul_(min(1, train.clip_norm / (norm + 1e-6)))
+            optimizer.step()
+            ids = [rows[:, 0], rows[:, 2], *(drawn.reshape(-1) for drawn in negatives.values())]
+            touched = torch.cat(ids).unique()
+            if freezes:
+                touched = touched[is_new[touched]]
+            table.step(touched, entities.grad[touched])
+    return {TABLE: table.weights, name: relations.detach()}
+
+
+VARIANTS = {
+    "all": {},
+    "freeze": {"freeze": True},
+    "replay": {"replay": 0.3},
+    "new alone": {"freeze": True, "replay": 0.0, "overrides": {"train.clip_norm": 0.01}},
+}
+
+
+def rank_extends(run: Path, folder: Path, engines: dict[str, str]) -> None:
+    for name, engine in engines.items():
+        given = {**VARIANTS[name]}
+        overrides = {"entities.engine": engine, **given.pop("overrides", {})}
+        extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **given)
+
+
+ENGINES = ("torchrec", "handrolled")
+
+
+@pytest.mark.parametrize(
+    "world_size, turn",
+    [(1, 0), (2, 1), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 0), (4, 0), (4, 1)))],
+)
+def test_training_on_equals_the_dense_oracle(tmp_path, world_size, turn):
+    engines = {name: ENGINES[(turn + i) % 2] for i, name in enumerate(VARIANTS)}
+    run_world(world_size, rank_extends, base_run(), tmp_path, engines)
+    for name in VARIANTS:
+        check_training(tmp_path / name, name)
+
+
+def check_training(run: Path, name: str) -> None:
+    start, end = tensors(run, FIRST), tensors(run)
+    store = TripleStore.open(run / "store")
+    expected = train_on_dense(RunFolder(run).load_config(), store, start)
+    for key, values in expected.items():
+        assert (values - start[key]).abs().max() > 0.02  # it has learnt something
+        assert (values - end[key]).abs().max() < TOLERANCE, name
+    if VARIANTS[name].get("freeze"):
+        for key, old in start.items():
+            if "entity" in key:  # and their state
+                assert torch.equal(end[key][:OLD_ENTITIES], old[:OLD_ENTITIES])
+            elif ".relations" in key and old.dim():
+                assert torch.equal(end[key].view(2, 5, -1)[:, :3], old.view(2, 5, -1)[:, :3])
+        assert (
+            json.loads((run / "results.json").read_text())["extended"]["drift"]["unchanged"] == 37
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"negatives__regime": "1vsall"}, {"negatives__regime": "kvsall"},
+     {"negatives__regime": "kvssample"}, {"train__optimizer": "adam", "model__scorer": "conve",
+      "model__dim": 12}, {"train__accumulation": 2, "train__precision": "fp16"}],
+    ids=str,
+)  # fmt: skip
+def test_frozen_rows_stay_bit_for_bit(tmp_path, changes):
+    run = base_run(**changes)
+    made = extend(run, new_triples(), tmp_path / "run", epochs=1, freeze=True)
+    start, end = tensors(made.path, FIRST), tensors(made.path)
+    moved = 0
+    for key, old in start.items():
+        new = end[key]
+        if "entity" in key and new.dim():
+            assert torch.equal(new[:OLD_ENTITIES], old[:OLD_ENTITIES])
+            moved += int((new[OLD_ENTITIES:] != old[OLD_ENTITIES:]).sum())
+        elif "objective" in key and new.dim():
+            by_relation = len(new) == 10
+            new, old = (x.view(2, 5, -1)[:, :3] if by_relation else x for x in (new, old))
+            assert torch.equal(new, old)
+    assert moved
+
+
+def test_sharded_dense_parameters_are_frozen_alike(tmp_path):
+    run = base_run(train__optimizer="adam")
+    run_world(2, rank_freezes_parts, run, tmp_path)
+    start, end = tensors(tmp_path / "fsdp", FIRST), tensors(tmp_path / "fsdp")
+    for key in start:
+        if ".relations" in key and start[key].dim():
+            new, old = (x[key].view(2, 5, -1) for x in (end, start))
+            assert torch.equal(new[:, :3], old[:, :3])
+            assert not torch.equal(new[:, 3:], old[:, 3:])
+
+
+def rank_freezes_parts(run: Path, folder: Path) -> None:
+    given = {"dense.wrapper": "fsdp", "train.weight_decay": 0.1}
+    extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=given)
+
+
+def test_an_extended_run_is_a_run_like_others(tmp_path):
+    made = extend(base_run(), new_triples(), tmp_path / "run", epochs=1)
+    assert made.results["extended"]["drift"]["rows"] == OLD_ENTITIES
+    (tmp_path / "run").rename(tmp_path / "moved")  # its store is its own
+    on = api.resume(tmp_path / "moved", {"train.epochs": 2})
+    assert on.results["train"]["epochs"] == 2
+    assert len(on.predict(head="n0", relation="new0", k=3)) == 3
+    again = extend(on.path, {"train": [("n0", "r0", "z")]}, tmp_path / "again", epochs=0)
+    assert again.session.store.base.entities == OLD_ENTITIES + 9
+
+
+def test_what_cannot_be_extended_leaves_nothing(tmp_path):
+    run = base_run()
+
+    def refused(match: str, triples=None, out="run", **given) -> None:
+        with pytest.raises(KGEError, match=match):
+            extend(run, triples or new_triples(), tmp_path / out, **given)
+
+    refused("no checkpoint 'step-9'", checkpoint="step-9")
+    refused(
+        "none of the triples is new", {"train": [("e0", "r0", random_triples(37, 3, 150)[0][2])]}
+    )
+    refused("model.dim is 8 in this run", overrides={"model.dim": 16})
+    refused("data.. and run.dir", overrides={"data.path": "x"})
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(KGEError, match="is no run folder"):
+        extend(tmp_path / "nowhere", new_triples(), tmp_path / "run")
+    base = base_run(negatives__regime="kvssample")
+    with pytest.raises(KGEError, match=r"train.replay: negatives.regime kvssample"):
+        extend(base, new_triples(), tmp_path / "run", replay=0.5)
+    with pytest.raises(KGEError, match=r"train.freeze old: .* is no extended store"):
+        fit(base_config(run.parent / "store", tmp_path / "x", train__freeze="old"))

@@ -1,0 +1,267 @@
+"""Vectors from elsewhere and warm starts, at 1 and 2 ranks, against numpy."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import safetensors.numpy
+import torch
+from training_runs import config_of, parameters, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import processes
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training import warm_start
+from kge_torchrec.training.run_folder import RunFolder
+from kge_torchrec.training.session import Session
+from kge_torchrec.training.trainer import Trainer
+from kge_torchrec.training.warm_start import begin
+
+LABELS = [*(f"e{i}" for i in range(30, 4, -1)), "elsewhere", "e two\\words"]  # no e0 to e4
+
+
+@functools.cache
+def the_store() -> Path:
+    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+
+
+def some_vectors(width: int = 8) -> np.ndarray:
+    return np.random.default_rng(1).standard_normal((len(LABELS), width)).astype(np.float32)
+
+
+def write(folder: Path, form: str, table: np.ndarray, labels=LABELS) -> Path:
+    file = folder / f"vectors{form}"
+    if form in (".npy", ".safetensors"):
+        lines = [label.replace("\\", "\\\\") for label in labels]
+        file.with_suffix(".txt").write_text("\n".join(lines))  # without a newline at its end
+    if form == ".npy":
+        np.save(file, table)
+    elif form == ".safetensors":
+        safetensors.numpy.save_file({"any": table}, file)
+    elif form == ".parquet":
+        rows = pa.array(list(table), pa.list_(pa.float32()))
+        pq.write_table(pa.table({"label": labels, "vector": rows}), file)
+    else:
+        words = [label.replace(" ", "_") for label in labels]
+        rows = [" ".join([w, *map(repr, v.tolist())]) for w, v in zip(words, table, strict=True)]
+        head = [f"{len(table)} {table.shape[1]}"] if form == ".vec" else []
+        end = " \n" if form == ".w2v" else "\n"  # as the first word2vec wrote it
+        file.write_text(end.join([*head, *rows, ""]))
+    return file
+
+
+def start(changes: dict, folder: Path | None = None) -> dict:
+    """The parameters that a run of these keys starts from.  Collective."""
+    with tempfile.TemporaryDirectory() as temporary, processes("cpu") as ranks:
+        config = config_of(the_store(), folder or temporary, **changes)
+        session = Session(config, RunFolder(config.run.dir), ranks)
+        begin(session)
+        return parameters(session)
+
+
+def places(labels=LABELS) -> tuple[list[int], list[int]]:
+    """Ids of the labels that are in the graph, and their places among the labels."""
+    every = TripleStore.open(the_store()).entities.array.to_pylist()
+    known = [place for place, label in enumerate(labels) if label in every]
+    return [every.index(labels[place]) for place in known], known
+
+
+FORMS = (".npy", ".safetensors", ".parquet", ".vec", ".w2v")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_starts_the_entities_that_it_has(tmp_path, form):
+    file = write(tmp_path, form, some_vectors())
+    found, drawn = start({"model__init_from": str(file)}), start({})
+    ids, known = places()
+    assert len(ids) == 26
+    expected = drawn["entities"].clone()
+    expected[ids] = torch.from_numpy(some_vectors()[known])
+    assert torch.equal(found["entities"], expected)
+    assert torch.equal(found["relations"], drawn["relations"])
+
+
+def rank_starts(cases: list[dict]) -> list[dict]:
+    return [start(case) for case in cases]
+
+
+def test_ranks_read_alike(tmp_path):
+    file = str(write(tmp_path, ".npy", some_vectors(12)))
+    given = {"model__init_from": file}
+    cases = [{**given, "model__init_width": how} for how in ("random", "pca")]
+    cases.append({**given, "model__init_width": "random", "entities__engine": "handrolled"})
+    ones, twos = (run_world(ranks, rank_starts, cases)[-1] for ranks in (1, 2))
+    for one, two in zip(ones, twos, strict=True):
+        assert all(torch.equal(one[key], two[key]) for key in one)
+
+
+def test_projections(tmp_path):
+    ids, known = places()
+    wide = some_vectors(40)
+    given = {"model__init_from": str(write(tmp_path, ".npy", wide)), "model__biases": True}
+    wide = wide[known].astype(np.float64)
+
+    def rows(how: str) -> np.ndarray:
+        table = start({**given, "model__init_width": how, "model__dim": 18})["entities"][ids]
+        assert (table[:, 16:] == 0).all()  # biases
+        return table[:, :16].double().numpy()
+
+    found = rows("random")
+    matrix = np.linalg.lstsq(wide, found, rcond=None)[0] if len(wide) >= 40 else None
+    lengths = np.linalg.norm(found, axis=1) / np.linalg.norm(wide, axis=1)
+    assert matrix is None
+    assert 0.9 < lengths.mean() < 1.1
+    centred = wide - wide.mean(0)
+    _, values, components = np.linalg.svd(centred, full_matrices=False)
+    expected, found = centred @ components[:16].T, rows("pca")
+    assert np.abs(np.abs(found) - np.abs(expected)).max() < 1e-3  # but for the sign of columns
+    assert np.allclose(found.var(0), values[:16] ** 2 / len(wide), rtol=1e-3)
+    narrow = some_vectors(6)
+    file = write(tmp_path, ".npy", narrow)
+    found = start({"model__init_from": str(file), "model__init_width": "random"})["entities"][ids]
+    narrow = torch.from_numpy(narrow[known])
+    assert torch.allclose(found @ found.T, narrow @ narrow.T, atol=1e-5)  # an isometry
+
+
+def test_frozen_vectors_stay_also_after_a_resume(tmp_path):
+    file = write(tmp_path, ".npy", some_vectors())
+    given = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
+    run = api.train(config_of(the_store(), tmp_path / "run", **given), rank_test=False)
+    ids, known = places()
+    expected = torch.from_numpy(some_vectors()[known])
+    assert torch.equal(rows_of(run)[ids], expected)
+    file.unlink()  # it is read at the start alone
+    run = api.resume(run.path, {"train.epochs": 2})
+    assert torch.equal(rows_of(run)[ids], expected)
+    others = sorted(set(range(37)) - set(ids))
+    assert not (rows_of(run)[others] == start({})["entities"][others]).all(1).any()
+
+
+def rows_of(run) -> torch.Tensor:
+    rows = run._load("newest").backend.shard().rows.clone()
+    run.close()
+    return rows
+
+
+def test_vectors_are_read_by_the_first_rank_alone(tmp_path):
+    file = write(tmp_path, ".npy", some_vectors())
+    found = run_world(2, rank_reads, str(file))
+    assert found == [True, False]
+
+
+def rank_reads(file: str) -> bool:
+    read, opened = warm_start.open_vectors, []
+    warm_start.open_vectors = lambda path: opened.append(path) or read(path)
+    start({"model__init_from": file})
+    return bool(opened)
+
+
+@pytest.mark.parametrize("scorer, dim", [("complex", 8), ("conve", 12)])
+def test_a_warm_start_takes_entities_and_relations_by_label(tmp_path, scorer, dim):
+    model = {"model__scorer": scorer, "model__dim": dim, "model__reciprocal": True}
+    old = config_of(the_store(), tmp_path / "old", train__epochs=1, **model)
+    run = api.train(old, rank_test=False)
+    before = TripleStore.open(the_store())
+    (tmp_path / "new.tsv").write_text("e3\tr2\te1\ne1\tr0\tx\nx\tnew\te3\n")
+    given = {"data__path": str(tmp_path / "new.tsv"), "data__ratio": (1, 0, 0), **model}
+    changes = {"model__init_from": str(run.path)}
+    warm, drawn = (start({**given, **more}) for more in (changes, {}))
+    entity_ids = before.entities.ids(["e3", "e1"])
+    assert torch.equal(warm["entities"][:2], rows_of(run)[entity_ids])
+    assert torch.equal(warm["entities"][2], drawn["entities"][2])
+    trained = dict(run.session.scorer.named_parameters())
+    relation_ids = before.relations.ids(["r2", "r0"])
+    for name, parameter in trained.items():
+        if name == "relations":
+            rows, own = (x.view(2, 3, -1) for x in (parameter, warm[name]))
+            assert torch.equal(own[:, [0, 1]], rows[:, relation_ids])
+            assert torch.equal(own[:, 2], drawn[name].view(2, 3, -1)[:, 2])
+        else:
+            assert torch.equal(warm[name], parameter)
+    given["model__scorer"] = "distmult"
+    other, drawn = (start({**given, **more}) for more in (changes, {}))
+    assert torch.equal(other["entities"][:2], warm["entities"][:2])
+    assert torch.equal(other["relations"], drawn["relations"])
+
+
+def broken(folder: Path, what: str) -> tuple[Path, str]:
+    table, labels = some_vectors(), list(LABELS)
+    if what == "nan":
+        table[3, 2] = np.nan
+        return write(folder, ".npy", table), "vector of 'e27' .number 4. holds NaN"
+    if what == "width":
+        return write(folder, ".npy", some_vectors(6)), "have 6 numbers, an entity here 8"
+    if what == "narrow":
+        return write(folder, ".npy", some_vectors(6)), "6 numbers have no 8 principal"
+    if what == "twice":
+        labels[4] = "e30"
+        return write(folder, ".parquet", table, labels), "'e30' has 2 vectors .number 1 and 5"
+    if what == "foreign":
+        return write(folder, ".vec", table, [f"q{i}" for i in range(28)]), "none of its 28 labels"
+    if what == "labels":
+        return write(folder, ".npy", table, labels[1:]), "should hold 28 lines"
+    if what == "ragged":
+        file = write(folder, ".w2v", table)
+        file.write_text(file.read_text().replace("e20 ", "e20 1.5 "))
+        return file, "no word2vec text of 8 numbers"
+    if what == "no labels":
+        np.save(folder / "alone.npy", table)
+        return folder / "alone.npy", "its labels should be in alone.txt"
+    if what == "format":
+        (folder / "x.bin").write_bytes(b"")
+        return folder / "x.bin", "vectors are read from .npy"
+    (folder / "empty").mkdir()
+    return folder / "empty", "looked for a run, an export or one of"
+
+
+PROBLEMS = ("nan", "width", "narrow", "twice", "foreign", "labels", "ragged", "no labels",
+            "format", "folder")  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PROBLEMS)
+def test_what_is_wrong_with_vectors(tmp_path, what):
+    file, message = broken(tmp_path, what)
+    given = {"model__init_from": str(file)}
+    if what == "narrow":
+        given["model__init_width"] = "pca"
+    config = config_of(the_store(), tmp_path / "run", **given)
+    with pytest.raises(KGEError, match=message):
+        api.train(config)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(KGEError, match=r"model.init_frozen is of model.init_from"):
+        config_from_dict({"model.init_frozen": True})
+
+
+def test_an_export_is_a_start(tmp_path):
+    config = config_of(the_store(), tmp_path / "old", train__epochs=1)
+    run = api.train(config, rank_test=False)
+    for form in ("npy", "safetensors", "word2vec"):
+        found = start({"model__init_from": str(run.export(tmp_path / form, form))})
+        assert torch.equal(found["entities"], rows_of(run))
+
+
+def test_a_trainer_freezes_on_each_rank_its_own(tmp_path):
+    file = write(tmp_path, ".npy", some_vectors())
+    assert run_world(2, rank_trains, str(file), tmp_path / "run") == [0, 0]
+
+
+def rank_trains(file: str, folder: Path) -> int:
+    """How many frozen rows have moved."""
+    given = {"model__init_from": file, "model__init_frozen": True, "train__epochs": 1}
+    with processes("cpu") as ranks:
+        config = config_of(the_store(), folder, **given)
+        if ranks.is_first:
+            folder.mkdir()
+        session = Session(config, RunFolder(folder), ranks)
+        Trainer(session, begin(session), None).run()
+        ids, known = places()
+        return int((parameters(session)["entities"][ids].numpy() != some_vectors()[known]).sum())
