@@ -225,10 +225,7 @@ class Run(Answering):
 
     def _read_calibration(self) -> Calibration | None:
         found = Calibration.read(self.path)
-        if found is None or (found.step, found.data) == (
-            self._step,
-            self.session.store.fingerprint,
-        ):
+        if found is None or found.is_of(self._step, self.session.store.fingerprint):
             return found
         log.warning(
             "%s was calibrated after %s steps, and is now at %s: no probabilities until "

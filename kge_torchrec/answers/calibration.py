@@ -69,6 +69,10 @@ class Calibration:
         side = "head" if asked == "head" else "tail"
         return self.curves.get(side, self.curves.get(BOTH, Curve())).at(scores)
 
+    def is_of(self, step: int, data: str) -> bool:
+        """Whether parameters after so many steps on this data were calibrated."""
+        return (self.step, self.data) == (step, data)
+
     def write(self, folder: Path) -> None:
         """Into the folder of a run, or of an export."""
         curves = {side: _form(self.method, curve) for side, curve in self.curves.items()}

@@ -164,11 +164,11 @@ class _Asker:
     def _taken(self, ids: Tensor, weights: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """A step from entities ids (B,) of degrees (B,): the best of all ways to each row.
 
-        Returns degrees (n,) and the place in ids (n,) that each comes from.
+        Returns degrees (n,) and the place in ids (n,) int32 that each comes from.
         """
         relations = torch.full_like(ids, step.relation)
         degrees = torch.zeros(self._shard.rows.shape[0], device=ids.device)
-        place = torch.zeros(len(degrees), dtype=torch.int64, device=ids.device)
+        place = torch.zeros(len(degrees), dtype=torch.int32, device=ids.device)
         for first, chances in self._chances(ids, relations, step.side):
             rows = slice(first - self._shard.first_row, None)
             best = self._both(weights[:, None], chances).max(0)
@@ -217,10 +217,10 @@ class _Asker:
         return total
 
     def _at(self, values: Tensor, ids: Tensor) -> Tensor:
-        """What values (n,) of all ranks' rows are at entities (M,) int64.  Collective."""
+        """What whole numbers (n,) of all ranks' rows are at entities (M,) int64.  Collective."""
         here = self._shard.holds(ids)
         found = torch.zeros_like(ids)
-        found[here] = values[ids[here] - self._shard.first_row]
+        found[here] = values[ids[here] - self._shard.first_row].long()
         if self._shard.ranks > 1:
             dist.all_reduce(found)
         return found

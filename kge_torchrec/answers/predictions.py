@@ -173,7 +173,10 @@ def _all_above(
     assert side != "relation"
     anchors, relations = _asked_with(queries, side)
     left_out = _answers(exclude, side, anchors, relations)
-    device, found = model.shard.rows.device, []
+    device = model.shard.rows.device
+    # Buffers that grow: small arrays kept from every block would lie between the blocks' memory,
+    # so that none of it could be used again.
+    found = tuple(bytearray() for _ in Found._fields)
     with scoring(model.scorer):
         anchor, relation = model.shard.fetch(anchors.to(device)), relations.to(device)
         for first, scores in local_scores(model.scorer, model.shard, anchor, relation, side):
@@ -181,9 +184,11 @@ def _all_above(
                 erase(scores, first, left_out, torch.nan)  # which is above nothing
             query, column = (scores >= above).nonzero(as_tuple=True)
             columns = query, column + first, scores[query, column]
-            found.append([x.cpu().numpy() for x in columns])
-    found += [[np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.float32)]]
-    gathered = model.processes.gather([np.concatenate(part) for part in zip(*found, strict=True)])
+            for buffer, values in zip(found, columns, strict=True):
+                buffer += values.cpu().numpy().tobytes()
+    types = np.int64, np.int64, np.float32
+    mine = [np.frombuffer(*part) for part in zip(found, types, strict=True)]
+    gathered = model.processes.gather(mine)
     every = Found(*(np.concatenate(part) for part in zip(*gathered, strict=True)))
     order = np.lexsort((every.ids, -every.scores, every.query))
     return Found(*(column[order] for column in every))

@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from kge_torchrec.answers.answering import Answering, Triple
+from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.answers.model import AnsweringModel, Labels, check_side
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
@@ -122,8 +123,16 @@ class PlainModel(Answering):
             rows = torch.from_numpy(self.entities)
         shard = EntityShard(rows, 0, len(rows), alone=True)
         return AnsweringModel(
-            self.scorer, shard, lambda: self.entity_labels, lambda: self.relation_labels
+            self.scorer,
+            shard,
+            lambda: self.entity_labels,
+            lambda: self.relation_labels,
+            calibration=self._calibration,
         )
+
+    @cached_property
+    def _calibration(self) -> Calibration | None:
+        return Calibration.read(self.path)
 
     def __repr__(self) -> str:
         size = f"{len(self.entities):,} entities x {self.scorer.dim}"

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import tqdm
 
+from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
@@ -220,6 +221,9 @@ def _finish(
     store, description = session.store, found.description
     if format in OURS:
         load_scorer(folder.partial, description)  # what could not be loaded is not put in place
+        calibration = Calibration.read(session.folder.path)
+        if calibration and calibration.is_of(progress.global_step, store.fingerprint):
+            calibration.write(folder.partial)
     description["checkpoint"] = {
         "name": name_of(progress),
         "epoch": progress.epoch,

@@ -18,6 +18,7 @@ from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 
 ID_LIMIT = 2**32 - 1  # ids take the lower half of a key
+COLUMNS = 1 << 20  # entities whose keys are in memory together
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
 
 
@@ -57,7 +58,9 @@ def top_k(
 def top_k_of(values: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
     """The best k entities by values (B, n) float32 of my rows, as ``top_k``.  Collective."""
     best = torch.full((len(values), k), NOTHING, device=values.device)
-    best = _best(torch.cat([best, _best(_keys(values, shard.first_row), k)], 1), k)
+    for first in range(0, values.shape[1], COLUMNS):
+        keys = _keys(values[:, first : first + COLUMNS], shard.first_row + first)
+        best = _best(torch.cat([best, _best(keys, k)], 1), k)
     return _unpack(_best(_gather(best, shard.ranks), k))
 
 

@@ -8,7 +8,7 @@ import shutil
 import numpy as np
 import pytest
 
-from kge_torchrec import api
+from kge_torchrec import api, load_model
 from kge_torchrec.answers.calibration import (
     FILE,
     METHODS,
@@ -105,15 +105,21 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
         row = json.loads((tmp_path / "out").read_text())
         assert row["probability"] == made.probabilities(np.float32([row["score"]]), "tail")[0]
         assert again.new_links("r0", 1)[0].probability is not None
+        model = load_model(again.export(tmp_path / "export"))
+    assert [(a.label, a.probability) for a in model.predict("e1", "r0")] == [
+        (a.label, a.probability) for a in own.predict("e1", "r0")
+    ]
 
 
-def test_a_calibration_of_other_steps_is_not_used(own, caplog):
+def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
     own.calibrate()
     file = own.path / FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 1}))
     with api.open_run(own.path) as again:
         assert again.predict("e1", "r0")[0].probability is None
+        model = load_model(again.export(tmp_path / "export"))
     assert "was calibrated after 1 steps" in caplog.text
+    assert model.predict("e1", "r0")[0].probability is None
     file.write_text("{")
     with api.open_run(own.path) as again, pytest.raises(DataError, match="is damaged"):
         again.predict("e1", "r0")

@@ -1,0 +1,93 @@
+"""Time and memory of answers over a table of any size, of random rows.
+
+    python scripts/bench_answers.py --entities 50000000 --dim 16
+
+Prints for each kind of question seconds, and the most memory beyond what was held before, in MiB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+
+from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
+from kge_torchrec.answers.logical_queries import parse_query
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.nearest import nearest
+from kge_torchrec.answers.predictions import Choice, Query, predict
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.models.scorers import SCORERS
+
+RELATIONS = 100
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--entities", type=int, default=10_000_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--scorer", default="complex")
+    parsed = parser.parse_args()
+    model = made_up(parsed.entities, parsed.dim, parsed.scorer)
+    table = parsed.entities * parsed.dim * 4 / 2**20
+    print(f"{parsed.scorer}, {parsed.entities:,} entities x {parsed.dim}: {table:,.0f} MiB")
+    triples = torch.randint(parsed.entities, (100_000, 3)) % torch.tensor(
+        [parsed.entities, RELATIONS, parsed.entities]
+    )
+    everything = predict(model, Query(7, 3, None), Choice(k=1000))
+    query = {"relation": "3", "from": {"relation": "5", "to": "7"}}
+    logical = parse_query({"and": [query, {"not": {"relation": "8", "from": "11"}}]}, model)
+    questions: dict[str, Callable[[], object]] = {
+        "10 tails": lambda: predict(model, Query(7, 3, None), Choice(k=10)),
+        "1,000 heads": lambda: predict(model, Query(None, 3, 7), Choice(k=1000)),
+        "all above a score, 1,000": lambda: predict(
+            model, Query(7, 3, None), Choice(above=everything[-1].score)
+        ),
+        "relations of a pair": lambda: predict(model, Query(7, None, 9), Choice()),
+        "10 nearest": lambda: nearest(model, 7, 10),
+        "scores of 100,000 triples": lambda: model.scores(triples),
+        "two steps and a not, beam 16": lambda: ask(model, logical, AskOptions(beam=16)),
+    }
+    for name, work in questions.items():
+        before = memory("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        start = time.perf_counter()
+        work()
+        seconds = time.perf_counter() - start
+        print(f"{name:<30}{seconds:>8.2f} s{memory('VmHWM') - before:>8,.0f} MiB", flush=True)
+    return 0
+
+
+def made_up(entities: int, dim: int, scorer: str) -> AnsweringModel:
+    """Random rows; labels are the ids."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.empty(entities, dim).normal_(generator=generator)
+    found = SCORERS[scorer](RELATIONS, dim)
+    with torch.no_grad():
+        for parameter in found.parameters():
+            parameter.normal_(generator=generator)
+    labels, relations = (
+        Vocabulary(pc.cast(pa.array(np.arange(count)), pa.large_string()))
+        for count in (entities, RELATIONS)
+    )
+    return AnsweringModel(found, EntityShard(rows, 0, entities), lambda: labels, lambda: relations)
+
+
+def memory(name: str) -> float:
+    """Of this process, in MiB: VmRSS now, VmHWM at most."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return int(match[1]) / 1024
+
+
+if __name__ == "__main__":
+    sys.exit(main())
