@@ -19,8 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults import FAULTS, Fault
+import faults
+import growth_faults
+from faults import Fault
 
+FAULTS = [*faults.FAULTS, *growth_faults.FAULTS]
 ROOT = Path(__file__).resolve().parents[1]
 
 
