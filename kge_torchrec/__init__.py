@@ -22,6 +22,7 @@ _HOMES = {
     "prepare": "kge_torchrec.data.prepare",
     "report": "kge_torchrec.run_report.page",
     "resume": "kge_torchrec.api",
+    "serve": "kge_torchrec.serving.server",
     "train": "kge_torchrec.api",
     "tune": "kge_torchrec.tuning.command",
     "Run": "kge_torchrec.trained_run",
@@ -101,6 +102,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
     from kge_torchrec.run_report.page import report as report
+    from kge_torchrec.serving.server import serve as serve
     from kge_torchrec.trained_run import Run as Run
     from kge_torchrec.trained_run import evaluate as evaluate
     from kge_torchrec.trained_run import open_run as open_run

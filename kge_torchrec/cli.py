@@ -28,6 +28,7 @@ from kge_torchrec.commands import (
     prepare,
     report,
     score,
+    serve,
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
@@ -104,7 +105,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="kge-torchrec",
         description=_DESCRIPTION,
         epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Formatter,
     )
     parser.add_argument(
         "--version",
@@ -126,11 +127,20 @@ def _parser() -> argparse.ArgumentParser:
     classify.add(verbs)
     export.add(verbs)
     report.add(verbs)
+    serve.add(verbs)
     verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
     verbs.add_parser("compare", help="train and measure engines side by side, with a report")
     verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")
     parts.add(verbs)
     return parser
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Leaves room for the longest verb, which argparse does not measure with its indentation."""
+
+    def start_section(self, heading: str | None) -> None:
+        super().start_section(heading)
+        self._action_max_length = max(self._action_max_length, len("    calibrate"))
 
 
 def _version() -> str:

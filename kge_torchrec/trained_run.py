@@ -122,26 +122,38 @@ class Run(Answering):
         format: str = "npy",
         checkpoint: str | None = None,
         overwrite: bool = False,
+        card: bool = False,
+        license: str | None = None,
+        data_license: str | None = None,
     ) -> Path:
-        """Writes plain files that ``load_model`` and other programs read, whole or not at all.
+        """Writes files that ``load_model`` or other programs read, whole or not at all.
 
         path: the folder to make; one that exists is refused, or with ``overwrite`` replaced if it
             is an export.
-        format: of the entity table: npy, safetensors or word2vec (text).
+        format: npy, safetensors, word2vec (text) or parquet, of the entity table; huggingface
+            (safetensors, config.json and a model card, as a repository of Hugging Face); or what
+            another program loads and scores alike: pykeen, libkge, dglke, or torch (a program of
+            torch.export).
         checkpoint: "best" (None, the newest without one), "newest", or a checkpoint's name.
+        card: write a model card, README.md, also where the format does not come with one.
+        license, data_license: of the model and of the data, for the card; unknown if not given.
 
-        Takes the memory of the loaded model and one chunk of rows.  Returns the path.  Raises
-        ConfigError, CheckpointError or ExportError.
+        Takes the memory of the loaded model and one chunk of rows; for other programs the table as
+        well, two or three times.  Returns the path.  Raises ConfigError, CheckpointError or
+        ExportError, such as for a model that a format cannot hold.
         """
+        from kge_torchrec.export.card import UNKNOWN, Licences
         from kge_torchrec.export.write import check_format, export_model
 
-        check_format(format)
+        check_format(format, self.config.model)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # before the model is loaded
         wanted = checkpoint or BEST
         session = self._load(wanted)
         assert self._progress is not None  # _load has read it
-        export_model(session, folder, format, self._progress, with_results=wanted == BEST)
+        licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
+        asked = licences if card or license or data_license else None
+        export_model(session, folder, format, self._progress, wanted == BEST, asked)
         return folder.path
 
     def new_links(

@@ -20,10 +20,11 @@ import time
 from pathlib import Path
 
 import faults
-import growth_faults
+import faults_exports
+import faults_growth
 from faults import Fault
 
-FAULTS = [*faults.FAULTS, *growth_faults.FAULTS]
+FAULTS = [*faults.FAULTS, *faults_exports.FAULTS, *faults_growth.FAULTS]
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -12,7 +12,8 @@ PACKAGE = Path(kge_torchrec.__file__).parent
 ROOMS = [
     "kge_torchrec", "errors", "files", "environment", "config", "data", "models", "distributed",
     "embeddings", "ranking", "answers", "training", "planning", "export", "comparison", "diagnosis",
-    "trained_run", "run_report", "api", "growth", "tuning", "commands", "cli", "__main__",
+    "trained_run", "run_report", "api", "growth", "serving", "tuning", "commands", "cli",
+    "__main__",
 ]  # fmt: skip
 
 

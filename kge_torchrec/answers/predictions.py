@@ -111,11 +111,22 @@ def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Predict
     ids = torch.stack(
         [torch.tensor(0) if part is None else ids_of(part) for ids_of, part in given]
     )[None]
-    found = find(model, asked, ids, choice)
+    return predictions(model, asked, ids, choice)[0]
+
+
+def predictions(
+    model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice
+) -> list[list[Prediction]]:
+    """The chosen answers to each of B queries for the same part; queries as ``find`` takes them."""
+    found = find(model, asked, queries, choice)
     labels = (model.relations if asked == "relation" else model.entities).labels(found.ids)
+    known = splits(model, asked, queries.numpy(), found)
     probabilities = model.probabilities(found.scores, asked)
-    columns = labels, found.scores.tolist(), splits(model, asked, ids.numpy(), found), probabilities
-    return [Prediction(rank, *answer) for rank, answer in enumerate(zip(*columns, strict=True), 1)]
+    columns = found.ranks.tolist(), labels, found.scores.tolist(), known, probabilities
+    answers: list[list[Prediction]] = [[] for _ in queries]
+    for query, *answer in zip(found.query.tolist(), *columns, strict=True):
+        answers[query].append(Prediction(*answer))
+    return answers
 
 
 def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) -> Found:

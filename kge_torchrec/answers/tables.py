@@ -179,12 +179,14 @@ def _aligned(rows: pa.Table, with_header: bool) -> str:
 
 def _texts(values: list[Any], number: Callable[[float], str]) -> list[str]:
     """Values as one field each; tabs and line ends in labels are escaped."""
-    texts = []
-    for value in values:
+
+    def text(value: Any) -> str:
         if isinstance(value, str):
-            texts.append("".join(_ESCAPES.get(letter, letter) for letter in value))
-        else:
-            texts.append(
-                "" if value is None else number(value) if isinstance(value, float) else f"{value}"
-            )
-    return texts
+            return "".join(_ESCAPES.get(letter, letter) for letter in value)
+        if isinstance(value, list | tuple):
+            return ", ".join(map(text, value))
+        if isinstance(value, float):
+            return number(value)
+        return "" if value is None else f"{value}"
+
+    return [text(value) for value in values]

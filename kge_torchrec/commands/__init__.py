@@ -59,14 +59,14 @@ def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type
 
 
 def tell_problems(report: FileReport, path: str) -> int:
-    """Names the lines of a file that were not answered; returns the exit code, 1 if none was."""
+    """Names the lines of a file that were not answered; returns the exit code, 1 if there are."""
     if is_first_rank():
         for line, reason in report.problems:
             print(f"{path}:{line}: {reason}", file=sys.stderr)
         if report.problems:
             lines = report.answered + len(report.problems)
             print(f"{len(report.problems):,} of {lines:,} lines not answered", file=sys.stderr)
-    return int(bool(report.problems) and not report.answered)
+    return int(bool(report.problems))
 
 
 def is_first_rank() -> bool:

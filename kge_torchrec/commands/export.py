@@ -10,9 +10,14 @@ from kge_torchrec.commands import add_verb, is_first_rank, opened
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
 
+FORMATS = (
+    "npy", "safetensors", "word2vec", "parquet", "huggingface",
+    "pykeen", "libkge", "dglke", "torch",
+)  # fmt: skip
+
 
 def add(verbs: Verbs) -> None:
-    does = "write a trained run as plain files, which other programs and load_model read"
+    does = "write a trained run as files that load_model or another program reads"
     export = add_verb(verbs, "export", does, run)
     export.add_argument("folder", metavar="RUN", help="the folder of a run")
     export.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
@@ -24,17 +29,32 @@ def add(verbs: Verbs) -> None:
     )
     export.add_argument(
         "--format",
-        choices=("npy", "safetensors", "word2vec"),
+        choices=FORMATS,
         default="npy",
-        help="of the entity table (default: npy)",
+        help="npy (default), safetensors, word2vec, parquet: plain files, the entity table like "
+        "this; huggingface: safetensors as a repository of Hugging Face; pykeen, libkge, dglke: "
+        "what those load, with the same scores; torch: a program of torch.export",
     )
+    export.add_argument(
+        "--card", action="store_true", help="write README.md, a model card, with npy and the like"
+    )
+    export.add_argument("--license", metavar="ID", help="of the model, for the card")
+    export.add_argument("--data-license", metavar="ID", help="of the data, for the card")
     export.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 
 def run(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
-        path = trained.export(parsed.output, parsed.format, parsed.checkpoint, parsed.overwrite)
+        path = trained.export(
+            parsed.output,
+            parsed.format,
+            parsed.checkpoint,
+            parsed.overwrite,
+            card=parsed.card,
+            license=parsed.license,
+            data_license=parsed.data_license,
+        )
     if is_first_rank():
-        for file in sorted(path.iterdir()):
+        for file in sorted(file for file in path.rglob("*") if file.is_file()):
             print(f"{file.stat().st_size:>15,} bytes  {file}")
     return 0

@@ -70,6 +70,8 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    if parsed.top is not None and parsed.top < 1:
+        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
     given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if given:

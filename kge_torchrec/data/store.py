@@ -50,6 +50,7 @@ class TripleStore:
         self.entities = Vocabulary.open(path / "entities.arrow", "entity")
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
+        self._sides: dict[tuple[str, str], SideIndex] = {}
 
     @classmethod
     def open(cls, path: str | Path) -> TripleStore:
@@ -103,8 +104,10 @@ class TripleStore:
 
     def side_index(self, split: str, side: str) -> SideIndex:
         """The part of the filter index that answers queries for a side with a split's triples."""
-        return SideIndex(*(_map(self.path / _index_name(split, side, part))
-                           for part in SideIndex._fields))  # fmt: skip
+        if (split, side) not in self._sides:  # opening files takes longer than a few queries
+            names = (_index_name(split, side, part) for part in SideIndex._fields)
+            self._sides[split, side] = SideIndex(*(_map(self.path / name) for name in names))
+        return self._sides[split, side]
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{split} {len(self.split(split)):,}" for split in SPLITS)

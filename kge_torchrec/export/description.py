@@ -29,6 +29,7 @@ FORMAT_VERSION = 1
 DESCRIPTION = "model.json"
 PARAMETERS = "scorer.safetensors"
 ENTITIES, RELATIONS = "entities.txt", "relations.txt"
+FOR_PEOPLE = ("README.md",)  # who may change it
 _PACKAGES = ("kge-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
@@ -38,13 +39,7 @@ def describe(
     """What model.json says of any export of this model; ``files`` is added when it is complete."""
     scorer = resolve("scorer", model.scorer)
     return {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "scorer": model.scorer,
-        "dim": model.dim,
-        "reciprocal": model.reciprocal,
-        "num_entities": num_entities,
-        "num_relations": num_relations,
+        **describe_foreign(model, num_entities, num_relations),
         "entities": {
             "format": table_format,
             "file": FORMATS[table_format].file,
@@ -55,7 +50,7 @@ def describe(
         },
         "parameters": {
             "file": PARAMETERS,
-            "score": with_biases(scorer.formula) if model.biases else scorer.formula,
+            "score": _formula(scorer, model),
             "relations": _meaning_of_relations(num_relations, model.reciprocal),
         },
         "labels": {
@@ -64,9 +59,26 @@ def describe(
             "meaning": "one a line in order of id, UTF-8; \\\\, \\n and \\r stand for a "
             "backslash, a newline and a carriage return",
         },
+    }
+
+
+def describe_foreign(
+    model: ModelConfig, num_entities: int, num_relations: int, program: str | None = None
+) -> dict[str, Any]:
+    """The part that holds for any layout; program: whose it is, None where it is ours."""
+    found = {
+        "format": FORMAT,
+        "version": FORMAT_VERSION,
+        "scorer": model.scorer,
+        "dim": model.dim,
+        "reciprocal": model.reciprocal,
+        "num_entities": num_entities,
+        "num_relations": num_relations,
+        "parameters": {"score": _formula(resolve("scorer", model.scorer), model)},
         "model": asdict(model),
         "packages": _versions(),
     }
+    return found if program is None else found | {"for": program}
 
 
 def read_description(path: Path) -> dict[str, Any]:
@@ -89,6 +101,11 @@ def read_description(path: Path) -> dict[str, Any]:
         raise ExportError(
             f"{path} is an export of format version {found.get('version')}, this program reads "
             f"version {FORMAT_VERSION}; export the run again"
+        )
+    if "for" in found:
+        raise ExportError(
+            f"{path} is an export for {found['for']}; export the run to {', '.join(FORMATS)} or "
+            "huggingface to read it here"
         )
     _check_keys(path, found)
     for name, size in found["files"].items():
@@ -158,6 +175,10 @@ def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
     return f"{text} D is {model.dim - BIASES}." if model.biases else text
 
 
+def _formula(scorer: type[Scorer], model: ModelConfig) -> str:
+    return with_biases(scorer.formula) if model.biases else scorer.formula
+
+
 def _text(of: Any) -> str:
     return inspect.getdoc(of) or ""
 
@@ -211,17 +232,24 @@ class ExportFolder:
         self.partial.mkdir(parents=True)
 
     def append(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Appends to a file."""
-        with (self.partial / name).open("ab") as file:
+        """Appends to a file, which may lie in a folder of its own."""
+        path = self.partial / name
+        path.parent.mkdir(exist_ok=True)
+        with path.open("ab") as file:
             for piece in pieces:
                 file.write(piece)
 
     def finish(self, description: dict[str, Any]) -> None:
         """Adds model.json with the size of every file, then gives the folder its name."""
-        sizes = {file.name: file.stat().st_size for file in sorted(self.partial.iterdir())}
+        written = sorted(path for path in self.partial.rglob("*") if path.is_file())
+        sizes = {
+            str(file.relative_to(self.partial)): file.stat().st_size
+            for file in written
+            if file.name not in FOR_PEOPLE
+        }
         text = json.dumps(description | {"files": sizes}, indent=1, ensure_ascii=False)
         self.append(DESCRIPTION, [f"{text}\n".encode()])
-        for file in self.partial.iterdir():
+        for file in self.partial.rglob("*"):
             files.sync(file)
         self.check()  # somebody may have made it meanwhile
         files.put_in_place(self.partial, self._target)

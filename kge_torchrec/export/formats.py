@@ -1,4 +1,4 @@
-"""The file formats of the entity table, each as a header and a body that grows chunk by chunk.
+"""The file formats of the entity table, each as bytes that grow chunk by chunk.
 
 Plain appending instead of writing through a memory map: on a full disk the one is an error, the
 other kills the process.
@@ -13,7 +13,9 @@ import json
 import struct
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -21,7 +23,9 @@ from safetensors import SafetensorError, safe_open
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
+from kge_torchrec.export import columns
 from kge_torchrec.export import text as word2vec
+from kge_torchrec.export.columns import Pieces
 
 NUMBER = np.dtype("<f4")
 _TENSOR = "entities"  # the only one in a safetensors file
@@ -31,13 +35,42 @@ def _nothing_to_check(entities: Vocabulary) -> None:
     pass
 
 
+class Encoder(Protocol):
+    """A table on its way into a file."""
+
+    def begin(self) -> Pieces: ...
+
+    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
+        """Of the next chunk, (m, D) and (m,)."""
+
+    def end(self) -> Pieces: ...
+
+
+@dataclass(frozen=True)
+class Appended:
+    """A header, then the rows."""
+
+    header: Callable[[int, int], bytes]  # of N and D
+    body: Callable[[np.ndarray, pa.Array], Iterable[memoryview]]  # of rows (m, D) and labels (m,)
+    num_entities: int
+    dim: int
+
+    def begin(self) -> Pieces:
+        return [self.header(self.num_entities, self.dim)]
+
+    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
+        return self.body(rows, labels)
+
+    def end(self) -> Pieces:
+        return []
+
+
 @dataclass(frozen=True)
 class TableFormat:
     """How the table is written and read back."""
 
     file: str
-    header: Callable[[int, int], bytes]  # of N and D
-    body: Callable[[np.ndarray, pa.Array], Iterable[memoryview]]  # of rows (m, D) and labels (m,)
+    encoder: Callable[[int, int], Encoder]  # of N and D
     read: Callable[[Path, int, int], np.ndarray]  # of the file, N and D: (N, D), mapped if it can
     check: Callable[[Vocabulary], None] = _nothing_to_check  # of the entities, before it is written
 
@@ -103,11 +136,15 @@ def _read_safetensors(file: Path, num_entities: int, dim: int) -> np.ndarray:
 
 
 FORMATS = {
-    "npy": TableFormat("entities.npy", _npy_header, _raw, _read_npy),
+    "npy": TableFormat("entities.npy", partial(Appended, _npy_header, _raw), _read_npy),
     "safetensors": TableFormat(
-        "entities.safetensors", _safetensors_header, _raw, _read_safetensors
+        "entities.safetensors", partial(Appended, _safetensors_header, _raw), _read_safetensors
     ),
     "word2vec": TableFormat(
-        "entities.vec", word2vec.header, word2vec.body, word2vec.read, word2vec.check
+        "entities.vec",
+        partial(Appended, word2vec.header, word2vec.body),
+        word2vec.read,
+        word2vec.check,
     ),
+    "parquet": TableFormat("entities.parquet", columns.VectorColumns, columns.read),
 }

@@ -8,8 +8,11 @@ Shapes: N entities, D numbers per entity, m rows of a chunk.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -21,56 +24,79 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from tqdm import tqdm
 
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.description import ENTITIES, PARAMETERS, RELATIONS, ExportFolder, describe
+from kge_torchrec.export import dglke, libkge, program, pykeen
+from kge_torchrec.export.card import CARD, HUB_CONFIG, NATIVE_LOADING, Facts, Licences, hub_config
+from kge_torchrec.export.card import card as text_of_card
+from kge_torchrec.export.columns import vectors_file
+from kge_torchrec.export.description import (
+    ENTITIES,
+    PARAMETERS,
+    RELATIONS,
+    ExportFolder,
+    describe,
+    describe_foreign,
+)
+from kge_torchrec.export.foreign import WholeModel
 from kge_torchrec.export.formats import FORMATS
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.text import label_lines
-from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 
+OURS = (*FORMATS, "huggingface")  # what load_model reads
+FOREIGN = {
+    "pykeen": pykeen.FORMAT,
+    "libkge": libkge.FORMAT,
+    "dglke": dglke.FORMAT,
+    "torch": program.FORMAT,
+}
+_TABLES = {"huggingface": "safetensors"}  # of ours that are no format of a table
 
-def check_format(name: str) -> None:
-    """Raises ConfigError for a format that there is not."""
-    if name not in FORMATS:
-        raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {name!r}")
+
+def check_format(name: str, model: ModelConfig) -> None:
+    """Raises ConfigError if there is no such format, ExportError if it cannot hold the model."""
+    if name in FOREIGN:
+        FOREIGN[name].check(model)
+    elif name not in OURS:
+        raise ConfigError(f"format must be one of {', '.join((*OURS, *FOREIGN))}, got {name!r}")
 
 
 def export_model(
     session: Session,
     folder: ExportFolder,
-    table_format: str,
+    format: str,
     progress: TrainState,
     with_results: bool,
+    card: Licences | None = None,
 ) -> None:
     """Writes the parameters in ``session``, whole or not at all.  Collective; rank 0 writes.
 
     Beyond what the session holds, rank 0 needs a chunk of 65,536 rows and the scorer's
-    parameters; see ``word2vec.check`` for the labels of that format.
+    parameters, see ``word2vec.check`` for the labels of that format; for the layout of another
+    program the table as well, two or three times.
     progress: of the checkpoint that the parameters are of.
     with_results: whether results.json speaks of this checkpoint, and goes into model.json.
+    card: what README.md says of licences; None writes one only if the format comes with one.
     Raises ExportError, on every rank.
     """
-    ranks, store = session.processes, session.store
+    ranks, model = session.processes, session.config.model
+    check_format(format, model)
     parameters = dense_parameters(session.scorer)
     try:
         on_first_rank(ranks, folder.begin)
-        on_first_rank(ranks, lambda: FORMATS[table_format].check(store.entities))
-        on_first_rank(ranks, lambda: _write_dense(session, folder, parameters))
-        write_entities(
-            folder,
-            table_format,
-            session.backend.shard(),
-            store.entities.array,
-            ranks,
-            session.hide_bars,
+        if format in FOREIGN:
+            found = _write_foreign(session, folder, format, parameters)
+        else:
+            found = _write_ours(session, folder, _TABLES.get(format, format), parameters)
+        on_first_rank(
+            ranks, lambda: _finish(session, folder, format, found, progress, with_results, card)
         )
-        on_first_rank(ranks, lambda: _finish(session, folder, table_format, progress, with_results))
     except BaseException as error:
         if ranks.is_first:
             folder.discard()
@@ -82,6 +108,54 @@ def export_model(
         raise
 
 
+@dataclass(frozen=True)
+class _Written:
+    """What model.json says of the files, and how to load them."""
+
+    description: dict[str, Any]
+    loading: str
+
+
+def _write_ours(
+    session: Session, folder: ExportFolder, table_format: str, parameters: dict[str, Tensor]
+) -> _Written:
+    ranks, store = session.processes, session.store
+    on_first_rank(ranks, lambda: FORMATS[table_format].check(store.entities))
+    on_first_rank(ranks, lambda: _write_dense(session, folder, table_format, parameters))
+    shard, labels = session.backend.shard(), store.entities.array
+    write_entities(folder, table_format, shard, labels, ranks, session.hide_bars)
+    sizes = store.num_entities, store.num_relations
+    return _Written(describe(session.config.model, *sizes, table_format), NATIVE_LOADING)
+
+
+def _write_foreign(
+    session: Session, folder: ExportFolder, format: str, parameters: dict[str, Tensor]
+) -> _Written:
+    ranks, store, model = session.processes, session.store, session.config.model
+    target, shard = FOREIGN[format], session.backend.shard()
+    rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
+    for first, chunk in chunks_on_first_rank(shard, ranks):
+        if chunk is not None:
+            rows[first : first + len(chunk)] = torch.from_numpy(chunk)
+
+    def write() -> str:
+        scorer = build_scorer(model, store.num_relations)
+        scorer.load_state_dict(parameters)
+        labels = store.entities, store.relations
+        return target.write(folder, WholeModel(model, scorer.eval(), rows, *labels, _data(session)))
+
+    loading = on_first_rank(ranks, write)
+    sizes = store.num_entities, store.num_relations
+    return _Written(describe_foreign(model, *sizes, target.program), loading)
+
+
+def _data(session: Session) -> str:
+    """A short name of the graph that is right as a part of a file's name."""
+    path = Path(session.config.data.path)
+    name = path.parent.name if path.stem in ("store", "triples", "data") else path.stem
+    return re.sub(r"[^\w.-]+", "_", name) or "graph"
+
+
 def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
     """The scorer's parameters and buffers on the CPU, whole where ranks hold parts of them.
 
@@ -91,11 +165,20 @@ def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
     return cast(dict[str, Tensor], get_model_state_dict(scorer, options=options))
 
 
-def _write_dense(session: Session, folder: ExportFolder, parameters: dict[str, Tensor]) -> None:
+def _write_dense(
+    session: Session, folder: ExportFolder, table_format: str, parameters: dict[str, Tensor]
+) -> None:
+    store = session.store
     contiguous = {name: values.contiguous() for name, values in parameters.items()}
     folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
-    folder.append(ENTITIES, label_lines(session.store.entities))
-    folder.append(RELATIONS, label_lines(session.store.relations))
+    folder.append(ENTITIES, label_lines(store.entities))
+    folder.append(RELATIONS, label_lines(store.relations))
+    if table_format == "parquet":
+        name = next(name for name in parameters if name.split(".")[-1] == "relations")
+        rows = parameters[name].numpy()
+        forth, back = rows[: store.num_relations], rows[store.num_relations :]
+        vectors = {"vector": forth} | ({"inverse": back} if len(back) else {})
+        folder.append("relations.parquet", vectors_file(store.relations.array, vectors))
 
 
 def write_entities(
@@ -111,31 +194,32 @@ def write_entities(
     A failure on rank 0 is raised on every rank, before the next chunk.
     """
     table, total = FORMATS[table_format], shard.num_entities
+    encoder = table.encoder(total, shard.dim)
 
     def append(first: int, rows: np.ndarray | None) -> None:
         assert rows is not None  # on the first rank
-        folder.append(table.file, table.body(rows, labels[first : first + len(rows)]))
+        folder.append(table.file, encoder.rows(rows, labels[first : first + len(rows)]))
         bar.update(len(rows))
 
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
-        header = table.header(total, shard.dim)
-        on_first_rank(processes, lambda: folder.append(table.file, [header]))
+        on_first_rank(processes, lambda: folder.append(table.file, encoder.begin()))
         for chunk in chunks_on_first_rank(shard, processes):
             on_first_rank(processes, partial(append, *chunk))
+        on_first_rank(processes, lambda: folder.append(table.file, encoder.end()))
 
 
 def _finish(
     session: Session,
     folder: ExportFolder,
-    table_format: str,
+    format: str,
+    found: _Written,
     progress: TrainState,
     with_results: bool,
+    card: Licences | None,
 ) -> None:
-    store = session.store
-    description: dict[str, Any] = describe(
-        session.config.model, store.num_entities, store.num_relations, table_format
-    )
-    load_scorer(folder.partial, description)  # what could not be loaded is not put in place
+    store, description = session.store, found.description
+    if format in OURS:
+        load_scorer(folder.partial, description)  # what could not be loaded is not put in place
     description["checkpoint"] = {
         "name": name_of(progress),
         "epoch": progress.epoch,
@@ -145,6 +229,13 @@ def _finish(
     results = session.folder.results
     if with_results and results.is_file():
         description["results"] = json.loads(results.read_text(encoding="utf-8"))
+    if card is not None or format not in FORMATS:
+        model, triples = session.config.model, store.report["triples"]
+        name, licences = _data(session), card or Licences()
+        facts = Facts(model, description, name, triples, licences, found.loading)
+        folder.append(CARD, [text_of_card(facts).encode()])
+        if format == "huggingface":
+            folder.append(HUB_CONFIG, [hub_config(facts).encode()])
     folder.finish(description)
 
 

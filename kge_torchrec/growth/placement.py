@@ -227,7 +227,7 @@ class _Placer:
             counts.index_add_(0, own, counts.new_ones(len(own), 1))
         return torch.where(counts > 0, sums / counts.clamp_min(1), drawn)
 
-    def _places(self) -> dict[str, _Means]:
+    def _places(self) -> dict[Side, _Means]:
         """Of every side, the mean rows of the entities that old triples have there, by relation."""
         count = self.old.triples
         every = max(1, -(-count // _SAMPLE))

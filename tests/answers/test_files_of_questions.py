@@ -141,4 +141,5 @@ def test_files_that_cannot_be_read_or_written(run, file, tmp_path, monkeypatch):
 def test_labels_with_tabs_stay_one_field():
     from kge_torchrec.answers.tables import _texts
 
-    assert _texts(["a\tb\\c\n", None, 1.5, 3], repr) == ["a\\tb\\\\c\\n", "", "1.5", "3"]
+    values = ["a\tb\\c\n", None, 1.5, 3, ["a", "b"], []]
+    assert _texts(values, repr) == ["a\\tb\\\\c\\n", "", "1.5", "3", "a, b", ""]

@@ -1,0 +1,48 @@
+"""``kge-torchrec serve``: a small server that answers questions about a run or an export."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kge_torchrec.commands import add_verb, config_of
+from kge_torchrec.environment import loading_torch
+
+if TYPE_CHECKING:
+    from kge_torchrec.commands import Verbs
+
+
+def add(verbs: Verbs) -> None:
+    does = "answer questions about a run or an export over HTTP"
+    serve = add_verb(verbs, "serve", does, run)
+    serve.add_argument("folder", metavar="RUN_OR_EXPORT", help="the folder of a run or an export")
+    serve.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="where it listens (default: 127.0.0.1, this machine alone); it asks for no password",
+    )
+    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
+    serve.add_argument(
+        "--max-k", type=int, default=1000, metavar="K", help="answers of a request (default: 1000)"
+    )
+    serve.add_argument(
+        "--max-body",
+        type=int,
+        default=1 << 20,
+        metavar="BYTES",
+        help="of a request (default: 1048576)",
+    )
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if not (Path(parsed.folder) / "model.json").is_file():  # what exports have
+        config_of(parsed.folder)
+    with loading_torch():
+        from kge_torchrec.serving.server import serve
+    serve(parsed.folder, parsed.host, parsed.port, parsed.max_k, parsed.max_body, _tell)
+    return 0
+
+
+def _tell(text: str) -> None:
+    print(text, flush=True)

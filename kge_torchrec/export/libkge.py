@@ -1,0 +1,135 @@
+"""A checkpoint in LibKGE's layout, as `kge package` writes it, and the folder of its dataset.
+
+LibKGE's complex numbers are all real parts, then all imaginary ones.  Its reciprocal model numbers
+the inverse of relation r as r + number of relations, as we do.
+
+Source: LibKGE's KgeModel.create_from, Dataset.create_from and Config.create_from
+(https://github.com/uma-pi1/kge).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+from unittest import mock
+
+import yaml
+from torch import Tensor
+
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.foreign import (
+    ForeignFormat,
+    WholeModel,
+    halves,
+    id_lines,
+    labels_of,
+    one_line,
+    saved,
+)
+
+CHECKPOINT = "checkpoint_best.pt"
+RECIPROCAL = "reciprocal_relations_model"
+# Ours -> (LibKGE's name, its options beside the widths, entities, relations).
+_Rows = Callable[[Tensor], Tensor]
+MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
+    "transe_l1": ("transe", {"l_norm": 1.0}, Tensor.contiguous, Tensor.contiguous),
+    "transe_l2": ("transe", {"l_norm": 2.0}, Tensor.contiguous, Tensor.contiguous),
+    "distmult": ("distmult", {}, Tensor.contiguous, Tensor.contiguous),
+    "complex": ("complex", {}, halves, halves),
+    "rotate": ("rotate", {"l_norm": 1.0}, halves, Tensor.contiguous),
+    "simple": ("simple", {}, Tensor.contiguous, Tensor.contiguous),
+    "rescal": ("rescal", {}, Tensor.contiguous, Tensor.contiguous),
+}
+LOADING = """\
+```python
+from kge.model import KgeModel
+from kge.util.io import load_checkpoint
+
+model = KgeModel.create_from(load_checkpoint("checkpoint_best.pt"))
+```
+
+`dataset/` is a dataset folder of LibKGE without triples; put it, with files of triples, under
+LibKGE's `data/` as `{data}` to evaluate or train on. The checkpoint holds a `kge.config.Config`,
+which `torch.load` of PyTorch 2.6 and later refuses unless it is told `weights_only=False`.
+"""
+
+
+def write(folder: ExportFolder, model: WholeModel) -> str:
+    """Writes the checkpoint and the dataset folder; returns how to load them."""
+    name, options, of_entities, of_relations = MODELS[model.config.scorer]
+    entities, relations = of_entities(model.entities), of_relations(model.relations)
+    tables = {"entity": entities, "relation": relations}
+    prefixes = ("", "_base_model.") if model.config.reciprocal else ("",)
+    state = {
+        f"{prefix}_{side}_embedder._embeddings.weight": table
+        for prefix in prefixes
+        for side, table in tables.items()
+    }
+    widths = {f"{side}_embedder": {"dim": table.shape[1]} for side, table in tables.items()}
+    dataset = {
+        "name": model.data,
+        "num_entities": len(entities),
+        "num_relations": len(model.relation_labels),
+    }
+    config = _config(name, options | widths, dataset, model.config.reciprocal)
+    labels = {"entity": model.entity_labels, "relation": model.relation_labels}
+    meta = {f"{kind}_ids": [one_line(x) for x in labels_of(of)] for kind, of in labels.items()}
+    with _config_class() as config_class:
+        checkpoint = {
+            "type": "package",
+            "model": (state, {}),
+            "config": config_class(config),
+            "dataset": _dataset_part(dataset, meta),
+        }
+        folder.append(CHECKPOINT, [saved(checkpoint)])
+    folder.append("config.yaml", [yaml.safe_dump(config).encode()])
+    for kind, of in labels.items():
+        folder.append(f"dataset/{kind}_ids.del", [id_lines(of)])
+    files = {f"{kind}_ids": {"filename": f"{kind}_ids.del", "type": "map"} for kind in labels}
+    text = yaml.safe_dump({"dataset": dataset | {"files": files}})
+    folder.append("dataset/dataset.yaml", [text.encode()])
+    return LOADING.replace("{data}", model.data)
+
+
+def _config(
+    name: str, options: dict[str, Any], dataset: dict[str, Any], reciprocal: bool
+) -> dict[str, Any]:
+    """The options of a LibKGE config that differ from its defaults."""
+    model = RECIPROCAL if reciprocal else name
+    config = {"model": model, "import": [name], name: options, "dataset": dataset}
+    if reciprocal:
+        config[RECIPROCAL] = {"base_model": {"type": name}}
+        config["import"] = [name, RECIPROCAL]
+    return config
+
+
+def _dataset_part(dataset: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
+    """By the names of LibKGE's versions, the older without ``dataset.``"""
+    found = {"num_entities": dataset["num_entities"], "num_relations": dataset["num_relations"]}
+    found["meta"] = meta
+    return found | {f"dataset.{key}": value for key, value in found.items()}
+
+
+@contextmanager
+def _config_class() -> Iterator[Any]:
+    """A stand-in for kge.config.Config, of the same attributes, while something is pickled.
+
+    A pickle names the class of an object and has its attributes; LibKGE fills in its own class.
+    """
+
+    class Config:
+        def __init__(self, options: dict[str, Any]):
+            self.options = options
+            self.folder = self.log_folder = self.log_prefix = None
+
+    Config.__module__, Config.__qualname__ = "kge.config", "Config"
+    package, module = ModuleType("kge"), ModuleType("kge.config")
+    package.config, module.Config = module, Config  # type: ignore[attr-defined]
+    with mock.patch.dict(sys.modules, {"kge": package, "kge.config": module}):
+        yield Config
+
+
+FORMAT = ForeignFormat("LibKGE", tuple(MODELS), True, False, write)

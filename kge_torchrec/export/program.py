@@ -1,0 +1,76 @@
+"""A model as one file that PyTorch alone runs: a program of torch.export.
+
+Shapes: n triples, N entities, D numbers an entity.
+"""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
+from kge_torchrec.export.foreign import ForeignFormat, WholeModel
+from kge_torchrec.export.text import label_lines
+from kge_torchrec.models.scorers import Scorer
+
+PROGRAM = "scores.pt2"
+LOADING = """\
+```python
+import torch
+
+scores = torch.export.load("scores.pt2").module()
+scores(torch.tensor([0]), torch.tensor([0]), torch.tensor([1]))  # ids of heads, relations, tails
+```
+
+Ids are places in `entities.txt` and `relations.txt`, from 0. Any number of triples at once, int64;
+PyTorch is all that is needed. {inverses}
+"""
+_INVERSES = (
+    "The score is that of a tail query; that of the head query (?, r, t) is `scores(t, r + {count},"
+    " h)`."
+)
+
+
+class TripleScores(nn.Module):
+    """Scores of triples by their ids: (n,), (n,), (n,) int64 -> (n,) float32.
+
+    With reciprocal relations the ids of inverses follow those of relations.
+    """
+
+    def __init__(self, scorer: Scorer, rows: Tensor):
+        super().__init__()
+        self.scorer = scorer
+        self.entities = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+        anchor, target = self.entities[head], self.entities[tail]
+        return self.scorer.score_triples(anchor, relation, target, "tail")
+
+
+def program_of(model: WholeModel) -> torch.export.ExportedProgram:
+    """The traced module, for any number of triples."""
+    for parameter in model.scorer.parameters():
+        parameter.requires_grad_(False)
+    module = TripleScores(model.scorer, model.rows).eval()
+    ids = torch.zeros(3, dtype=torch.int64)
+    count = {0: torch.export.Dim("triples", min=1)}
+    return torch.export.export(
+        module, (ids, ids.clone(), ids.clone()), dynamic_shapes=(count, count, count)
+    )
+
+
+def write(folder: ExportFolder, model: WholeModel) -> str:
+    """Writes scores.pt2 and the labels; returns how to load them."""
+    buffer = io.BytesIO()  # see foreign.saved
+    torch.export.save(program_of(model), buffer)
+    folder.append(PROGRAM, [buffer.getbuffer()])
+    folder.append(ENTITIES, label_lines(model.entity_labels))
+    folder.append(RELATIONS, label_lines(model.relation_labels))
+    count = len(model.relation_labels)
+    inverses = _INVERSES.replace("{count}", str(count)) if model.config.reciprocal else ""
+    return LOADING.replace("{inverses}", inverses)
+
+
+FORMAT = ForeignFormat("torch.export", None, True, True, write)

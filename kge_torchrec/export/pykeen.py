@@ -1,0 +1,209 @@
+"""A model that PyKEEN builds and loads: the settings of its ``ERModel``, and a state dict.
+
+``ERModel`` takes PyKEEN's interactions by name; its own classes (``pykeen.models.RotatE`` and so
+on) would add constraints and penalties that this model was not trained with.  PyKEEN's RotatE takes
+the Euclidean norm over all numbers where Sun et al. (2019), and we, sum the moduli: that is
+PyKEEN's PairRE with complex numbers, |h e^(i r) - t 1|_1.  Its SimplE (1.11) multiplies a head's
+vector as a head with a tail's as a head; ours, the paper's, is its CP of vectors twice as long.
+
+PyKEEN numbers relation r as 2 r and its inverse as 2 r + 1.
+
+Shapes: as in ``foreign``.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.foreign import ForeignFormat, WholeModel, labels_of, saved
+from kge_torchrec.models.ops import as_real
+from kge_torchrec.models.scorers.bilinear import TuckER
+
+SETTINGS, STATE = "pykeen.json", "state_dict.pt"
+LOADING = """\
+```python
+import json
+from pathlib import Path
+
+import torch
+from pykeen.models import ERModel
+from pykeen.triples import TriplesFactory
+
+
+def load(folder):
+    folder = Path(folder)
+    settings = json.loads((folder / "pykeen.json").read_text(encoding="utf-8"))
+    ids = json.loads((folder / "ids.json").read_text(encoding="utf-8"))
+    factory = TriplesFactory(
+        torch.empty(0, 3, dtype=torch.long),  # add triples to train on, or to filter by
+        ids["entities"],
+        ids["relations"],
+        create_inverse_triples=settings.pop("create_inverse_triples"),
+    )
+    for side in ("entity", "relation"):
+        for part in settings[f"{side}_representations_kwargs"]:
+            part["dtype"] = getattr(torch, part["dtype"])
+    model = ERModel(triples_factory=factory, **settings)
+    model.load_state_dict(torch.load(folder / "state_dict.pt", weights_only=True))
+    return model.eval(), factory
+
+
+model, factory = load(".")
+```
+
+`model.predict_t`, `model.predict_h` and `pykeen.predict` answer queries. {inverses}
+"""
+_INVERSES = (
+    "Head queries are asked by the inverse relations, as PyKEEN does with `create_inverse_triples`."
+)
+
+
+@dataclass(frozen=True)
+class Representation:
+    """One of PyKEEN's tables: numbers (n, ...), those of complex ones as re, im, re, im, ..."""
+
+    numbers: Tensor
+    shape: tuple[int, ...]  # of a row
+    dtype: str = "float"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"shape": list(self.shape), "dtype": self.dtype}
+
+    @property
+    def weight(self) -> Tensor:
+        """(n, numbers of a row)"""
+        return self.numbers.reshape(len(self.numbers), -1).contiguous()
+
+
+@dataclass(frozen=True)
+class Interaction:
+    """PyKEEN's name and settings of a formula, with its tables."""
+
+    name: str
+    entities: list[Representation]
+    relations: list[Representation]
+    settings: dict[str, Any] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+
+
+def _real(numbers: Tensor) -> Representation:
+    return Representation(numbers, tuple(numbers.shape[1:]))
+
+
+def _complex(numbers: Tensor) -> Representation:
+    return Representation(numbers, (numbers.shape[1] // 2,), "cfloat")
+
+
+def _plain(name: str, **settings: Any) -> Callable[[WholeModel], Interaction]:
+    """A row each of entity and relation, as we have them."""
+    return lambda model: Interaction(
+        name, [_real(model.entities)], [_real(model.relations)], settings
+    )
+
+
+def _complex_model(model: WholeModel) -> Interaction:
+    return Interaction("ComplEx", [_complex(model.entities)], [_complex(model.relations)])
+
+
+def _rotate(model: WholeModel) -> Interaction:
+    phases = model.relations.double()
+    turns = torch.polar(torch.ones_like(phases), phases)
+    relations = [_complex(as_real(x).float()) for x in (turns, torch.ones_like(turns))]
+    return Interaction("PairRE", [_complex(model.entities)], relations, {"p": 1})
+
+
+def _simple(model: WholeModel) -> Interaction:
+    swapped = torch.cat(model.entities.chunk(2, -1)[::-1], -1)
+    entities = [_real(rows[:, None]) for rows in (model.entities, swapped)]
+    return Interaction("CP", entities, [_real(model.relations[:, None] / 2)])
+
+
+def _rescal(model: WholeModel) -> Interaction:
+    matrices = model.relations.unflatten(-1, (model.config.dim, model.config.dim))
+    return Interaction("RESCAL", [_real(model.entities)], [_real(matrices)])
+
+
+def _tucker(model: WholeModel) -> Interaction:
+    assert isinstance(model.scorer, TuckER)
+    dim, width = model.config.dim, model.relations.shape[1]
+    settings = {"embedding_dim": dim, "relation_dim": width, "apply_batch_normalization": False}
+    dropped = dict.fromkeys(("head_dropout", "relation_dropout", "head_relation_dropout"), 0.0)
+    core = model.scorer.core.detach().transpose(0, 1).contiguous()  # head, relation, tail
+    tables = [_real(model.entities)], [_real(model.relations)]
+    return Interaction("TuckER", *tables, settings | dropped, {"core_tensor": core})
+
+
+def _mure(model: WholeModel) -> Interaction:
+    vector, as_head, as_tail = model.entities.split([model.config.dim - 2, 1, 1], -1)
+    diagonal, shift = model.relations.chunk(2, -1)
+    entities = [_real(vector), _real(as_head[:, 0]), _real(as_tail[:, 0])]
+    relations = [_real(-shift), _real(diagonal)]
+    return Interaction("MuRE", entities, relations, {"p": 2, "power_norm": True})
+
+
+def _pairre(model: WholeModel) -> Interaction:
+    relations = [_real(x) for x in model.relations.chunk(2, -1)]
+    return Interaction("PairRE", [_real(model.entities)], relations, {"p": 1})
+
+
+def _transh(model: WholeModel) -> Interaction:
+    normal, shift = model.relations.double().chunk(2, -1)
+    normal = nn.functional.normalize(normal, dim=-1)
+    shift = shift - normal * (normal * shift).sum(-1, keepdim=True)
+    relations = [_real(normal.float()), _real(shift.float())]
+    return Interaction("TransH", [_real(model.entities)], relations, {"p": 2, "power_norm": True})
+
+
+INTERACTIONS: dict[str, Callable[[WholeModel], Interaction]] = {
+    "transe_l1": _plain("TransE", p=1),
+    "transe_l2": _plain("TransE", p=2),
+    "transh": _transh,
+    "distmult": _plain("DistMult"),
+    "complex": _complex_model,
+    "rotate": _rotate,
+    "simple": _simple,
+    "rescal": _rescal,
+    "tucker": _tucker,
+    "mure": _mure,
+    "pairre": _pairre,
+}
+
+
+def write(folder: ExportFolder, model: WholeModel) -> str:
+    """Writes pykeen.json, ids.json and state_dict.pt; returns how to load them."""
+    found = INTERACTIONS[model.config.scorer](model)
+    settings = {
+        "create_inverse_triples": model.config.reciprocal,
+        "interaction": found.name,
+        "interaction_kwargs": found.settings,
+        "entity_representations_kwargs": [x.settings for x in found.entities],
+        "relation_representations_kwargs": [x.settings for x in found.relations],
+    }
+    folder.append(SETTINGS, [f"{json.dumps(settings, indent=1)}\n".encode()])
+    ids = {"entities": _ids(model.entity_labels), "relations": _ids(model.relation_labels)}
+    folder.append("ids.json", [json.dumps(ids, ensure_ascii=False).encode()])
+    state = {f"interaction.{name}": values for name, values in found.parameters.items()}
+    for side, tables in (("entity", found.entities), ("relation", found.relations)):
+        for place, table in enumerate(tables):
+            weight = table.weight
+            if side == "relation" and model.config.reciprocal:
+                weight = torch.stack(weight.chunk(2), 1).flatten(0, 1)
+            state[f"{side}_representations.{place}._embeddings.weight"] = weight
+    folder.append(STATE, [saved(state)])
+    return LOADING.replace("{inverses}", _INVERSES if model.config.reciprocal else "").rstrip()
+
+
+def _ids(vocabulary: Vocabulary) -> dict[str, int]:
+    return {label: i for i, label in enumerate(labels_of(vocabulary))}
+
+
+FORMAT = ForeignFormat("PyKEEN", tuple(INTERACTIONS), True, False, write)

@@ -1,0 +1,247 @@
+"""Questions that arrive while others are answered wait together, and are answered in one pass.
+
+A pass over all entities costs nearly the same for 64 queries as for one.  There is no waiting for
+more to come: an idle server answers at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kge_torchrec.answers.model import AnsweringModel, Label
+from kge_torchrec.answers.nearest import Neighbour, nearest
+from kge_torchrec.answers.predictions import (
+    PARTS,
+    Choice,
+    Part,
+    Prediction,
+    Query,
+    predictions,
+)
+from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.errors import KGEError
+from kge_torchrec.models.scorers.base import Side
+
+log = logging.getLogger(__name__)
+KIND_OF: dict[Part, str] = {"head": "entity", "relation": "relation", "tail": "entity"}
+
+
+class Busy(KGEError):
+    """More questions wait than the server lets wait."""
+
+
+class Unknown(KGEError):
+    """A label or id that the model does not have.
+
+    kind: "entity" or "relation"; given: the label or id.
+    """
+
+    def __init__(self, kind: str, given: Label):
+        super().__init__(f"unknown {kind} {given!r}")
+        self.kind, self.given = kind, given
+
+
+@dataclass(frozen=True)
+class Predict:
+    """For the k best answers to a triple with one part None."""
+
+    query: Query
+    k: int
+    known: bool
+
+    @property
+    def labels(self) -> list[tuple[str, Label]]:
+        parts = zip(PARTS, self.query, strict=True)
+        return [(KIND_OF[part], given) for part, given in parts if given is not None]
+
+
+@dataclass(frozen=True)
+class Score:
+    """For the scores of triples."""
+
+    triples: tuple[tuple[Label, Label, Label], ...]
+    side: Side
+
+    @property
+    def labels(self) -> list[tuple[str, Label]]:
+        kinds = [KIND_OF[part] for part in PARTS]
+        return [pair for triple in self.triples for pair in zip(kinds, triple, strict=True)]
+
+
+@dataclass(frozen=True)
+class Nearest:
+    """For the k entities nearest to one."""
+
+    entity: Label
+    k: int
+
+    @property
+    def labels(self) -> list[tuple[str, Label]]:
+        return [("entity", self.entity)]
+
+
+Question = Predict | Score | Nearest
+Waiting = tuple[Question, "asyncio.Future[Any]"]
+
+
+class Answerer:
+    """A thread that answers questions in batches.
+
+    most: questions of a batch; room: questions that may wait.
+    """
+
+    def __init__(self, model: AnsweringModel, most: int = 64, room: int = 1024):
+        self.model, self.most, self.room = model, most, room
+        self.batches = self.answered = 0  # so far
+        self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
+        self._thread.start()
+
+    async def ask(self, question: Question) -> Any:
+        """The answer: list[Prediction], list[float] or list[Neighbour].
+
+        Raises Busy, Unknown, and KGEError for what the model cannot answer.
+        """
+        if self._waiting.qsize() >= self.room:
+            raise Busy(f"{self.room} questions wait already; ask again in a moment")
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._waiting.put((question, future))
+        return await future
+
+    def close(self) -> None:
+        """Answers what waits, then ends."""
+        self._waiting.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (first := self._waiting.get()) is not None:
+            batch: list[Waiting] = [first]
+            ends = False
+            while len(batch) < self.most and not self._waiting.empty():
+                following = self._waiting.get()
+                ends = following is None
+                if following is None:
+                    break
+                batch.append(following)
+            self._answer(batch)
+            if ends:
+                return
+
+    def _answer(self, batch: list[Waiting]) -> None:
+        try:
+            found = answers(self.model, [question for question, _ in batch])
+        except Exception as error:  # whoever asked gets it; the thread goes on
+            found = [error] * len(batch)
+        self.batches, self.answered = self.batches + 1, self.answered + len(batch)
+        futures = [future for _, future in batch]
+        try:
+            futures[0].get_loop().call_soon_threadsafe(_hand_over, futures, found)
+        except RuntimeError:  # the server ends
+            log.info("%d answers came after the server's end", len(futures))
+
+
+def _hand_over(futures: list[asyncio.Future[Any]], found: list[Any]) -> None:
+    for future, result in zip(futures, found, strict=True):
+        if future.done():  # nobody waits for it any more
+            continue
+        if isinstance(result, Exception):
+            future.set_exception(result)
+        else:
+            future.set_result(result)
+
+
+def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
+    """The answer to each, or the exception that it deserves; one cannot spoil another's."""
+    found: list[Any] = [None] * len(questions)
+    ids = _Ids(model, [pair for question in questions for pair in question.labels])
+    groups: dict[Any, list[int]] = defaultdict(list)
+    for place, question in enumerate(questions):
+        try:
+            for kind, given in question.labels:
+                ids.of(kind, given)
+            groups[_group(question)].append(place)
+        except Unknown as error:
+            found[place] = error
+    for (of, *_), places in groups.items():
+        asked = [questions[place] for place in places]
+        try:
+            results = _TOGETHER[of](model, asked, ids)
+        except Exception as error:  # an answer to these, not the end of the thread
+            if not isinstance(error, KGEError):
+                log.exception("a batch of %d questions failed", len(asked))
+            results = [error] * len(asked)
+        for place, result in zip(places, results, strict=True):
+            found[place] = result
+    return found
+
+
+class _Ids:
+    """The ids of all labels of a batch, found in one pass over each vocabulary."""
+
+    def __init__(self, model: AnsweringModel, pairs: Iterable[tuple[str, Label]]):
+        self._counts = {"entity": model.num_entities, "relation": model.num_relations}
+        wanted: dict[str, dict[str, int]] = {"entity": {}, "relation": {}}
+        for kind, given in pairs:
+            if isinstance(given, str):
+                wanted[kind][given] = -1
+        for kind, labels in wanted.items():
+            if labels:
+                found = vocabulary_of(model, kind).find(list(labels)).tolist()
+                labels.update(zip(labels, found, strict=True))
+        self._ids = wanted
+
+    def of(self, kind: str, given: Label) -> int:
+        """Raises Unknown."""
+        number = self._ids[kind][given] if isinstance(given, str) else given
+        if not 0 <= number < self._counts[kind]:
+            raise Unknown(kind, given)
+        return number
+
+    def of_triple(self, triple: Iterable[Label | None]) -> list[int]:
+        """0 for a part that is None."""
+        parts = zip(PARTS, triple, strict=True)
+        return [0 if given is None else self.of(KIND_OF[part], given) for part, given in parts]
+
+
+def vocabulary_of(model: AnsweringModel, kind: str) -> Vocabulary:
+    """Of entities or relations."""
+    return model.entities if kind == "entity" else model.relations
+
+
+def _group(question: Question) -> tuple[Any, ...]:
+    """What is the same in questions that one pass can answer."""
+    if isinstance(question, Predict):
+        return Predict, question.query.asked, question.known
+    return (Score, question.side) if isinstance(question, Score) else (Nearest,)
+
+
+def _predict(model: AnsweringModel, asked: list[Predict], ids: _Ids) -> list[list[Prediction]]:
+    queries = torch.tensor([ids.of_triple(one.query) for one in asked], dtype=torch.int64)
+    choice = Choice(max(one.k for one in asked), asked[0].known)
+    found = predictions(model, asked[0].query.asked, queries, choice)
+    return [answers[: one.k] for one, answers in zip(asked, found, strict=True)]
+
+
+def _score(model: AnsweringModel, asked: list[Score], ids: _Ids) -> list[list[float]]:
+    triples = [ids.of_triple(triple) for one in asked for triple in one.triples]
+    of_all = torch.tensor(triples, dtype=torch.int64).view(-1, 3)
+    scores = model.scores(of_all, asked[0].side)
+    sizes = [len(one.triples) for one in asked]
+    return [part.tolist() for part in scores.split(sizes)]
+
+
+def _nearest(model: AnsweringModel, asked: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
+    return [nearest(model, ids.of("entity", one.entity), one.k) for one in asked]
+
+
+_Together = Callable[[AnsweringModel, list[Any], _Ids], list[Any]]
+_TOGETHER: dict[type, _Together] = {Predict: _predict, Score: _score, Nearest: _nearest}

@@ -1,0 +1,55 @@
+"""The deliberate faults of exports for other programs and of the server; the others: faults.py."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+FAULTS = [
+    # exports for other programs
+    Fault("PyKEEN's inverses come after all relations", "export/pykeen.py",
+          "weight = torch.stack(weight.chunk(2), 1).flatten(0, 1)", "pass",
+          "tests/export/test_foreign.py -k tables"),
+    Fault("LibKGE gets complex numbers pair by pair", "export/libkge.py",
+          '("complex", {}, halves, halves)',
+          '("complex", {}, Tensor.contiguous, Tensor.contiguous)',
+          "tests/export/test_foreign.py -k libkges"),
+    Fault("DGL-KE's phases are not scaled", "export/dglke.py",
+          "(phases.double() * scale).float()", "phases",
+          "tests/export/test_foreign.py -k dglkes"),
+    Fault("other programs get rows before they are normalised", "export/foreign.py",
+          "return self.scorer.entity(self.rows)", "return self.rows",
+          "tests/export/test_foreign.py -k normalised"),
+    Fault("a model that DGL-KE cannot hold is written", "export/foreign.py",
+          "if model.reciprocal and not self.holds_inverses:", "if False:",
+          "tests/export/test_foreign.py -k 'cannot_hold or ours_does_not'"),
+    Fault("a changed card damages an export", "export/description.py",
+          "if file.name not in FOR_PEOPLE", "if file.name",
+          "tests/export/test_cards.py -k hugging"),
+    Fault("a card tells results of another checkpoint", "export/write.py",
+          "if with_results and results.is_file():", "if results.is_file():",
+          "tests/export/test_cards.py -k another"),
+    # the server
+    Fault("answers of a batch are not cut to what each asked", "serving/batching.py",
+          "[answers[: one.k] for one", "[answers for one",
+          "tests/serving/test_answers.py -k together_as_alone"),
+    Fault("both sides are scored as one", "serving/batching.py",
+          "return (Score, question.side) if", "return (Score,) if",
+          "tests/serving/test_answers.py -k together_as_alone"),
+    Fault("an unknown label spoils the batch", "serving/batching.py",
+          "        except Unknown as error:\n            found[place] = error",
+          "        except Unknown as error:\n            return [error] * len(questions)",
+          "tests/serving/test_answers.py -k spoil"),
+    Fault("every question has a pass of its own", "serving/batching.py",
+          "while len(batch) < self.most and not self._waiting.empty():", "while False:",
+          "tests/serving/test_answers.py -k few_passes"),
+    Fault("any number of questions may wait", "serving/batching.py",
+          "if self._waiting.qsize() >= self.room:", "if False:",
+          "tests/serving/test_answers.py -k told_to_wait"),
+    Fault("any k is answered", "serving/app.py",
+          "if k > limits.k:", "if False:", "tests/serving/test_problems.py -k makes_no_sense"),
+    Fault("large bodies are read", "serving/app.py",
+          "if size > self.most:", "if False:", "tests/serving/test_problems.py -k large"),
+    Fault("scores that are no numbers are written as they are", "serving/requests.py",
+          "return value if math.isfinite(value) else None", "return value",
+          "tests/serving/test_answers.py -k no_numbers"),
+]  # fmt: skip

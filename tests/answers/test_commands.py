@@ -1,0 +1,135 @@
+"""The verbs that ask: what they print, where they write, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pyarrow.parquet as pq
+import pytest
+
+from kge_torchrec.cli import main
+
+
+@pytest.fixture
+def say(capsys):
+    """Runs a verb; returns its exit code, what it printed, and what it said on stderr."""
+
+    def call(*arguments):
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+def test_any_part_may_be_missing(trained, say):
+    for query, count in ((("--head", "e1", "--relation", "r0"), 4), (("--tail", "e1", "--relation",
+                         "r0"), 4), (("--head", "e1", "--tail", "e2"), 3)):  # fmt: skip
+        for folder in trained:  # the run and its export
+            code, out, _ = say("predict", folder, *query, "--top", 4)
+            assert code == 0 and len(out.splitlines()) == count + 1
+            assert out.split()[:4] == ["rank", "label", "score", "known"]
+
+
+def test_above_and_new(trained, run, say, tmp_path):
+    answers = run.predict("e1", "r0", k=100, known=False)
+    score = answers[11].score
+    query = ("predict", trained[0], "--head", "e1", "--relation", "r0", "--above", score, "--new")
+    found = json.loads(say(*query, "--format", "json")[1])
+    assert [a["label"] for a in found["answers"]] == [a.label for a in answers[:12]]
+    assert set(found["answers"][0]) == {"rank", "label", "score", "known"}
+    code, out, _ = say(*query, "--top", 3, "--format", "parquet", "-o", tmp_path / "out")
+    assert code == 0 and out == ""
+    assert pq.read_table(tmp_path / "out").to_pylist() == [
+        {"rank": a.rank, "label": a.label, "score": a.score, "known": None} for a in answers[:3]
+    ]
+
+
+def test_a_file_of_queries_or_triples(trained, say, tmp_path):
+    file = tmp_path / "questions"
+    file.write_text("e1\tr0\t?\nnobody\tr0\t?\ne1\tr0\te2\n")
+    for folder in trained:
+        code, out, err = say("predict", folder, "--queries", file, "--top", 2, "--format", "tsv")
+        assert code == 1 and len(out.splitlines()) == 3
+        assert f"{file}:2: unknown entity 'nobody'" in err and f"{file}:3: exactly one" in err
+        assert "2 of 3 lines not answered" in err
+        code, out, err = say("score", folder, file, "--format", "json", "--side", "head")
+        assert code == 1 and json.loads(out)["line"] == 3 and "2 of 3 lines" in err
+    file.write_text("e1\tr0\te2\n")
+    assert say("score", trained[0], file)[0] == 0
+
+
+def test_new_links_of_a_relation(trained, run, say):
+    query = ("predict", trained[0], "--relation", "r1", "--format", "json")
+    found = [json.loads(line) for line in say(*query)[1].splitlines()]
+    expected = run.new_links("r1", 10)
+    assert [(x["head"], x["tail"]) for x in found] == [(x.head, x.tail) for x in expected]
+    seen = say(*query, "--candidates", "seen", "--top", 2, "--loops")[1].splitlines()
+    assert [json.loads(line)["tail"] for line in seen] == [
+        x.tail for x in run.new_links("r1", 2, "seen", loops=True)
+    ]
+
+
+def test_neighbours(trained, say, tmp_path):
+    code, out, err = say("nearest", trained[0], "e3", "--top", 4)
+    assert code == 0 and len(out.splitlines()) == 5
+    assert err == "score: cosine of the angle between the rows\n"
+    assert say("nearest", trained[1], "e3", "--top", 4)[1] == out
+    pytest.importorskip("faiss", reason="indices need faiss-cpu")
+    code, out, _ = say("nearest", trained[1], "--index", tmp_path / "i", "--kind", "Flat")
+    assert code == 0 and out.startswith("37 entities, inner product")
+
+
+def test_a_question_of_several_steps(trained, run, say, tmp_path):
+    query = {"relation": "r0", "from": {"relation": "r1", "to": "e4"}}
+    (tmp_path / "q").write_text(json.dumps(query))
+    flags = ("--top", 3, "--beam", 5, "--t-norm", "min", "--facts", "train")
+    code, out, _ = say("ask", trained[0], tmp_path / "q", *flags, "--format", "json")
+    found = run.ask(query, k=3, beam=5, t_norm="min", facts="train")
+    assert code == 0
+    assert [json.loads(line) for line in out.splitlines()] == [
+        {"rank": m.rank, "label": m.label, "score": m.score, "via": list(m.via)} for m in found
+    ]
+    table = say("ask", trained[0], tmp_path / "q", *flags)[1].splitlines()
+    assert table[1].endswith(found[0].via[0])
+    for kind in ("tsv", "parquet"):
+        assert (
+            say("ask", trained[1], tmp_path / "q", "--format", kind, "-o", tmp_path / kind)[0] == 0
+        )
+
+
+def test_calibrate_then_predict(trained, say, tmp_path):
+    pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    code, out, _ = say("calibrate", run, "--method", "isotonic")
+    assert code == 0 and "expected calibration error" in out
+    about = json.loads(say("calibrate", run, "--positive-share", 0.2, "--format", "json")[1])
+    assert about["method"] == "platt" and about["positive_share"] == 0.2
+    query = ("predict", run, "--head", "e1", "--relation", "r0")
+    assert say(*query)[1].split()[:5] == ["rank", "label", "score", "known", "probability"]
+    assert "probability" in json.loads(say(*query, "--format", "json")[1])["answers"][0]
+
+
+def test_classify(trained, say):
+    code, out, _ = say("classify", trained[0], "--among", "all", "--limit", 20)
+    assert code == 0 and "of 20 test triples" in out.splitlines()[-1]
+    found = json.loads(say("classify", trained[0], "--format", "json")[1])
+    assert found["triples"] == 30 and len(found["relations"]) == 3
+
+
+def test_what_makes_no_sense(trained, say):
+    for arguments, words in (
+        (("predict", trained[0], "--head", "e1"), "two of --head, --relation and --tail"),
+        (("predict", trained[0], "--head", "e1", "--queries", "x"), "not both"),
+        (("predict", trained[0], "--relation", "r9"), "unknown relation 'r9'"),
+        (("predict", trained[0], "--relation", "r0", "--top", 0), "--top must be"),
+        (("predict", trained[1], "--relation", "r0"), "is no run folder|no config.yaml"),
+        (("nearest", trained[0]), "an ENTITY, or --index FILE"),
+        (("ask", trained[0], "nothing.json"), "nothing.json: cannot be read"),
+        (("score", trained[0], "nothing.tsv"), "nothing.tsv: cannot be read"),
+        (("predict", trained[0], "--head", "e1", "--relation", "r0", "--format", "parquet"),
+         "parquet is written to a file"),
+    ):  # fmt: skip
+        code, out, err = say(*arguments)
+        assert code == 1 and out == ""
+        assert any(part in err for part in words.split("|")), err

@@ -1,0 +1,98 @@
+"""Model cards, Parquet, the folder for Hugging Face; no format leaves a half on a full disk."""
+
+from __future__ import annotations
+
+import json
+import resource
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from kge_torchrec import load_model
+from kge_torchrec.cli import main
+from kge_torchrec.errors import ExportError
+
+N, R, D = 37, 3, 8
+
+
+def front_matter(path):
+    _, head, text = (path / "README.md").read_text("utf-8").split("---\n", 2)
+    return yaml.safe_load(head), text
+
+
+def test_a_folder_for_hugging_face(run, tmp_path):
+    path = run.export(tmp_path / "out", "huggingface", license="mit", data_license="cc-by-4.0")
+    head, text = front_matter(path)
+    assert head["license"] == "mit" and head["library_name"] == "kge-torchrec"
+    assert "Model: mit. Data: cc-by-4.0." in text and "unknown" not in text
+    (result,) = head["model-index"][0]["results"]
+    measured = {metric["type"]: metric["value"] for metric in result["metrics"]}
+    expected = run.results["test"]["both"]["realistic"]
+    assert measured == pytest.approx(expected, abs=1e-6)
+    assert f"| both | {expected['mrr']:.4f} |" in text
+    assert "130 train, 10 valid, 10 test triples" in text
+    config = json.loads((path / "config.json").read_text())
+    assert (config["architectures"], config["num_entities"]) == (["complex"], N)
+    assert load_file(path / "entities.safetensors")["entities"].shape == (N, D)
+    model = load_model(path)
+    assert np.array_equal(model.entities, run.table)
+    (path / "README.md").write_text("of mine")  # people may
+    assert load_model(path).score("e1", "r0", "e2") == model.score("e1", "r0", "e2")
+
+
+def test_a_card_where_it_is_asked_for(run, tmp_path, capsys):
+    out = tmp_path / "out"
+    command = ["export", str(run.path), "-o", str(out), "--format", "word2vec"]
+    assert main(command) == 0 and not (out / "README.md").exists()
+    assert main([*command, "--overwrite", "--card"]) == 0
+    head, text = front_matter(out)
+    assert head["license"] == "unknown" and "Fill in what is unknown" in text
+    assert main([*command, "--overwrite", "--license", "apache-2.0"]) == 0
+    assert front_matter(out)[0]["license"] == "apache-2.0"
+
+
+def test_another_checkpoint_has_no_results(run, tmp_path):
+    name = run.session.checkpoints.names()[0]
+    path = run.export(tmp_path / "out", "huggingface", checkpoint=name)
+    head, text = front_matter(path)
+    assert "model-index" not in head and "Not measured for this checkpoint" in text
+    assert f"Checkpoint {name}" in text
+
+
+def test_parquet_has_labels_and_vectors(run, tmp_path):
+    path = run.export(tmp_path / "out", "parquet")
+    entities = pq.read_table(path / "entities.parquet")
+    assert entities.column_names == ["label", "vector"]
+    assert entities["label"].to_pylist() == run.session.store.entities.array.to_pylist()
+    assert np.array_equal(np.array(entities["vector"].to_pylist(), np.float32), run.table)
+    relations = pq.read_table(path / "relations.parquet")
+    table = np.array([relations[name].to_pylist() for name in ("vector", "inverse")], np.float32)
+    assert np.array_equal(table.reshape(2 * R, D), run.session.scorer.relations.detach().numpy())
+    assert np.array_equal(load_model(path).entities, run.table)
+
+
+def test_a_program_of_a_run_scores_as_the_run(run, tmp_path):
+    path = run.export(tmp_path / "out", "torch")
+    scores = torch.export.load(path / "scores.pt2").module()
+    triples = torch.from_numpy(np.array(run.session.store.train, dtype=np.int64))
+    model = load_model(run.export(tmp_path / "ours"))
+    torch.testing.assert_close(scores(*triples.T), model.score(*triples.T), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["parquet", "huggingface", "pykeen", "libkge", "torch"])
+def test_a_full_disk_leaves_nothing(run, tmp_path, name):
+    whole = run.export(tmp_path / "whole", name)
+    sizes = sorted({file.stat().st_size for file in whole.rglob("*") if file.is_file()})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in [0, *(size - 1 for size in sizes)]:  # each file is cut short once
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+        try:
+            with pytest.raises(ExportError, match=r"could not be written.*nothing is left of it"):
+                run.export(tmp_path / "out", name)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert [path.name for path in tmp_path.iterdir()] == ["whole"]

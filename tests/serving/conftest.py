@@ -1,0 +1,32 @@
+"""A client of a small server."""
+
+from __future__ import annotations
+
+import pytest
+from serving_models import Answers, model_of
+from starlette.testclient import TestClient
+from training_runs import tiny_store
+
+from kge_torchrec.serving.app import Limits, create_app
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory):
+    return tiny_store(tmp_path_factory.mktemp("serving") / "store")
+
+
+@pytest.fixture(scope="session")
+def model(store):
+    return model_of(store)
+
+
+@pytest.fixture(scope="session")
+def python(model):
+    return Answers(model)
+
+
+@pytest.fixture(scope="module")
+def client(model):
+    app = create_app(model, "tiny", Limits(k=20, body=10_000))
+    with TestClient(app, raise_server_exceptions=False) as client:
+        yield client

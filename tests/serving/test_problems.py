@@ -1,0 +1,227 @@
+"""Nothing that is sent gets a 500, and each refusal says what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+import uvicorn
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving_models import model_of
+from starlette.testclient import TestClient
+from training_runs import config_of, tiny_store
+
+from kge_torchrec import api
+from kge_torchrec.cli import main
+from kge_torchrec.serving.app import Limits, create_app
+from kge_torchrec.serving.server import serve
+
+
+def test_an_unknown_label(client):
+    found = client.get("/predict", params={"head": "E7", "relation": "r1"})
+    assert found.status_code == 404
+    assert found.json() == {
+        "detail": "unknown entity 'E7'",
+        "kind": "entity",
+        "given": "E7",
+        "suggestions": found.json()["suggestions"],
+    }
+    assert found.json()["suggestions"][0] == "e7"
+    assert client.post("/nearest", json={"entity": 37}).json()["detail"] == "unknown entity 37"
+    assert client.post("/predict", json={"head": 1, "relation": 3}).json()["kind"] == "relation"
+
+
+BAD = [
+    ("/predict", {"head": "e1"}, "give two of head, relation and tail"),
+    ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "give two of"),
+    ("/predict", {"head": "e1", "relation": "r1", "k": 0}, "body.k: Input should be greater"),
+    ("/predict", {"head": "e1", "relation": "r1", "k": 21}, "k must be at most 20 here, got 21"),
+    ("/predict", {"head": "e1", "relation": "r1", "K": 3}, "body.K: Extra inputs"),
+    ("/predict", {"head": True, "relation": "r1"}, "body.head"),
+    ("/predict", {"head": 10**30, "relation": "r1"}, "body.head"),
+    ("/predict", {"head": "e" * 5000, "relation": "r1"}, "at most 4096 characters"),
+    ("/score", {"triples": []}, "body.triples"),
+    ("/score", {"triples": [["e1", "r1"]]}, "body.triples.0"),
+    ("/score", {"triples": [["e1", "r1", "e2"]], "side": "left"}, "body.side"),
+    ("/nearest", {}, "body.entity: Field required"),
+    ("/nearest", [1], "body"),
+]
+
+
+@pytest.mark.parametrize("path, body, words", BAD)
+def test_what_makes_no_sense(client, path, body, words):
+    found = client.post(path, json=body)
+    assert found.status_code == 422 and words in found.json()["detail"]
+
+
+RAW = [b"", b"{", b"null", b"\xff\xfe", b'{"entity": "\\ud800"}', b'{"entity": NaN}',
+       b"[" * 5000, b'{"entity": ' + b"9" * 5000 + b"}", b'{"entity": "\\u0000"}']  # fmt: skip
+
+
+@pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
+def test_bodies_that_are_no_request(client, body):
+    found = client.post("/nearest", content=body, headers={"content-type": "application/json"})
+    assert 400 <= found.status_code < 500 and found.json()["detail"]
+
+
+def test_large_bodies_are_refused_before_they_are_read_as_json(client):
+    many = {"triples": [["e1", "r1", "e2"]] * 1000}
+    found = client.post("/score", json=many)
+    assert (found.status_code, found.json()) == (
+        413, {"detail": "the body has more than 10,000 bytes"},
+    )  # fmt: skip
+    pieces = (b" " * 4000 for _ in range(100))  # of no stated length
+    assert client.post("/score", content=pieces).status_code == 413
+
+
+def test_an_export_does_not_know_the_data(store):
+    app = create_app(model_of(store, with_data=False), "export")
+    with TestClient(app) as client:
+        found = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
+        assert found.status_code == 422 and "needs the run" in found.json()["detail"]
+        assert client.get("/health").json()["has_data"] is False
+
+
+@pytest.mark.parametrize("path", ["/predict", "/score", "/nearest", "/health", "/", "/entities"])
+def test_nothing_can_be_written(client, path):
+    for method in ("PUT", "DELETE", "PATCH"):
+        assert client.request(method, path).status_code == 405
+
+
+def test_pages_load_nothing_from_elsewhere(client):
+    for path in ("/", "/docs"):
+        found = client.get(path)
+        assert found.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in found.headers["content-security-policy"]
+        assert not re.findall(r"https?://|src=|@import|url\(", found.text)
+    paths = client.get("/openapi.json").json()["paths"]
+    assert set(paths) == {"/predict", "/score", "/nearest", "/entities", "/relations", "/health"}
+
+
+# Requests from the OpenAPI: its addresses and names, with whatever values.
+NAMES = ["head", "relation", "tail", "k", "known", "triples", "side", "entity", "first", "count"]
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text()
+    | st.sampled_from(["e1", "r1", "tail", 3, 2**63, -1, "\ud800", "\x00"]),
+    lambda inner: st.lists(inner, max_size=4)
+    | st.dictionaries(st.sampled_from(NAMES) | st.text(max_size=3), inner, max_size=4),
+    max_leaves=8,
+)  # fmt: skip
+BODIES = st.one_of(
+    st.binary(max_size=50),
+    VALUES.map(lambda value: json.dumps(value).encode()),
+    st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=5).map(
+        lambda value: json.dumps(value).encode()
+    ),
+)
+PLACES = ["/predict", "/score", "/nearest", "/entities", "/relations", "/health", "/docs", "/no"]
+QUERIES = st.lists(
+    st.tuples(st.sampled_from(NAMES) | st.text(max_size=3), VALUES.map(str)), max_size=4
+)
+TYPES = st.sampled_from(["application/json", "text/plain", "multipart/form-data", "", "a/b;c=d"])
+
+
+def nothing_gets_a_500(client, method, path, query, body, kind):
+    encoded = [(k.encode("utf-8", "replace"), v.encode("utf-8", "replace")) for k, v in query]
+    found = client.request(
+        method, path, params=encoded, content=body, headers={"content-type": kind}
+    )
+    assert found.status_code < 500, found.text
+
+
+FUZZ = {
+    "method": st.sampled_from(["GET", "POST", "POST", "HEAD", "PUT", "OPTIONS"]),
+    "path": st.sampled_from(PLACES),
+    "query": QUERIES,
+    "body": BODIES,
+    "kind": TYPES,
+}
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
+@given(**FUZZ)
+def test_nothing_gets_a_500(client, method, path, query, body, kind):
+    nothing_gets_a_500(client, method, path, query, body, kind)
+
+
+@pytest.mark.slow
+@settings(max_examples=3000, deadline=None, suppress_health_check=FIXTURES)
+@given(**FUZZ)
+def test_nothing_of_thousands_gets_a_500(client, method, path, query, body, kind):
+    nothing_gets_a_500(client, method, path, query, body, kind)
+
+
+# The verb
+
+
+@pytest.fixture(scope="module")
+def run_path(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    config = config_of(tiny_store(folder / "store").path, folder / "run", train__epochs=1)
+    with api.train(config) as run:
+        run.export(folder / "export")
+    return folder / "run"
+
+
+def test_runs_and_exports_are_served(run_path, monkeypatch):
+    asked = []
+
+    def ask(server, sockets):
+        with TestClient(server.config.app) as client:
+            asked.append((client.get("/health").json(), sockets[0].getsockname()))
+
+    monkeypatch.setattr(uvicorn.Server, "run", ask)
+    told = []
+    for name in ("run", "export"):
+        serve(run_path.with_name(name), port=0, max_k=7, tell=told.append)
+    (of_run, address), (of_export, _) = asked
+    assert of_run["has_data"] and not of_export["has_data"] and of_run["max_k"] == 7
+    assert (of_run["model"], of_export["model"]) == ("run", "export")
+    assert f"http://127.0.0.1:{address[1]} " in told[0]
+
+
+def test_what_cannot_be_served(run_path, tmp_path, capsys, monkeypatch):
+    def refused(*arguments):
+        assert main(["serve", *map(str, arguments)]) == 1
+        return capsys.readouterr().err
+
+    assert "is no run folder" in refused(tmp_path)
+    assert "port must lie in" in refused(run_path, "--port", 70000)
+    assert "limit of k must be an integer >= 1" in refused(run_path, "--max-k", 0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "Address already in use" in refused(run_path, "--port", taken.getsockname()[1])
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(Exception, match="without torchrun"):
+        serve(run_path)
+
+
+@pytest.mark.slow
+def test_a_server_ends_when_it_is_interrupted(run_path):
+    command = [sys.executable, "-m", "kge_torchrec", "serve", run_path, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        line = server.stdout.readline()
+        address = re.search(r"http://\S+", line)[0]
+        import httpx
+
+        for _ in range(100):
+            try:
+                health = httpx.get(f"{address}/health")
+                break
+            except httpx.TransportError:
+                pass
+        assert health.json()["status"] == "ok"
+        os.kill(server.pid, signal.SIGINT)
+        assert server.wait(20) == 0
+
+
+def test_limits_are_checked():
+    with pytest.raises(Exception, match="limit of body"):
+        Limits(body=0)
