@@ -233,7 +233,7 @@ class _Placer:
         every = max(1, -(-count // _SAMPLE))
         triples = np.asarray(self.store.train[:count:every], np.int64)
         relations = torch.from_numpy(triples[:, 1].copy())
-        found: dict[str, _Means] = {}
+        found: dict[Side, _Means] = {}
         for side in SIDES:
             ids = torch.from_numpy(triples[:, 0 if side == "head" else 2].copy())
             here = self.shard.holds(ids)
