@@ -19,7 +19,6 @@ class Fault:
 CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 MODEL_CONFIG, FOREIGN = "config/model.py", "embeddings/foreign_optimizer.py"
-GROWTH = "training/growth.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
 ANSWERS = "answers/"
 GRADIENTS, BIASED = "training/gradients.py", "models/scorers/biased.py"
@@ -487,32 +486,6 @@ FAULTS = [
     Fault("a watched step is watched for ever", "training/step.py",
           "                hook.remove()", "                pass",
           "tests/comparison/test_speed.py"),
-    # graphs that grow, and vectors from elsewhere
-    Fault("inverses stay behind the old relations", GROWTH,
-          "after[block * new : block * new + old]", "after[block * old : block * old + old]",
-          "tests/growth/test_extend.py -k old_rows"),
-    Fault("frozen rows step where all entities are candidates", "embeddings/all_to_all/table.py",
-          "step_parts(part.without(self.pending.frozen) for part in gradients)",
-          "step_parts(gradients)", "tests/test_every_key.py -k freeze"),
-    Fault("momentum moves frozen relations", "distributed/dense.py",
-          "            part[rows] = numbers", "            pass",
-          "tests/growth/test_extend.py -k frozen_rows"),
-    Fault("frozen rows count in the clipped norm", "training/gradients.py",
-          "            self.backend.dense.frozen.drop_gradients()", "            pass",
-          "tests/growth/test_extend.py -k dense_oracle"),
-    Fault("replay draws the same old triples every epoch", "data/shuffle.py",
-          "EpochShuffle(old, seed + 1, epoch)", "EpochShuffle(old, seed + 1, 0)",
-          "tests/data/test_extended_store.py -k replay"),
-    Fault("placing forgets old queries", "growth/placement.py",
-          "for queries in self.old_queries if len(block) else ():", "for queries in ():",
-          "tests/growth/test_placement.py"),
-    Fault("vectors of a shard that starts elsewhere", "training/warm_start.py",
-          "shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own",
-          "shard.rows[ids[here] % len(shard.rows), : own.shape[1]] = own",
-          "tests/training/test_warm_start.py -k ranks_read"),
-    Fault("two vectors of a label: the last one is taken", "data/vectors.py",
-          "    if counts.max() > 1:", "    if False:",
-          "tests/training/test_warm_start.py -k twice"),
     # files
     Fault("a folder that cannot take its name takes the old one along", "files.py",
           "            old.rename(target)\n        raise", "            pass\n        raise",

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from extended_runs import (
+from grown_runs import (
     FIRST,
     OLD_ENTITIES,
     TABLE,
@@ -169,7 +169,8 @@ def check_training(run: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"negatives__regime": "1vsall"}, {"negatives__regime": "kvsall"},
+    [{"negatives__regime": "1vsall", "entities__engine": "handrolled"},
+     {"negatives__regime": "kvsall"},
      {"negatives__regime": "kvssample"}, {"train__optimizer": "adam", "model__scorer": "conve",
       "model__dim": 12}, {"train__accumulation": 2, "train__precision": "fp16"}],
     ids=str,

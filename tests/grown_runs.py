@@ -1,4 +1,4 @@
-"""A run that is extended by new triples, and the tensors of its checkpoints."""
+"""A small run, and triples to extend it by, for the tests of graphs that grow."""
 
 from __future__ import annotations
 
