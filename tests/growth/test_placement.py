@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from extended_runs import FIRST, OLD_ENTITIES, TABLE, TOLERANCE, base_run, new_triples, tensors
 from oracle_training import batch_loss
-from test_extend import FIRST, OLD_ENTITIES, TABLE, TOLERANCE, base_run, new_triples, tensors
 from torch import Tensor
 from training_runs import config_of
 from worlds import run_world
