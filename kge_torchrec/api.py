@@ -42,6 +42,7 @@ FIXED = (
     "model.biases",
     "model.options",
     "negatives.regime",
+    "data.weights",
     "train.optimizer",
     "train.batch_size",
     "seed",

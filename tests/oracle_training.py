@@ -21,6 +21,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.weights import WeightedDraw
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 SIDE_CODES = {"head": 0, "tail": 1}
@@ -52,7 +53,8 @@ def train_dense(
                 group["lr"] = (train.relation_lr or train.lr) * factor
             rows, negatives = global_batch(config, store, epoch, step)
             entities = table.weights.clone().requires_grad_()
-            loss = batch_loss(config, store, entities, relations, rows, negatives, known)
+            shares = weights_of(config, store, epoch, step)
+            loss = batch_loss(config, store, entities, relations, rows, negatives, known, shares)
             if losses is not None:
                 losses.append(loss.item())
             optimizer.zero_grad()
@@ -107,15 +109,14 @@ def global_batch(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The batch's triples (B, 3) and, by side, each one's negatives (B, K)."""
     size, options = config.train.batch_size, config.negatives
-    positions = np.arange(step * size, min((step + 1) * size, len(store.train)))
-    rows = store.train[EpochShuffle(len(store.train), config.seed, epoch)(positions)]
+    rows = store.train[drawn_triples(config, store, epoch, step)]
     by_degree = None
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
         sums = np.cumsum(np.where(degrees > 0, degrees.clip(1) ** options.degree_power, 0))
         by_degree = partial(_drawn, sums)
     sampler = NegativeSampler(store.num_entities, options.count, config.seed, by_degree)
-    chunk = np.arange(len(positions)) // (options.chunk_size or size)
+    chunk = np.arange(len(rows)) // (options.chunk_size or size)
     negatives = {}
     for side in ("head", "tail") if options.sides == "both" else (options.sides,):
         count = (options.head_count if side == "head" else None) or options.count
@@ -124,6 +125,24 @@ def global_batch(
             drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
         negatives[side] = torch.from_numpy(drawn)
     return torch.from_numpy(rows.astype(np.int64)), negatives
+
+
+def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> np.ndarray:
+    """(B,) which of the training triples a step trains."""
+    size, count = config.train.batch_size, len(store.train)
+    order = EpochShuffle(count, config.seed, epoch)
+    if config.data.weights == "sampling":
+        order = WeightedDraw(store.weights("train")).of(order, config.seed, epoch)
+    return order(np.arange(step * size, min((step + 1) * size, count)))
+
+
+def weights_of(config: Config, store: TripleStore, epoch: int, step: int) -> Tensor:
+    """(B,) of the triples of a step; they sum to 1."""
+    index = drawn_triples(config, store, epoch, step)
+    weights = torch.ones(len(index), dtype=torch.float64)
+    if config.data.weights == "loss":
+        weights = torch.from_numpy(np.asarray(store.weights("train"))[index]).double()
+    return weights / weights.sum()
 
 
 def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Config) -> np.ndarray:
@@ -163,8 +182,9 @@ def batch_loss(
     rows: Tensor,
     negatives: dict[str, Tensor],
     known: set[tuple[int, int, int]],
+    shares: Tensor,
 ) -> Tensor:
-    """Mean over the triples and sides."""
+    """Mean over the sides of the sum over the triples, by their shares (B,)."""
     total = torch.zeros((), dtype=torch.float64)
     for side, drawn in negatives.items():
         anchors, answers = (rows[:, 2], rows[:, 0]) if side == "head" else (rows[:, 0], rows[:, 2])
@@ -189,12 +209,13 @@ def batch_loss(
             usable = negative.detach().masked_fill(~mask, -math.inf)
             hardest = usable.argsort(1, descending=True)[:, : config.negatives.hardest]
             mask &= torch.zeros_like(mask).scatter(1, hardest, True)
-        total = total + query_loss(config, scores(answers[:, None]), negative, mask).sum()
-        total = total + penalty(config, entities[anchors], relation, entities[answers]).sum()
+        of_query = query_loss(config, scores(answers[:, None]), negative, mask)
+        of_query = of_query + penalty(config, entities[anchors], relation, entities[answers])
         backwards = side == "head" and not inverse
         head, tail = (answers, anchors) if backwards else (anchors, answers)
-        total = total + dura(config, entities[head], relation, entities[tail]).sum()
-    return total / (len(rows) * len(negatives))
+        of_query = of_query + dura(config, entities[head], relation, entities[tail])
+        total = total + (of_query * shares).sum()
+    return total / len(negatives)
 
 
 def is_known(rows: Tensor, drawn: Tensor, side: str, known: set) -> Tensor:

@@ -75,6 +75,11 @@ CASES = [
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
     case("data.literals", "drop", "keep", "triples", data__path="{graphs}/literals.nt",
          data__ratio=(1, 0, 0)),
+    case("data.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
+         data__path="{graphs}/named.tsv", data__ratio=(1, 0, 0)),
+    *(case("data.weights", "ignore", use, "table", data__path="{graphs}/weighted",
+           negatives__regime=regime)
+      for use in ("loss", "sampling") for regime in ("sampled", "1vsall")),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
          data__ratio=(1, 0, 0)),
     case("data.reader_options", {}, {"backwards": True}, "triples",

@@ -51,6 +51,19 @@ def add(verbs: Verbs) -> None:
         "literals (default: drop)",
     )
     prepare.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        metavar="HEAD,RELATION,TAIL[,WEIGHT]",
+        help="what the header of text and Parquet files calls them; others are left out (default: "
+        "known by their words)",
+    )
+    prepare.add_argument(
+        "--weights",
+        action=argparse.BooleanOptionalAction,
+        help="every training triple has a weight, a fourth column with or without a name; or none "
+        "is read (default: one that the header calls weight, confidence, ...)",
+    )
+    prepare.add_argument(
         "--reader", metavar="MODULE:CLASS", help="reads the files (default: by their names)"
     )
     prepare.add_argument(
@@ -86,6 +99,8 @@ def run(parsed: argparse.Namespace) -> int:
         has_header={"auto": None, "yes": True, "no": False}[parsed.header],
         allow_unseen_relations=parsed.allow_unseen_relations,
         literals=parsed.literals,
+        columns=parsed.columns,
+        weights=parsed.weights,
         reader=make_reader(parsed.reader, parsed.reader_options, "--reader-options"),
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,

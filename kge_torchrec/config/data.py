@@ -30,6 +30,11 @@ class DataConfig:
         allow_unseen_relations: Accept relations that occur in valid or test only.
         literals: Of N-Triples: drop leaves out triples whose object is a literal, and counts them;
             keep makes an entity of every literal.
+        columns: What the header of text and Parquet files calls head, relation and tail, and the
+            weight if there is a fourth; null goes by known words.
+        weights: What weights of triples, a fourth column, are for: ignore, nothing; loss, a
+            triple's loss counts so much, over the mean of its batch; sampling, an epoch has a
+            triple so often.
         reader: package.module:Class that reads the files; null goes by their names.
         reader_options: Settings of that reader.
     """
@@ -39,11 +44,14 @@ class DataConfig:
     has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
     allow_unseen_relations: bool = False
     literals: str = "drop"
+    columns: Optional[list[str]] = None  # noqa: UP045
+    weights: str = "ignore"
     reader: Optional[str] = None  # noqa: UP045
     reader_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("data.literals", self.literals, ("drop", "keep"))
+        one_of("data.weights", self.weights, ("ignore", "loss", "sampling"))
         if self.reader is not None:
             parse_options(
                 resolve("reader", self.reader), self.reader_options, "data.reader_options"

@@ -24,6 +24,7 @@ from kge_torchrec.data.filter_index import Degrees, FilterIndex
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.weights import Order, WeightedDraw
 
 B = TypeVar("B", bound="Pipelineable")
 
@@ -57,10 +58,18 @@ class EpochBatches(Generic[B]):
     ahead: build a few batches ahead in threads, in pinned memory where there is CUDA; for GPUs,
         which would wait otherwise.
     accumulation: micro-batches that a rank's share of a step comes in.
+    draw: which examples an epoch passes through; None takes each once.
     """
 
-    def __init__(self, batch_size: int, seed: int, ahead: bool, accumulation: int):
-        self.batch_size, self.seed = batch_size, seed
+    def __init__(
+        self,
+        batch_size: int,
+        seed: int,
+        ahead: bool,
+        accumulation: int,
+        draw: WeightedDraw | None = None,
+    ):
+        self.batch_size, self.seed, self.draw = batch_size, seed, draw
         self.ahead, self.accumulation = ahead, accumulation
         if self.examples == 0:
             raise ValueError("there are no training triples")
@@ -70,7 +79,7 @@ class EpochBatches(Generic[B]):
         """What an epoch passes through."""
         raise NotImplementedError
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> B:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> B:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         raise NotImplementedError
 
@@ -81,7 +90,9 @@ class EpochBatches(Generic[B]):
 
     def epoch(self, epoch: int, first_step: int = 0) -> Iterator[B]:
         """This rank's batches of an epoch, from ``first_step`` on: ``accumulation`` for a step."""
-        order = EpochShuffle(self.examples, self.seed, epoch)
+        order: Order = EpochShuffle(self.examples, self.seed, epoch)
+        if self.draw is not None:
+            order = self.draw.of(order, self.seed, epoch)
         parts = range(first_step * self.accumulation, self.steps_per_epoch * self.accumulation)
 
         def build(part: int) -> B:
@@ -116,7 +127,8 @@ class Batch(Pipelineable):
     ids: KeyedJaggedTensor  # the U unique entity ids, ascending, under one key
     entities: Tensor  # (2 C b + C K of each side) positions in ids: heads, tails, candidates
     relation: Tensor  # (C, b)
-    weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
+    weight: Tensor  # (C, b) float32: a triple's share of the global batch, by their weights if
+    # they have any, times the world size; 0 on padding
     known_head: Tensor  # (C, b, K) bool: known facts among the head candidates; empty if unused
     known_tail: Tensor
     candidates: tuple[int, ...]  # K of each side
@@ -171,6 +183,8 @@ class BatchBuilder(EpochBatches[Batch]):
         after the drawn ones.  A chunk that the batch cuts short has its own repeated.
     degrees: of the training triples; given, batches say how often a chunk is expected to have each
         of its candidates.
+    weights: (T,) of the triples in the loss; None weighs all alike.
+    draw: which triples an epoch passes through; None takes each once.
     """
 
     def __init__(
@@ -192,11 +206,13 @@ class BatchBuilder(EpochBatches[Batch]):
         drawn: Mapping[Side, int] | None = None,
         in_batch: bool = False,
         degrees: Degrees | None = None,
+        weights: np.ndarray | None = None,
+        draw: WeightedDraw | None = None,
     ):
-        self.triples, self.sampler = triples, sampler
+        self.triples, self.sampler, self.weights = triples, sampler, weights
         self.drawn = drawn or dict.fromkeys(SIDES, sampler.count)
         self.in_batch, self.degrees = in_batch, degrees
-        super().__init__(batch_size, seed, ahead, accumulation)
+        super().__init__(batch_size, seed, ahead, accumulation, draw)
         self.sides, self.known = tuple(sides), known
         self.chunk_size = chunk_size or batch_size
         self.rank, self.world_size = rank, world_size
@@ -207,7 +223,7 @@ class BatchBuilder(EpochBatches[Batch]):
         """What an epoch passes through: the T triples."""
         return len(self.triples)
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> Batch:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         start = step * self.batch_size
         size = min(self.batch_size, len(self.triples) - start)
@@ -229,6 +245,9 @@ class BatchBuilder(EpochBatches[Batch]):
         unique, entities = torch.unique(every, return_inverse=True)
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDES}
         weight = share.mask.astype(np.float32) * (self.world_size / size)
+        if self.weights is not None:
+            mean = self.weights[order(np.arange(start, start + size))].mean(dtype=np.float64)
+            weight *= (self.weights[index] / mean).reshape(weight.shape)
         return Batch(
             ids=as_feature(unique if self.deduplicate else every, self.bags),
             entities=entities,

@@ -25,7 +25,8 @@ from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.filter_index import Answers, FilterIndex
 from kge_torchrec.data.loader import SIDE_CODES, Batch, EpochBatches, Pipelineable, as_feature
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
+from kge_torchrec.data.shuffle import ROUNDS, draw_distinct
+from kge_torchrec.data.weights import Order, WeightedDraw
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
 
@@ -38,6 +39,7 @@ class SideQueries:
     anchor: np.ndarray  # (Q,) int64
     relation: np.ndarray  # (Q,) int64
     answers: Answers  # of the Q queries, distinct for a query; it may have none
+    weight: np.ndarray | None = None  # (Q,) float32, in the loss; None weighs all alike
 
 
 @dataclass
@@ -45,7 +47,7 @@ class QueryBatch(Pipelineable):
     """A whole step, or a micro-batch of it, the same on every rank."""
 
     asked: tuple[SideQueries, ...]  # one a side, those without queries left out
-    weight: float  # of a query: 1 / queries of the whole step
+    weight: float  # of a query, times its own if it has one: 1 / their sum over the whole step
     seed: int  # of what the model draws
 
     @property
@@ -58,6 +60,7 @@ class Examples(Protocol):
     """What an epoch passes through once; each asks the same number of queries, ``queries_each``."""
 
     queries_each: int
+    weights: np.ndarray | None  # (E,) in the loss; None weighs all alike
 
     def __len__(self) -> int: ...
 
@@ -68,11 +71,13 @@ class Examples(Protocol):
 class TripleQueries:
     """1vsAll (Lacroix et al. 2018): every triple asks for its own tail and for its own head.
 
-    triples: (T, 3), columns head, relation, tail; memory-mapped is fine.
+    triples: (T, 3), columns head, relation, tail; memory-mapped is fine, as for weights (T,).
     """
 
-    def __init__(self, triples: np.ndarray, sides: Sequence[Side]):
-        self.triples, self.sides = triples, tuple(sides)
+    def __init__(
+        self, triples: np.ndarray, sides: Sequence[Side], weights: np.ndarray | None = None
+    ):
+        self.triples, self.sides, self.weights = triples, tuple(sides), weights
         self.queries_each = len(self.sides)
 
     def __len__(self) -> int:
@@ -82,8 +87,9 @@ class TripleQueries:
         """One query a triple and side, with one answer."""
         head, relation, tail = np.ascontiguousarray(self.triples[index].T, dtype=np.int64)
         ends = {"tail": (head, tail), "head": (tail, head)}
+        weight = None if self.weights is None else self.weights[index]
         return [
-            SideQueries(side, ends[side][0], relation, Answers.single(ends[side][1]))
+            SideQueries(side, ends[side][0], relation, Answers.single(ends[side][1]), weight)
             for side in reversed(self.sides)
         ]
 
@@ -94,7 +100,7 @@ class DistinctQueries:
     Queries and answers are read from the index of the only split of ``known``.
     """
 
-    queries_each = 1
+    queries_each, weights = 1, None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
@@ -116,7 +122,7 @@ class DistinctQueries:
 class EveryQuery:
     """AllvsAll: every entity with every relation, on every side, answered or not."""
 
-    queries_each = 1
+    queries_each, weights = 1, None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known, self.sides = known, tuple(sides)
@@ -147,6 +153,7 @@ class QueryBatches(EpochBatches[QueryBatch]):
     batch_size: examples a step over all ranks.
     ahead: build a few batches ahead in threads; for GPUs, which would wait otherwise.
     accumulation: micro-batches that a step comes in.
+    draw: which examples an epoch passes through; None takes each once.
     """
 
     def __init__(
@@ -156,25 +163,30 @@ class QueryBatches(EpochBatches[QueryBatch]):
         seed: int = 0,
         ahead: bool = False,
         accumulation: int = 1,
+        draw: WeightedDraw | None = None,
     ):
         self._examples = examples
-        super().__init__(batch_size, seed, ahead, accumulation)
+        super().__init__(batch_size, seed, ahead, accumulation, draw)
 
     @property
     def examples(self) -> int:
         """E: triples for 1vsAll, else queries."""
         return len(self._examples)
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> QueryBatch:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QueryBatch:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         first = step * self.batch_size
         size = min(self.batch_size, self.examples - first)
         start, stop = (first + size * i // self.accumulation for i in (part, part + 1))
         asked = self._examples.ask(order(np.arange(start, stop)))
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM, step))
+        total: float = size
+        if self._examples.weights is not None:
+            of_step = self._examples.weights[order(np.arange(first, first + size))]
+            total = float(of_step.sum(dtype=np.float64))
         return QueryBatch(
             asked=tuple(of_side for of_side in asked if len(of_side.anchor)),
-            weight=1 / (size * self._examples.queries_each),
+            weight=1 / (total * self._examples.queries_each),
             seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
         )
 
@@ -237,7 +249,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         """What an epoch passes through: the distinct queries."""
         return len(self._queries)
 
-    def batch(self, order: EpochShuffle, epoch: int, step: int, part: int = 0) -> QuerySample:
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> QuerySample:
         """The batch of one step of an epoch, or a part of it with accumulation; may be empty."""
         first = step * self.batch_size
         size = min(self.batch_size, self.examples - first)

@@ -26,6 +26,7 @@ from kge_torchrec.data.queries import (
     TripleQueries,
 )
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.weights import WeightedDraw
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.distributed.shared_memory import with_exchange
@@ -228,10 +229,13 @@ def build_batches(
     """This rank's batches."""
     negatives, sides = config.negatives, sides_of(config.negatives.sides)
     batch_size, on_cuda = config.train.batch_size, processes.device.type == "cuda"
+    use, weights = config.data.weights, store.weights("train")
+    draw_triples = WeightedDraw(weights) if use == "sampling" and weights is not None else None
+    in_loss = weights if use == "loss" else None
     if negatives.is_full:
-        examples = _examples(negatives.regime, store, sides)
+        examples = _examples(negatives.regime, store, sides, in_loss)
         accumulation = config.train.accumulation
-        return QueryBatches(examples, batch_size, config.seed, on_cuda, accumulation)
+        return QueryBatches(examples, batch_size, config.seed, on_cuda, accumulation, draw_triples)
     draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
     shared: dict[str, Any] = {
@@ -261,6 +265,8 @@ def build_batches(
         in_batch=negatives.in_batch,
         degrees=store.degrees() if negatives.log_q else None,
         known=store.filter_index(("train",)) if negatives.filtered else None,
+        weights=in_loss,
+        draw=draw_triples,
         **shared,
     )
 
@@ -273,9 +279,11 @@ def examples_per_epoch(config: Config, store: TripleStore) -> int:
     return len(_examples("kvsall" if regime == "kvssample" else regime, store, sides))
 
 
-def _examples(regime: str, store: TripleStore, sides: tuple[Side, ...]) -> Examples:
+def _examples(
+    regime: str, store: TripleStore, sides: tuple[Side, ...], weights: np.ndarray | None = None
+) -> Examples:
     """What an epoch passes through when every entity is a candidate."""
     if regime == "1vsall":
-        return TripleQueries(store.train, sides)
+        return TripleQueries(store.train, sides, weights)
     known = store.filter_index(("train",))
     return DistinctQueries(known, sides) if regime == "kvsall" else EveryQuery(known, sides)
