@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.suited_negatives import make_suited
 from kge_torchrec.data.weights import WeightedDraw
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
@@ -120,11 +122,51 @@ def global_batch(
     negatives = {}
     for side in ("head", "tail") if options.sides == "both" else (options.sides,):
         count = (options.head_count if side == "head" else None) or options.count
-        drawn = sampler.draw(epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1, count)[chunk]
+        place = epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1, count
+        drawn = sampler.draw(*place)
+        if options.among != "all":
+            of_chunks = whole_chunks(rows, chunk, options.chunk_size or size)
+            chosen = options.among, options.types, options.file, options.among_share
+            make_suited(*chosen, store).replace(side, drawn, sampler.numbers(*place), of_chunks)
+        drawn = drawn[chunk]
         if options.in_batch:
             drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
         negatives[side] = torch.from_numpy(drawn)
     return torch.from_numpy(rows.astype(np.int64)), negatives
+
+
+def whole_chunks(rows: np.ndarray, chunk: np.ndarray, size: int) -> np.ndarray:
+    """(C, size, 3) the triples of each chunk, repeated where the batch cuts it short."""
+    parts = [rows[chunk == number] for number in range(chunk[-1] + 1)]
+    return np.stack([np.resize(part, (size, 3)) for part in parts]).astype(np.int64)
+
+
+def suits(
+    config: Config, store: TripleStore, rows: Tensor, side: str, candidates: Tensor
+) -> Tensor:
+    """(B, K) bool: by the definition, which candidates are of the kind that negatives are to be."""
+    options, column = config.negatives, 0 if side == "head" else 2
+    train, label = store.train.tolist(), store.entities.labels(range(store.num_entities))
+    types: dict[str, set] = {}
+    if options.types is not None:
+        for line in Path(options.types).read_text("utf-8").splitlines():
+            entity, of = line.split("\t")
+            types.setdefault(entity, set()).add(of)
+    good = torch.ones(candidates.shape, dtype=torch.bool)
+    count = (options.head_count if side == "head" else None) or options.count
+    held = candidates.shape[1]
+    if options.among_share < 1:
+        held = max(1, round(options.among_share * count))
+    for i, row in enumerate(rows.tolist()):
+        right = set(range(store.num_entities))
+        if options.among == "seen":
+            right = {triple[column] for triple in train if triple[1] == row[1]}
+        elif options.among == "types":
+            own = types.get(label[row[column]], set())
+            right = {e for e in right if types.get(label[e], set()) & own}
+        if len(right) > 1:
+            good[i, :held] = torch.tensor([e in right for e in candidates[i, :held].tolist()])
+    return good
 
 
 def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> np.ndarray:
@@ -202,6 +244,8 @@ def batch_loss(
         mask = drawn != answers[:, None]
         if config.negatives.filtered:
             mask &= ~is_known(rows, drawn, side, known)
+        if config.negatives.among != "all":
+            mask &= suits(config, store, rows, side, drawn)
         negative = scores(drawn)
         if config.negatives.log_q:
             negative = negative - log_expected(config, store, side, drawn)

@@ -80,6 +80,10 @@ CASES = [
     *(case("data.weights", "ignore", use, "table", data__path="{graphs}/weighted",
            negatives__regime=regime)
       for use in ("loss", "sampling") for regime in ("sampled", "1vsall")),
+    case("data.types_from", None, "is", "triples", data__path="{graphs}/typed.tsv",
+         data__ratio=(1, 0, 0)),
+    case("data.type_triples", "drop", "keep", "triples", data__path="{graphs}/typed.tsv",
+         data__types_from="is", data__ratio=(1, 0, 0)),
     case("data.reader", "foreign_parts:Words", None, "triples", data__path="{graphs}/w.words",
          data__ratio=(1, 0, 0)),
     case("data.reader_options", {}, {"backwards": True}, "triples",
@@ -153,6 +157,12 @@ CASES = [
          negatives__sampling="degree"),
     case("negatives.degree_power", 0.5, 3.0, "batches", "table", negatives__sampling="degree"),
     case("negatives.filtered", False, True, "batches", "table"),
+    case("negatives.among", "all", "seen", "batches", "table"),
+    case("negatives.types", "{graphs}/types.tsv", "{graphs}/all_alike.tsv", "batches",
+         negatives__among="types", negatives__chunk_size=1),
+    case("negatives.file", "{graphs}/wrong.tsv", "{graphs}/wrong_too.tsv", "batches",
+         negatives__among="own"),
+    case("negatives.among_share", 1.0, 0.5, "batches", "table", negatives__among="seen"),
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities
     case("entities.engine", "torchrec", "handrolled", "engine"),

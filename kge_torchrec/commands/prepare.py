@@ -64,6 +64,18 @@ def add(verbs: Verbs) -> None:
         "is read (default: one that the header calls weight, confidence, ...)",
     )
     prepare.add_argument(
+        "--types-from",
+        metavar="RELATION",
+        help="its tails are types of its heads, such as rdf:type, for negatives.among and "
+        "evaluation.candidates types",
+    )
+    prepare.add_argument(
+        "--type-triples",
+        choices=("drop", "keep"),
+        default="drop",
+        help="take its triples out of the graph, or leave them in (default: drop)",
+    )
+    prepare.add_argument(
         "--reader", metavar="MODULE:CLASS", help="reads the files (default: by their names)"
     )
     prepare.add_argument(
@@ -101,6 +113,8 @@ def run(parsed: argparse.Namespace) -> int:
         literals=parsed.literals,
         columns=parsed.columns,
         weights=parsed.weights,
+        types_from=parsed.types_from,
+        type_triples=parsed.type_triples,
         reader=make_reader(parsed.reader, parsed.reader_options, "--reader-options"),
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,

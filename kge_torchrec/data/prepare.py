@@ -33,6 +33,7 @@ from kge_torchrec.data.readers import (
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
 from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice
+from kge_torchrec.data.type_triples import TypeTriples
 from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
 from kge_torchrec.errors import DataError
 
@@ -51,6 +52,8 @@ def prepare(
     literals: str = "drop",
     columns: Sequence[str] | None = None,
     weights: bool | None = None,
+    types_from: str | None = None,
+    type_triples: str = "drop",
     reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -71,6 +74,10 @@ def prepare(
             weight if there is a fourth; other columns are left out.
         weights: True wants a weight of every training triple, a fourth column, which may be without
             a name; None takes one that the header names so (weight, confidence, ...); False none.
+        types_from: a relation whose tails are types of its heads, such as "rdf:type", for negatives
+            and ranks among entities of the right type.
+        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and only
+            those of train say types.
         reader: reads files of a format that is not ours; None goes by their names.
         progress: show a progress bar, if standard error is a terminal.
 
@@ -79,7 +86,7 @@ def prepare(
     ``triples`` and ``duplicates`` by split ("whole" for what was read undivided),
     ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
     and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), and where they
-    came from: ``sources``, ``split`` (ratio and seed, or None).
+    came from: ``sources``, ``split`` (ratio and seed, or None), ``types`` (relation, and counts).
 
     Raises:
         DataError: bad input, named by file and line.
@@ -102,6 +109,7 @@ def prepare(
         _read(files, has_header, dropped if literals == "drop" else None, reader, choice, progress),
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
         needs_weights=weights is True or len(choice.names or ()) == 4,
+        type_triples=None if types_from is None else TypeTriples(types_from, type_triples),
     )  # fmt: skip
 
 
@@ -143,7 +151,10 @@ def _prepare(
     progress: bool,
     notes: Mapping[str, Any],
     needs_weights: bool = False,
+    type_triples: TypeTriples | None = None,
 ) -> TripleStore:
+    if type_triples is not None:
+        batches = type_triples.passing(batches)
     with new_store(output, overwrite) as directory:
         entities, relations, triples, blocks = _encode(batches, notes)
         weights = joined(blocks, needs_weights)
@@ -161,6 +172,10 @@ def _prepare(
                 for side in SIDES:
                     indices[split][side] = build_side(side, triples[split], *sizes)
                     bar.update()
+        types = None
+        if type_triples is not None:
+            types, of_types = type_triples.table(entities, relations, triples)
+            notes = {**notes, "types": of_types}
         report = {
             "triples": {split: len(triples[split]) for split in SPLITS},
             "duplicates": duplicates,
@@ -172,7 +187,7 @@ def _prepare(
             "split": None,
             **notes,
         }
-        write_store(directory, entities, relations, triples, indices, report, weights)
+        write_store(directory, entities, relations, triples, indices, report, weights, types)
     return TripleStore.open(output)
 
 

@@ -90,6 +90,13 @@ class TripleStore:
         name = _weights_name(split)
         return _map(self.path / name) if name in self._files else None
 
+    def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
+        """Types of entities, as `entity_types.TypeTable` has them, memory-mapped; None without."""
+        if _TYPES not in self._files:
+            return None
+        names = Vocabulary.open(self.path / _TYPES, "type").array
+        return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
+
     def filter_index(self, splits: Sequence[str] = SPLITS) -> FilterIndex:
         """The filter index over the given splits."""
         indices = []
@@ -124,11 +131,16 @@ def write_store(
     indices: Mapping[str, Mapping[str, SideIndex]],
     report: Mapping[str, Any],
     weights: Mapping[str, np.ndarray] | None = None,
+    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None,
 ) -> None:
     """Writes all files of a store into the existing ``directory``, the meta file last.
 
-    weights: (T,) of the splits that have them.
+    weights: (T,) of the splits that have them.  types: as `entity_types.TypeTable` has them.
     """
+    if types is not None:
+        Vocabulary(types[0]).save(directory / _TYPES)
+        for name, array in zip(_TYPE_ARRAYS, types[1:], strict=True):
+            np.save(directory / name, array)
     Vocabulary(entities).save(directory / "entities.arrow")
     Vocabulary(relations).save(directory / "relations.arrow")
     for split in SPLITS:
@@ -220,6 +232,9 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def _index_name(split: str, side: str, part: str) -> str:
     return f"known-{split}-{side}-{part}.npy"
+
+
+_TYPES, _TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
 
 
 def _weights_name(split: str) -> str:

@@ -26,9 +26,10 @@ from kge_torchrec.data.queries import (
     TripleQueries,
 )
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.suited_negatives import make_suited
 from kge_torchrec.data.weights import WeightedDraw
 from kge_torchrec.distributed.dense import dense_wrapper
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -226,7 +227,10 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
 def build_batches(
     config: Config, store: TripleStore, processes: Processes
 ) -> BatchBuilder | QueryBatches | QuerySampleBuilder:
-    """This rank's batches."""
+    """This rank's batches.  Collective where negatives are drawn among entities that suit.
+
+    Raises DataError, on every rank, for a file of types or negatives that cannot be used.
+    """
     negatives, sides = config.negatives, sides_of(config.negatives.sides)
     batch_size, on_cuda = config.train.batch_size, processes.device.type == "cuda"
     use, weights = config.data.weights, store.weights("train")
@@ -256,6 +260,10 @@ def build_batches(
             **shared,
             max_answers=negatives.max_answers,
         )
+    own = (negatives.among, negatives.types, negatives.file, negatives.among_share)
+    suited = None
+    if negatives.among != "all":  # which may read a file
+        suited = on_all_ranks(processes, lambda: make_suited(*own, store))
     return BatchBuilder(
         store.train,
         batch_size,
@@ -267,6 +275,7 @@ def build_batches(
         known=store.filter_index(("train",)) if negatives.filtered else None,
         weights=in_loss,
         draw=draw_triples,
+        suited=suited,
         **shared,
     )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
+from kge_torchrec.data.entity_types import EntityTypes
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import META, TripleStore
@@ -110,6 +111,7 @@ class Session:
         )
         if trains:
             check_weights(config.data.weights, self.store.weights("train"))
+            self._check_types(config.evaluation)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         if trains:
@@ -121,6 +123,11 @@ class Session:
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
+
+    def _check_types(self, evaluation: EvaluationConfig) -> None:
+        """Before training rather than at the first validation."""
+        if evaluation.candidates == "types" and evaluation.types is None:
+            EntityTypes.find(None, self.store)
 
     @property
     def scorer(self) -> Scorer:
@@ -284,6 +291,8 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             literals=config.literals,
             columns=config.columns,
             weights=None if config.weights == "ignore" else True,
+            types_from=config.types_from,
+            type_triples=config.type_triples,
             reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,
         )

@@ -133,8 +133,21 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         store.relations.array.take(pa.array(relations)),
     )
     with new_store(path, overwrite=True) as directory:
-        write_store(directory, *labels, triples, indices, report, weights)
+        types = store.types()
+        if types is not None:
+            types = _types_inside(types, inside)
+        write_store(directory, *labels, triples, indices, report, weights, types)
     return TripleStore.open(path)
+
+
+def _types_inside(
+    types: tuple[pa.Array, np.ndarray, np.ndarray], inside: np.ndarray
+) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """The types of some of the entities."""
+    names, indptr, ids = types
+    counts = np.diff(indptr)
+    starts = np.concatenate([[0], np.cumsum(counts[inside])])
+    return names, starts, ids[np.repeat(inside, counts)]
 
 
 def _chunks(triples: np.ndarray) -> list[np.ndarray]:
