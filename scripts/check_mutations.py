@@ -20,7 +20,9 @@ import time
 from pathlib import Path
 
 from faults import FAULTS, Fault
+from faults_of_data import DATA_FAULTS
 
+EVERY = [*FAULTS, *DATA_FAULTS]
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -73,7 +75,7 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="only faults with one of these in their name")
     parser.add_argument("--table", action="store_true", help="list them, as in docs/testing.md")
     args = parser.parse_args()
-    chosen = [f for f in FAULTS if not args.words or any(word in f.name for word in args.words)]
+    chosen = [f for f in EVERY if not args.words or any(word in f.name for word in args.words)]
     if args.table:
         print(table(chosen))
         return 0

@@ -31,7 +31,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.weights import WeightedDraw
+from kge_torchrec.data.weighted_draw import WeightedDraw
 
 Query = tuple[str, int, int]  # side asked for, anchor, relation
 

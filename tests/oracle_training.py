@@ -23,7 +23,7 @@ from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.suited_negatives import make_suited
-from kge_torchrec.data.weights import WeightedDraw
+from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 SIDE_CODES = {"head": 0, "tail": 1}

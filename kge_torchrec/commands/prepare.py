@@ -18,7 +18,8 @@ def add(verbs: Verbs) -> None:
         "sources",
         nargs="+",
         metavar="DIR_OR_FILE",
-        help="a directory with train, valid and test files, or files",
+        help="a directory with train, valid and test files, or files; or a library's data set, "
+        "such as pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME",
     )
     prepare.add_argument(
         "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"
@@ -47,7 +48,7 @@ def add(verbs: Verbs) -> None:
         "--literals",
         choices=("drop", "keep"),
         default="drop",
-        help="of N-Triples: leave out triples whose object is a literal, or make entities of "
+        help="of RDF: leave out triples whose object is a literal, or make entities of "
         "literals (default: drop)",
     )
     prepare.add_argument(

@@ -24,12 +24,13 @@ class DataConfig:
 
     Args:
         path: "countries" (the graph inside the package), a prepared store, a directory with
-            train/valid/test files, or a single file of triples.
+            train/valid/test files, a single file of triples, or a library's data set, such as
+            pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME.
         ratio: Shares of train, valid and test when there is only one file.
         has_header: Whether the files start with a header; null finds out.
         allow_unseen_relations: Accept relations that occur in valid or test only.
-        literals: Of N-Triples: drop leaves out triples whose object is a literal, and counts them;
-            keep makes an entity of every literal.
+        literals: Of RDF: drop leaves out triples whose object is a literal, and counts them; keep
+            makes an entity of every literal.
         columns: What the header of text and Parquet files calls head, relation and tail, and the
             weight if there is a fourth; null goes by known words.
         weights: What weights of triples, a fourth column, are for: ignore, nothing; loss, a

@@ -25,7 +25,7 @@ from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.suited_negatives import SuitedNegatives
-from kge_torchrec.data.weights import Order, WeightedDraw
+from kge_torchrec.data.weighted_draw import Order, WeightedDraw
 
 B = TypeVar("B", bound="Pipelineable")
 

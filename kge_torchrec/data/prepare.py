@@ -19,6 +19,7 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
+from kge_torchrec.data.catalogues import is_named, open_named
 from kge_torchrec.data.encoding import Encoded, encode
 from kge_torchrec.data.filter_index import SIDES, SideIndex, build_side
 from kge_torchrec.data.readers import (
@@ -62,13 +63,14 @@ def prepare(
 
     Args:
         sources: a directory with train, valid and test files, one file, or a list of files (see
-            `find_sources` for the names and `read_triples` for the formats).
+            `find_sources` for the names and `read_triples` for the formats); or a data set of a
+            library by name, such as "pykeen:fb15k237" (see `catalogues`).
         output: the store's directory, replaced if it is a store and ``overwrite`` is set.
         ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
             name no split; every entity and relation is kept in train.
         has_header: whether text files start with a header; None recognises one by its words.
         allow_unseen_relations: accept relations that have no training triple.
-        literals: "drop" leaves out triples of N-Triples whose object is a literal (a name, a date,
+        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date,
             a number) and counts them; "keep" makes an entity of every literal.
         columns: what the header of text and Parquet files calls head, relation and tail, and the
             weight if there is a fourth; other columns are left out.
@@ -97,16 +99,20 @@ def prepare(
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
-    files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-    notes: dict[str, Any] = {
-        "sources": {split: [str(path) for path in paths] for split, paths in files.items()}
-    }
-    if WHOLE in files:
-        notes["split"] = {"ratio": list(ratio), "seed": seed}
     dropped: Counter[str] = Counter()
-    notes["literals"] = dropped  # filled in while reading
+    notes: dict[str, Any] = {"literals": dropped}  # filled in while reading
+    if is_named(sources):
+        splits, batches = open_named(str(sources), choice)
+        notes["sources"] = {split: [str(sources)] for split in splits}
+    else:
+        files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
+        notes["sources"] = {split: [str(path) for path in paths] for split, paths in files.items()}
+        counted = dropped if literals == "drop" else None
+        batches = _read(files, has_header, counted, reader, choice, progress)
+    if WHOLE in notes["sources"]:
+        notes["split"] = {"ratio": list(ratio), "seed": seed}
     return _prepare(
-        _read(files, has_header, dropped if literals == "drop" else None, reader, choice, progress),
+        batches,
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
         needs_weights=weights is True or len(choice.names or ()) == 4,
         type_triples=None if types_from is None else TypeTriples(types_from, type_triples),

@@ -26,7 +26,7 @@ from kge_torchrec.data.filter_index import Answers, FilterIndex
 from kge_torchrec.data.loader import SIDE_CODES, Batch, EpochBatches, Pipelineable, as_feature
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import ROUNDS, draw_distinct
-from kge_torchrec.data.weights import Order, WeightedDraw
+from kge_torchrec.data.weighted_draw import Order, WeightedDraw
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
 

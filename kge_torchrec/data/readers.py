@@ -19,12 +19,13 @@ import pyarrow.compute as pc
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.id_files import layout_of, read_id_files
+from kge_torchrec.data.rdf import FORMATS, read_rdf
 from kge_torchrec.data.streams import COMPRESSIONS, WEIGHT, ColumnChoice, OnBytes, bare_name
 from kge_torchrec.data.weights import NotAWeight, parse_weights
 from kge_torchrec.errors import DataError
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
-SUFFIXES = (*DELIMITERS, ".nt", ".parquet", ".del")
+SUFFIXES = (*DELIMITERS, ".nt", *FORMATS, ".parquet", ".del")
 
 
 class Reader:
@@ -76,10 +77,11 @@ def read_triples(
     A fourth, float32 weight, is there where TSV, CSV or Parquet has one and ``choice`` wants it.
 
     The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
-    (N-Triples), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``; numbered triples with
+    (N-Triples), ``.ttl`` and other RDF (see `rdf`), each also ``.gz``, ``.zst`` or ``.bz2``;
+    ``.parquet``; numbered triples with
     their labels beside them as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
     ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
-    the n bytes just read, ``on_literals(n)`` of n triples of N-Triples that were left out because
+    the n bytes just read, ``on_literals(n)`` of n triples of RDF that were left out because
     their object is a literal; None keeps them.  ``reader``: reads it, whatever its name.
 
     Raises:
@@ -105,6 +107,8 @@ def read_triples(
         from kge_torchrec.data.ntriples import read_ntriples
 
         return read_ntriples(path, on_bytes, on_literals)
+    if suffix in FORMATS:
+        return read_rdf(path, on_bytes, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
         from kge_torchrec.data.parquet import read_parquet
 
@@ -181,7 +185,12 @@ def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[s
 
 
 def _split_of(path: Path) -> str | None:
-    match = _PART.fullmatch(Path(bare_name(path)).stem)
+    return split_named(Path(bare_name(path)).stem)
+
+
+def split_named(name: str) -> str | None:
+    """train, valid or test if a name means one of them, such as "dev" or "train-00000-of-00002"."""
+    match = _PART.fullmatch(name)
     return _NAMES[match[1].lower()] if match else None
 
 

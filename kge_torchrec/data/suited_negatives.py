@@ -42,6 +42,9 @@ class SuitedSets(Protocol):
     def suit(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """Whether candidates (B, K) suit triples (B, 3): bool."""
 
+    def keys(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """(B,) int64 from 0: triples of one key are suited by the same entities."""
+
 
 class SuitedNegatives:
     """Replaces drawn negatives by such that suit, and says which ones do.
@@ -70,11 +73,15 @@ class SuitedNegatives:
         drawn: of the candidates; those after them are of the batch, and have to suit where all
         drawn ones have to.
         """
-        each = len(triples) // len(candidates)
         out = np.zeros((len(triples), candidates.shape[1]), bool)
         held = candidates if self._share == 1 else candidates[:, : self.count(drawn)]
-        per_triple = np.repeat(np.ascontiguousarray(held), each, axis=0)
-        out[:, : held.shape[1]] = ~self._sets.suit(side, triples, per_triple)
+        # Once for all triples of a chunk that the same entities suit.
+        keys = self._sets.keys(side, triples)
+        chunk = np.arange(len(triples)) // (len(triples) // len(candidates))
+        pairs = chunk * (int(keys.max()) + 1) + keys
+        _, first, of = np.unique(pairs, return_index=True, return_inverse=True)
+        suit = self._sets.suit(side, triples[first], np.ascontiguousarray(held[chunk[first]]))
+        np.logical_not(suit[of], out=out[:, : held.shape[1]])
         return out
 
     def count(self, drawn: int) -> int:
@@ -119,6 +126,10 @@ class SeenSets:
         found[stop - start <= 1] = True
         return found
 
+    def keys(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """The relation."""
+        return triples[:, RELATION]
+
 
 class TypeSets:
     """The entities of each type; one that has several in common is drawn as much more often."""
@@ -155,6 +166,10 @@ class TypeSets:
         first, last = (own.indptr[answers + i] for i in (0, 1))
         found[self._before[last] - self._before[first] <= last - first] = True
         return found
+
+    def keys(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """The true entity."""
+        return answers_of(side, triples)
 
 
 @numba.njit(cache=True, nogil=True)
@@ -230,6 +245,10 @@ class OwnNegatives:
     def suit(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
         """All: what is wrong for one triple is a negative like any other for the next."""
         return np.ones(candidates.shape, bool)
+
+    def keys(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """All alike."""
+        return np.zeros(len(triples), np.int64)
 
 
 def make_suited(

@@ -27,7 +27,7 @@ from kge_torchrec.data.queries import (
 )
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.suited_negatives import make_suited
-from kge_torchrec.data.weights import WeightedDraw
+from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.distributed.shared_memory import with_exchange

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import delimited, weights
+from kge_torchrec.data import delimited, weighted_draw
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.data.streams import ColumnChoice
-from kge_torchrec.data.weights import WeightedDraw
+from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.errors import DataError
 
 LABEL = st.text(
@@ -222,7 +222,7 @@ def test_equal_weights_give_each_triple_once_and_epochs_differ():
 
 
 def test_a_draw_is_a_search_in_cumulated_weights(monkeypatch):
-    monkeypatch.setattr(weights, "CHUNK", 128)
+    monkeypatch.setattr(weighted_draw, "CHUNK", 128)
     values = np.random.default_rng(3).random(5000, np.float32) ** 4 + 1e-6
     found = WeightedDraw(values).of(lambda x: x, 5, 2)(np.arange(5000))
     steps = np.cumsum(values.astype(np.float64)) / values.sum(dtype=np.float64) * 5000
