@@ -130,7 +130,7 @@ DATA_FAULTS = [
     Fault(
         "nameless nodes by the parser's names",
         "data/rdf.py",
-        'return f"_:nameless{self._numbers.setdefault(name, len(self._numbers))}"',
+        'return f"_:{self._file}#{self._numbers.setdefault(name, len(self._numbers))}"',
         'return f"_:{name}"',
         "tests/data/test_rdf.py",
     ),

@@ -45,7 +45,8 @@ def make_graphs(folder: Path) -> Path:
     prepare_triples({"train": weighted}, folder / "weighted")
     (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
     (folder / "typed.tsv").write_text("a\tr\tb\nb\tr\tc\na\tis\tt\n")
-    wrong = [f"e{i}\tr{i % 3}\te{(3 * i + 1) % 37}\n" for i in range(111)]
+    (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
+    wrong = [f"e{i % 37}\tr{i % 3}\te{(3 * i + 1) % 37}\n" for i in range(111)]
     (folder / "wrong.tsv").write_text("".join(wrong))
     (folder / "wrong_too.tsv").write_text("".join(wrong[:50]))
     (folder / "all_alike.tsv").write_text("".join(f"e{i}\tone\n" for i in range(37)))

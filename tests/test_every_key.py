@@ -158,7 +158,7 @@ CASES = [
     case("negatives.degree_power", 0.5, 3.0, "batches", "table", negatives__sampling="degree"),
     case("negatives.filtered", False, True, "batches", "table"),
     case("negatives.among", "all", "seen", "batches", "table"),
-    case("negatives.types", "{graphs}/types.tsv", "{graphs}/all_alike.tsv", "batches",
+    case("negatives.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv", "batches",
          negatives__among="types", negatives__chunk_size=1),
     case("negatives.file", "{graphs}/wrong.tsv", "{graphs}/wrong_too.tsv", "batches",
          negatives__among="own"),

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -19,7 +19,6 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.catalogues import is_named, open_named
 from kge_torchrec.data.encoding import Encoded, encode
 from kge_torchrec.data.filter_index import SIDES, SideIndex, build_side
 from kge_torchrec.data.readers import (
@@ -34,9 +33,11 @@ from kge_torchrec.data.readers import (
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
 from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice
-from kge_torchrec.data.type_triples import TypeTriples
 from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
 from kge_torchrec.errors import DataError
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.type_triples import TypeTriples
 
 Batches = Iterable[tuple[str, pa.RecordBatch]]
 LITERALS = ("drop", "keep")
@@ -99,10 +100,15 @@ def prepare(
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
+    # Loaded here, with more of pyarrow, which whoever prepares nothing need not wait for.
+    from kge_torchrec.data.catalogues import is_named, open_named
+    from kge_torchrec.data.type_triples import TypeTriples
+
     dropped: Counter[str] = Counter()
     notes: dict[str, Any] = {"literals": dropped}  # filled in while reading
     if is_named(sources):
-        splits, batches = open_named(str(sources), choice)
+        splits, of_library = open_named(str(sources), choice)
+        batches: Batches = of_library
         notes["sources"] = {split: [str(sources)] for split in splits}
     else:
         files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)

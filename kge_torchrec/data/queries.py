@@ -100,7 +100,8 @@ class DistinctQueries:
     Queries and answers are read from the index of the only split of ``known``.
     """
 
-    queries_each, weights = 1, None
+    queries_each = 1
+    weights: np.ndarray | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
@@ -122,7 +123,8 @@ class DistinctQueries:
 class EveryQuery:
     """AllvsAll: every entity with every relation, on every side, answered or not."""
 
-    queries_each, weights = 1, None
+    queries_each = 1
+    weights: np.ndarray | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known, self.sides = known, tuple(sides)

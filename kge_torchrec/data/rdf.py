@@ -6,6 +6,7 @@ N-Triples, the form that large graphs come in, has a reader of its own, several 
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -37,8 +38,9 @@ def read_rdf(
     """Batches of the string columns head, relation, tail; named graphs are read as one.
 
     Labels are as in N-Triples: IRIs without angle brackets, blank nodes as ``_:name``, literals
-    with language or type.  Nameless blank nodes are numbered as they come, in memory of a few
-    hundred bytes each; all else is read in a stream (of JSON-LD the parser may hold more).
+    with language or type.  Nameless blank nodes are numbered as they come, ``_:FILE#0`` and so on,
+    in memory of a few hundred bytes each; all else is read in a stream (of JSON-LD the parser may
+    hold more).
 
     on_literals: hears of the number of triples whose object is a literal, which are left out;
         None keeps them.
@@ -55,7 +57,7 @@ def read_rdf(
             "it (pip install 'kge-torchrec[rdf]'), or convert the file to N-Triples"
         ) from None
     form = getattr(pyoxigraph.RdfFormat, FORMATS[Path(bare_name(path)).suffix.lower()])
-    label, count = _Labels(pyoxigraph), 0
+    label, count = _Labels(pyoxigraph, path.name), 0
     try:
         with io.BufferedReader(open_bytes(path, on_bytes), 1 << 20) as stream:
             parser = pyoxigraph.parse(stream, format=form)
@@ -80,13 +82,15 @@ def read_rdf(
         raise DataError(f"{path}: empty file: no triples")
 
 
-_NAMELESS = 32  # hexadecimal digits of the names that the parser invents, others in every run
+# The names that the parser invents, others in every run: 128 bits without leading zeros.
+_NAMELESS = re.compile("[0-9a-f]{24,32}")
 
 
 class _Labels:
     """The label of a term.  Raises SyntaxError for a triple in place of one."""
 
-    def __init__(self, pyoxigraph: Any):
+    def __init__(self, pyoxigraph: Any, file: str):
+        self._file = file
         self._iri, self._blank = pyoxigraph.NamedNode, pyoxigraph.BlankNode
         self._literal = pyoxigraph.Literal
         self._numbers: dict[str, int] = {}
@@ -99,6 +103,6 @@ class _Labels:
         if not isinstance(term, self._blank):
             raise SyntaxError("a triple as subject or object (RDF-star) is no entity")
         name = term.value
-        if len(name) != _NAMELESS or name.strip("0123456789abcdef"):
+        if not _NAMELESS.fullmatch(name):
             return f"_:{name}"
-        return f"_:nameless{self._numbers.setdefault(name, len(self._numbers))}"
+        return f"_:{self._file}#{self._numbers.setdefault(name, len(self._numbers))}"

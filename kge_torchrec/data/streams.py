@@ -116,8 +116,9 @@ class ColumnChoice(NamedTuple):
             place = fields.index(weight[0])
             order = roles([*fields[:place], *fields[place + 1 :]])
             own = None if self.weights is False else WEIGHT
-            return order and [*order[:place], own, *order[place:]]
-        return list(found) if (found := roles(fields)) else None
+            return None if order is None else [*order[:place], own, *order[place:]]
+        found = roles(fields)
+        return [*found] if found else None
 
     def lacking(self, fields: Sequence[str]) -> str:
         """Why ``named`` found nothing by ``names``."""

@@ -14,7 +14,7 @@ import pyarrow as pa
 from kge_torchrec.errors import DataError
 
 
-class NotAWeight(ValueError):
+class NotAWeight(DataError):
     """A column holds something else than positive, finite numbers; ``row`` is the first."""
 
     def __init__(self, row: int):

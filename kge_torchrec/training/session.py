@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
-from kge_torchrec.data.entity_types import EntityTypes
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import META, TripleStore
@@ -127,6 +126,8 @@ class Session:
     def _check_types(self, evaluation: EvaluationConfig) -> None:
         """Before training rather than at the first validation."""
         if evaluation.candidates == "types" and evaluation.types is None:
+            from kge_torchrec.data.entity_types import EntityTypes
+
             EntityTypes.find(None, self.store)
 
     @property

@@ -142,7 +142,7 @@ def test_hugging_face(tmp_path, monkeypatch):
     turned = prepare("hf:x", tmp_path / "turned", columns=["object", "predicate", "subject"])
     assert labelled(turned, "train")[0] == ("b", "r", "a") and turned.weights() is None
     assert asked[-1] == ("x", None)
-    train.table = train.table.drop_columns(["object"])
+    train.table = train.table.drop_columns(["object", "note"])
     with pytest.raises(DataError, match="hf:x: cannot tell head, relation and tail"):
         prepare("hf:x", tmp_path / "none")
 
