@@ -45,6 +45,7 @@ FIXED = (
     "model.biases",
     "model.options",
     "negatives.regime",
+    "data.weights",
     "train.optimizer",
     "train.batch_size",
     "seed",

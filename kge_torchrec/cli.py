@@ -83,6 +83,8 @@ def _tell(error: KGEError | OSError) -> None:
 
 def _as_flag(name: str, value: Any) -> str:
     flag = f"--{name.replace('_', '-')}"
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
     return flag if value is True else f"{flag} {value}"
 
 

@@ -23,9 +23,13 @@ import faults
 import faults_answers
 import faults_exports
 import faults_growth
+import faults_of_data
 from faults import Fault
 
-FAULTS = [*faults.FAULTS, *faults_answers.FAULTS, *faults_exports.FAULTS, *faults_growth.FAULTS]
+FAULTS = [
+    *faults.FAULTS, *faults_answers.FAULTS, *faults_exports.FAULTS, *faults_growth.FAULTS,
+    *faults_of_data.DATA_FAULTS,
+]  # fmt: skip
 ROOT = Path(__file__).resolve().parents[1]
 
 

@@ -20,7 +20,7 @@ from training_runs import random_triples, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.config import Config
-from kge_torchrec.data.prepare import extend_store
+from kge_torchrec.data.prepare import extend_store, prepare_triples
 from kge_torchrec.distributed import dense
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all import sparse_optimizer
@@ -47,7 +47,15 @@ def make_graphs(folder: Path) -> Path:
     (folder / "single.tsv").write_text("".join(lines))
     (folder / "literals.nt").write_text('<a> <r> <b> .\n<b> <r> <c> .\n<a> <name> "A" .\n')
     (folder / "w.words").write_text("a r b\nb r c\na s c\n")
+    (folder / "named.tsv").write_text("b\ta\tc\tr\na\tb\tc\tr\nb\tc\ta\tr\n")
+    weighted = [(*triple, i % 7 + 0.5) for i, triple in enumerate(random_triples(37, 3, 70))]
+    prepare_triples({"train": weighted}, folder / "weighted")
     (folder / "types.tsv").write_text("e1\tone\ne2\tother\n")
+    (folder / "typed.tsv").write_text("a\tr\tb\nb\tr\tc\na\tis\tt\n")
+    (folder / "halves.tsv").write_text("".join(f"e{i}\t{i % 2}\n" for i in range(37)))
+    wrong = [f"e{i % 37}\tr{i % 3}\te{(3 * i + 1) % 37}\n" for i in range(111)]
+    (folder / "wrong.tsv").write_text("".join(wrong))
+    (folder / "wrong_too.tsv").write_text("".join(wrong[:50]))
     (folder / "all_alike.tsv").write_text("".join(f"e{i}\tone\n" for i in range(37)))
     (folder / "unseen").mkdir()
     (folder / "unseen" / "train.tsv").write_text("a\tr\tb\nb\tr\tc\n")

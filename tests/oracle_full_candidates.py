@@ -31,6 +31,7 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.weighted_draw import WeightedDraw
 
 Query = tuple[str, int, int]  # side asked for, anchor, relation
 
@@ -53,7 +54,7 @@ def train_dense(
     step_count = -(-len(examples) // size)
     every = torch.arange(store.num_entities)
     for epoch in range(config.train.epochs):
-        order = EpochShuffle(len(examples), config.seed, epoch)(np.arange(len(examples)))
+        order = order_of(config, store, epoch, len(examples))
         for step in range(step_count):
             factor = rate_factor(config, epoch * step_count + step, step_count)
             table.lr = config.train.lr * factor
@@ -65,7 +66,8 @@ def train_dense(
             ]
             others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
-            loss = batch_loss(config, store.num_relations, entities, dense, queries, others)
+            each = weights_of(config, store, chosen)
+            loss = batch_loss(config, store.num_relations, entities, dense, queries, others, each)
             if losses is not None:
                 losses.append(loss.item())
             for optimizer in optimizers:
@@ -82,6 +84,23 @@ def train_dense(
             else:
                 table.step(every, entities.grad)  # every row is a candidate
     return {"entities": table.weights} | {k: v.detach() for k, v in dense.items()}
+
+
+def order_of(config: Config, store: TripleStore, epoch: int, count: int) -> np.ndarray:
+    """What an epoch passes through, (count,)."""
+    order = EpochShuffle(count, config.seed, epoch)
+    if config.data.weights == "sampling":
+        order = WeightedDraw(store.weights("train")).of(order, config.seed, epoch)
+    return order(np.arange(count))
+
+
+def weights_of(config: Config, store: TripleStore, chosen: np.ndarray) -> Tensor | None:
+    """Of the queries of chosen triples, one after another."""
+    if config.data.weights != "loss":
+        return None
+    sides = 2 if config.negatives.sides == "both" else 1
+    weights = np.asarray(store.weights("train"))[chosen]
+    return torch.from_numpy(weights).double().repeat_interleave(sides)
 
 
 def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, list[int]]]]:
@@ -132,12 +151,14 @@ def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -
     return [sorted(answers)[place] for place in places]
 
 
-def batch_loss(config, num_relations, entities, dense, queries, others) -> Tensor:
-    """Mean over the queries."""
+def batch_loss(config, num_relations, entities, dense, queries, others, weights=None) -> Tensor:
+    """Mean over the queries, by their weights if they have any."""
     losses = []
     for query, answers, drawn in queries:
         wrong = [i for i in others[query[0]].tolist() if i not in answers]
         losses.append(query_loss(config, num_relations, entities, dense, query, drawn, wrong))
+    if weights is not None:
+        return (torch.stack(losses) * weights).sum() / weights.sum()
     return torch.stack(losses).mean()
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.suited_negatives import make_suited
+from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 SIDE_CODES = {"head": 0, "tail": 1}
@@ -52,7 +55,8 @@ def train_dense(
                 group["lr"] = (train.relation_lr or train.lr) * factor
             rows, negatives = global_batch(config, store, epoch, step)
             entities = table.weights.clone().requires_grad_()
-            loss = batch_loss(config, store, entities, relations, rows, negatives, known)
+            shares = weights_of(config, store, epoch, step)
+            loss = batch_loss(config, store, entities, relations, rows, negatives, known, shares)
             if losses is not None:
                 losses.append(loss.item())
             optimizer.zero_grad()
@@ -107,23 +111,80 @@ def global_batch(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The batch's triples (B, 3) and, by side, each one's negatives (B, K)."""
     size, options = config.train.batch_size, config.negatives
-    positions = np.arange(step * size, min((step + 1) * size, len(store.train)))
-    rows = store.train[EpochShuffle(len(store.train), config.seed, epoch)(positions)]
+    rows = store.train[drawn_triples(config, store, epoch, step)]
     by_degree = None
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
         sums = np.cumsum(np.where(degrees > 0, degrees.clip(1) ** options.degree_power, 0))
         by_degree = partial(_drawn, sums)
     sampler = NegativeSampler(store.num_entities, options.count, config.seed, by_degree)
-    chunk = np.arange(len(positions)) // (options.chunk_size or size)
+    chunk = np.arange(len(rows)) // (options.chunk_size or size)
     negatives = {}
     for side in ("head", "tail") if options.sides == "both" else (options.sides,):
         count = (options.head_count if side == "head" else None) or options.count
-        drawn = sampler.draw(epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1, count)[chunk]
+        place = epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1, count
+        drawn = sampler.draw(*place)
+        if options.among != "all":
+            of_chunks = whole_chunks(rows, chunk, options.chunk_size or size)
+            chosen = options.among, options.types, options.file, options.among_share
+            make_suited(*chosen, store).replace(side, drawn, sampler.numbers(*place), of_chunks)
+        drawn = drawn[chunk]
         if options.in_batch:
             drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
         negatives[side] = torch.from_numpy(drawn)
     return torch.from_numpy(rows.astype(np.int64)), negatives
+
+
+def whole_chunks(rows: np.ndarray, chunk: np.ndarray, size: int) -> np.ndarray:
+    """(C, size, 3) the triples of each chunk, repeated where the batch cuts it short."""
+    parts = [rows[chunk == number] for number in range(chunk[-1] + 1)]
+    return np.stack([np.resize(part, (size, 3)) for part in parts]).astype(np.int64)
+
+
+def suits(
+    config: Config, store: TripleStore, rows: Tensor, side: str, candidates: Tensor
+) -> Tensor:
+    """(B, K) bool: by the definition, which candidates are of the kind that negatives are to be."""
+    options, column = config.negatives, 0 if side == "head" else 2
+    train, label = store.train.tolist(), store.entities.labels(range(store.num_entities))
+    types: dict[str, set] = {}
+    if options.types is not None:
+        for line in Path(options.types).read_text("utf-8").splitlines():
+            entity, of = line.split("\t")
+            types.setdefault(entity, set()).add(of)
+    good = torch.ones(candidates.shape, dtype=torch.bool)
+    count = (options.head_count if side == "head" else None) or options.count
+    held = candidates.shape[1]
+    if options.among_share < 1:
+        held = max(1, round(options.among_share * count))
+    for i, row in enumerate(rows.tolist()):
+        right = set(range(store.num_entities))
+        if options.among == "seen":
+            right = {triple[column] for triple in train if triple[1] == row[1]}
+        elif options.among == "types":
+            own = types.get(label[row[column]], set())
+            right = {e for e in right if types.get(label[e], set()) & own}
+        if len(right) > 1:
+            good[i, :held] = torch.tensor([e in right for e in candidates[i, :held].tolist()])
+    return good
+
+
+def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> np.ndarray:
+    """(B,) which of the training triples a step trains."""
+    size, count = config.train.batch_size, len(store.train)
+    order = EpochShuffle(count, config.seed, epoch)
+    if config.data.weights == "sampling":
+        order = WeightedDraw(store.weights("train")).of(order, config.seed, epoch)
+    return order(np.arange(step * size, min((step + 1) * size, count)))
+
+
+def weights_of(config: Config, store: TripleStore, epoch: int, step: int) -> Tensor:
+    """(B,) of the triples of a step; they sum to 1."""
+    index = drawn_triples(config, store, epoch, step)
+    weights = torch.ones(len(index), dtype=torch.float64)
+    if config.data.weights == "loss":
+        weights = torch.from_numpy(np.asarray(store.weights("train"))[index]).double()
+    return weights / weights.sum()
 
 
 def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Config) -> np.ndarray:
@@ -163,8 +224,9 @@ def batch_loss(
     rows: Tensor,
     negatives: dict[str, Tensor],
     known: set[tuple[int, int, int]],
+    shares: Tensor,
 ) -> Tensor:
-    """Mean over the triples and sides."""
+    """Mean over the sides of the sum over the triples, by their shares (B,)."""
     total = torch.zeros((), dtype=torch.float64)
     for side, drawn in negatives.items():
         anchors, answers = (rows[:, 2], rows[:, 0]) if side == "head" else (rows[:, 0], rows[:, 2])
@@ -182,6 +244,8 @@ def batch_loss(
         mask = drawn != answers[:, None]
         if config.negatives.filtered:
             mask &= ~is_known(rows, drawn, side, known)
+        if config.negatives.among != "all":
+            mask &= suits(config, store, rows, side, drawn)
         negative = scores(drawn)
         if config.negatives.log_q:
             negative = negative - log_expected(config, store, side, drawn)
@@ -189,12 +253,13 @@ def batch_loss(
             usable = negative.detach().masked_fill(~mask, -math.inf)
             hardest = usable.argsort(1, descending=True)[:, : config.negatives.hardest]
             mask &= torch.zeros_like(mask).scatter(1, hardest, True)
-        total = total + query_loss(config, scores(answers[:, None]), negative, mask).sum()
-        total = total + penalty(config, entities[anchors], relation, entities[answers]).sum()
+        of_query = query_loss(config, scores(answers[:, None]), negative, mask)
+        of_query = of_query + penalty(config, entities[anchors], relation, entities[answers])
         backwards = side == "head" and not inverse
         head, tail = (answers, anchors) if backwards else (anchors, answers)
-        total = total + dura(config, entities[head], relation, entities[tail]).sum()
-    return total / (len(rows) * len(negatives))
+        of_query = of_query + dura(config, entities[head], relation, entities[tail])
+        total = total + (of_query * shares).sum()
+    return total / len(negatives)
 
 
 def is_known(rows: Tensor, drawn: Tensor, side: str, known: set) -> Tensor:

@@ -18,7 +18,8 @@ def add(verbs: Verbs) -> None:
         "sources",
         nargs="+",
         metavar="DIR_OR_FILE",
-        help="a directory with train, valid and test files, or files",
+        help="a directory with train, valid and test files, or files; or a library's data set, "
+        "such as pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME",
     )
     prepare.add_argument(
         "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"
@@ -47,8 +48,33 @@ def add(verbs: Verbs) -> None:
         "--literals",
         choices=("drop", "keep"),
         default="drop",
-        help="of N-Triples: leave out triples whose object is a literal, or make entities of "
+        help="of RDF: leave out triples whose object is a literal, or make entities of "
         "literals (default: drop)",
+    )
+    prepare.add_argument(
+        "--columns",
+        type=lambda text: text.split(","),
+        metavar="HEAD,RELATION,TAIL[,WEIGHT]",
+        help="what the header of text and Parquet files calls them; others are left out (default: "
+        "known by their words)",
+    )
+    prepare.add_argument(
+        "--weights",
+        action=argparse.BooleanOptionalAction,
+        help="every training triple has a weight, a fourth column with or without a name; or none "
+        "is read (default: one that the header calls weight, confidence, ...)",
+    )
+    prepare.add_argument(
+        "--types-from",
+        metavar="RELATION",
+        help="its tails are types of its heads, such as rdf:type, for negatives.among and "
+        "evaluation.candidates types",
+    )
+    prepare.add_argument(
+        "--type-triples",
+        choices=("drop", "keep"),
+        default="drop",
+        help="take its triples out of the graph, or leave them in (default: drop)",
     )
     prepare.add_argument(
         "--reader", metavar="MODULE:CLASS", help="reads the files (default: by their names)"
@@ -86,6 +112,10 @@ def run(parsed: argparse.Namespace) -> int:
         has_header={"auto": None, "yes": True, "no": False}[parsed.header],
         allow_unseen_relations=parsed.allow_unseen_relations,
         literals=parsed.literals,
+        columns=parsed.columns,
+        weights=parsed.weights,
+        types_from=parsed.types_from,
+        type_triples=parsed.type_triples,
         reader=make_reader(parsed.reader, parsed.reader_options, "--reader-options"),
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,

@@ -101,6 +101,7 @@ class Config:
                 "train.accumulation: with entities.duplicates mean the places of a micro-batch "
                 "would count, not those of the step; use entities.duplicates sum"
             )
+        self._check_weights()
         self._check_regime()
         self._check_regularizers()
         if self.run.resume != "never" and not self.checkpoint.keep:
@@ -122,6 +123,22 @@ class Config:
             raise ConfigError(
                 "train.pipeline sparse_dist is TorchRec's; with entities.engine "
                 f"{self.entities.engine} use auto or loop"
+            )
+
+    def _check_weights(self) -> None:
+        """Weights are of single triples, drawn or trained one by one."""
+        use, negatives = self.data.weights, self.negatives
+        if use == "ignore":
+            return
+        if negatives.examples == "queries":
+            raise ConfigError(
+                f"data.weights {use}: queries of negatives.regime {negatives.regime} have several "
+                "answers, which share one loss, and no weight of their own; use sampled or 1vsall"
+            )
+        if use == "sampling" and negatives.log_q and negatives.in_batch:
+            raise ConfigError(
+                "negatives.log_q counts with every triple once an epoch for what is in the batch; "
+                "with data.weights sampling set negatives.in_batch false"
             )
 
     def _check_regime(self) -> None:

@@ -24,12 +24,21 @@ class DataConfig:
 
     Args:
         path: "countries" (the graph inside the package), a prepared store, a directory with
-            train/valid/test files, or a single file of triples.
+            train/valid/test files, a single file of triples, or a library's data set, such as
+            pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME.
         ratio: Shares of train, valid and test when there is only one file.
         has_header: Whether the files start with a header; null finds out.
         allow_unseen_relations: Accept relations that occur in valid or test only.
-        literals: Of N-Triples: drop leaves out triples whose object is a literal, and counts them;
-            keep makes an entity of every literal.
+        literals: Of RDF: drop leaves out triples whose object is a literal, and counts them; keep
+            makes an entity of every literal.
+        columns: What the header of text and Parquet files calls head, relation and tail, and the
+            weight if there is a fourth; null goes by known words.
+        weights: What weights of triples, a fourth column, are for: ignore, nothing; loss, a
+            triple's loss counts so much, over the mean of its batch; sampling, an epoch has a
+            triple so often.
+        types_from: A relation whose tails are types of its heads, such as rdf:type; null: none.
+        type_triples: drop takes its triples out of the graph; keep leaves them in, and only those
+            of train say types.
         reader: package.module:Class that reads the files; null goes by their names.
         reader_options: Settings of that reader.
     """
@@ -39,11 +48,17 @@ class DataConfig:
     has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
     allow_unseen_relations: bool = False
     literals: str = "drop"
+    columns: Optional[list[str]] = None  # noqa: UP045
+    weights: str = "ignore"
+    types_from: Optional[str] = None  # noqa: UP045
+    type_triples: str = "drop"
     reader: Optional[str] = None  # noqa: UP045
     reader_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         one_of("data.literals", self.literals, ("drop", "keep"))
+        one_of("data.type_triples", self.type_triples, ("drop", "keep"))
+        one_of("data.weights", self.weights, ("ignore", "loss", "sampling"))
         if self.reader is not None:
             parse_options(
                 resolve("reader", self.reader), self.reader_options, "data.reader_options"
@@ -55,6 +70,7 @@ class DataConfig:
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
 
 
+AMONG = ("all", "seen", "types", "own")
 REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
 FULL_REGIMES = ("1vsall", "kvsall", "allvsall")  # every entity is a candidate
 
@@ -83,6 +99,15 @@ class NegativesConfig:
             package.module:Class.
         degree_power: Exponent of degree sampling.
         filtered: Never use a known training fact as a negative.
+        among: Entities that negatives are drawn among: all; seen, those that the relation has been
+            seen with on that side in train; types, those that share a type with the true one; or
+            own, those that a file says are wrong.  Of a query that has none the negatives are
+            drawn among all.
+        types: Of among types: a file of lines entity, tab, type; null takes those that the store
+            has by data.types_from.
+        file: Of among own: a file of triples that are known to be wrong, of any format that
+            data.path takes.
+        among_share: Share of the drawn negatives that are drawn so; the others are drawn among all.
         max_answers: Of kvssample: answers of a query that a step takes; of a query with more,
             every epoch draws others at random.  0 takes them all, whatever memory that needs.
         options: Settings that the sampling has besides; `kge-torchrec parts negative_sampler`
@@ -100,6 +125,10 @@ class NegativesConfig:
     sampling: str = "uniform"
     degree_power: float = 0.75
     filtered: bool = False
+    among: str = "all"
+    types: Optional[str] = None  # noqa: UP045
+    file: Optional[str] = None  # noqa: UP045
+    among_share: float = 1.0
     max_answers: int = 1024
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -111,6 +140,7 @@ class NegativesConfig:
         at_least("negatives.hardest", self.hardest, 0)
         at_least("negatives.chunk_size", self.chunk_size, 0)
         self._check_candidates()
+        self._check_among()
         one_of("negatives.sides", self.sides, ("both", "tail", "head"))
         check_name("negative_sampler", self.sampling)
         if self.sampling not in ("uniform", "degree") or self.options:
@@ -146,6 +176,33 @@ class NegativesConfig:
             raise ConfigError(
                 "negatives.log_q estimates the softmax over all entities from all that are drawn; "
                 "with negatives.hardest only some of them count"
+            )
+
+    def _check_among(self) -> None:
+        among, key = self.among, f"negatives.among {self.among}"
+        one_of("negatives.among", among, AMONG)
+        check(0 < self.among_share <= 1, "negatives.among_share", "in (0, 1]", self.among_share)
+        for name, owner in (("types", "types"), ("file", "own")):
+            if getattr(self, name) is not None and among != owner:
+                raise ConfigError(f"negatives.{name} is of negatives.among {owner}, not {among}")
+        if among == "all":
+            return
+        if among == "own" and self.file is None:
+            raise ConfigError(f"{key} needs negatives.file, triples that are known to be wrong")
+        if self.regime != "sampled":
+            what = "draws for all queries of a batch together"
+            if self.regime in FULL_REGIMES:
+                what = "takes every entity as a candidate"
+            raise ConfigError(f"{key}: negatives.regime {self.regime} {what}; use sampled")
+        if self.log_q:
+            raise ConfigError(
+                f"negatives.log_q: with {key} it depends on the triple what is drawn how often; "
+                "set it to false"
+            )
+        if among != "own" and self.among_share == 1 and self.sampling != "uniform":
+            raise ConfigError(
+                f"negatives.sampling {self.sampling}: {key} draws uniformly; set uniform, or "
+                "negatives.among_share below 1 for others that are drawn among all"
             )
 
     def drawn(self, side: str) -> int:

@@ -171,7 +171,8 @@ class EvaluationConfig:
         candidates: all entities; seen, those that the relation has been seen with on that side in
             train; or types, these and all that share a type with one of them.  The last two give
             ranks that compare with nobody else's, and are labelled so.
-        types: Of candidates types: a file of lines entity, tab, type.
+        types: Of candidates types: a file of lines entity, tab, type; null takes those that the
+            store has by data.types_from.
     """
 
     every: PickedInt = PICKED
@@ -189,11 +190,6 @@ class EvaluationConfig:
         at_least("evaluation.max_triples", self.max_triples, 0)
         at_least("evaluation.batch_size", self.batch_size, 1)
         one_of("evaluation.candidates", self.candidates, CANDIDATES)
-        if self.candidates == "types" and self.types is None:
-            raise ConfigError(
-                "evaluation.candidates types needs evaluation.types, a file of lines entity, tab, "
-                "type; seen does without one"
-            )
         if self.candidates != "types" and self.types is not None:
             raise ConfigError(
                 f"evaluation.types is not read with evaluation.candidates {self.candidates}; set "

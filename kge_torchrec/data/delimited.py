@@ -1,8 +1,9 @@
 """TSV and CSV files to record batches, streamed; faulty rows are named by file and line."""
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -10,67 +11,99 @@ from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.streams import (
     COLUMNS,
+    WEIGHT,
+    ColumnChoice,
     OnBytes,
     lines,
     open_bytes,
     places,
     role,
-    roles,
     unclear,
     unreadable,
 )
+from kge_torchrec.data.weights import NotAWeight, parse_weights
 from kge_torchrec.errors import DataError
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
 BLOCK_BYTES = 32 << 20
 
 
+class _Layout(NamedTuple):
+    """What the columns of a file are; those that are None are left out."""
+
+    columns: list[str | None]
+    skip: int  # lines before the first triple
+
+    @property
+    def names(self) -> list[str]:
+        """A name for each column of the file."""
+        return [column or f"column {place}" for place, column in enumerate(self.columns, 1)]
+
+    @property
+    def wanted(self) -> list[str]:
+        """Those that are read, in the order of a batch."""
+        return [name for name in (*COLUMNS, WEIGHT) if name in self.columns]
+
+
 def read_delimited(
-    path: Path, delimiter: str, has_header: bool | None = None, on_bytes: OnBytes | None = None
+    path: Path,
+    delimiter: str,
+    has_header: bool | None = None,
+    on_bytes: OnBytes | None = None,
+    choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail.
+    """Batches of the string columns head, relation, tail, and float32 weight where there is one.
 
     Tabs separate fields that are taken as they are; with commas, fields may be quoted (RFC 4180).
-    ``has_header=None`` recognises a header by `header.roles`. Blank lines are skipped.
+    ``has_header=None`` recognises a header by its words (`streams.roles`). Blank lines are skipped.
 
     Raises:
-        DataError: naming file and line: an empty file, a row without exactly three non-empty
-            fields, invalid UTF-8.
+        DataError: naming file and line: an empty file, a row without exactly the file's number of
+            fields or with an empty one, a weight that is not positive and finite, invalid UTF-8.
     """
-    line, fields = _first_row(path, delimiter, has_header)
-    order = roles(fields) if has_header is not False else None
-    skip = line if has_header or order else 0
+    layout = _layout(path, delimiter, has_header, choice)
     count = 0
     try:
         with open_bytes(path, on_bytes) as stream:
-            for batch in _open_csv(stream, delimiter, order or COLUMNS, skip):
+            for batch in _open_csv(stream, delimiter, layout):
                 if any(pc.min(pc.binary_length(column)).as_py() == 0 for column in batch.columns):
                     raise pa.ArrowInvalid("empty field")
                 count += batch.num_rows
-                yield batch.select(list(COLUMNS))
-    except pa.ArrowInvalid as error:
-        if not (skip and "Could not skip" in str(error)):  # nothing follows, not even a line end
-            raise _fault(path, delimiter) or DataError(f"{path}: {error}") from error
+                yield _with_numbers(batch)
+    except (pa.ArrowInvalid, NotAWeight) as error:
+        # The first: nothing follows the header, not even a line end.
+        if not (layout.skip and "Could not skip" in str(error)):
+            raise _fault(path, delimiter, layout) or DataError(f"{path}: {error}") from error
     except OSError as error:
         raise unreadable(path, error) from error
     if count == 0:
         raise DataError(f"{path}: no triples after the header")
 
 
+def _with_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """With weights in place of their text."""
+    if WEIGHT not in batch.schema.names:
+        return batch
+    columns = [*(batch[name] for name in COLUMNS), parse_weights(batch[WEIGHT])]
+    return pa.record_batch(columns, [*COLUMNS, WEIGHT])
+
+
 def _open_csv(
-    stream: pa.NativeFile, delimiter: str, names: Sequence[str], skip: int
+    stream: pa.NativeFile, delimiter: str, layout: _Layout
 ) -> arrow_csv.CSVStreamingReader:
     quoted = delimiter == ","
     return arrow_csv.open_csv(
         stream,
         read_options=arrow_csv.ReadOptions(
-            column_names=list(names), skip_rows=skip, block_size=BLOCK_BYTES
+            column_names=layout.names, skip_rows=layout.skip, block_size=BLOCK_BYTES
         ),
         parse_options=arrow_csv.ParseOptions(
             delimiter=delimiter, quote_char='"' if quoted else False, newlines_in_values=quoted
         ),
         convert_options=arrow_csv.ConvertOptions(
-            column_types=dict.fromkeys(names, pa.large_string()), strings_can_be_null=False
+            column_types=dict.fromkeys(layout.names, pa.large_string()),
+            include_columns=layout.wanted,
+            strings_can_be_null=False,
         ),
     )
 
@@ -117,12 +150,28 @@ def _reason(error: csv.Error) -> str:
     return str(error)
 
 
-def _first_row(path: Path, delimiter: str, has_header: bool | None) -> tuple[int, list[str]]:
+def _layout(path: Path, delimiter: str, has_header: bool | None, choice: ColumnChoice) -> _Layout:
+    """By the first row.  Raises DataError for one that fits nothing."""
     for line, fields in _rows(path, delimiter):
+        if choice.names is not None:
+            found = choice.named(fields)
+            if found is None or has_header is False:
+                why = (
+                    choice.lacking(fields) if found is None else "files without a header have none"
+                )
+                raise DataError(f"{path}:{line}: columns by name: {why}")
+            return _Layout(found, line)
         if has_header is not False:
+            found = choice.named(fields)
+            if found is not None:
+                return _Layout(found, line)
             _check_header(path, line, fields, delimiter)
-        _check_row(path, line, fields, delimiter)
-        return line, fields
+        weighted = choice.weights is True and len(fields) == 4
+        layout = _Layout([*COLUMNS, WEIGHT] if weighted else [*COLUMNS], line if has_header else 0)
+        if has_header and weighted:  # a header of words that are not known, above numbers
+            return layout
+        _check_row(path, line, fields, delimiter, layout, hint=choice.weights is None)
+        return layout
     raise DataError(f"{path}: empty file: no triples")
 
 
@@ -135,39 +184,60 @@ def _check_header(path: Path, line: int, fields: list[str], delimiter: str) -> N
     if found is None:
         raise DataError(f"{header}; {unclear(fields)}. Give three: head, relation and tail")
     extra = [field for place, field in enumerate(fields) if place not in found]
-    numbers = ",".join(str(place + 1) for place in sorted(found))
-    cut = f"cut -f{numbers}"
-    if delimiter != "\t":
-        cut = f"cut -d, -f{numbers} if no field is quoted"
+    names = [fields[place] for place in found]
     raise DataError(
-        f"{header}; triples have three: {', '.join(fields[place] for place in found)}. Remove "
-        f"{', '.join(map(repr, extra))} (for example with {cut}), or save it as Parquet, "
-        "where columns are found by name and others are left out"
+        f"{header}; triples have three: {', '.join(names)}, and a weight if they have one. "
+        f"{', '.join(map(repr, extra))} is left out with",
+        columns=names,
     )
 
 
-def _check_row(path: Path, line: int, fields: list[str], delimiter: str) -> None:
-    kind = "tab" if delimiter == "\t" else "comma"
-    if len(fields) != 3:
+def _check_row(
+    path: Path,
+    line: int,
+    fields: list[str],
+    delimiter: str,
+    layout: _Layout,
+    hint: bool = False,
+) -> None:
+    """Raises DataError for a row that does not fit; hint: say how weights are read."""
+    kind, count = "tab" if delimiter == "\t" else "comma", len(layout.columns)
+    if len(fields) != count:
         shown = delimiter.join(fields)
         shown = shown if len(shown) <= 80 else shown[:77] + "..."
-        raise DataError(
-            f"{path}:{line}: expected 3 {kind}-separated columns (head, relation, tail), "
-            f"found {len(fields)}: {shown!r}"
+        message = (
+            f"{path}:{line}: expected {count} {kind}-separated columns ({', '.join(layout.names)}),"
+            f" found {len(fields)}: {shown!r}"
         )
-    for column, field in zip(COLUMNS, fields, strict=True):
+        if hint and len(fields) == 4 and _is_weight(fields[3]):
+            raise DataError(f"{message}; if the last one is a weight, read it with", weights=True)
+        raise DataError(message)
+    for column, field in zip(layout.columns, fields, strict=True):
+        if column is None:
+            continue
         if not field:
             raise DataError(f"{path}:{line}: the {column} is empty")
         if "\r" in field:
             raise DataError(f"{path}:{line}: carriage return inside the {column}")
+        if column == WEIGHT and not _is_weight(field):
+            raise DataError(f"{path}:{line}: the weight is no positive, finite number: {field!r}")
 
 
-def _fault(path: Path, delimiter: str) -> DataError | None:
+def _is_weight(field: str) -> bool:
+    try:
+        parse_weights(pa.array([field], pa.large_string()))
+    except NotAWeight:
+        return False
+    return True
+
+
+def _fault(path: Path, delimiter: str, layout: _Layout) -> DataError | None:
     """The first faulty row, found by reading the file again row by row."""
     for strict in (False, True):
         try:
             for line, fields in _rows(path, delimiter, strict):
-                _check_row(path, line, fields, delimiter)
+                if line > layout.skip:
+                    _check_row(path, line, fields, delimiter, layout)
         except DataError as error:
             return error
     return None

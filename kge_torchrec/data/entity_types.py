@@ -1,11 +1,12 @@
-"""Types of entities, from a file of lines ``entity<TAB>type``; an entity may have several.
+"""Types of entities, of a store or from a file of lines ``entity<TAB>type``; there may be several.
 
-Shapes: N entities, K types, M lines of entities that are in the graph.
+Shapes: N entities, K types, M pairs of an entity that is in the graph and a type.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +16,26 @@ from pyarrow import csv
 from kge_torchrec.data.sort import sorted_rows
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
+
+
+class TypeTable(NamedTuple):
+    """Types as a store has them."""
+
+    names: pa.Array  # (K,)
+    indptr: np.ndarray  # (N + 1,) int64, where the types of each entity start
+    types: np.ndarray  # (M,) int64, ascending for each entity, each once
+
+
+def table_of(
+    names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int
+) -> TypeTable:
+    """Of pairs of entity (M,) and type (M,), in any order, some perhaps repeated."""
+    entities, types = sorted_rows((entities, types), (num_entities, len(names)))
+    new = np.ones(len(types), bool)
+    new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
+    indptr = np.zeros(num_entities + 1, np.int64)
+    np.cumsum(np.bincount(entities[new], minlength=num_entities), out=indptr[1:])
+    return TypeTable(names, indptr, types[new])
 
 
 class EntityTypes:
@@ -48,11 +69,24 @@ class EntityTypes:
         encoded = table["type"].combine_chunks().dictionary_encode()
         entities = place.drop_null().to_numpy().astype(np.int64)
         types = encoded.indices.to_numpy().astype(np.int64)[known]
-        sizes = (store.num_entities, len(encoded.dictionary))
-        entities, types = sorted_rows((entities, types), sizes)
-        indptr = np.zeros(store.num_entities + 1, np.int64)
-        np.cumsum(np.bincount(entities, minlength=store.num_entities), out=indptr[1:])
-        return cls(encoded.dictionary, indptr, types, int((~known).sum()))
+        table = table_of(encoded.dictionary, entities, types, store.num_entities)
+        return cls(*table, int((~known).sum()))
+
+    @classmethod
+    def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
+        """Those of a file, or where None is given those that the store has.
+
+        Raises DataError as ``read`` does, and for a store that has none.
+        """
+        if path is not None:
+            return cls.read(path, store)
+        table = store.types()
+        if table is None:
+            raise DataError(
+                f"{store.path} has no types of entities: prepare it again with --types-from "
+                "RELATION, or name a file of lines entity, tab, type"
+            )
+        return cls(*table)
 
     def __len__(self) -> int:
         return len(self.names)

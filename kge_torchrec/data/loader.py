@@ -24,9 +24,10 @@ from kge_torchrec.data.jagged import KeyedJaggedTensor
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle, replayed_size
+from kge_torchrec.data.suited_negatives import SuitedNegatives
+from kge_torchrec.data.weighted_draw import Order, WeightedDraw
 
 B = TypeVar("B", bound="Pipelineable")
-Order = Callable[[np.ndarray], np.ndarray]  # positions in an epoch (M,) -> examples (M,), int64
 
 
 @dataclass
@@ -59,6 +60,7 @@ class EpochBatches(Generic[B]):
         which would wait otherwise.
     accumulation: micro-batches that a rank's share of a step comes in.
     replay: how many of ``every`` example are old, and the share of those in an epoch.
+    draw: which examples an epoch passes through; None takes each once.
     """
 
     def __init__(
@@ -68,8 +70,9 @@ class EpochBatches(Generic[B]):
         ahead: bool,
         accumulation: int,
         replay: tuple[int, float] = (0, 1.0),
+        draw: WeightedDraw | None = None,
     ):
-        self.batch_size, self.seed = batch_size, seed
+        self.batch_size, self.seed, self.draw = batch_size, seed, draw
         self.ahead, self.accumulation = ahead, accumulation
         self.replay = replay
         if self.examples == 0:
@@ -88,7 +91,9 @@ class EpochBatches(Generic[B]):
     def order(self, epoch: int) -> Order:
         """Which example comes where in an epoch."""
         if self.examples == self.every:
-            return EpochShuffle(self.every, self.seed, epoch)
+            order: Order = EpochShuffle(self.every, self.seed, epoch)
+            return order if self.draw is None else self.draw.of(order, self.seed, epoch)
+        assert self.draw is None  # which ``replay_of`` has refused
         return ReplayShuffle(self.every, *self.replay, self.seed, epoch)
 
     def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> B:
@@ -137,8 +142,10 @@ class Batch(Pipelineable):
     ids: KeyedJaggedTensor  # the U unique entity ids, ascending, under one key
     entities: Tensor  # (2 C b + C K of each side) positions in ids: heads, tails, candidates
     relation: Tensor  # (C, b)
-    weight: Tensor  # (C, b) float32: world size / triples of the global batch; 0 on padding
-    known_head: Tensor  # (C, b, K) bool: known facts among the head candidates; empty if unused
+    weight: Tensor  # (C, b) float32: a triple's share of the global batch, by their weights if
+    # they have any, times the world size; 0 on padding
+    known_head: Tensor  # (C, b, K) bool: head candidates that are no negatives, since they make a
+    # known fact or do not suit the triple; empty if unused
     known_tail: Tensor
     candidates: tuple[int, ...]  # K of each side
     log_expected: Tensor  # (C K of each side) log of how often a chunk has it; empty if unused
@@ -192,6 +199,9 @@ class BatchBuilder(EpochBatches[Batch]):
         after the drawn ones.  A chunk that the batch cuts short has its own repeated.
     degrees: of the training triples; given, batches say how often a chunk is expected to have each
         of its candidates.
+    weights: (T,) of the triples in the loss; None weighs all alike.
+    draw: which triples an epoch passes through; None takes each once.
+    suited: makes negatives of the drawn ones that suit the triples.
     """
 
     def __init__(
@@ -214,11 +224,15 @@ class BatchBuilder(EpochBatches[Batch]):
         in_batch: bool = False,
         degrees: Degrees | None = None,
         replay: tuple[int, float] = (0, 1.0),
+        weights: np.ndarray | None = None,
+        draw: WeightedDraw | None = None,
+        suited: SuitedNegatives | None = None,
     ):
-        self.triples, self.sampler = triples, sampler
+        self.triples, self.sampler, self.weights = triples, sampler, weights
+        self.suited = suited
         self.drawn = drawn or dict.fromkeys(SIDES, sampler.count)
         self.in_batch, self.degrees = in_batch, degrees
-        super().__init__(batch_size, seed, ahead, accumulation, replay)
+        super().__init__(batch_size, seed, ahead, accumulation, replay, draw)
         self.sides, self.known = tuple(sides), known
         self.chunk_size = chunk_size or batch_size
         self.rank, self.world_size = rank, world_size
@@ -239,9 +253,11 @@ class BatchBuilder(EpochBatches[Batch]):
         index = order(start + share.positions.reshape(-1))
         rows = self.triples[index].astype(np.int64)
         chunks, triples = share.positions.shape
-        negatives = self._drawn(epoch, step, share)
-        if self.in_batch:
+        of_chunks = rows[:0]
+        if self.in_batch or self.suited is not None:
             of_chunks = self.triples[order(start + self._chunk_positions(share, size))]
+        negatives = self._drawn(epoch, step, share, of_chunks)
+        if self.in_batch:
             for side, ids in negatives.items():
                 answers = of_chunks[:, 0 if side == "head" else 2].astype(np.int64)
                 negatives[side] = np.concatenate([ids, answers.reshape(-1, self.chunk_size)], 1)
@@ -251,6 +267,9 @@ class BatchBuilder(EpochBatches[Batch]):
         unique, entities = torch.unique(every, return_inverse=True)
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDES}
         weight = share.mask.astype(np.float32) * (self.world_size / size)
+        if self.weights is not None:
+            mean = self.weights[order(np.arange(start, start + size))].mean(dtype=np.float64)
+            weight *= (self.weights[index] / mean).reshape(weight.shape)
         return Batch(
             ids=as_feature(unique if self.deduplicate else every, self.bags),
             entities=entities,
@@ -263,15 +282,19 @@ class BatchBuilder(EpochBatches[Batch]):
             deduplicated=self.deduplicate,
         )
 
-    def _drawn(self, epoch: int, step: int, share: Share) -> dict[Side, np.ndarray]:
-        """(C, K) ids of each side."""
-        place, chunks = (epoch, step), len(share.positions)
-        return {
-            side: self.sampler.draw(
-                *place, SIDE_CODES[side], share.first_chunk, chunks, self.drawn[side]
-            )
-            for side in self.sides
-        }
+    def _drawn(
+        self, epoch: int, step: int, share: Share, of_chunks: np.ndarray
+    ) -> dict[Side, np.ndarray]:
+        """(C, K) ids of each side; of_chunks: the chunks' triples, if they matter."""
+        found: dict[Side, np.ndarray] = {}
+        for side in self.sides:
+            place = epoch, step, SIDE_CODES[side], share.first_chunk
+            unit = self.sampler.numbers(*place, len(share.positions), self.drawn[side])
+            found[side] = self.sampler.of(unit)
+            if self.suited is not None and len(of_chunks):
+                triples = of_chunks.astype(np.int64).reshape(len(unit), -1, 3)
+                self.suited.replace(side, found[side], unit, triples)
+        return found
 
     def _chunk_positions(self, share: Share, size: int) -> np.ndarray:
         """(C chunk size) positions in a global batch of ``size`` of whole chunks, repeated."""
@@ -294,13 +317,19 @@ class BatchBuilder(EpochBatches[Batch]):
     def _known(
         self, side: Side, rows: np.ndarray, negatives: Mapping[Side, np.ndarray], chunks: int
     ) -> Tensor:
-        """(C, b, K) bool: which negatives of the side make a known fact; empty if not asked."""
-        if self.known is None or side not in negatives or len(rows) == 0:
+        """(C, b, K) bool: which candidates of the side are no negatives; empty if not asked."""
+        asked = self.known is not None or self.suited is not None
+        if not asked or side not in negatives or len(rows) == 0:
             return torch.zeros(0, dtype=torch.bool)
-        anchors = rows[:, 0] if side == "tail" else rows[:, 2]
-        per_triple = np.repeat(negatives[side], len(rows) // chunks, axis=0)
-        mask = self.known.contains(side, anchors, rows[:, 1], per_triple)
-        return torch.from_numpy(mask.reshape(chunks, -1, per_triple.shape[1]))
+        ids = negatives[side]
+        mask = np.zeros((len(rows), ids.shape[1]), bool)
+        if self.known is not None:
+            anchors = rows[:, 0] if side == "tail" else rows[:, 2]
+            per_triple = np.repeat(ids, len(rows) // chunks, axis=0)
+            mask |= self.known.contains(side, anchors, rows[:, 1], per_triple)
+        if self.suited is not None:
+            mask |= self.suited.unsuited(side, rows, ids, self.drawn[side])
+        return torch.from_numpy(mask.reshape(chunks, -1, ids.shape[1]))
 
 
 def as_feature(ids: Tensor, bags: int = 1) -> KeyedJaggedTensor:

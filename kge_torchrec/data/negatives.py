@@ -53,6 +53,22 @@ class NegativeSampler:
 
         count: of this side, where it has another.
         """
+        return self.of(self.numbers(epoch, step, side, first_chunk, chunks, count))
+
+    def of(self, unit: np.ndarray) -> np.ndarray:
+        """The entities of numbers (...) in [0, 1)."""
+        return self._to_ids(unit)
+
+    def numbers(
+        self,
+        epoch: int,
+        step: int,
+        side: int,
+        first_chunk: int,
+        chunks: int,
+        count: int | None = None,
+    ) -> np.ndarray:
+        """(chunks, count) numbers in [0, 1) that ``draw`` makes entities of."""
         count = count or self.count
         blocks = -(-count // _PER_COUNTER)
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
@@ -60,7 +76,7 @@ class NegativeSampler:
         bits = np.random.Philox(key=key, counter=counter)
         words = bits.random_raw(chunks * blocks * _PER_COUNTER)
         unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
-        return self._to_ids(unit.reshape(chunks, blocks * _PER_COUNTER)[:, :count])
+        return unit.reshape(chunks, blocks * _PER_COUNTER)[:, :count]
 
 
 def _check(draw: EntityDraw, num_entities: int) -> None:

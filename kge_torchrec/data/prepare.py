@@ -1,20 +1,18 @@
 """From triples of strings, in files or in memory, to a `TripleStore`.
 
-Labels become integer ids in bounded memory and without a Python object per label: each batch is
-dictionary-encoded on its own, several at a time; the small dictionaries of the batches are then
-themselves dictionary-encoded, which gives the map from batch ids to final ids.  Triples that come
-without a split are split at random.
+Labels become ids (``encoding``), repeated triples are dropped, and triples that come without a
+split are split at random; all of it in bounded memory but for the ids.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
@@ -22,8 +20,8 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.data import report as reports
+from kge_torchrec.data.encoding import Encoded, encode
 from kge_torchrec.data.filter_index import SIDES, SideIndex, build_side
-from kge_torchrec.data.prefetch import map_prefetched
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,
@@ -35,8 +33,12 @@ from kge_torchrec.data.readers import (
 )
 from kge_torchrec.data.sort import CHUNK, repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
-from kge_torchrec.data.streams import COLUMNS
+from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice
+from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
 from kge_torchrec.errors import DataError
+
+if TYPE_CHECKING:
+    from kge_torchrec.data.type_triples import TypeTriples
 
 Batches = Iterable[tuple[str, pa.RecordBatch]]
 LITERALS = ("drop", "keep")
@@ -51,6 +53,10 @@ def prepare(
     has_header: bool | None = None,
     allow_unseen_relations: bool = False,
     literals: str = "drop",
+    columns: Sequence[str] | None = None,
+    weights: bool | None = None,
+    types_from: str | None = None,
+    type_triples: str = "drop",
     reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
@@ -59,22 +65,32 @@ def prepare(
 
     Args:
         sources: a directory with train, valid and test files, one file, or a list of files (see
-            `find_sources` for the names and `read_triples` for the formats).
+            `find_sources` for the names and `read_triples` for the formats); or a data set of a
+            library by name, such as "pykeen:fb15k237" (see `catalogues`).
         output: the store's directory, replaced if it is a store and ``overwrite`` is set.
         ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
             name no split; every entity and relation is kept in train.
         has_header: whether text files start with a header; None recognises one by its words.
         allow_unseen_relations: accept relations that have no training triple.
-        literals: "drop" leaves out triples of N-Triples whose object is a literal (a name, a date,
+        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date,
             a number) and counts them; "keep" makes an entity of every literal.
+        columns: what the header of text and Parquet files calls head, relation and tail, and the
+            weight if there is a fourth; other columns are left out.
+        weights: True wants a weight of every training triple, a fourth column, which may be without
+            a name; None takes one that the header names so (weight, confidence, ...); False none.
+        types_from: a relation whose tails are types of its heads, such as "rdf:type", for negatives
+            and ranks among entities of the right type.
+        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and only
+            those of train say types.
         reader: reads files of a format that is not ours; None goes by their names.
         progress: show a progress bar, if standard error is a terminal.
 
-    A triple repeated within a split is kept once. Entities without a training triple and triples
-    shared by splits stay; the store's ``report`` counts them all: ``triples`` and ``duplicates``
-    by split ("whole" for what was read undivided), ``unseen_entities`` and ``unseen_relations`` by
-    split, ``literals`` dropped by split, ``shared`` by pair of splits ("train-test"), and where
-    they came from: ``sources``, ``split`` (ratio and seed, or None).
+    A triple repeated within a split is kept once, with the largest of its weights. Entities without
+    a training triple and triples shared by splits stay; the store's ``report`` counts them all:
+    ``triples`` and ``duplicates`` by split ("whole" for what was read undivided),
+    ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
+    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), and where they
+    came from: ``sources``, ``split`` (ratio and seed, or None), ``types`` (relation, and counts).
 
     Raises:
         DataError: bad input, named by file and line.
@@ -83,18 +99,30 @@ def prepare(
     check_ratio(ratio)
     if literals not in LITERALS:
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
+    choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
-    files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-    notes: dict[str, Any] = {
-        "sources": {split: [str(path) for path in paths] for split, paths in files.items()}
-    }
-    if WHOLE in files:
-        notes["split"] = {"ratio": list(ratio), "seed": seed}
+    # Loaded here, with more of pyarrow, which whoever prepares nothing need not wait for.
+    from kge_torchrec.data.catalogues import is_named, open_named
+    from kge_torchrec.data.type_triples import TypeTriples
+
     dropped: Counter[str] = Counter()
-    notes["literals"] = dropped  # filled in while reading
+    notes: dict[str, Any] = {"literals": dropped}  # filled in while reading
+    if is_named(sources):
+        splits, of_library = open_named(str(sources), choice)
+        batches: Batches = of_library
+        notes["sources"] = {split: [str(sources)] for split in splits}
+    else:
+        files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
+        notes["sources"] = {split: [str(path) for path in paths] for split, paths in files.items()}
+        counted = dropped if literals == "drop" else None
+        batches = _read(files, has_header, counted, reader, choice, progress)
+    if WHOLE in notes["sources"]:
+        notes["split"] = {"ratio": list(ratio), "seed": seed}
     return _prepare(
-        _read(files, has_header, dropped if literals == "drop" else None, reader, progress),
+        batches,
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
+        needs_weights=weights is True or len(choice.names or ()) == 4,
+        type_triples=None if types_from is None else TypeTriples(types_from, type_triples),
     )  # fmt: skip
 
 
@@ -109,7 +137,8 @@ def prepare_triples(
 
     Args:
         splits: "train" and optionally "valid" and "test", each a list of (head, relation, tail)
-            strings, an array of strings (T, 3), or a pyarrow table of three string columns.
+            strings, an array of strings (T, 3), or a pyarrow table of three string columns; lists
+            and tables may have a fourth field, the triple's weight.
 
     Raises:
         DataError, StoreError: as `prepare`.
@@ -161,9 +190,18 @@ def extend_store(
         dropped: Counter[str] = Counter()
         notes |= {"sources": named, "literals": dropped}
         left_out = dropped if literals == "drop" else None
-        batches = _read(files, has_header, left_out, reader, progress)
+        choice = ColumnChoice.of(None, None)
+        batches = _read(files, has_header, left_out, reader, choice, progress)
     return _prepare(
-        batches, Path(output), (1, 0, 0), 0, allow_unseen_relations, False, progress, notes, base
+        batches,
+        Path(output),
+        (1, 0, 0),
+        0,
+        allow_unseen_relations,
+        False,
+        progress,
+        notes,
+        base=base,
     )
 
 
@@ -176,20 +214,25 @@ def _prepare(
     overwrite: bool,
     progress: bool,
     notes: Mapping[str, Any],
+    needs_weights: bool = False,
+    type_triples: TypeTriples | None = None,
     base: TripleStore | None = None,
 ) -> TripleStore:
     """base: whose labels and triples come first."""
+    if type_triples is not None:
+        batches = type_triples.passing(batches)
     with new_store(output, overwrite) as directory:
-        entities, relations, triples = _encode(batches, notes, base)
+        entities, relations, triples, blocks = _encode(batches, notes, base)
+        weights = joined(blocks, needs_weights)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=_hidden(progress)) as bar:
             if base is not None:
-                triples = _after(base, triples)
-            triples, duplicates = _without_repeats(triples, sizes)
+                triples, weights = _after(base, triples, weights)
+            duplicates = _drop_repeats(triples, weights, sizes)
             if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
                 raise DataError(f"none of the triples is new: {base.path} has them all")
             if WHOLE in triples:
-                triples = divide(triples.pop(WHOLE), ratio, seed, *sizes)
+                triples, weights = _divided(triples, weights, ratio, seed, sizes)
             unseen = reports.unseen_relations(relations, triples)
             if unseen and not allow_unseen_relations:
                 raise _unseen_error(unseen)
@@ -199,17 +242,22 @@ def _prepare(
                 for side in SIDES:
                     indices[split][side] = build_side(side, triples[split], *sizes)
                     bar.update()
+        types = None
+        if type_triples is not None:
+            types, of_types = type_triples.table(entities, relations, triples)
+            notes = {**notes, "types": of_types}
         report = {
             "triples": {split: len(triples[split]) for split in SPLITS},
             "duplicates": duplicates,
             "unseen_entities": reports.unseen_entities(entities, triples),
             "unseen_relations": unseen,
             "literals": {},
+            "weights": summary(weights),
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
             "split": None,
             **notes,
         }
-        write_store(directory, entities, relations, triples, indices, report)
+        write_store(directory, entities, relations, triples, indices, report, weights, types)
     return TripleStore.open(output)
 
 
@@ -218,6 +266,7 @@ def _read(
     has_header: bool | None,
     dropped: Counter[str] | None,
     reader: Reader | None,
+    choice: ColumnChoice,
     progress: bool,
 ) -> Batches:
     """Batches with their split; counts the literals left out in ``dropped``, None keeps them."""
@@ -228,7 +277,8 @@ def _read(
         for split in (*SPLITS, WHOLE):
             on_literals = None if dropped is None else partial(_count, dropped, split)
             for path in files.get(split, ()):
-                for batch in read_triples(path, has_header, bar.update, on_literals, reader):
+                options = has_header, bar.update, on_literals, reader, choice
+                for batch in read_triples(path, *options):
                     yield split, batch
 
 
@@ -240,27 +290,37 @@ def _hidden(progress: bool) -> bool | None:
     return None if progress else True  # None: tqdm looks whether there is a terminal
 
 
-def _after(base: TripleStore, triples: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Every split of ``base`` and then what is new; what has no split is trained on."""
-    if WHOLE in triples:
-        triples["train"] = triples.pop(WHOLE)
-    joined = {}
+def _after(
+    base: TripleStore, triples: dict[str, np.ndarray], weights: dict[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Triples and weights of every split of ``base``, and then what is new, to train on by default.
+
+    Where either has weights, triples that have none weigh 1.
+    """
+    for parts in (triples, weights):
+        if WHOLE in parts:
+            parts["train"] = parts.pop(WHOLE)
+    joined, joined_weights = {}, {}
     for split in SPLITS:  # one at a time, so that only one is held twice
-        new = triples.pop(split, None)
+        new, own, old = triples.pop(split, None), weights.pop(split, None), base.weights(split)
+        count = 0 if new is None else len(new)
         joined[split] = np.concatenate([base.split(split), *([] if new is None else [new])])
-    return joined
+        if own is not None or old is not None:
+            before = np.ones(len(base.split(split)), np.float32) if old is None else old
+            after = np.ones(count, np.float32) if own is None else own
+            joined_weights[split] = np.concatenate([before, after])
+    return joined, joined_weights
 
 
-def _encode(
-    batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None
-) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
+def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None) -> Encoded:
     known = () if base is None else (base.entities.array, base.relations.array)
-    entities, relations, triples = encode(batches, *known)
+    found = encode(batches, *known)
+    triples = found.triples
     if WHOLE not in triples:
         for split in SPLITS:
             triples.setdefault(split, np.empty((0, 3), np.int32))
     if base is not None and any(map(len, triples.values())):
-        return entities, relations, triples
+        return found
     if not len(triples[WHOLE if WHOLE in triples else "train"]):
         literals = sum(notes.get("literals", {}).values())
         if literals:
@@ -269,19 +329,49 @@ def _encode(
                 literals="keep",
             )
         raise DataError("no training triples")
-    return entities, relations, triples
+    return found
 
 
-def _without_repeats(
-    triples: Mapping[str, np.ndarray], sizes: tuple[int, int]
-) -> tuple[dict[str, np.ndarray], dict[str, int]]:
-    """Each split with every triple once, at its first place; and the numbers dropped."""
-    kept, dropped = {}, {}
+def _drop_repeats(
+    triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
+) -> dict[str, int]:
+    """Leaves each split every triple once, at its first place; returns the numbers dropped.
+
+    A triple takes the largest of its weights.
+    """
+    dropped = {}
     for split, rows in triples.items():
-        again = repeats([*rows.T], (sizes[0], sizes[1], sizes[0]))
-        kept[split] = np.delete(rows, again, axis=0) if len(again) else rows
+        again, first = repeats([*rows.T], (sizes[0], sizes[1], sizes[0]))
         dropped[split] = len(again)
-    return kept, dropped
+        if not len(again):
+            continue
+        triples[split] = np.delete(rows, again, axis=0)
+        if split in weights:
+            own = weights[split]
+            np.maximum.at(own, first, own[again])
+            weights[split] = np.delete(own, again)
+    return dropped
+
+
+def _divided(
+    triples: Mapping[str, np.ndarray],
+    weights: Mapping[str, np.ndarray],
+    ratio: Sequence[float],
+    seed: int,
+    sizes: tuple[int, int],
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """What came undivided, in splits; and its weights, if it has any."""
+    split_of = divide_rows(triples[WHOLE], ratio, seed, *sizes)
+    return _taken(triples[WHOLE], split_of), (
+        _taken(weights[WHOLE], split_of) if WHOLE in weights else {}
+    )
+
+
+def _taken(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:
+    return {
+        split: rows.take(np.flatnonzero(split_of == index), axis=0)
+        for index, split in enumerate(SPLITS)
+    }
 
 
 def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
@@ -298,80 +388,6 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
     )
 
 
-# Dictionaries of batches are merged when they hold this much, so that they never hold all text.
-MERGE_BYTES = 1 << 30
-
-
-def encode(
-    batches: Iterable[tuple[str, pa.RecordBatch]],
-    entities: pa.Array | None = None,
-    relations: pa.Array | None = None,
-) -> tuple[pa.Array, pa.Array, dict[str, np.ndarray]]:
-    """Numbers labels by their first appearance, batch by batch.
-
-    Args:
-        batches: (split, batch of the large_string columns head, relation, tail).
-        entities, relations: labels that have the first ids, in this order.
-
-    Returns:
-        entity labels (N,), relation labels (R,), and per split the ids (T, 3) int32.
-    """
-    of_entities, of_relations = _Labels(entities), _Labels(relations)
-    blocks: dict[str, list[np.ndarray]] = defaultdict(list)
-    filled = (item for item in batches if item[1].num_rows)
-    for split, new_entities, new_relations, codes in map_prefetched(_encode_batch, filled):
-        of_entities.add(new_entities, codes[:, 0::2])
-        of_relations.add(new_relations, codes[:, 1:2])
-        blocks[split].append(codes)
-    of_entities.merge()
-    of_relations.merge()
-    # One split at a time, so that only one is held twice.
-    triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
-    return of_entities.values, of_relations.values, triples
-
-
-class _Labels:
-    """One vocabulary in the making.  known: distinct labels that come first."""
-
-    def __init__(self, known: pa.Array | None = None) -> None:
-        self.values = pa.array([], pa.large_string()) if known is None else known
-        self._pending: list[tuple[pa.Array, np.ndarray]] = []
-
-    def add(self, labels: pa.Array, codes: np.ndarray) -> None:
-        """Labels of one batch and the codes into them, which `merge` will overwrite."""
-        self._pending.append((labels, codes))
-        # Waiting for as much as there is already keeps the repeated merging linear.
-        waiting = sum(pending.nbytes for pending, _ in self._pending)
-        if waiting > max(MERGE_BYTES, self.values.nbytes):
-            self.merge()
-
-    def merge(self) -> None:
-        if not self._pending:
-            return
-        labels = [self.values, *(pending for pending, _ in self._pending)]
-        encoded = pa.chunked_array(labels, pa.large_string()).dictionary_encode()
-        final = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
-        # The labels so far come first and are distinct, hence keep their ids.
-        start = len(self.values)
-        for pending, codes in self._pending:
-            codes[:] = final[start : start + len(pending)][codes]
-            start += len(pending)
-        self.values = encoded.chunk(0).dictionary
-        self._pending = []
-
-
-def _encode_batch(item: tuple[str, pa.RecordBatch]) -> tuple[str, pa.Array, pa.Array, np.ndarray]:
-    """Split, labels of the entities and relations of a batch, and its triples as codes (T, 3)."""
-    split, batch = item
-    ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
-    relations = batch["relation"].dictionary_encode()
-    codes = np.empty((batch.num_rows, 3), np.int32)
-    codes[:, 0] = ends.chunk(0).indices
-    codes[:, 1] = relations.indices
-    codes[:, 2] = ends.chunk(1).indices
-    return split, ends.chunk(0).dictionary, relations.dictionary, codes
-
-
 def check_ratio(ratio: Sequence[float]) -> None:
     """Raises DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
     if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
@@ -384,7 +400,14 @@ def check_ratio(ratio: Sequence[float]) -> None:
 def divide(
     triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
 ) -> dict[str, np.ndarray]:
-    """Random splits of ``triples`` (T, 3), each in the order of the input.
+    """Random splits of ``triples`` (T, 3), each in the order of the input; see `divide_rows`."""
+    return _taken(triples, divide_rows(triples, ratio, seed, num_entities, num_relations))
+
+
+def divide_rows(
+    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
+) -> np.ndarray:
+    """The place in ``SPLITS`` of each of ``triples`` (T, 3), at random: (T,) int8.
 
     In a random order, the first triple of each entity and of each relation is bound to train;
     valid and test are drawn from the others, hence come out smaller than asked for where few
@@ -409,24 +432,23 @@ def divide(
     split_of = np.zeros(total, np.int8)
     split_of[free[:num_valid]] = 1
     split_of[free[num_valid : num_valid + num_test]] = 2
-    del order, bound, free  # before the triples are held twice
-    return {
-        split: triples.take(np.flatnonzero(split_of == index), axis=0)
-        for index, split in enumerate(SPLITS)
-    }
+    return split_of
 
 
-InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[str, str, str]]
+InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]
 
 
 def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail; none if there are no rows.
+    """Batches of the string columns head, relation, tail, and weight; none if there are no rows.
 
     Raises:
-        DataError: naming split and triple: not three fields, or a label that is no string.
+        DataError: naming split and triple: not three or four fields, a label that is no string, a
+            weight that is not positive and finite.
     """
     try:
-        table = _table(split, rows).cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
+        given = _table(split, rows)
+        labels = given.select(list(COLUMNS))
+        table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
         table.validate(full=True)
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{split}: labels must be strings: {error}") from error
@@ -435,6 +457,12 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
         position = pc.index(missing, True).as_py()
         if position >= 0:
             raise DataError(f"{split}: triple {position}: the {role} is empty")
+    if WEIGHT in given.column_names:
+        try:
+            weights = parse_weights(given[WEIGHT].combine_chunks())
+        except NotAWeight as error:
+            raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
+        table = table.append_column(WEIGHT, weights)
     yield from table.to_batches()
 
 
@@ -446,10 +474,12 @@ def _table(split: str, rows: InMemory) -> pa.Table:
     else:
         rows = list(rows)
         for position, row in enumerate(rows):
-            if len(row) != 3:
+            if len(row) not in (3, 4) or len(row) != len(rows[0]):
                 raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
-        columns = [pa.array(column, pa.large_string()) for column in zip(*rows, strict=True)]
+        fields = list(zip(*rows, strict=True))
+        columns = [pa.array(column, pa.large_string()) for column in fields[:3]]
         columns = columns or [pa.array([], pa.large_string())] * 3
-    if len(columns) != 3:
+        columns += [pa.array(column) for column in fields[3:]]
+    if len(columns) not in (3, 4):
         raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
-    return pa.table(list(columns), list(COLUMNS))
+    return pa.table(list(columns), [*COLUMNS, WEIGHT][: len(columns)])

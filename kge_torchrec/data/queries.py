@@ -27,12 +27,12 @@ from kge_torchrec.data.loader import (
     SIDE_CODES,
     Batch,
     EpochBatches,
-    Order,
     Pipelineable,
     as_feature,
 )
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import ROUNDS, draw_distinct
+from kge_torchrec.data.weighted_draw import Order, WeightedDraw
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
 
@@ -45,6 +45,7 @@ class SideQueries:
     anchor: np.ndarray  # (Q,) int64
     relation: np.ndarray  # (Q,) int64
     answers: Answers  # of the Q queries, distinct for a query; it may have none
+    weight: np.ndarray | None = None  # (Q,) float32, in the loss; None weighs all alike
 
 
 @dataclass
@@ -52,7 +53,7 @@ class QueryBatch(Pipelineable):
     """A whole step, or a micro-batch of it, the same on every rank."""
 
     asked: tuple[SideQueries, ...]  # one a side, those without queries left out
-    weight: float  # of a query: 1 / queries of the whole step
+    weight: float  # of a query, times its own if it has one: 1 / their sum over the whole step
     seed: int  # of what the model draws
 
     @property
@@ -65,6 +66,7 @@ class Examples(Protocol):
     """What an epoch passes through once; each asks the same number of queries, ``queries_each``."""
 
     queries_each: int
+    weights: np.ndarray | None  # (E,) in the loss; None weighs all alike
 
     def __len__(self) -> int: ...
 
@@ -75,11 +77,13 @@ class Examples(Protocol):
 class TripleQueries:
     """1vsAll (Lacroix et al. 2018): every triple asks for its own tail and for its own head.
 
-    triples: (T, 3), columns head, relation, tail; memory-mapped is fine.
+    triples: (T, 3), columns head, relation, tail; memory-mapped is fine, as for weights (T,).
     """
 
-    def __init__(self, triples: np.ndarray, sides: Sequence[Side]):
-        self.triples, self.sides = triples, tuple(sides)
+    def __init__(
+        self, triples: np.ndarray, sides: Sequence[Side], weights: np.ndarray | None = None
+    ):
+        self.triples, self.sides, self.weights = triples, tuple(sides), weights
         self.queries_each = len(self.sides)
 
     def __len__(self) -> int:
@@ -89,8 +93,9 @@ class TripleQueries:
         """One query a triple and side, with one answer."""
         head, relation, tail = np.ascontiguousarray(self.triples[index].T, dtype=np.int64)
         ends = {"tail": (head, tail), "head": (tail, head)}
+        weight = None if self.weights is None else self.weights[index]
         return [
-            SideQueries(side, ends[side][0], relation, Answers.single(ends[side][1]))
+            SideQueries(side, ends[side][0], relation, Answers.single(ends[side][1]), weight)
             for side in reversed(self.sides)
         ]
 
@@ -102,6 +107,7 @@ class DistinctQueries:
     """
 
     queries_each = 1
+    weights: np.ndarray | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known = known
@@ -124,6 +130,7 @@ class EveryQuery:
     """AllvsAll: every entity with every relation, on every side, answered or not."""
 
     queries_each = 1
+    weights: np.ndarray | None = None
 
     def __init__(self, known: FilterIndex, sides: Sequence[Side]):
         self.known, self.sides = known, tuple(sides)
@@ -154,6 +161,7 @@ class QueryBatches(EpochBatches[QueryBatch]):
     batch_size: examples a step over all ranks.
     ahead: build a few batches ahead in threads; for GPUs, which would wait otherwise.
     accumulation: micro-batches that a step comes in.
+    draw: which examples an epoch passes through; None takes each once.
     """
 
     def __init__(
@@ -164,9 +172,10 @@ class QueryBatches(EpochBatches[QueryBatch]):
         ahead: bool = False,
         accumulation: int = 1,
         replay: tuple[int, float] = (0, 1.0),
+        draw: WeightedDraw | None = None,
     ):
         self._examples = examples
-        super().__init__(batch_size, seed, ahead, accumulation, replay)
+        super().__init__(batch_size, seed, ahead, accumulation, replay, draw)
 
     @property
     def every(self) -> int:
@@ -180,9 +189,13 @@ class QueryBatches(EpochBatches[QueryBatch]):
         start, stop = (first + size * i // self.accumulation for i in (part, part + 1))
         asked = self._examples.ask(order(np.arange(start, stop)))
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM, step))
+        total: float = size
+        if self._examples.weights is not None:
+            of_step = self._examples.weights[order(np.arange(first, first + size))]
+            total = float(of_step.sum(dtype=np.float64))
         return QueryBatch(
             asked=tuple(of_side for of_side in asked if len(of_side.anchor)),
-            weight=1 / (size * self._examples.queries_each),
+            weight=1 / (total * self._examples.queries_each),
             seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
         )
 

@@ -19,11 +19,13 @@ import pyarrow.compute as pc
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.id_files import layout_of, read_id_files
-from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
+from kge_torchrec.data.rdf import FORMATS, read_rdf
+from kge_torchrec.data.streams import COMPRESSIONS, WEIGHT, ColumnChoice, OnBytes, bare_name
+from kge_torchrec.data.weights import NotAWeight, parse_weights
 from kge_torchrec.errors import DataError
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
-SUFFIXES = (*DELIMITERS, ".nt", ".parquet", ".del")
+SUFFIXES = (*DELIMITERS, ".nt", *FORMATS, ".parquet", ".del")
 
 
 class Reader:
@@ -37,6 +39,8 @@ class Reader:
 
     def read(self, path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
         """Record batches of the string columns head, relation and tail; never the whole file.
+
+        A column ``weight`` of numbers is read as well if there is one.
 
         ``on_bytes(n)``, if given, is to hear of every n bytes that were read (for a progress bar);
         `streams.open_bytes` sees to that.  Raises DataError for bad input, naming file and line.
@@ -66,14 +70,18 @@ def read_triples(
     on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
     reader: Reader | None = None,
+    choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
 ) -> Iterator[pa.RecordBatch]:
     """Record batches of the large_string columns head, relation, tail; never the whole file.
 
+    A fourth, float32 weight, is there where TSV, CSV or Parquet has one and ``choice`` wants it.
+
     The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
-    (N-Triples), each also ``.gz``, ``.zst`` or ``.bz2``; ``.parquet``; numbered triples with
+    (N-Triples), ``.ttl`` and other RDF (see `rdf`), each also ``.gz``, ``.zst`` or ``.bz2``;
+    ``.parquet``; numbered triples with
     their labels beside them as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
     ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
-    the n bytes just read, ``on_literals(n)`` of n triples of N-Triples that were left out because
+    the n bytes just read, ``on_literals(n)`` of n triples of RDF that were left out because
     their object is a literal; None keeps them.  ``reader``: reads it, whatever its name.
 
     Raises:
@@ -83,24 +91,28 @@ def read_triples(
     if not path.is_file():
         raise DataError(f"{path}: no such file")
     if reader is not None:
-        return _checked(path, reader.read(path, on_bytes))
+        return _checked(path, reader.read(path, on_bytes), choice.weights is not False)
     suffix = Path(bare_name(path)).suffix.lower()
     layout = layout_of(path)
+    if choice.names is not None and (layout or suffix not in (*DELIMITERS, ".parquet")):
+        raise DataError(f"{path}: columns by name: this format has none")
     if layout:
         return read_id_files(path, layout, on_bytes)
     # Loaded here, which whoever reads no files need not wait for.
     if suffix in DELIMITERS:
         from kge_torchrec.data.delimited import read_delimited
 
-        return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes)
+        return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice)
     if suffix == ".nt":
         from kge_torchrec.data.ntriples import read_ntriples
 
         return read_ntriples(path, on_bytes, on_literals)
+    if suffix in FORMATS:
+        return read_rdf(path, on_bytes, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
         from kge_torchrec.data.parquet import read_parquet
 
-        return read_parquet(path, on_bytes)
+        return read_parquet(path, on_bytes, choice)
     raise DataError(
         f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
         f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"
@@ -110,7 +122,9 @@ def read_triples(
 _COLUMNS = pa.schema([(name, pa.large_string()) for name in ("head", "relation", "tail")])
 
 
-def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _checked(
+    path: Path, batches: Iterator[pa.RecordBatch], weights: bool
+) -> Iterator[pa.RecordBatch]:
     """What a reader gives, in the types of ours.  Raises DataError for what is no triples."""
     for batch in batches:
         try:
@@ -123,6 +137,11 @@ def _checked(path: Path, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Recor
         for name, column in zip(_COLUMNS.names, columns.columns, strict=True):
             if pc.any(pc.fill_null(pc.equal(pc.binary_length(column), 0), True)).as_py():
                 raise DataError(f"{path}: its reader gave a triple whose {name} is empty")
+        if weights and WEIGHT in batch.schema.names:
+            try:
+                columns = columns.append_column(WEIGHT, parse_weights(batch[WEIGHT]))
+            except NotAWeight as error:
+                raise DataError(f"{path}: its reader gave a weight that is {error}") from None
         yield from columns.to_batches()
 
 
@@ -166,7 +185,12 @@ def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[s
 
 
 def _split_of(path: Path) -> str | None:
-    match = _PART.fullmatch(Path(bare_name(path)).stem)
+    return split_named(Path(bare_name(path)).stem)
+
+
+def split_named(name: str) -> str | None:
+    """train, valid or test if a name means one of them, such as "dev" or "train-00000-of-00002"."""
+    match = _PART.fullmatch(name)
     return _NAMES[match[1].lower()] if match else None
 
 

@@ -86,6 +86,18 @@ def notes(report: Mapping[str, Any], keep_literals: str = "data.literals keep") 
             f"{split}: {count:,} triples with a literal as object were dropped; {keep_literals} "
             "takes them"
         )
+    for split, found in (report.get("weights") or {}).items():
+        out.append(
+            f"{split}: triples weigh from {found['min']:.4g} to {found['max']:.4g}, on average "
+            f"{found['mean']:.4g}; data.weights says what for"
+        )
+    types = report.get("types")
+    if types:
+        out.append(
+            f"types: {types['triples']:,} triples of {types['relation']} say {types['types']:,} "
+            f"types of {types['entities']:,} entities, and "
+            + ("stay in" if types["use"] == "keep" else "were taken out")
+        )
     for splits, count in (report.get("shared") or {}).items():
         if count:
             out.append(f"{splits}: {count:,} triples occur in both")

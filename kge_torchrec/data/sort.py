@@ -64,23 +64,33 @@ def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
     return counts
 
 
-def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray:
-    """Ascending positions of the rows that equal an earlier row, int64."""
+def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    """Ascending positions of the rows that equal an earlier row, and of the first such; int64."""
     key = pack(columns, sizes)
     if key is None:
         order = np.lexsort(columns[::-1])
         equal = np.all([np.diff(column[order]) == 0 for column in columns], axis=0)
-        return np.sort(order[1:][equal])
+        return _again_and_first(order, equal)
     ordered = np.sort(key)
     twice = ordered[1:][ordered[1:] == ordered[:-1]]
     if len(twice) == 0:
-        return np.empty(0, np.int64)
+        return np.empty(0, np.int64), np.empty(0, np.int64)
     # Few rows share the low bits of a repeated key: only those need the slower sort with positions.
     suspects = np.flatnonzero(_shares_hash(key, twice))
     key = key[suspects]
     order = np.argsort(key, kind="stable")
     equal = key[order][1:] == key[order][:-1]
-    return np.sort(suspects[order[1:][equal]])
+    return _again_and_first(suspects[order], equal)
+
+
+def _again_and_first(order: np.ndarray, equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of positions whose rows are in order, stably, and which of them equal the one before."""
+    places = np.flatnonzero(equal) + 1
+    starts = np.flatnonzero(np.append(True, ~equal))  # of runs of equal rows
+    first = order[starts[np.searchsorted(starts, places, "right") - 1]]
+    again = order[places]
+    ascending = np.argsort(again)
+    return again[ascending], first[ascending]
 
 
 def _shares_hash(key: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -38,7 +38,8 @@ class TripleStore:
         train, valid, test: (T, 3) memory-mapped ids in columns head, relation, tail; int32 where
             ids fit, else int64.
         report: counts, duplicates, unseen entities and relations, leaks (see `prepare`).
-        fingerprint: hash of the labels and triples; equal for stores that mean the same by an id.
+        fingerprint: hash of the labels and triples, not of weights; equal for stores that mean the
+            same by an id.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]):
@@ -51,6 +52,7 @@ class TripleStore:
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
         self._sides: dict[tuple[str, str], SideIndex] = {}
+        self._files = frozenset(meta["files"])
 
     @classmethod
     def open(cls, path: str | Path) -> TripleStore:
@@ -89,6 +91,19 @@ class TripleStore:
             raise ValueError(f"no split {name!r}; there are {', '.join(SPLITS)}")
         return getattr(self, name)
 
+    def weights(self, split: str = "train") -> np.ndarray | None:
+        """(T,) float32, memory-mapped: how much each of a split's triples weighs; None without."""
+        self.split(split)
+        name = _weights_name(split)
+        return _map(self.path / name) if name in self._files else None
+
+    def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
+        """Types of entities, as `entity_types.TypeTable` has them, memory-mapped; None without."""
+        if _TYPES not in self._files:
+            return None
+        names = Vocabulary.open(self.path / _TYPES, "type").array
+        return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
+
     def filter_index(self, splits: Sequence[str] = SPLITS) -> FilterIndex:
         """The filter index over the given splits."""
         indices = []
@@ -124,12 +139,23 @@ def write_store(
     triples: Mapping[str, np.ndarray],
     indices: Mapping[str, Mapping[str, SideIndex]],
     report: Mapping[str, Any],
+    weights: Mapping[str, np.ndarray] | None = None,
+    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None,
 ) -> None:
-    """Writes all files of a store into the existing ``directory``, the meta file last."""
+    """Writes all files of a store into the existing ``directory``, the meta file last.
+
+    weights: (T,) of the splits that have them.  types: as `entity_types.TypeTable` has them.
+    """
+    if types is not None:
+        Vocabulary(types[0]).save(directory / _TYPES)
+        for name, array in zip(_TYPE_ARRAYS, types[1:], strict=True):
+            np.save(directory / name, array)
     Vocabulary(entities).save(directory / "entities.arrow")
     Vocabulary(relations).save(directory / "relations.arrow")
     for split in SPLITS:
         np.save(directory / f"{split}.npy", triples[split])
+        if weights and split in weights:
+            np.save(directory / _weights_name(split), weights[split].astype(np.float32, copy=False))
         for side, index in indices[split].items():
             for part, array in zip(SideIndex._fields, index, strict=True):
                 np.save(directory / _index_name(split, side, part), array)
@@ -215,6 +241,13 @@ def _read_meta(path: Path) -> dict[str, Any]:
 
 def _index_name(split: str, side: str, part: str) -> str:
     return f"known-{split}-{side}-{part}.npy"
+
+
+_TYPES, _TYPE_ARRAYS = "types.arrow", ("types-indptr.npy", "types-ids.npy")
+
+
+def _weights_name(split: str) -> str:
+    return f"weights-{split}.npy"
 
 
 def _map(path: Path) -> np.ndarray:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
@@ -72,6 +72,72 @@ def unreadable(path: Path, error: OSError) -> DataError:
 
 
 COLUMNS = ("head", "relation", "tail")
+WEIGHT = "weight"
+_WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
+
+
+class ColumnChoice(NamedTuple):
+    """Which columns of a file are read.
+
+    names: what its header calls head, relation and tail, and the weight if there is a fourth; all
+        others are left out.  None goes by known words, and by the order where there are none.
+    weights: True takes a fourth column without a name as the weight too; None, one that is named
+        so; False, none.
+    """
+
+    names: tuple[str, ...] | None = None
+    weights: bool | None = None
+
+    @classmethod
+    def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
+        """Raises DataError for other than three or four different names."""
+        if names is None:
+            return cls(None, weights)
+        names = tuple(_plain(name) for name in names)
+        if len(names) not in (3, 4) or len(set(names)) < len(names) or not all(names):
+            raise DataError(
+                f"columns {', '.join(names)}: give the names of head, relation and tail, and of "
+                "the weight if there is one"
+            )
+        if len(names) == 4 and weights is False:
+            raise DataError(f"columns: {names[3]!r} is the weight, which is not to be read")
+        return cls(names, weights)
+
+    def named(self, fields: Sequence[str]) -> list[str | None] | None:
+        """What each column of a header with these fields is; None if it is no such header."""
+        fields = [_plain(field) for field in fields]
+        if self.names is not None:
+            if any(fields.count(name) != 1 for name in self.names):
+                return None
+            meant = dict(zip(self.names, (*COLUMNS, WEIGHT), strict=False))
+            return [meant.get(field) for field in fields]
+        weight = [field for field in fields if is_weight_name(field)]
+        if len(fields) == 4 and len(weight) == 1:
+            place = fields.index(weight[0])
+            order = roles([*fields[:place], *fields[place + 1 :]])
+            own = None if self.weights is False else WEIGHT
+            return None if order is None else [*order[:place], own, *order[place:]]
+        found = roles(fields)
+        return [*found] if found else None
+
+    def lacking(self, fields: Sequence[str]) -> str:
+        """Why ``named`` found nothing by ``names``."""
+        fields, names = [_plain(field) for field in fields], self.names or ()
+        missing = [name for name in names if name not in fields]
+        twice = [name for name in names if fields.count(name) > 1]
+        what = f"no column {missing[0]!r}" if missing else f"more than one column {twice[0]!r}"
+        return f"{what} among {', '.join(map(repr, fields))}"
+
+
+def is_weight_name(field: str) -> bool:
+    """Whether a column name means a weight."""
+    return _plain(field).lower() in _WEIGHT_WORDS
+
+
+def _plain(field: str) -> str:
+    """A column name without what does not matter around it."""
+    return field.strip().lstrip("#:").strip()
+
 
 _WORDS = {
     "head": "head h subject subj s source src from head_id subject_id source_id "
@@ -89,7 +155,7 @@ def role(field: str) -> str | None:
 
     Case, surrounding blanks and a leading ``#`` or ``:`` do not matter.
     """
-    return _ROLES.get(field.strip().lstrip("#:").strip().lower())
+    return _ROLES.get(_plain(field).lower())
 
 
 def roles(fields: Sequence[str]) -> list[str] | None:

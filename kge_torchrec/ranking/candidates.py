@@ -123,11 +123,12 @@ def make_candidates(
 ) -> Candidates | None:
     """What evaluation.candidates names, for a rank that holds the rows (first, stop).
 
-    Returns None for all entities.  Raises DataError for an unusable file of types.
+    types: a file; None stands for those of the store.  Returns None for all entities.  Raises
+    DataError for an unusable file of types, or a store without.
     """
     if kind == "all":
         return None
     if kind == "seen":
         return SeenCandidates(store, rows)
-    assert types is not None  # EvaluationConfig has checked it
-    return TypedCandidates(store, rows, EntityTypes.read(types, store), types)
+    source = types or "of the store"
+    return TypedCandidates(store, rows, EntityTypes.find(types, store), source)

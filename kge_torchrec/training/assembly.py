@@ -26,8 +26,10 @@ from kge_torchrec.data.queries import (
 )
 from kge_torchrec.data.shuffle import replayed_size
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.suited_negatives import make_suited
+from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.distributed.dense import dense_wrapper
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -238,14 +240,22 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
 def build_batches(
     config: Config, store: TripleStore, processes: Processes
 ) -> BatchBuilder | QueryBatches | QuerySampleBuilder:
-    """This rank's batches."""
+    """This rank's batches.  Collective where negatives are drawn among entities that suit.
+
+    Raises DataError, on every rank, for a file of types or negatives that cannot be used.
+    """
     negatives, sides = config.negatives, sides_of(config.negatives.sides)
     batch_size, on_cuda = config.train.batch_size, processes.device.type == "cuda"
+    use, weights = config.data.weights, store.weights("train")
+    draw_triples = WeightedDraw(weights) if use == "sampling" and weights is not None else None
+    in_loss = weights if use == "loss" else None
     if negatives.is_full:
-        examples = _examples(negatives.regime, store, sides)
+        examples = _examples(negatives.regime, store, sides, in_loss)
         accumulation = config.train.accumulation
         replay = replay_of(config, store)
-        return QueryBatches(examples, batch_size, config.seed, on_cuda, accumulation, replay)
+        return QueryBatches(
+            examples, batch_size, config.seed, on_cuda, accumulation, replay, draw_triples
+        )
     draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
     sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
     shared: dict[str, Any] = {
@@ -266,6 +276,10 @@ def build_batches(
             **shared,
             max_answers=negatives.max_answers,
         )
+    own = (negatives.among, negatives.types, negatives.file, negatives.among_share)
+    suited = None
+    if negatives.among != "all":  # which may read a file
+        suited = on_all_ranks(processes, lambda: make_suited(*own, store))
     return BatchBuilder(
         store.train,
         batch_size,
@@ -276,6 +290,9 @@ def build_batches(
         degrees=store.degrees() if negatives.log_q else None,
         known=store.filter_index(("train",)) if negatives.filtered else None,
         replay=replay_of(config, store),
+        weights=in_loss,
+        draw=draw_triples,
+        suited=suited,
         **shared,
     )
 
@@ -294,6 +311,11 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
     share, base = config.train.replay, store.base
     if base is None or share == 1:
         return 0, 1.0
+    if config.data.weights == "sampling":
+        raise ConfigError(
+            f"train.replay {share:g}: with data.weights sampling an epoch has triples by weight, "
+            "old and new; set data.weights to loss, or train.replay to 1"
+        )
     if not replayed_size(len(store.train), base.triples, share):
         raise ConfigError(
             f"train.replay {share:g}: {store.path} has no new training triples, and of the old "
@@ -302,9 +324,11 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
     return base.triples, share
 
 
-def _examples(regime: str, store: TripleStore, sides: tuple[Side, ...]) -> Examples:
+def _examples(
+    regime: str, store: TripleStore, sides: tuple[Side, ...], weights: np.ndarray | None = None
+) -> Examples:
     """What an epoch passes through when every entity is a candidate."""
     if regime == "1vsall":
-        return TripleQueries(store.train, sides)
+        return TripleQueries(store.train, sides, weights)
     known = store.filter_index(("train",))
     return DistinctQueries(known, sides) if regime == "kvsall" else EveryQuery(known, sides)

@@ -240,7 +240,11 @@ class _Backward:
         Every rank knows the loss of all candidates, and its own part of all else.
         """
         assert self.joined is not None  # row_gradients has been used up
-        scaled = self.loss.values(self.joined).sum() * self.weight + self.auxiliary * self.world
+        values = self.loss.values(self.joined)
+        weights = [x.weight for x in self.query_shards if x.weight is not None]
+        if weights:
+            values = values * torch.cat(weights)
+        scaled = values.sum() * self.weight + self.auxiliary * self.world
         return scaled / self.scale
 
     @property
@@ -321,6 +325,9 @@ class _Backward:
         values = [x[0] for x in slopes]
         for query_shard in zip(values, block.tops, seen, block.answers, strict=True):
             self.loss.finish(*query_shard, self.weight)
+        for x, of_shard in zip(values, self.query_shards, strict=True):
+            if of_shard.weight is not None:
+                x.mul_(of_shard.weight[:, None])
         encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
         (of_rows,), of_encoded = self._differentiate(block.scores, slopes, [block.rows], encoded)
         sums = [x for query_shard in self.query_shards for x in query_shard.gradients]
@@ -370,23 +377,26 @@ class _Backward:
     def _of_cell(self, number: int, cell: slice) -> Tensor:
         """The same of a cell of queries of one query shard."""
         relation, side = self.query_shards[number].relation[cell], self.query_shards[number].side
+        weight = self.query_shards[number].weight
+        own = self.fetched.rows.new_ones(()) if weight is None else weight[cell]
         total = self.fetched.rows.new_zeros(())
         if self.objective.penalizes:
-            total = total + self.objective.penalty_of_relations(relation, side).sum()
+            total = total + (self.objective.penalty_of_relations(relation, side) * own).sum()
         if self.fetched.answers[number] is None:
             return total
         anchor, answer = (x[number][cell] for x in (self.fetched.anchors, self.fetched.answers))
         triples = anchor[None], relation[None], answer[None], side
         if self.regularizers.any_of_triples:
             with self.trainer.drawing(self.batch.seed, _TRIPLES, number, cell.start):
-                total = total + self.regularizers.of_triples(self.scorer, *triples).sum()
+                of_triples = self.regularizers.of_triples(self.scorer, *triples)
+            total = total + (of_triples * own).sum()
         if self._relation_weight:
             with self.trainer.drawing(self.batch.seed, _RELATIONS, number, cell.start):
                 anchor, answer = (self.entity_dropout(x) for x in (anchor, answer))
                 relation_loss = relation_prediction(
                     self.scorer, anchor[None], relation[None], answer[None], side
                 )
-            total = total + self._relation_weight * relation_loss.sum()
+            total = total + self._relation_weight * (relation_loss * own).sum()
         return total
 
     def _differentiate(

@@ -38,8 +38,14 @@ def directed(asked: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
             np.concatenate([part.anchor for part in asked]),
             np.concatenate(inverses),
             Answers.joined([part.answers for part in asked]),
+            _joined_weights(asked),
         )
     ]
+
+
+def _joined_weights(asked: Sequence[SideQueries]) -> np.ndarray | None:
+    parts = [part.weight for part in asked if part.weight is not None]
+    return np.concatenate(parts) if parts else None
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -58,6 +64,7 @@ class QueryShard:
 
     Attributes:
         relation: (q,) ids.
+        weight: (q,) float32 of each query in the loss; None weighs all alike.
         encoded: the parts of the encoded queries that have gradients, cut off from their graph.
         graph: the same with their graph, back to anchors and relations.
         gradients: sums of the gradients of ``encoded``.
@@ -67,10 +74,13 @@ class QueryShard:
         device, (start, stop) = shard.rows.device, shard.row_range
         self.side, self.device = asked.side, device
         self.relation = to_device(asked.relation, device)
+        self._weight = asked.weight
+        self.weight = None if asked.weight is None else to_device(asked.weight, device)
         self._answers, self._first_row = asked.answers, start
         self._share = (1 / np.maximum(asked.answers.counts, 1)).astype(np.float32)
-        own = (asked.anchor >= start) & (asked.anchor < stop)
-        self._anchor = np.sort(asked.anchor[own] - start)
+        own = np.flatnonzero((asked.anchor >= start) & (asked.anchor < stop))
+        own = own[np.argsort(asked.anchor[own], kind="stable")]
+        self._anchor, self._query_of_anchor = asked.anchor[own] - start, own
 
     def encode_query(self, scorer: QueryScorer, anchors: Tensor) -> None:
         """Folds the queries of anchor rows (q, D)."""
@@ -101,11 +111,15 @@ class QueryShard:
         return BlockAnswers(*(to_device(x, self.device) for x in arrays))
 
     def touched(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
-        """Places in a block of anchors and its answers, and how much each counts in its query."""
+        """Places in a block of anchors and its answers, and how much each counts in the loss."""
         found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
         anchor = to_device(self._anchor[found] - block.start, self.device)
-        _, answer, share = answers
-        return torch.cat([anchor, answer]), torch.cat([share.new_ones(len(anchor)), share])
+        query, answer, share = answers
+        of_anchors = share.new_ones(len(anchor))
+        if self.weight is not None and self._weight is not None:
+            of_anchors = to_device(self._weight[self._query_of_anchor[found]], self.device)
+            share = share * self.weight.index_select(0, query)
+        return torch.cat([anchor, answer]), torch.cat([of_anchors, share])
 
 
 class GatheredRows:

@@ -15,6 +15,7 @@ from kge_torchrec.config import Config, DataConfig, EvaluationConfig
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.weights import check_weights
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.trained import TrainedModel
@@ -107,6 +108,9 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
+        if trains:
+            check_weights(config.data.weights, self.store.weights("train"))
+            self._check_types(config.evaluation)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         if trains:
@@ -118,6 +122,13 @@ class Session:
         self.checkpoints = Checkpoints(
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
+
+    def _check_types(self, evaluation: EvaluationConfig) -> None:
+        """Before training rather than at the first validation."""
+        if evaluation.candidates == "types" and evaluation.types is None:
+            from kge_torchrec.data.entity_types import EntityTypes
+
+            EntityTypes.find(None, self.store)
 
     @property
     def scorer(self) -> Scorer:
@@ -279,12 +290,25 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             has_header=config.has_header,
             allow_unseen_relations=config.allow_unseen_relations,
             literals=config.literals,
+            columns=config.columns,
+            weights=None if config.weights == "ignore" else True,
+            types_from=config.types_from,
+            type_triples=config.type_triples,
             reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,
         )
     except DataError as error:
-        error.spell(lambda name, value: f"--data.{name} {str(value).lower()}")  # as train's keys
+        error.spell(_as_key)
         raise
+
+
+def _as_key(name: str, value: Any) -> str:
+    """As train takes it."""
+    if name == "weights":
+        value = "loss"
+    elif not isinstance(value, list):
+        value = str(value).lower()
+    return f'--data.{name} "{value}"' if isinstance(value, list) else f"--data.{name} {value}"
 
 
 def remove_prepared(prepared: Path) -> None:

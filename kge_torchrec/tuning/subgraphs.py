@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data.filter_index import SIDES, build_side
-from kge_torchrec.data.prepare import divide
+from kge_torchrec.data.prepare import divide_rows
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore, new_store, write_store
 
@@ -91,16 +91,22 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
     training triples of the core are held out as well, all entities and relations staying in train.
     """
     inside = cores >= k
-    rows = {
-        split: np.concatenate([_inside(part, inside) for part in _chunks(store.split(split))])
-        for split in ("train", "valid")
-    }
+    rows, weights = {}, {}
+    for split in ("train", "valid"):
+        kept = np.concatenate([_inside(part, inside) for part in _chunks(store.split(split))])
+        rows[split] = store.split(split)[kept]
+        own = store.weights(split)
+        if own is not None:
+            weights[split] = own[kept]
     train, valid = rows["train"], rows["valid"]
     entities, relations = np.flatnonzero(inside), np.unique(train[:, 1])
     number = np.full(store.num_entities, -1, np.int32), np.full(store.num_relations, -1, np.int32)
     number[0][entities] = np.arange(len(entities))
     number[1][relations] = np.arange(len(relations))
-    valid = valid[number[1][valid[:, 1]] >= 0]
+    asked = number[1][valid[:, 1]] >= 0
+    valid = valid[asked]
+    if "valid" in weights:
+        weights["valid"] = weights["valid"][asked]
     train, valid = (
         np.stack([number[0][part[:, 0]], number[1][part[:, 1]], number[0][part[:, 2]]], 1)
         for part in (train, valid)
@@ -109,8 +115,10 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
     missing = min(FEWEST_VALID - len(valid), int(MOST_HELD_OUT * len(train)))
     if missing > 0:
         share = missing / len(train)
-        split = divide(train, (1 - share, share, 0.0), seed, *sizes)
-        train, valid = split["train"], np.concatenate([valid, split["valid"]])
+        held_out = divide_rows(train, (1 - share, share, 0.0), seed, *sizes) == 1
+        train, valid = train[~held_out], np.concatenate([valid, train[held_out]])
+        if "train" in weights:
+            weights = {"train": weights["train"][~held_out]}  # of valid nobody asks
     triples = {"train": train, "valid": valid, "test": np.empty((0, 3), train.dtype)}
     indices = {
         split: {side: build_side(side, part, *sizes) for side in SIDES}
@@ -125,8 +133,21 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         store.relations.array.take(pa.array(relations)),
     )
     with new_store(path, overwrite=True) as directory:
-        write_store(directory, *labels, triples, indices, report)
+        types = store.types()
+        if types is not None:
+            types = _types_inside(types, inside)
+        write_store(directory, *labels, triples, indices, report, weights, types)
     return TripleStore.open(path)
+
+
+def _types_inside(
+    types: tuple[pa.Array, np.ndarray, np.ndarray], inside: np.ndarray
+) -> tuple[pa.Array, np.ndarray, np.ndarray]:
+    """The types of some of the entities."""
+    names, indptr, ids = types
+    counts = np.diff(indptr)
+    starts = np.concatenate([[0], np.cumsum(counts[inside])])
+    return names, starts, ids[np.repeat(inside, counts)]
 
 
 def _chunks(triples: np.ndarray) -> list[np.ndarray]:
@@ -134,4 +155,5 @@ def _chunks(triples: np.ndarray) -> list[np.ndarray]:
 
 
 def _inside(triples: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    return triples[inside[triples[:, 0]] & inside[triples[:, 2]]]
+    """(T,) bool: which of the triples have both ends inside."""
+    return inside[triples[:, 0]] & inside[triples[:, 2]]

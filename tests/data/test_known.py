@@ -109,12 +109,13 @@ def test_rows_too_wide_for_one_key_are_sorted_alike(world):
 @given(seed=st.integers(0, 99), total=st.integers(0, 3000))
 def test_repeats_are_the_later_ones(sizes, seed, total):
     rows = np.random.default_rng(seed).integers(0, (50, 3, 50), (total, 3), np.int32)
-    seen, expected = set(), []
+    seen, expected = {}, []
     for position, row in enumerate(map(tuple, rows.tolist())):
         if row in seen:
-            expected.append(position)
-        seen.add(row)
-    assert ordering.repeats(rows.T, sizes).tolist() == expected
+            expected.append((position, seen[row]))
+        seen.setdefault(row, position)
+    again, first = ordering.repeats(rows.T, sizes)
+    assert list(zip(again.tolist(), first.tolist(), strict=True)) == expected
 
 
 def test_pack_uses_all_64_bits():

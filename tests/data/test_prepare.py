@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data import encoding
 from kge_torchrec.data import prepare as divide_module
-from kge_torchrec.data import prepare as encode
 from kge_torchrec.data import sort as ordering
 from kge_torchrec.data.filter_index import build_side
 from kge_torchrec.data.prepare import divide, prepare, prepare_triples
@@ -89,7 +89,7 @@ def test_compression_and_blocks_do_not_change_the_triples(tmp_path, monkeypatch)
     packed = prepare(tmp_path / "x.tsv.gz", tmp_path / "packed")
     assert packed.fingerprint == plain.fingerprint
     monkeypatch.setattr("kge_torchrec.data.delimited.BLOCK_BYTES", 100)
-    monkeypatch.setattr(encode, "MERGE_BYTES", 50)
+    monkeypatch.setattr(encoding, "MERGE_BYTES", 50)
     blocks = prepare(tmp_path / "x.tsv", tmp_path / "blocks")
     assert set(labelled(blocks, "train")) == set(labelled(plain, "train"))
     assert blocks.num_entities == plain.num_entities

@@ -16,6 +16,7 @@ from kge_torchrec.data.cardinality import cardinalities, categories
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.diagnosis import report
 from kge_torchrec.diagnosis.groups import GROUPINGS, by_category, by_frequency, grouped
+from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.metrics import Ranks, metrics
 
@@ -167,7 +168,7 @@ def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_pat
 def test_wrong_choices_are_refused(run, capsys):
     with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
         api.evaluate(run, by=["entity"])
-    with pytest.raises(ConfigError, match=r"evaluation\.candidates types needs evaluation\.types"):
+    with pytest.raises(DataError, match="has no types of entities"):
         api.evaluate(run, candidates="types")
     with pytest.raises(ConfigError, match=r"evaluation\.types is not read"):
         api.evaluate(run, candidates="seen", types="types.tsv")

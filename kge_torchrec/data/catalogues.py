@@ -1,0 +1,185 @@
+"""Data sets by name, through the libraries that know them: ``pykeen:``, ``ogb:`` and ``hf:``.
+
+    pykeen:fb15k237           PyKEEN's data sets
+    ogb:ogbl-wikikg2          link prediction of the Open Graph Benchmark
+    hf:ORGANIZATION/NAME      Hugging Face; hf:ORGANIZATION/NAME:CONFIGURATION for one of several
+
+The libraries download and keep the files where they always do; each is an optional package.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import csv
+
+from kge_torchrec.data.parquet import column_batch, column_names
+from kge_torchrec.data.readers import SPLITS, WHOLE, split_named
+from kge_torchrec.data.streams import COLUMNS, ColumnChoice
+from kge_torchrec.errors import DataError
+
+Batches = Iterator[tuple[str, pa.RecordBatch]]
+BATCH_ROWS = 1 << 20
+
+
+def is_named(sources: Any) -> bool:
+    """Whether this names a data set of a library, and no file."""
+    if not isinstance(sources, str) or Path(sources).exists():
+        return False
+    scheme, _, name = sources.partition(":")
+    return bool(name) and scheme in _LOADERS
+
+
+def open_named(source: str, choice: ColumnChoice) -> tuple[Sequence[str], Batches]:
+    """The splits of a data set, "whole" where it has but one, and batches of its triples.
+
+    Raises DataError where the library is not there or does not have it, and for what is no triples.
+    """
+    scheme, _, name = source.partition(":")
+    package, load = _LOADERS[scheme]
+    try:
+        library = importlib.import_module(package)
+    except ImportError as error:
+        raise DataError(
+            f"{source}: this takes the package {package.split('.')[0]}, which cannot be imported "
+            f"({error}); install it (pip install 'kge-torchrec[{scheme}]')"
+        ) from None
+    if choice.names is not None and scheme != "hf":
+        raise DataError(f"{source}: columns by name: it has none")
+    with _telling(source, package):
+        splits, batches = load(library, source, name, choice)
+    return splits, _guarded(source, package, batches)
+
+
+def _guarded(source: str, package: str, batches: Batches) -> Batches:
+    with _telling(source, package):
+        yield from batches
+
+
+@contextmanager
+def _telling(source: str, package: str) -> Iterator[None]:
+    """Makes a DataError of whatever a library raises, from no network to an unknown name."""
+    try:
+        yield
+    except (DataError, GeneratorExit):
+        raise
+    except Exception as error:
+        raise DataError(f"{source}: {package.split('.')[0]} cannot load it: {error!r}") from error
+
+
+def _pykeen(
+    library: Any, source: str, name: str, choice: ColumnChoice
+) -> tuple[Sequence[str], Batches]:
+    found = library.get_dataset(dataset=name)
+    parts = {"train": found.training, "valid": found.validation, "test": found.testing}
+    splits = {split: part for split, part in parts.items() if part is not None}
+    labels = [_in_order(found.entity_to_id), _in_order(found.relation_to_id)]
+
+    def batches() -> Batches:
+        for split, part in splits.items():
+            yield from _numbered(split, np.asarray(part.mapped_triples), labels)
+
+    return list(splits), batches()
+
+
+def _in_order(ids: Mapping[Any, int]) -> pa.Array:
+    """Labels by their ids, 0 to n - 1."""
+    labels = sorted(ids, key=lambda label: ids[label])
+    return pa.array([str(label) for label in labels], pa.large_string())
+
+
+def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Batches:
+    """Of ids (T, 3) in columns head, relation, tail."""
+    entities, relations = labels
+    for start in range(0, len(triples), BATCH_ROWS):
+        part = triples[start : start + BATCH_ROWS]
+        columns = [
+            of.take(pa.array(part[:, place]))
+            for place, of in enumerate((entities, relations, entities))
+        ]
+        yield split, pa.record_batch(columns, list(COLUMNS))
+
+
+def _ogb(
+    library: Any, source: str, name: str, choice: ColumnChoice
+) -> tuple[Sequence[str], Batches]:
+    """Labels are those of the data set's mapping where there are some, otherwise its numbers."""
+    found = library.LinkPropPredDataset(name=name)
+    edges = found.get_edge_split()
+    if not all("relation" in part for part in edges.values()):
+        raise DataError(f"{source}: its edges have no relations")
+    mapping = Path(getattr(found, "root", "")) / "mapping"
+    entities = _mapped(mapping / "nodeidx2entityid.csv.gz")
+    relations = _mapped(mapping / "reltype2relid.csv.gz")
+
+    def batches() -> Batches:
+        for split in SPLITS:
+            part = edges.get(split, {"head": ()})
+            for start in range(0, len(part["head"]), BATCH_ROWS):
+                rows = slice(start, start + BATCH_ROWS)
+                columns = [
+                    _labelled(part, role, rows, relations if role == "relation" else entities)
+                    for role in COLUMNS
+                ]
+                yield split, pa.record_batch(columns, list(COLUMNS))
+
+    return [split for split in SPLITS if split in edges], batches()
+
+
+def _mapped(path: Path) -> pa.Array | None:
+    """Labels by number, from a file of two columns; None where it is not there or is another."""
+    if not path.is_file():
+        return None
+    numbers, labels = csv.read_csv(path).columns[:2]
+    if not np.array_equal(numbers.to_numpy(), np.arange(len(numbers))):
+        return None
+    return labels.cast(pa.large_string()).combine_chunks()
+
+
+def _labelled(part: Mapping[str, Any], role: str, rows: slice, labels: pa.Array | None) -> pa.Array:
+    ids = pa.array(np.asarray(part[role][rows], np.int64))
+    kinds = part.get(f"{role}_type")
+    if kinds is not None:  # each kind of entities has numbers of its own
+        names = [f"{kind}:{number}" for kind, number in zip(kinds[rows], ids.to_pylist())]  # noqa: B905
+        return pa.array(names, pa.large_string())
+    return ids.cast(pa.large_string()) if labels is None else labels.take(ids)
+
+
+def _hugging_face(
+    library: Any, source: str, name: str, choice: ColumnChoice
+) -> tuple[Sequence[str], Batches]:
+    """In a stream; columns as in Parquet."""
+    path, _, configuration = name.partition(":")
+    loaded = library.load_dataset(path, configuration or None, streaming=True)
+    parts = dict(loaded) if isinstance(loaded, Mapping) else {"train": loaded}
+    named = {split_named(key): part for key, part in parts.items() if split_named(key)}
+    if "train" not in named:
+        raise DataError(f"{source}: no split for training among {', '.join(parts)}")
+    splits = {split: named[split] for split in SPLITS if split in named}
+    if list(splits) == ["train"]:
+        splits = {WHOLE: splits["train"]}
+
+    def batches() -> Batches:
+        for split, part in splits.items():
+            names, row = None, 0
+            for table in part.with_format("arrow").iter(batch_size=1 << 16):
+                for batch in table.combine_chunks().to_batches():
+                    names = names or column_names(source, batch.schema.names, choice)
+                    yield split, column_batch(f"{source} {split}", batch, names, row)
+                    row += batch.num_rows
+
+    return list(splits), batches()
+
+
+# By scheme: the module to import, and what reads a data set by it.
+_LOADERS: dict[str, tuple[str, Callable[..., tuple[Sequence[str], Batches]]]] = {
+    "pykeen": ("pykeen.datasets", _pykeen),
+    "ogb": ("ogb.linkproppred", _ogb),
+    "hf": ("datasets", _hugging_face),
+}

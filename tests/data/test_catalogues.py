@@ -1,0 +1,194 @@
+"""Data sets by name: with stand-ins of the libraries, and PyKEEN's own small ones where it is."""
+
+from __future__ import annotations
+
+import gzip
+import sys
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pyarrow as pa
+import pytest
+import torch
+
+from kge_torchrec.cli import main
+from kge_torchrec.data import catalogues
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+
+
+def put(monkeypatch, name: str, **members) -> None:
+    """A module of that name, and the packages above it."""
+    parts = name.split(".")
+    for stop in range(1, len(parts) + 1):
+        monkeypatch.setitem(sys.modules, ".".join(parts[:stop]), ModuleType(parts[stop - 1]))
+    for member, value in members.items():
+        setattr(sys.modules[name], member, value)
+
+
+def labelled(store, split) -> list[tuple[str, str, str]]:
+    entity, relation = store.entities.array.to_pylist(), store.relations.array.to_pylist()
+    return [(entity[h], relation[r], entity[t]) for h, r, t in store.split(split).tolist()]
+
+
+def test_pykeen(tmp_path, monkeypatch, capsys):
+    """Ids of any order become their labels; a data set may have no valid."""
+    monkeypatch.setattr(catalogues, "BATCH_ROWS", 2)
+
+    def get_dataset(dataset):
+        assert dataset == "tiny"
+        return SimpleNamespace(
+            training=part((2, 0, 1), (1, 0, 0), (0, 1, 2)),
+            validation=None,
+            testing=part((1, 1, 0)),
+            entity_to_id={"c": 2, "a": 0, "b": 1},
+            relation_to_id={"s": 1, "r": 0},
+        )
+
+    def part(*rows):
+        return SimpleNamespace(mapped_triples=torch.tensor(rows))
+
+    put(monkeypatch, "pykeen.datasets", get_dataset=get_dataset)
+    assert main(["prepare", "pykeen:tiny", "-o", str(tmp_path / "store")]) == 0
+    store = TripleStore.open(tmp_path / "store")
+    assert labelled(store, "train") == [("c", "r", "b"), ("b", "r", "a"), ("a", "s", "c")]
+    assert labelled(store, "test") == [("b", "s", "a")] and len(store.valid) == 0
+    assert store.report["sources"] == {"train": ["pykeen:tiny"], "test": ["pykeen:tiny"]}
+    with pytest.raises(DataError, match="pykeen:other: pykeen cannot load it: AssertionError"):
+        prepare("pykeen:other", tmp_path / "other")
+    with pytest.raises(DataError, match="columns by name: it has none"):
+        prepare("pykeen:tiny", tmp_path / "other", columns=["a", "b", "c"])
+
+
+def ogb(monkeypatch, edges, root):
+    class LinkPropPredDataset:
+        def __init__(self, name):
+            self.root = str(root)
+
+        def get_edge_split(self):
+            return edges
+
+    put(monkeypatch, "ogb.linkproppred", LinkPropPredDataset=LinkPropPredDataset)
+
+
+def test_ogb_with_its_mapping(tmp_path, monkeypatch):
+    part = lambda h, r, t: {  # noqa: E731
+        "head": np.array(h), "relation": np.array(r), "tail": np.array(t),
+        "head_neg": np.zeros((len(h), 500), int),
+    }  # fmt: skip
+    edges = {"train": part([0, 1], [0, 1], [1, 2]), "valid": part([0], [1], [2]),
+             "test": part([2], [0], [0])}  # fmt: skip
+    ogb(monkeypatch, edges, tmp_path)
+    plain = prepare("ogb:ogbl-wikikg2", tmp_path / "plain")
+    assert labelled(plain, "train") == [("0", "0", "1"), ("1", "1", "2")]
+    (tmp_path / "mapping").mkdir()
+    for name, text in (("nodeidx2entityid", "node idx,entity id\n0,Q1\n1,Q2\n2,Q3\n"),
+                       ("reltype2relid", "reltype,rel id\n0,P1\n1,P2\n")):  # fmt: skip
+        path = tmp_path / "mapping" / f"{name}.csv.gz"
+        path.write_bytes(gzip.compress(text.encode()))
+    store = prepare("ogb:ogbl-wikikg2", tmp_path / "store")
+    assert labelled(store, "train") == [("Q1", "P1", "Q2"), ("Q2", "P2", "Q3")]
+    assert labelled(store, "test") == [("Q3", "P1", "Q1")]
+
+
+def test_ogb_with_kinds_that_number_their_own(tmp_path, monkeypatch):
+    edges = {"train": {"head": np.array([0, 0]), "relation": np.array([0, 1]),
+                       "tail": np.array([0, 1]), "head_type": ["drug", "disease"],
+                       "tail_type": ["disease", "drug"]}}  # fmt: skip
+    ogb(monkeypatch, edges, tmp_path)
+    store = prepare("ogb:ogbl-biokg", tmp_path / "store")
+    expected = [("drug:0", "0", "disease:0"), ("disease:0", "1", "drug:1")]
+    assert labelled(store, "train") == expected
+
+
+def test_ogb_without_relations(tmp_path, monkeypatch):
+    ogb(monkeypatch, {"train": {"edge": np.zeros((2, 2), int)}}, tmp_path)
+    with pytest.raises(DataError, match="ogb:ogbl-collab: its edges have no relations"):
+        prepare("ogb:ogbl-collab", tmp_path / "store")
+
+
+class Streamed:
+    """Of Hugging Face's IterableDataset, what is used of it."""
+
+    def __init__(self, **columns):
+        self.table = pa.table(columns)
+
+    def with_format(self, form):
+        assert form == "arrow"
+        return self
+
+    def iter(self, batch_size):
+        for start in range(0, len(self.table), 2):
+            yield self.table.slice(start, 2)
+
+
+def test_hugging_face(tmp_path, monkeypatch):
+    train = Streamed(subject=["a", "b", "c"], predicate=["r"] * 3, object=["b", "c", "a"],
+                     confidence=[0.5, 1.0, 2.0], note=[None] * 3)  # fmt: skip
+    valid = Streamed(subject=["a"], predicate=["r"], object=["a"])
+    asked = []
+
+    def load_dataset(path, configuration, streaming):
+        assert streaming
+        asked.append((path, configuration))
+        return {"train": train, "validation": valid, "extra": valid}
+
+    put(monkeypatch, "datasets", load_dataset=load_dataset)
+    store = prepare("hf:somebody/graph:english", tmp_path / "store")
+    assert asked == [("somebody/graph", "english")]
+    assert labelled(store, "train") == [("a", "r", "b"), ("b", "r", "c"), ("c", "r", "a")]
+    assert store.weights().tolist() == [0.5, 1, 2] and labelled(store, "valid") == [("a", "r", "a")]
+    turned = prepare("hf:x", tmp_path / "turned", columns=["object", "predicate", "subject"])
+    assert labelled(turned, "train")[0] == ("b", "r", "a") and turned.weights() is None
+    assert asked[-1] == ("x", None)
+    train.table = train.table.drop_columns(["object", "note"])
+    with pytest.raises(DataError, match="hf:x: cannot tell head, relation and tail"):
+        prepare("hf:x", tmp_path / "none")
+
+
+def test_hugging_face_of_one_split_is_divided(tmp_path, monkeypatch):
+    rows = [(f"e{i % 9}", "r", f"e{i % 7}") for i in range(60)]
+    head, relation, tail = zip(*rows, strict=True)
+    only = {"train": Streamed(h=head, r=relation, t=tail)}
+    put(monkeypatch, "datasets", load_dataset=lambda *_, **__: only)
+    store = prepare("hf:x", tmp_path / "store", ratio=(0.8, 0.1, 0.1))
+    assert len(store.test) == 6 and store.report["split"] == {"ratio": [0.8, 0.1, 0.1], "seed": 0}
+    only["rest"] = only.pop("train")
+    with pytest.raises(DataError, match="hf:x: no split for training among rest"):
+        prepare("hf:x", tmp_path / "none")
+
+
+def test_a_fault_in_the_stream_is_told(tmp_path, monkeypatch):
+    class Lost(Streamed):
+        def iter(self, batch_size):
+            raise ConnectionError("gone")
+
+    put(monkeypatch, "datasets", load_dataset=lambda *_, **__: {"train": Lost(h=[], r=[], t=[])})
+    with pytest.raises(DataError, match=r"hf:x: datasets cannot load it: ConnectionError\('gone"):
+        prepare("hf:x", tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("scheme, package", [("pykeen", "pykeen"), ("ogb", "ogb"),
+                                             ("hf", "datasets")])  # fmt: skip
+def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch, scheme, package):
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setitem(sys.modules, catalogues._LOADERS[scheme][0], None)
+    said = rf"{scheme}:x: this takes the package {package}, .*kge-torchrec\[{scheme}\]"
+    with pytest.raises(DataError, match=said):
+        prepare(f"{scheme}:x", tmp_path / "store")
+
+
+def test_a_file_of_such_a_name_is_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "hf:x.tsv").write_text("a\tr\tb\n")
+    assert labelled(prepare("hf:x.tsv", "store"), "train") == [("a", "r", "b")]
+
+
+@pytest.mark.parametrize("name, sizes", [("nations", (14, 55, 1592)), ("umls", (135, 46, 5216)),
+                                         ("kinships", (104, 25, 8544))])  # fmt: skip
+def test_those_that_pykeen_ships(tmp_path, name, sizes):
+    pytest.importorskip("pykeen", reason="PyKEEN is not installed")
+    store = prepare(f"pykeen:{name}", tmp_path / "store")
+    assert (store.num_entities, store.num_relations, len(store.train)) == sizes

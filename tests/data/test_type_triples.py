@@ -1,0 +1,111 @@
+"""Entity types from a relation, at prepare: taken out of the graph, or left in it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.cli import main
+from kge_torchrec.data import encoding
+from kge_torchrec.data.entity_types import EntityTypes, table_of
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.report import notes
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.type_triples import RDF_TYPE
+from kge_torchrec.errors import DataError
+from kge_torchrec.tuning.subgraphs import write_core
+
+TRAIN = [("a", "knows", "b"), ("a", "is", "person"), ("b", "knows", "c"), ("b", "is", "person"),
+         ("b", "is", "poet"), ("stranger", "is", "ghost"), ("c", "in", "d"),
+         ("a", "is", "person")]  # fmt: skip
+TEST = [("c", "knows", "a"), ("d", "is", "place")]
+
+
+def folder_of(path, train=TRAIN, test=TEST, form="{}\t{}\t{}\n", suffix="tsv"):
+    path.mkdir()
+    for name, rows in (("train", train), ("test", test)):
+        (path / f"{name}.{suffix}").write_text("".join(form.format(*row) for row in rows))
+    return path
+
+
+def types_of(store) -> dict[str, set[str]]:
+    types = EntityTypes.find(None, store)
+    names, found = types.names.to_pylist(), {}
+    for entity, label in enumerate(store.entities.array.to_pylist()):
+        own = types.types[types.indptr[entity] : types.indptr[entity + 1]]
+        assert (np.diff(own) > 0).all()
+        found[label] = {names[i] for i in own}
+    return found
+
+
+def test_triples_of_types_are_taken_out(tmp_path, monkeypatch, capsys):
+    """Whoever occurs in them alone is no entity; the store says what it has."""
+    monkeypatch.setattr("kge_torchrec.data.delimited.BLOCK_BYTES", 40)
+    monkeypatch.setattr(encoding, "MERGE_BYTES", 10)
+    source, out = folder_of(tmp_path / "data"), tmp_path / "store"
+    assert main(["prepare", str(source), "-o", str(out), "--types-from", "is"]) == 0
+    said = "note: types: 6 triples of is say 4 types of 3 entities, and were taken out"
+    assert said in capsys.readouterr().out
+    store = TripleStore.open(out)
+    assert types_of(store) == {"a": {"person"}, "b": {"person", "poet"}, "c": set(), "d": {"place"}}
+    assert (len(store.train), len(store.test), store.num_relations) == (3, 1, 2)
+    assert store.report["types"]["ignored"] == 1
+    assert isinstance(store.types()[1], np.memmap)
+
+
+def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
+    source = folder_of(tmp_path / "data")
+    store = prepare(source, tmp_path / "store", types_from="is", type_triples="keep")
+    assert (len(store.train), len(store.test)) == (7, 2)
+    found = types_of(store)
+    assert found["b"] == {"person", "poet"} and found["d"] == set() == found["person"]
+    assert "and stay in" in notes(store.report)[-1]
+
+
+def test_rdf_type_is_its_iri(tmp_path):
+    train, form = [("a", "r", "b"), ("a", RDF_TYPE, "T")], "<{}> <{}> <{}> .\n"
+    source = folder_of(tmp_path / "data", train, [("b", "r", "a")], form, "nt")
+    store = prepare(source, tmp_path / "store", types_from="rdf:type")
+    assert types_of(store) == {"a": {"T"}, "b": set()}
+
+
+def test_a_relation_that_is_not_there(tmp_path):
+    source = folder_of(tmp_path / "data")
+    for use in ("drop", "keep"):
+        with pytest.raises(DataError, match=r"has the relation 'know', .* did you mean 'knows'"):
+            prepare(source, tmp_path / "store", types_from="know", type_triples=use)
+    with pytest.raises(DataError, match="type_triples must be one of drop, keep"):
+        prepare(source, tmp_path / "store", types_from="is", type_triples="leave")
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_without_types_has_none(tmp_path):
+    assert prepare(folder_of(tmp_path / "data"), tmp_path / "store").types() is None
+
+
+def test_a_core_keeps_types_and_weights(tmp_path):
+    train = [(f"e{i}", "r", f"e{(i * 7 + k) % 20}", i + k + 1) for i in range(20) for k in range(4)]
+    train += [(f"e{i}", "is", f"t{i % 3}", 1) for i in range(20)] + [("leaf", "r", "e1", 99)]
+    source = folder_of(tmp_path / "data", train, [("e1", "r", "e3", 1)], "{}\t{}\t{}\t{}\n")
+    store = prepare(source, tmp_path / "store", types_from="is", weights=True)
+    inside = np.array([label != "leaf" for label in store.entities.array.to_pylist()])
+    core = write_core(store, inside.astype(np.int64), 1, tmp_path / "core", 0)
+    assert types_of(core) == {k: v for k, v in types_of(store).items() if k != "leaf"}
+    assert len(core.weights()) == len(core.train) and 99 not in core.weights()
+    label = core.entities.array.to_pylist()
+    of = {(row[0], row[2]): row[3] for row in train if row[1] == "r"}
+    for (head, _, tail), weight in zip(core.train.tolist(), core.weights(), strict=True):
+        assert of[label[head], label[tail]] == weight
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 5)), max_size=60))
+def test_pairs_become_a_table(pairs):
+    entities, types = np.array([*pairs, (0, 0)], np.int64).T
+    table = table_of(np.arange(6), entities, types, 10)
+    expected = sorted(set(pairs) | {(0, 0)})
+    counts = np.bincount([e for e, _ in expected], minlength=10)
+    assert np.diff(table.indptr).tolist() == counts.tolist()
+    assert table.types.tolist() == [t for _, t in expected]

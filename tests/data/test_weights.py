@@ -1,0 +1,231 @@
+"""Weights of triples: read from a fourth column, kept in the store, drawn by."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import csv
+
+from kge_torchrec.cli import main
+from kge_torchrec.data import delimited, weighted_draw
+from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.report import notes
+from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.streams import ColumnChoice
+from kge_torchrec.data.weighted_draw import WeightedDraw
+from kge_torchrec.errors import DataError
+
+LABEL = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\t\n\r\ufeff"), min_size=1
+)
+WEIGHT = st.floats(2.0**-40, 2.0**40, width=32)
+WEIGHTED = ColumnChoice(None, True)
+
+
+def rows_of(path, **options) -> list[tuple]:
+    return [
+        tuple(row.values()) for batch in read_triples(path, **options) for row in batch.to_pylist()
+    ]
+
+
+def fault_of(path, **options) -> str:
+    with pytest.raises(DataError) as caught:
+        rows_of(path, **options)
+    return str(caught.value)
+
+
+def write(path, text: str):
+    path.write_text(text, "utf-8", newline="")
+    return path
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    rows=st.lists(st.tuples(LABEL, LABEL, LABEL, WEIGHT), min_size=1),
+    order=st.permutations(["head", "relation", "tail", "Confidence"]),
+    block=st.sampled_from([64, 1 << 20]),
+)
+def test_any_weight_survives_every_format(tmp_path_factory, rows, order, block):
+    """Bitwise, with any labels, in any order of columns."""
+    folder, place = tmp_path_factory.mktemp("w"), ["head", "relation", "tail", "Confidence"]
+    turned = [[row[place.index(name)] for name in order] for row in rows]
+    quoted = [['"' + str(x).replace('"', '""') + '"' for x in row] for row in turned]
+    files = [
+        write(folder / "x.tsv", "".join("\t".join(map(str, r)) + "\n" for r in [order, *turned])),
+        write(folder / "x.csv", "".join(",".join(r) + "\n" for r in [order, *quoted])),
+        folder / "x.parquet",
+    ]
+    columns = [pa.array(column) for column in zip(*turned, strict=True)]
+    pq.write_table(pa.table(columns, list(order)), files[2])
+    plain = write(folder / "y.tsv", "".join("\t".join(map(str, r)) + "\n" for r in rows))
+    largest = max(len(str(r).encode()) * 2 for r in turned)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(delimited, "BLOCK_BYTES", max(block, largest))
+        for path in files:
+            assert rows_of(path) == rows
+            none = ColumnChoice(None, False)
+            assert rows_of(path, choice=none) == [row[:3] for row in rows]
+        assert rows_of(plain, choice=WEIGHTED, has_header=False) == rows
+
+
+BAD = ["0", "-1", "nan", "inf", "1e39", "1e-60", "", "x", "1,5", "0x1", "\u0663"]
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("line", [1, 2, 700])
+def test_what_is_no_weight_is_named_by_its_line(tmp_path, monkeypatch, bad, line):
+    monkeypatch.setattr(delimited, "BLOCK_BYTES", 512)
+    rows = ["a\tr\tb\t0.5"] * 1000
+    rows[line - 1] = f"a\tr\tb\t{bad}"
+    said = f":{line}: the weight is " + ("empty" if not bad else "no positive, finite number")
+    path = write(tmp_path / "x.tsv", "\n".join(rows) + "\n")
+    assert said in fault_of(path, choice=WEIGHTED, has_header=False)
+    path = write(tmp_path / "y.tsv", "h\tr\tt\tweight\n" + "\n".join(rows) + "\n")
+    assert f":{line + 1}: the weight is" in fault_of(path)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, math.nan, math.inf, None, 1e300])
+def test_what_is_no_weight_in_parquet_is_named_by_its_row(tmp_path, bad):
+    columns = {name: ["a"] * 3 for name in "hrt"} | {"confidence": [1.0, bad, 1.0]}
+    pq.write_table(pa.table(columns), tmp_path / "x.parquet")
+    assert "row 2: column 'confidence' is no weight" in fault_of(tmp_path / "x.parquet")
+
+
+def test_four_columns_without_a_header_are_a_question(tmp_path):
+    path = write(tmp_path / "x.tsv", "a\tr\tb\t0.5\nb\tr\tc\t2\n")
+    assert fault_of(path).endswith("if the last one is a weight, read it with weights=True")
+    write(tmp_path / "y.tsv", "a\tr\tb\tc\n")
+    assert "weights" not in fault_of(tmp_path / "y.tsv")
+
+
+def test_columns_by_name(tmp_path):
+    text = "who,since,how,whom,belief\na,1999,r,b,0.25\nb,2000,r,c,4\n"
+    path, choice = write(tmp_path / "x.csv", text), ColumnChoice.of
+    assert rows_of(path, choice=choice(["who", "how", "whom"], None)) == [
+        ("a", "r", "b"), ("b", "r", "c"),
+    ]  # fmt: skip
+    named = choice(["whom", "how", "who", "belief"], None)
+    assert rows_of(path, choice=named) == [("b", "r", "a", 0.25), ("c", "r", "b", 4.0)]
+    pq.write_table(csv.read_csv(path), tmp_path / "x.parquet")
+    assert rows_of(tmp_path / "x.parquet", choice=named)[0] == ("b", "r", "a", 0.25)
+    wrong = choice(["who", "what", "whom"], None)
+    assert ":1: columns by name: no column 'what' among 'who', 'since'" in fault_of(
+        path, choice=wrong
+    )
+    assert "without a header have none" in fault_of(path, choice=named, has_header=False)
+    assert "this format has none" in fault_of(write(tmp_path / "x.nt", "<a> <r> <b> .\n"),
+                                              choice=wrong)  # fmt: skip
+    for names in (["a", "b"], ["a", "b", "a"], ["a", "", "b"]):
+        with pytest.raises(DataError, match="give the names of head, relation and tail"):
+            choice(names, None)
+
+
+def test_the_store_keeps_weights_with_their_triples(tmp_path, capsys):
+    """A repeated triple takes its largest; splits by ratio and files of splits alike."""
+    rows = [(f"e{i % 5}", f"r{i % 3}", f"e{i * 7 % 4}", 0.5 + i % 7) for i in range(300)]
+    text = "".join("\t".join(map(str, row)) + "\n" for row in rows)
+    path = write(tmp_path / "all.tsv", text)
+    assert main(["prepare", str(path), "-o", str(tmp_path / "store"), "--weights"]) == 0
+    assert "note: train: triples weigh from" in capsys.readouterr().out
+    store, largest = TripleStore.open(tmp_path / "store"), {}
+    for *triple, weight in rows:
+        largest[tuple(triple)] = max(weight, largest.get(tuple(triple), 0))
+    found = {}
+    for split in ("train", "valid", "test"):
+        assert store.weights(split).dtype == np.float32
+        assert isinstance(store.weights(split), np.memmap)
+        for row, weight in zip(store.split(split).tolist(), store.weights(split), strict=True):
+            head, relation, tail = (
+                store.entities.labels([row[0]])[0],
+                store.relations.labels([row[1]])[0],
+                store.entities.labels([row[2]])[0],
+            )
+            found[head, relation, tail] = float(weight)
+    assert found == largest
+    values = store.weights("train")
+    assert store.report["weights"]["train"] == {
+        "min": values.min(), "mean": pytest.approx(values.mean()), "max": values.max(),
+    }  # fmt: skip
+
+
+def test_only_training_triples_need_weights(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    write(folder / "train.tsv", "a\tr\tb\t0.5\nb\tr\ta\t2\n")
+    write(folder / "test.tsv", "a\tr\ta\n")
+    store = prepare(folder, tmp_path / "store", weights=True)
+    assert store.weights("train").tolist() == [0.5, 2]
+    assert store.weights("test") is None
+    assert prepare(folder / "test.tsv", tmp_path / "plain").weights() is None
+    with pytest.raises(DataError, match="the training triples have no weights"):
+        prepare(folder / "test.tsv", tmp_path / "none", weights=True)
+    parts = [write(tmp_path / "train-1.tsv", "h\tr\tt\tweight\na\tr\tb\t0.5\n"),
+             write(tmp_path / "train-2.tsv", "a\tr\tc\n")]  # fmt: skip
+    with pytest.raises(DataError, match="train: some of its triples have a weight and others"):
+        prepare(parts, tmp_path / "mixed")
+
+
+def test_weights_in_memory(tmp_path):
+    triples = [("a", "r", "b", 1.5), ("b", "r", "c", 2)]
+    store = prepare_triples({"train": triples}, tmp_path / "store")
+    assert store.weights().tolist() == [1.5, 2]
+    assert "data.weights" in notes(store.report)[0]
+    for bad, said in ((("b", "r", "c", -1), "triple 1: its weight"), (("b", "r", "c"), "3 fields")):
+        with pytest.raises(DataError, match=said):
+            prepare_triples({"train": [triples[0], bad]}, tmp_path / "bad")
+
+
+def test_a_store_of_before_opens_as_before(tmp_path):
+    """Nothing is written where there are no weights: files and meta are what they were."""
+    store = prepare_triples({"train": [("a", "r", "b")]}, tmp_path / "store")
+    assert not list(store.path.glob("*weight*"))
+    meta = (store.path / META).read_text()
+    assert TripleStore.open(store.path).weights() is None and '"version": 1' in meta
+
+
+# Draws
+
+
+def drawn(values: np.ndarray, seed: int, epoch: int) -> np.ndarray:
+    count = len(values)
+    return WeightedDraw(values).of(EpochShuffle(count, seed, epoch), seed, epoch)(np.arange(count))
+
+
+@settings(deadline=None)
+@given(
+    values=st.lists(st.floats(0.0078125, 100, width=32), min_size=1, max_size=300),
+    seed=st.integers(0, 99),
+)
+def test_a_triple_comes_as_often_as_it_weighs(values, seed):
+    values = np.array(values, np.float32)
+    counts = np.bincount(drawn(values, seed, 0), minlength=len(values))
+    expected = values.astype(np.float64) / values.mean(dtype=np.float64)
+    assert counts.sum() == len(values)
+    assert (np.abs(counts - expected) < 1 + 1e-6).all()  # floor or ceil
+
+
+def test_equal_weights_give_each_triple_once_and_epochs_differ():
+    values = np.full(1000, 0.3, np.float32)
+    assert sorted(drawn(values, 1, 0)) == list(range(1000))
+    values[:] = np.random.default_rng(0).random(1000) + 0.01
+    one, other = drawn(values, 1, 0), drawn(values, 1, 1)
+    assert (one != other).any() and (drawn(values, 1, 0) == one).all()
+    assert sorted(one) != sorted(other)  # another offset
+
+
+def test_a_draw_is_a_search_in_cumulated_weights(monkeypatch):
+    monkeypatch.setattr(weighted_draw, "CHUNK", 128)
+    values = np.random.default_rng(3).random(5000, np.float32) ** 4 + 1e-6
+    found = WeightedDraw(values).of(lambda x: x, 5, 2)(np.arange(5000))
+    steps = np.cumsum(values.astype(np.float64)) / values.sum(dtype=np.float64) * 5000
+    offsets = [np.searchsorted(steps, np.arange(5000) + x, "right") for x in np.linspace(0, 1, 9)]
+    assert (found >= offsets[0]).all() and (found <= offsets[-1].clip(max=4999)).all()
+    assert (np.diff(found) >= 0).all()

@@ -1,0 +1,188 @@
+"""Negatives among entities that suit: draws by definition, whole runs against the dense oracle."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from oracle_training import suits, train_dense
+from training_runs import config_of, fit, largest_difference, parameters, random_triples
+from worlds import run_world
+
+from kge_torchrec.config import Config, ConfigError, RunConfig
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data.entity_types import EntityTypes
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.suited_negatives import OwnNegatives, SeenSets, TypeSets, make_suited
+from kge_torchrec.errors import DataError
+from kge_torchrec.training.trainer import Trainer
+
+VARIANTS = {
+    "seen": {"among": "seen", "chunk_size": 8, "in_batch": True, "filtered": True},
+    "types": {"among": "types", "types": "{here}/types.tsv"},
+    "types of a share": {"among": "types", "types": "{here}/types.tsv", "among_share": 0.5,
+                         "chunk_size": 8, "sampling": "degree", "in_batch": True, "head_count": 9},
+    "each its own": {"among": "seen", "chunk_size": 1},
+    "own": {"among": "own", "file": "{here}/wrong.tsv", "among_share": 0.6, "chunk_size": 4},
+}  # fmt: skip
+ON_FOUR = ("seen", "types of a share")
+
+
+@functools.cache
+def the_store() -> Path:
+    """Relations of some entities each, types for four entities of five; and wrong triples."""
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    random = np.random.default_rng(5)
+    relation = random.integers(5, size=100)
+    ends = (6 * relation + random.integers(11, size=(2, 100))) % 31
+    rows = zip(ends[0], relation, ends[1], strict=True)
+    triples = [(f"e{h}", f"r{r}", f"e{t}") for h, r, t in rows] + random_triples(31, 1, 31)
+    triples.append(("e3", "alone", "e4"))
+    triples = list(dict.fromkeys(triples))
+    lines = [f"e{i}\tt{(i * k) % 9}\n" for i in range(31) for k in (1, 3) if i % 5]
+    (folder / "types.tsv").write_text("".join([*lines, "e0\tonly this one\n", "e1\tt1\n"]))
+    wrong = [(h, r, f"e{random.integers(31)}") for h, r, _ in triples[:60]]
+    lines = ["\t".join(row) + "\n" for row in [*wrong, triples[0], ("e1", "r1", "stranger")]]
+    (folder / "wrong.tsv").write_text("".join(lines))
+    return prepare_triples({"train": triples}, folder / "store").path
+
+
+def variant(name: str, folder: Path | None = None) -> Config:
+    here = str(the_store().parent)
+    keys = {
+        f"negatives__{key}": value.format(here=here) if isinstance(value, str) else value
+        for key, value in VARIANTS[name].items()
+    }
+    config = config_of(the_store(), train__epochs=1, train__lr=0.1, train__eps=1e-3, **keys)
+    return replace(config, run=RunConfig(folder and str(folder), progress=False, tensorboard=False))
+
+
+def rank_trains_all(configs: dict[str, Config], folder: Path) -> dict:
+    found = {}
+    for name, config in configs.items():
+        run = replace(config.run, dir=str(folder / name))
+        found[name] = {}
+
+        def remember_start(loop: Trainer, found: dict = found[name]) -> None:
+            found["start"] = parameters(loop.session)
+            loop._save = lambda: None
+
+        found[name]["end"] = fit(replace(config, run=run), remember_start).parameters
+    return found
+
+
+@functools.cache
+def trained(world_size: int) -> dict[str, dict]:
+    configs = {name: variant(name) for name in (ON_FOUR if world_size == 4 else VARIANTS)}
+    with tempfile.TemporaryDirectory() as folder:
+        return run_world(world_size, rank_trains_all, configs, Path(folder))[0]
+
+
+@functools.cache
+def dense(name: str) -> dict:
+    store, start = TripleStore.open(the_store()), trained(2)[name]["start"]
+    return train_dense(variant(name), store, start)
+
+
+@pytest.mark.parametrize(
+    "name, world_size", [*itertools.product(VARIANTS, (1, 2)), *((name, 4) for name in ON_FOUR)]
+)
+def test_training_equals_the_dense_oracle(name, world_size):
+    found, expected = trained(world_size)[name], dense(name)
+    assert largest_difference(found["start"], expected) > 0.05
+    assert largest_difference(found["end"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("side", ["head", "tail"])
+@pytest.mark.parametrize("name", ["each its own", "types"])
+def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
+    store, config = TripleStore.open(the_store()), variant(name)
+    rows = np.asarray(store.train, np.int64)
+    types = config.negatives.types
+    sets = SeenSets(store) if types is None else TypeSets(EntityTypes.read(types, store))
+    unit = (np.arange(997) + 0.5) / 997
+    every = np.arange(store.num_entities)[None].repeat(len(rows), 0)
+    import torch
+
+    right = suits(config, store, torch.from_numpy(rows), side, torch.from_numpy(every)).numpy()
+    assert (sets.suit(side, rows, every) == right).all()
+    nothing = 0
+    for row, allowed in zip(rows, right, strict=True):
+        found = sets.draw(side, np.repeat(row[None], 997, 0), unit)
+        if (found < 0).any():
+            assert (found < 0).all() and allowed.all()  # then any entity suits
+            nothing += 1
+        else:
+            assert set(found) == set(np.flatnonzero(allowed))
+    assert 0 < nothing < len(rows)
+
+
+def test_own_negatives_are_those_of_the_query(caplog):
+    """Neither training triples nor strangers; and -1 for a query without any."""
+    store = TripleStore.open(the_store())
+    path = the_store().parent / "wrong.tsv"
+    own, rows = OwnNegatives.read(path, store), np.asarray(store.train, np.int64)
+    assert "1 triples have labels that are not in the graph" in caplog.text
+    assert "own negatives are training triples; left out" in caplog.text
+    lines = [tuple(line.split("\t")) for line in path.read_text().splitlines()]
+    entity, relation = store.entities.array.to_pylist(), store.relations.array.to_pylist()
+    true = {(entity[h], relation[r], entity[t]) for h, r, t in rows.tolist()}
+    unit = (np.arange(200) + 0.5) / 200
+    for h, r, t in rows.tolist():
+        for side, at in (("tail", 2), ("head", 0)):
+            found = own.draw(side, np.array([[h, r, t]] * 200), unit)
+            ends = (entity[h], relation[r], entity[t])
+            wrong = {
+                line[at] for line in set(lines) - true
+                if line[1] == ends[1] and line[2 - at] == ends[2 - at] and line[at] in entity
+            }  # fmt: skip
+            assert {entity[i] for i in found if i >= 0} == wrong
+            assert (found < 0).all() == (not wrong)
+
+
+def test_a_share_of_the_negatives_suits_and_the_others_stay():
+    store = TripleStore.open(the_store())
+    suited = make_suited("seen", None, None, 0.3, store)
+    random, rows = np.random.default_rng(0), np.asarray(store.train[:20], np.int64)
+    unit, ids = random.random((4, 10)), random.integers(31, size=(4, 10))
+    before = ids.copy()
+    suited.replace("tail", ids, unit, rows.reshape(4, 5, 3))
+    assert (ids[:, 3:] == before[:, 3:]).all() and (ids[:, :3] != before[:, :3]).any()
+    assert not suited.unsuited("tail", rows, ids, 10)[:, 3:].any()
+
+
+@pytest.mark.parametrize(
+    "keys, said",
+    [
+        ({"regime": "kvsall"}, "takes every entity as a candidate; use sampled"),
+        ({"regime": "kvssample"}, "draws for all queries of a batch together; use sampled"),
+        ({"log_q": True}, "negatives.log_q: with negatives.among seen"),
+        ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_share"),
+        ({"types": "x.tsv"}, "negatives.types is of negatives.among types, not seen"),
+        ({"file": "x.tsv"}, "negatives.file is of negatives.among own, not seen"),
+        ({"among": "own"}, "negatives.among own needs negatives.file"),
+        ({"among": "none"}, "negatives.among must be one of"),
+        ({"among_share": 0.0}, "negatives.among_share"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(keys, said):
+    given = {f"negatives.{key}": value for key, value in {"among": "seen", **keys}.items()}
+    loss = {"loss.name": "softmax"}
+    with pytest.raises(ConfigError) as caught:
+        config_from_dict({**loss, **given})
+    assert said in str(caught.value)
+
+
+def test_types_and_files_that_are_not_there(tmp_path):
+    store = TripleStore.open(the_store())
+    with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):
+        make_suited("types", None, None, 1.0, store)
+    (tmp_path / "x.tsv").write_text("no\tsuch\tlabel\n")
+    with pytest.raises(DataError, match="none of its 1 triples is of labels in the graph"):
+        make_suited("own", None, str(tmp_path / "x.tsv"), 1.0, store)

@@ -1,0 +1,120 @@
+"""Weighted triples on 1, 2 and 4 ranks against the dense oracles, in the loss and in the draw."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import oracle_full_candidates
+import oracle_training
+import pytest
+from training_runs import config_of, fit, largest_difference, parameters, random_triples
+from worlds import run_world
+
+from kge_torchrec.config import Config, ConfigError, RunConfig
+from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+from kge_torchrec.training.trainer import Trainer
+
+ALL = {"negatives__regime": "1vsall", "train__batch_size": 16}
+VARIANTS = {
+    "loss": {"data__weights": "loss", "negatives__chunk_size": 8, "loss__n3": 0.02,
+             "negatives__in_batch": True, "train__accumulation": 3},
+    "sampling": {"data__weights": "sampling", "negatives__filtered": True,
+                 "entities__engine": "handrolled"},
+    "all, loss": {"data__weights": "loss", **ALL, "loss__n3": 0.02, "loss__relation_weight": 0.5,
+                  "train__accumulation": 3, "entities__engine": "handrolled"},
+    "all, loss and dura": {"data__weights": "loss", **ALL, "loss__regularizers": {"dura": 0.02},
+                           "model__reciprocal": False, "loss__name": "bce"},
+    "all, sampling": {"data__weights": "sampling", **ALL, "entities__engine": "handrolled"},
+}  # fmt: skip
+ON_FOUR = ("loss", "all, loss")
+
+
+@functools.cache
+def the_store() -> Path:
+    random = np.random.default_rng(4)
+    triples = [
+        (*triple, float(weight) ** 3 + 0.01)
+        for triple, weight in zip(random_triples(23, 3, 90), random.random(90) * 2, strict=True)
+    ]
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    return prepare_triples({"train": triples}, folder / "store").path
+
+
+def variant(name: str, folder: Path | None = None) -> Config:
+    config = config_of(
+        the_store(), train__epochs=1, train__lr=0.1, train__eps=1e-3, seed=3, **VARIANTS[name]
+    )
+    return replace(config, run=RunConfig(folder and str(folder), progress=False, tensorboard=False))
+
+
+def rank_trains_all(store: Path, folder: Path, names: list[str]) -> dict:
+    found = {}
+    for name in names:
+        config = variant(name, folder / name)
+        config = replace(config, data=replace(config.data, path=str(store)))
+        found[name] = {}
+
+        def remember_start(loop: Trainer, found: dict = found[name]) -> None:
+            found["start"] = parameters(loop.session)
+            loop._save = lambda: None
+
+        found[name]["end"] = fit(config, remember_start).parameters
+    return found
+
+
+@functools.cache
+def trained(world_size: int) -> dict[str, dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        names = ON_FOUR if world_size == 4 else VARIANTS
+        ranks = run_world(world_size, rank_trains_all, the_store(), Path(folder), list(names))
+    return ranks[0]
+
+
+@functools.cache
+def dense(name: str) -> dict:
+    is_full = "negatives__regime" in VARIANTS[name]
+    oracle = oracle_full_candidates if is_full else oracle_training
+    return oracle.train_dense(
+        variant(name), TripleStore.open(the_store()), trained(1)[name]["start"]
+    )
+
+
+@pytest.mark.parametrize(
+    "name, world_size", [*itertools.product(VARIANTS, (1, 2)), *((name, 4) for name in ON_FOUR)]
+)
+def test_weighted_training_equals_the_dense_oracle(name, world_size):
+    found, expected = trained(world_size)[name], dense(name)
+    assert largest_difference(found["start"], expected) > 0.05
+    assert largest_difference(found["end"], expected) < 1e-5
+
+
+@pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
+@pytest.mark.parametrize("use", ["loss", "sampling"])
+def test_queries_of_several_answers_have_no_weight(regime, use):
+    keys = {"data.weights": use, "negatives.regime": regime}
+    with pytest.raises(ConfigError, match=f"data.weights {use}: queries of .* use sampled or 1vs"):
+        config_from_dict(keys)
+
+
+def test_what_is_in_the_batch_is_not_corrected_for_a_weighted_draw():
+    keys = {"data.weights": "sampling", "negatives.log_q": True, "negatives.in_batch": True}
+    with pytest.raises(ConfigError, match=r"with data.weights sampling set negatives.in_batch"):
+        config_from_dict({**keys, "loss.name": "softmax"})
+
+
+def test_weights_that_are_not_there_are_asked_for(tmp_path):
+    """Of a store, and of files, whose error says how train is told of them."""
+    store = prepare_triples({"train": random_triples(9, 2, 20)}, tmp_path / "store")
+    with pytest.raises(DataError, match=r"data.weights loss: the store has no weights"):
+        fit(config_of(store.path, tmp_path / "run", data__weights="loss"))
+    (tmp_path / "x.tsv").write_text("a\tr\tb\t0.5\n")
+    with pytest.raises(DataError, match=r"read it with --data.weights loss$"):
+        fit(config_of(tmp_path / "x.tsv", tmp_path / "other"))
