@@ -20,11 +20,12 @@ import time
 from pathlib import Path
 
 import faults
+import faults_answers
 import faults_exports
+import faults_growth
 from faults import Fault
 
-FAULTS = [*faults.FAULTS, *faults_exports.FAULTS]
-
+FAULTS = [*faults.FAULTS, *faults_answers.FAULTS, *faults_exports.FAULTS, *faults_growth.FAULTS]
 ROOT = Path(__file__).resolve().parents[1]
 
 

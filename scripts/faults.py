@@ -19,9 +19,7 @@ class Fault:
 CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
 MODEL_CONFIG, FOREIGN = "config/model.py", "embeddings/foreign_optimizer.py"
-GROWTH = "training/growth.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
-ANSWERS = "answers/"
 GRADIENTS, BIASED = "training/gradients.py", "models/scorers/biased.py"
 
 FAULTS = [
@@ -38,37 +36,6 @@ FAULTS = [
           "tests/ranking/test_exact.py -k fetched_at"),
     Fault("a true score of minus infinity ties with what is filtered", "ranking/exact.py",
           "own.make_room(scores)", "pass", "tests/ranking/test_exact.py -k minus_inf"),
-    # answers
-    Fault("known relations are predicted", ANSWERS + "predictions.py",
-          "row[exclude.relations_between(head, tail)] = True", "pass",
-          "tests/answers/test_predictions.py -k is_known"),
-    Fault("known answers above a score are listed", ANSWERS + "predictions.py",
-          "erase(scores, first, left_out, torch.nan)", "pass",
-          "tests/answers/test_choice.py -k above_a_score"),
-    Fault("a new link must beat the best so far", ANSWERS + "links.py",
-          "float(self.triples.scores[-1])", "float(self.triples.scores[0])",
-          "tests/answers/test_choice.py -k brute_force"),
-    Fault("new links of this rank alone", ANSWERS + "links.py",
-          "model.processes.gather(best.triples)", "[best.triples]", "tests/answers/test_ranks.py"),
-    Fault("an export asks other ranks", "embeddings/backend.py",
-          "1 if self.alone else world_size()", "world_size()", "tests/answers/test_ranks.py"),
-    Fault("biases make neighbours", ANSWERS + "nearest.py",
-          "rows[..., : rows.shape[-1] - self.scorer.bias_columns]", "rows",
-          "tests/answers/test_nearest.py -k by_hand"),
-    Fault("a calibration of other parameters counts", ANSWERS + "calibration.py",
-          "return (self.step, self.data) == (step, data)", "return True",
-          "tests/answers/test_calibration.py -k other_steps"),
-    Fault("true triples count as corruptions", ANSWERS + "corruptions.py",
-          "left = left[known]", "left = left[:0]",
-          "tests/answers/test_calibration.py -k corruptions_are_false"),
-    Fault("one threshold for all relations", ANSWERS + "classification.py",
-          "thresholds[relation] = best_threshold(", "best_threshold(",
-          "tests/answers/test_classification.py -k each_relation"),
-    Fault("not is forgotten", ANSWERS + "fuzzy_answers.py",
-          "1 - self.members(other).degrees", "self.members(other).degrees",
-          "tests/answers/test_ask.py -k dense"),
-    Fault("softmax over this rank's entities", ANSWERS + "fuzzy_answers.py",
-          "total = torch.stack(parts).logsumexp(0)", "pass", "tests/answers/test_ranks.py"),
     # candidates
     Fault("the chance of a draw by degree without its exponent", "data/negatives.py",
           "weight = np.power(degree, self._power, where", "weight = np.power(degree, 1.0, where",
@@ -487,32 +454,6 @@ FAULTS = [
     Fault("a watched step is watched for ever", "training/step.py",
           "                hook.remove()", "                pass",
           "tests/comparison/test_speed.py"),
-    # graphs that grow, and vectors from elsewhere
-    Fault("inverses stay behind the old relations", GROWTH,
-          "after[block * new : block * new + old]", "after[block * old : block * old + old]",
-          "tests/growth/test_extend.py -k old_rows"),
-    Fault("frozen rows step where all entities are candidates", "embeddings/all_to_all/table.py",
-          "step_parts(part.without(self.pending.frozen) for part in gradients)",
-          "step_parts(gradients)", "tests/test_every_key.py -k freeze"),
-    Fault("momentum moves frozen relations", "distributed/dense.py",
-          "            part[rows] = numbers", "            pass",
-          "tests/growth/test_extend.py -k frozen_rows"),
-    Fault("frozen rows count in the clipped norm", "training/gradients.py",
-          "            self.backend.dense.frozen.drop_gradients()", "            pass",
-          "tests/growth/test_extend.py -k dense_oracle"),
-    Fault("replay draws the same old triples every epoch", "data/shuffle.py",
-          "EpochShuffle(old, seed + 1, epoch)", "EpochShuffle(old, seed + 1, 0)",
-          "tests/data/test_extended_store.py -k replay"),
-    Fault("placing forgets old queries", "growth/placement.py",
-          "for queries in self.old_queries if len(block) else ():", "for queries in ():",
-          "tests/growth/test_placement.py"),
-    Fault("vectors of a shard that starts elsewhere", "training/warm_start.py",
-          "shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own",
-          "shard.rows[ids[here] % len(shard.rows), : own.shape[1]] = own",
-          "tests/training/test_warm_start.py -k ranks_read"),
-    Fault("two vectors of a label: the last one is taken", "data/vectors.py",
-          "    if counts.max() > 1:", "    if False:",
-          "tests/training/test_warm_start.py -k twice"),
     # files
     Fault("a folder that cannot take its name takes the old one along", "files.py",
           "            old.rename(target)\n        raise", "            pass\n        raise",

@@ -175,7 +175,8 @@ def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeyp
     assert "fbgemm-gpu missing" in out
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
                  "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
-                 "ask": ["x", "y"], "nearest": ["x", "y"]}.get(verb, ["x"])  # fmt: skip
+                 "ask": ["x", "y"], "nearest": ["x", "y"],
+                 "extend": ["x", "y", "-o", "z"], "parts": ["scorer"]}.get(verb, ["x"])  # fmt: skip
     refused(capsys, [verb, *arguments], "fbgemm-gpu-cpu (CPU)", "not installed")
 
 

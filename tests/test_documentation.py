@@ -332,7 +332,7 @@ def test_what_a_page_names_exists(path):
     keys = {".".join(key.split(".")[:2]) for key in all_keys()}
     groups = "|".join({key.split(".")[0] for key in keys if "." in key})
     named = re.findall(rf"^(?:.* )?(?:--)?((?:{groups})\.[a-z_]\w*)\b", "\n".join(spans), re.M)
-    files = r"\.(json|npy|safetensors|txt|vec)$"
+    files = r"\.(json|npy|parquet|safetensors|tsv|txt|vec)$"
     assert [key for key in named if key not in keys and not re.search(files, key)] == []
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -77,13 +76,22 @@ def nearest(model: AnsweringModel, entity: Label, k: int = 10) -> list[Neighbour
 
     Raises ConfigError for a k below 1, UnknownLabelError with close matches, IndexError for an id.
     """
+    (found,) = nearest_of_each(model, model.entity_ids(entity).reshape(1), k)
+    return found
+
+
+def nearest_of_each(model: AnsweringModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
+    """``nearest`` of each of the ids (B,), in one pass over all entities."""
     check_count(k)
-    anchor = model.entity_ids(entity).reshape(1)
     similarity = EntitySimilarity(model.scorer)
-    itself = Answers.single(anchor.numpy())
-    none, k = torch.zeros(1, dtype=torch.int64), min(k, model.num_entities)
-    scores, ids = top_k(similarity, model.shard, anchor, none, "tail", k, itself)  # type: ignore[arg-type]
-    found = ids[0] >= 0
-    labels = model.entities.labels(np.asarray(ids[0, found].cpu()))
-    pairs = zip(labels, scores[0, found].tolist(), strict=True)
-    return [Neighbour(rank, *pair) for rank, pair in enumerate(pairs, 1)]
+    themselves = Answers.single(entities.numpy())
+    none, k = torch.zeros_like(entities), min(k, model.num_entities)
+    scores, ids = top_k(similarity, model.shard, entities, none, "tail", k, themselves)  # type: ignore[arg-type]
+    neighbours = []
+    for its_scores, its_ids in zip(scores.cpu(), ids.cpu(), strict=True):
+        found = its_ids >= 0
+        pairs = zip(
+            model.entities.labels(its_ids[found].numpy()), its_scores[found].tolist(), strict=True
+        )
+        neighbours.append([Neighbour(rank, *pair) for rank, pair in enumerate(pairs, 1)])
+    return neighbours

@@ -39,7 +39,7 @@ from kge_torchrec.training.growth import old_rows
 from kge_torchrec.training.session import Session
 
 BLOCK_ROWS = 1 << 16  # placed together
-PASSES = 10  # over the triples of a block
+PASSES, LEAST_STEPS = 10, 200  # over the triples of a block; more passes where they are few
 CANDIDATES = 1024  # of every batch and side, where training takes all entities
 OLD_TRIPLES = 1 << 13  # whose queries new rows are candidates of
 OLD_BATCH = 1 << 9  # of them a step, and as many of the block's rows
@@ -128,10 +128,11 @@ class _Placer:
         sampler = NegativeSampler(self.store.num_entities, self.candidates, seed)
         degrees = self.store.degrees() if self._is_softmax and self.estimates_all else None
         batches = BatchBuilder(triples, BATCH, sampler, sides=sides, seed=seed, degrees=degrees)
-        steps = PASSES * batches.steps_per_epoch
+        passes = max(PASSES, -(-LEAST_STEPS // batches.steps_per_epoch))
+        steps = passes * batches.steps_per_epoch
         drawing = torch.Generator().manual_seed(seed)
         share = self.old.triples / len(triples)  # old queries for each new one
-        for step, batch in enumerate(self._batches(batches)):
+        for step, batch in enumerate(self._batches(batches, passes)):
             for group in optimizer.param_groups:
                 group["lr"] = group["base"] * (1 - step / steps)
             optimizer.zero_grad()
@@ -191,8 +192,8 @@ class _Placer:
                 log_sum.append(torch.logaddexp(own[0], negative[0].logsumexp(-1) + missing))
             yield _OldQueries(side, anchor, relation, torch.cat(positive), torch.cat(log_sum))
 
-    def _batches(self, batches: BatchBuilder) -> Iterator[Batch]:
-        for number in range(PASSES):
+    def _batches(self, batches: BatchBuilder, passes: int) -> Iterator[Batch]:
+        for number in range(passes):
             for batch in batches.epoch(number):
                 yield batch.to(self.device)
 
@@ -232,7 +233,7 @@ class _Placer:
         every = max(1, -(-count // _SAMPLE))
         triples = np.asarray(self.store.train[:count:every], np.int64)
         relations = torch.from_numpy(triples[:, 1].copy())
-        found = {}
+        found: dict[Side, _Means] = {}
         for side in SIDES:
             ids = torch.from_numpy(triples[:, 0 if side == "head" else 2].copy())
             here = self.shard.holds(ids)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from kge_torchrec.answers.model import AnsweringModel, Label
-from kge_torchrec.answers.nearest import Neighbour, nearest
+from kge_torchrec.answers.nearest import Neighbour, nearest_of_each
 from kge_torchrec.answers.predictions import (
     PARTS,
     Choice,
@@ -240,7 +240,9 @@ def _score(model: AnsweringModel, asked: list[Score], ids: _Ids) -> list[list[fl
 
 
 def _nearest(model: AnsweringModel, asked: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
-    return [nearest(model, ids.of("entity", one.entity), one.k) for one in asked]
+    entities = torch.tensor([ids.of("entity", one.entity) for one in asked], dtype=torch.int64)
+    found = nearest_of_each(model, entities, max(one.k for one in asked))
+    return [neighbours[: one.k] for one, neighbours in zip(asked, found, strict=True)]
 
 
 _Together = Callable[[AnsweringModel, list[Any], _Ids], list[Any]]

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-import functools
 import json
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from grown_runs import (
+    FIRST,
+    OLD_ENTITIES,
+    TABLE,
+    TOLERANCE,
+    base_config,
+    base_run,
+    new_triples,
+    tensors,
+)
 from oracle_table import DenseTable
 from oracle_training import batch_loss, relation_optimizer, table_optimizer
 from torch import Tensor
-from training_runs import config_of, fit, parameters, random_triples, tiny_store
+from training_runs import fit, parameters, random_triples
 from worlds import run_world
 
 from kge_torchrec import api, extend
@@ -23,54 +31,8 @@ from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training.checkpoint_index import read_whole
-from kge_torchrec.training.checkpoints import open_checkpoint
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-
-TABLE = "engine.model.entities.embeddings.entity.weight"
-OLD_ENTITIES, OLD_RELATIONS = 37, 3
-TOLERANCE = 1e-5
-
-
-def new_triples() -> dict[str, list[tuple[str, str, str]]]:
-    """9 new entities and 2 new relations, among themselves and with old ones."""
-    random = np.random.default_rng(5)
-    names = [*(f"n{i}" for i in range(9)), *(f"e{i}" for i in range(20))]
-    relations = ["r0", "r2", "new0", "new1"]
-    train = {(f"n{i % 9}", relations[i % 4], names[random.integers(29)]): None for i in range(60)}
-    return {"train": list(train), "test": [("n0", "r1", "e3"), ("e4", "new0", "n5")]}
-
-
-def base_config(store: Path, folder: Path | None, **changes) -> Config:
-    given = {"model__scorer": "complex", "model__reciprocal": True, "train__epochs": 2,
-             "train__eps": 1e-3, "checkpoint__every_epochs": 0, **changes}  # fmt: skip
-    return config_of(store, folder, **given)
-
-
-@functools.cache
-def base_run(**changes) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    store = tiny_store(folder / "store").path
-    return api.train(base_config(store, folder / "run", **changes), rank_test=False).path
-
-
-def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
-    """Of a run's newest checkpoint."""
-    checkpoint = (
-        run / "checkpoints" / name if name else sorted((run / "checkpoints").glob("step*"))[-1]
-    )
-    index, _ = open_checkpoint(checkpoint)
-    found = {
-        key: torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"]))
-        for key, entry in index.items()
-        if not key.startswith("random")
-    }
-    read_whole(checkpoint, index, found)
-    return found
-
-
-FIRST = "step-000000000000"
 
 
 @pytest.mark.parametrize(
@@ -207,7 +169,8 @@ def check_training(run: Path, name: str) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"negatives__regime": "1vsall"}, {"negatives__regime": "kvsall"},
+    [{"negatives__regime": "1vsall", "entities__engine": "handrolled"},
+     {"negatives__regime": "kvsall"},
      {"negatives__regime": "kvssample"}, {"train__optimizer": "adam", "model__scorer": "conve",
       "model__dim": 12}, {"train__accumulation": 2, "train__precision": "fp16"}],
     ids=str,

@@ -13,6 +13,7 @@ from starlette.testclient import TestClient
 from kge_torchrec.answers.predictions import Query
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.serving import batching
+from kge_torchrec.serving import requests as form
 from kge_torchrec.serving.app import create_app
 from kge_torchrec.serving.batching import Answerer, Busy, Nearest, Predict, Score, Unknown, answers
 
@@ -89,6 +90,8 @@ def test_scores_that_are_no_numbers_are_null(model):
         found = client.get("/predict", params={"head": "e1", "relation": "r0", "k": 37}).json()
         last = found["answers"][-1]
         assert last["label"] == "e4" and last["score"] is None
+    # Whatever turns the answer into JSON, older versions of FastAPI included.
+    assert form.Scored(rank=1, label="e4", score=-torch.inf).score is None
 
 
 def questions():

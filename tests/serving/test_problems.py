@@ -177,6 +177,7 @@ def test_runs_and_exports_are_served(run_path, monkeypatch):
     def ask(server, sockets):
         with TestClient(server.config.app) as client:
             asked.append((client.get("/health").json(), sockets[0].getsockname()))
+        assert sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
     told = []

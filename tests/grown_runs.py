@@ -1,0 +1,61 @@
+"""A small run, and triples to extend it by, for the tests of graphs that grow."""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from training_runs import config_of, tiny_store
+
+from kge_torchrec import api
+from kge_torchrec.config import Config
+from kge_torchrec.training.checkpoint_index import read_whole
+from kge_torchrec.training.checkpoints import open_checkpoint
+
+TABLE = "engine.model.entities.embeddings.entity.weight"
+OLD_ENTITIES, OLD_RELATIONS = 37, 3
+TOLERANCE = 1e-5
+
+
+def new_triples() -> dict[str, list[tuple[str, str, str]]]:
+    """9 new entities and 2 new relations, among themselves and with old ones."""
+    random = np.random.default_rng(5)
+    names = [*(f"n{i}" for i in range(9)), *(f"e{i}" for i in range(20))]
+    relations = ["r0", "r2", "new0", "new1"]
+    train = {(f"n{i % 9}", relations[i % 4], names[random.integers(29)]): None for i in range(60)}
+    return {"train": list(train), "test": [("n0", "r1", "e3"), ("e4", "new0", "n5")]}
+
+
+def base_config(store: Path, folder: Path | None, **changes) -> Config:
+    given = {"model__scorer": "complex", "model__reciprocal": True, "train__epochs": 2,
+             "train__eps": 1e-3, "checkpoint__every_epochs": 0, **changes}  # fmt: skip
+    return config_of(store, folder, **given)
+
+
+@functools.cache
+def base_run(**changes) -> Path:
+    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    store = tiny_store(folder / "store").path
+    return api.train(base_config(store, folder / "run", **changes), rank_test=False).path
+
+
+def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
+    """Of a run's newest checkpoint."""
+    checkpoint = (
+        run / "checkpoints" / name if name else sorted((run / "checkpoints").glob("step*"))[-1]
+    )
+    index, _ = open_checkpoint(checkpoint)
+    found = {
+        key: torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"]))
+        for key, entry in index.items()
+        if not key.startswith("random")
+    }
+    read_whole(checkpoint, index, found)
+    return found
+
+
+FIRST = "step-000000000000"
