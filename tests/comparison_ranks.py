@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from kge_torchrec.comparison.launch import Reporter, run_world
-from kge_torchrec.comparison.speed import _peak_resident_bytes
 from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.environment import peak_resident_bytes
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -61,11 +61,11 @@ def die_on_last_rank(reporter: Reporter, ranks: Processes, how: int) -> None:
 
 def use_memory(reporter: Reporter, ranks: Processes, size: int) -> dict:
     """The peak before and after ``size`` bytes are used, and after they are freed again."""
-    peaks = [_peak_resident_bytes()]
+    peaks = [peak_resident_bytes()]
     held = np.ones(size, dtype=np.uint8)
-    peaks.append(_peak_resident_bytes())
+    peaks.append(peak_resident_bytes())
     del held
-    return {"peaks": [*peaks, _peak_resident_bytes()]}
+    return {"peaks": [*peaks, peak_resident_bytes()]}
 
 
 def tell_and_wait(reporter: Reporter, ranks: Processes, folder: str) -> None:

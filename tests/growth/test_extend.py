@@ -101,7 +101,8 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
                 for code, side in enumerate(("head", "tail"))
             }
             entities = table.weights.clone().requires_grad_()
-            loss = batch_loss(config, store, entities, relations, rows, negatives, set())
+            shares = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
+            loss = batch_loss(config, store, entities, relations, rows, negatives, set(), shares)
             optimizer.zero_grad()
             loss.backward()
             gradients = entities.grad, relations.grad

@@ -54,7 +54,8 @@ def loss_of_new(config: Config, store: TripleStore, found: dict[str, Tensor]) ->
     relations = found["engine.model.objective.scorer.relations"].double()
     negatives = {"head": every, "tail": every}
     table = found[TABLE].double()
-    return float(batch_loss(config, store, table, relations, rows, negatives, set()))
+    shares = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
+    return float(batch_loss(config, store, table, relations, rows, negatives, set(), shares))
 
 
 @pytest.mark.parametrize(

@@ -171,7 +171,8 @@ class Shallom(QueryScorer):
         return score + query.bias[..., 0]
 
     def similarity_matrix(self, query: Half, rows: Tensor) -> Tensor:
-        rows, width = rows @ query.layer.t(), query.weight.shape[-1]
+        # Of rows that lie apart (biases beside them) bits would depend on how many there are.
+        rows, width = rows.contiguous() @ query.layer.t(), query.weight.shape[-1]
         return pairwise(self._score, [query.hidden, query.weight], [rows], width) + query.bias
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
