@@ -31,4 +31,11 @@ FAULTS = [
     Fault("two vectors of a label: the last one is taken", "data/vectors.py",
           "    if counts.max() > 1:", "    if False:",
           "tests/training/test_warm_start.py -k wrong_with"),
+    Fault("old triples without weights weigh nothing", "data/prepare.py",
+          "before = np.ones(len(base.split(split)), np.float32)",
+          "before = np.zeros(len(base.split(split)), np.float32)",
+          "tests/data/test_extended_store.py -k weight"),
+    Fault("names of columns are not those of the run", "data/prepare.py",
+          "ColumnChoice.of(columns, None)", "ColumnChoice.of(None, None)",
+          "tests/data/test_extended_store.py -k columns"),
 ]  # fmt: skip

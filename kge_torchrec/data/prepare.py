@@ -162,6 +162,7 @@ def extend_store(
     has_header: bool | None = None,
     allow_unseen_relations: bool = False,
     literals: str = "drop",
+    columns: Sequence[str] | None = None,
     reader: Reader | None = None,
     progress: bool = True,
 ) -> TripleStore:
@@ -169,8 +170,9 @@ def extend_store(
 
     Labels of ``base`` keep their ids, new ones follow; so do the triples of every split.  What
     comes without a split is trained on.  Triples that ``base`` has in the same split are dropped
-    and counted.  The report's ``extends`` says where the new begins: numbers of ``entities``,
-    ``relations``, ``triples`` (train) and ``valid`` of ``base``.
+    and counted.  Where either has weights, triples without one weigh 1.  Types are not taken over.
+    The report's ``extends`` says where the new begins: numbers of ``entities``, ``relations``,
+    ``triples`` (train) and ``valid`` of ``base``.
 
     new: as ``sources`` of `prepare`, or splits in memory as `prepare_triples` takes them.  The rest
         as for `prepare`.
@@ -190,7 +192,7 @@ def extend_store(
         dropped: Counter[str] = Counter()
         notes |= {"sources": named, "literals": dropped}
         left_out = dropped if literals == "drop" else None
-        choice = ColumnChoice.of(None, None)
+        choice = ColumnChoice.of(columns, None)
         batches = _read(files, has_header, left_out, reader, choice, progress)
     return _prepare(
         batches,

@@ -197,6 +197,7 @@ class _Extension:
             has_header=data.has_header,
             allow_unseen_relations=allow_unseen or data.allow_unseen_relations,
             literals=data.literals,
+            columns=data.columns,
             reader=make_reader(data.reader, data.reader_options, "data.reader_options"),
             progress=self.config.run.progress,
         )
@@ -206,9 +207,9 @@ class _Extension:
         """The start of new entities' rows, as a run of the whole graph draws them."""
         for first, count in self._blocks():
             rows = torch.empty(count, self.config.model.dim)
-            if self.processes.is_first:
-                shard = EntityShard(rows, first, self.store.num_entities)
-                fill_rows(shard, self.config.seed, init)
+            shard = EntityShard(rows, first, self.store.num_entities)
+            fill = partial(fill_rows, shard, self.config.seed, init)
+            on_first_rank(self.processes, fill)
             yield rows
 
     def _blocks(self) -> Iterator[tuple[int, int]]:

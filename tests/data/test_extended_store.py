@@ -74,3 +74,22 @@ def test_replay_takes_all_new_and_a_share_of_the_old(size, old, share):
     if 0 < share < 1:
         assert set.union(*map(set, drawn)) == set(range(size))  # every old one has its turn
     assert len(set(drawn)) > 15  # another order each epoch
+
+
+@pytest.mark.parametrize("old, new, weights", [(3.0, None, [3, 3, 1]), (None, 0.5, [1, 1, 0.5]),
+                                               (None, None, None)])  # fmt: skip
+def test_what_has_no_weight_weighs_one(tmp_path, old, new, weights):
+    def weighted(triples: list[tuple], weight: float | None) -> list[tuple]:
+        return [(*triple, weight) if weight else triple for triple in triples]
+
+    base = prepare_triples({"train": weighted(OLD["train"], old)}, tmp_path / "old")
+    more = {"train": weighted([("n", "r", "a")], new)}
+    found = extend_store(base, more, tmp_path / "new").weights("train")
+    assert (None if found is None else found.tolist()) == weights
+
+
+def test_columns_of_new_files_have_the_names_that_are_given(base, tmp_path):
+    (tmp_path / "new.csv").write_text("who,how,whom\nn,r,a\n")
+    given = {"columns": ["who", "how", "whom"], "progress": False}
+    store = extend_store(base, tmp_path / "new.csv", tmp_path / "new", **given)
+    assert triples(store, "train") == [*OLD["train"], ("n", "r", "a")]
