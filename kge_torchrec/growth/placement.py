@@ -237,10 +237,11 @@ class _Placer:
         for side in SIDES:
             ids = torch.from_numpy(triples[:, 0 if side == "head" else 2].copy())
             here = self.shard.holds(ids)
-            local = (ids[here] - self.shard.first_row).to(self.device)
+            local = (ids[here] - self.shard.first_row).to(self.device).split(BLOCK_ROWS)
+            own = relations[here].to(self.device).split(BLOCK_ROWS)
             sums = torch.zeros(self.store.num_relations, self.shard.dim, device=self.device)
-            for part in torch.arange(len(local)).split(BLOCK_ROWS):
-                sums.index_add_(0, relations[here][part], self.shard.rows[local[part]].float())
+            for places, of_relation in zip(local, own, strict=True):
+                sums.index_add_(0, of_relation, self.shard.rows[places].float())
             if self.session.processes.world_size > 1:
                 dist.all_reduce(sums)
             counts = torch.bincount(relations, minlength=self.store.num_relations)
