@@ -144,7 +144,7 @@ def hubs_asked(store):
     queries = DistinctQueries(store.filter_index(("train",)), ("tail",))
 
     def ask() -> None:
-        (asked,) = queries.ask(np.arange(HUBS + 1))
+        (asked,) = queries.ask(np.arange(HUBS + 1)[None])
         QueryShard(asked, EntityShard(Rows(), 0, ENTITIES)).answers(range(8192))
 
     return ask

@@ -58,11 +58,11 @@ def train_dense(
         for step in range(step_count):
             factor = rate_factor(config, epoch * step_count + step, step_count)
             table.lr = config.train.lr * factor
-            chosen = order[step * size : (step + 1) * size]
+            chosen = queries_of_step(order, range(len(examples))[step * size :][:size], examples)
             queries = [
                 (query, answers, drawn_answers(config, store, epoch, query, answers))
-                for i in chosen
-                for query, answers in examples[i]
+                for i, number in chosen
+                for query, answers in [examples[i][number]]
             ]
             others = candidates(config, store.num_entities, epoch, step)
             entities = table.weights.clone().requires_grad_()
@@ -94,13 +94,21 @@ def order_of(config: Config, store: TripleStore, epoch: int, count: int) -> np.n
     return order(np.arange(count))
 
 
-def weights_of(config: Config, store: TripleStore, chosen: np.ndarray) -> Tensor | None:
-    """Of the queries of chosen triples, one after another."""
+def queries_of_step(order: np.ndarray, positions: range, examples: list) -> list[tuple[int, int]]:
+    """(example, number of its query): of two queries the first comes half an epoch later."""
+    count = len(order)
+    places = [(order[position], 0) for position in positions]
+    if len(examples[0]) == 2:
+        places += [(order[(position + count // 2) % count], 1) for position in positions]
+    return places
+
+
+def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]) -> Tensor | None:
+    """Of the queries of a step."""
     if config.data.weights != "loss":
         return None
-    sides = 2 if config.negatives.sides == "both" else 1
-    weights = np.asarray(store.weights("train"))[chosen]
-    return torch.from_numpy(weights).double().repeat_interleave(sides)
+    weights = np.asarray(store.weights("train"))[[triple for triple, _ in chosen]]
+    return torch.from_numpy(weights).double()
 
 
 def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, list[int]]]]:

@@ -71,11 +71,13 @@ class Examples(Protocol):
     def __len__(self) -> int: ...
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
-        """The queries of the examples (E,)."""
+        """The queries of examples (queries_each, B): row i has those that ask their i-th query."""
 
 
 class TripleQueries:
     """1vsAll (Lacroix et al. 2018): every triple asks for its own tail and for its own head.
+
+    These are two examples, as in Lacroix et al.: ``QueryBatches`` asks them in different steps.
 
     triples: (T, 3), columns head, relation, tail; memory-mapped is fine, as for weights (T,).
     """
@@ -91,13 +93,13 @@ class TripleQueries:
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
         """One query a triple and side, with one answer."""
+        return [self._ask_side(side, own) for side, own in zip(self.sides, index, strict=True)]
+
+    def _ask_side(self, side: Side, index: np.ndarray) -> SideQueries:
         head, relation, tail = np.ascontiguousarray(self.triples[index].T, dtype=np.int64)
-        ends = {"tail": (head, tail), "head": (tail, head)}
+        anchor, answer = (head, tail) if side == "tail" else (tail, head)
         weight = None if self.weights is None else self.weights[index]
-        return [
-            SideQueries(side, ends[side][0], relation, Answers.single(ends[side][1]), weight)
-            for side in reversed(self.sides)
-        ]
+        return SideQueries(side, anchor, relation, Answers.single(answer), weight)
 
 
 class DistinctQueries:
@@ -118,7 +120,7 @@ class DistinctQueries:
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Example i is the i-th query: those of the first side come first."""
-        asked, first = [], 0
+        (index,), asked, first = index, [], 0
         for side, queries in self._queries.items():
             own = index[(index >= first) & (index < first + len(queries))] - first
             first += len(queries)
@@ -141,7 +143,7 @@ class EveryQuery:
 
     def ask(self, index: np.ndarray) -> list[SideQueries]:
         """Example i is anchor i // R, relation i % R, counted anew on every side."""
-        sides, pairs = np.divmod(index, self._each_side)
+        sides, pairs = np.divmod(index[0], self._each_side)
         asked = []
         for position, side in enumerate(self.sides):
             pair = np.divmod(pairs[sides == position], self.known.num_relations)
@@ -187,17 +189,29 @@ class QueryBatches(EpochBatches[QueryBatch]):
         first = step * self.batch_size
         size = min(self.batch_size, self.examples - first)
         start, stop = (first + size * i // self.accumulation for i in (part, part + 1))
-        asked = self._examples.ask(order(np.arange(start, stop)))
+        asked = self._examples.ask(self._places(order, start, stop))
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM, step))
-        total: float = size
+        total: float = size * self._examples.queries_each
         if self._examples.weights is not None:
-            of_step = self._examples.weights[order(np.arange(first, first + size))]
+            of_step = self._examples.weights[self._places(order, first, first + size)]
             total = float(of_step.sum(dtype=np.float64))
         return QueryBatch(
             asked=tuple(of_side for of_side in asked if len(of_side.anchor)),
-            weight=1 / (total * self._examples.queries_each),
+            weight=1 / total,
             seed=int(seeds.generate_state(part + 1, np.uint64)[part] >> np.uint64(1)),
         )
+
+    def _places(self, order: Order, start: int, stop: int) -> np.ndarray:
+        """(queries_each, B) the examples of B positions of an epoch, for each query of its own.
+
+        The two queries of a triple are half an epoch apart.  In one step their gradients pull the
+        same rows in the same direction: half as many triples a step, and on FB15k-237 with
+        prediction of relations an epoch learns less (loss 32.4 rather than 27.7 over the first
+        100 steps).
+        """
+        each = self._examples.queries_each
+        lag = self.examples * np.arange(each)[:, None] // each
+        return order(((np.arange(start, stop) + lag) % self.examples).ravel()).reshape(each, -1)
 
 
 _ANSWER_STREAM = 3  # sets draws of answers apart from the order, the negatives and ``queries``
@@ -264,7 +278,7 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
         size = min(self.batch_size, self.examples - first)
         number, parts = self.rank * self.accumulation + part, self.world_size * self.accumulation
         start, stop = (size * i // parts for i in (number, number + 1))
-        asked = self._queries.ask(order(np.arange(first + start, first + stop)))
+        asked = self._queries.ask(order(np.arange(first + start, first + stop))[None])
         sampled = [
             self.sampler.draw(epoch, step, SIDE_CODES[of_side.side], 0, 1)[0] for of_side in asked
         ]

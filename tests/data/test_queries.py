@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.compiled_index import QueryList
-from kge_torchrec.data.filter_index import SIDES, FilterIndex, build_side
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
 from kge_torchrec.data.shuffle import EpochShuffle
 
@@ -129,6 +130,18 @@ def test_an_epoch_is_left_and_entered_at_any_step():
             single.asked[1].answers.all(), late[0].asked[1].answers.all(), strict=True
         ):
             assert np.array_equal(own, same)
+
+
+def test_two_queries_of_a_triple_are_half_an_epoch_apart():
+    triples = np.array([[h, 0, h + 30] for h in range(21)])
+    tails, heads = [], []
+    for batch in QueryBatches(TripleQueries(triples, SIDES), 4, seed=2).epoch(1):
+        head, tail = batch.asked
+        assert (head.side, tail.side) == ("head", "tail")
+        tails += tail.anchor.tolist()
+        heads += (head.anchor - 30).tolist()
+        assert not set(tails[-len(tail.anchor) :]) & set(heads[-len(head.anchor) :])
+    assert tails == heads[10:] + heads[:10]
 
 
 def test_no_triples_are_an_error():

@@ -329,7 +329,7 @@ def test_a_gpu_waits_for_no_copy_of_ids(copies):
     rows = torch.empty(50, 8, device="meta")
     shard, block = EntityShard(rows, 0, 50), range(10, 40)
     triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
-    (asked,) = TripleQueries(triples, ("tail",)).ask(np.arange(20))
+    (asked,) = TripleQueries(triples, ("tail",)).ask(np.arange(20)[None])
     direction, fetched = QueryShard(asked, shard), GatheredRows([asked], shard, True)
     direction.touched(block, direction.answers(block))
     kept = fetched.hold_back(block, rows[10:40])
@@ -351,9 +351,9 @@ def test_no_rank_holds_the_answers_of_others():
     known = make_known(np.stack([every * 0, every * 0, every], 1)[::2], entities, 1)
     queries = DistinctQueries(known, ("tail",))
     shard = EntityShard(torch.zeros(rows, 1), entities // 2, entities)
-    QueryShard(queries.ask(np.array([0]))[0], shard).answers(range(rows))  # compiles
+    QueryShard(queries.ask(np.array([[0]]))[0], shard).answers(range(rows))  # compiles
     tracemalloc.start()
-    (asked,) = queries.ask(np.array([0]))
+    (asked,) = queries.ask(np.array([[0]]))
     query, column, share = QueryShard(asked, shard).answers(range(10, rows))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
