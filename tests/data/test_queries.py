@@ -3,8 +3,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.compiled_index import QueryList
 from kge_torchrec.data import SIDES
+from kge_torchrec.data.compiled_index import QueryList
 from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
 from kge_torchrec.data.shuffle import EpochShuffle
