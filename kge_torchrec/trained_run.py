@@ -23,8 +23,9 @@ from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import BEST, FILTERS, Session
+from kge_torchrec.training.session import FILTERS, Session
 from kge_torchrec.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -125,6 +126,7 @@ class Run(Answering):
         card: bool = False,
         license: str | None = None,
         data_license: str | None = None,
+        changed_since: str | Path | None = None,
     ) -> Path:
         """Writes files that ``load_model`` or other programs read, whole or not at all.
 
@@ -137,15 +139,19 @@ class Run(Answering):
         checkpoint: "best" (None, the newest without one), "newest", or a checkpoint's name.
         card: write a model card, README.md, also where the format does not come with one.
         license, data_license: of the model and of the data, for the card; unknown if not given.
+        changed_since: an earlier run, such as the one that this one was extended from: only
+            entities whose rows differ from those of its best checkpoint are written, with their
+            ids in ids.npy.  ``load_model`` does not read that.
 
         Takes the memory of the loaded model and one chunk of rows; for other programs the table as
         well, two or three times.  Returns the path.  Raises ConfigError, CheckpointError or
         ExportError, such as for a model that a format cannot hold.
         """
         from kge_torchrec.export.card import UNKNOWN, Licences
+        from kge_torchrec.export.changes import Earlier
         from kge_torchrec.export.write import check_format, export_model
 
-        check_format(format, self.config.model)
+        check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # before the model is loaded
         wanted = checkpoint or BEST
@@ -153,7 +159,10 @@ class Run(Answering):
         assert self._progress is not None  # _load has read it
         licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
         asked = licences if card or license or data_license else None
-        export_model(session, folder, format, self._progress, wanted == BEST, asked)
+        earlier = None
+        if changed_since is not None:
+            earlier = Earlier.open(changed_since, session.store.entities, self._processes)
+        export_model(session, folder, format, self._progress, wanted == BEST, asked, earlier)
         return folder.path
 
     def new_links(

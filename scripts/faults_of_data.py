@@ -141,4 +141,18 @@ DATA_FAULTS = [
         "list(ids)",
         "tests/data/test_catalogues.py",
     ),
+    Fault(
+        "both queries of a triple in one step",
+        "data/queries.py",
+        "lag = self.examples * np.arange(each)[:, None] // each",
+        "lag = 0 * np.arange(each)[:, None]",
+        "tests/data/test_queries.py -k half_an_epoch",
+    ),
+    Fault(
+        "queries of a step weigh as the triples of its first side",
+        "data/queries.py",
+        "of_step = self._examples.weights[self._places(order, first, first + size)]",
+        "of_step = 2 * self._examples.weights[self._places(order, first, first + size)[0]]",
+        "tests/training/test_weighted_triples.py",
+    ),
 ]

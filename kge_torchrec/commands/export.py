@@ -40,6 +40,12 @@ def add(verbs: Verbs) -> None:
     )
     export.add_argument("--license", metavar="ID", help="of the model, for the card")
     export.add_argument("--data-license", metavar="ID", help="of the data, for the card")
+    export.add_argument(
+        "--changed-since",
+        metavar="RUN",
+        help="write only entities whose rows are others than in that run, the one that this one "
+        "was extended from",
+    )
     export.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 
@@ -53,6 +59,7 @@ def run(parsed: argparse.Namespace) -> int:
             card=parsed.card,
             license=parsed.license,
             data_license=parsed.data_license,
+            changed_since=parsed.changed_since,
         )
     if is_first_rank():
         for file in sorted(file for file in path.rglob("*") if file.is_file()):

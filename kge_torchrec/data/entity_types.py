@@ -25,6 +25,11 @@ class TypeTable(NamedTuple):
     indptr: np.ndarray  # (N + 1,) int64, where the types of each entity start
     types: np.ndarray  # (M,) int64, ascending for each entity, each once
 
+    def pairs(self) -> np.ndarray:
+        """(M, 2) int64: entity and type."""
+        entities = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+        return np.stack([entities, self.types], 1)
+
 
 def table_of(
     names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int

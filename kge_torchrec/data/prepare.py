@@ -170,7 +170,8 @@ def extend_store(
 
     Labels of ``base`` keep their ids, new ones follow; so do the triples of every split.  What
     comes without a split is trained on.  Triples that ``base`` has in the same split are dropped
-    and counted.  Where either has weights, triples without one weigh 1.  Types are not taken over.
+    and counted.  Where either has weights, triples without one weigh 1.  If ``base`` was prepared
+    with ``types_from``, new triples of that relation say types as the old ones do.
     The report's ``extends`` says where the new begins: numbers of ``entities``, ``relations``,
     ``triples`` (train) and ``valid`` of ``base``.
 
@@ -180,6 +181,8 @@ def extend_store(
     Raises:
         DataError, StoreError: as `prepare`, and where nothing is new.
     """
+    from kge_torchrec.data.type_triples import TypeTriples
+
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
     if isinstance(new, Mapping):
@@ -203,6 +206,7 @@ def extend_store(
         False,
         progress,
         notes,
+        type_triples=TypeTriples.of_extended(base),
         base=base,
     )
 

@@ -18,10 +18,17 @@ import pyarrow.compute as pc
 
 from kge_torchrec.data.encoding import Labels
 from kge_torchrec.data.entity_types import TypeTable, table_of
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 
 RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
 USES = ("drop", "keep")  # of the triples
+
+
+def _table_of_store(store: TripleStore) -> TypeTable:
+    table = store.types()
+    assert table is not None  # its report speaks of them
+    return TypeTable(*table)
 
 
 class TypeTriples:
@@ -29,16 +36,25 @@ class TypeTriples:
 
     relation: its label; ``rdf:type`` is also the IRI that it stands for.
     use: "drop" takes them out of the graph, "keep" leaves them in.
+    base: a store that is extended, whose own types come first.
     """
 
-    def __init__(self, relation: str, use: str = "drop"):
+    def __init__(self, relation: str, use: str = "drop", base: TripleStore | None = None):
         if use not in USES:
             raise DataError(f"type_triples must be one of {', '.join(USES)}, not {use!r}")
         self.relation, self.use = relation, use
         names = [relation, RDF_TYPE] if relation == "rdf:type" else [relation]
         self._names = pa.array(names, pa.large_string())
-        self._entities, self._types = Labels(), Labels()
+        self._base = base if use == "drop" else None  # what stays in the graph is found there
+        self._entities = Labels()
+        self._types = Labels(None if self._base is None else _table_of_store(self._base).names)
         self._pairs: list[np.ndarray] = []
+
+    @classmethod
+    def of_extended(cls, base: TripleStore) -> TypeTriples | None:
+        """As a store was prepared, for triples that come after its own; None if it has no types."""
+        said = base.report.get("types")
+        return None if said is None else cls(said["relation"], said["use"], base)
 
     def passing(
         self, batches: Iterable[tuple[str, pa.RecordBatch]]
@@ -73,9 +89,14 @@ class TypeTriples:
             found, names, pairs = self._of_train(entities, relations, triples["train"])
         else:
             found, names, pairs = self._of_dropped(entities)
+        known = pairs[pairs[:, 0] >= 0]
+        ignored = len(pairs) - len(known)
+        if self._base is not None:
+            said = self._base.report["types"]
+            found, ignored = found + said["triples"], ignored + said["ignored"]
+            known = np.concatenate([_table_of_store(self._base).pairs(), known])
         if not found:
             raise self._missing(relations)
-        known = pairs[pairs[:, 0] >= 0]
         table = table_of(names, known[:, 0], known[:, 1], len(entities))
         return table, {
             "relation": self.relation,
@@ -83,7 +104,7 @@ class TypeTriples:
             "use": self.use,
             "types": len(table.names),
             "entities": int((np.diff(table.indptr) > 0).sum()),
-            "ignored": len(pairs) - len(known),
+            "ignored": ignored,
         }
 
     def _of_dropped(self, entities: pa.Array) -> tuple[int, pa.Array, np.ndarray]:

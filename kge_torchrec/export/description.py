@@ -102,6 +102,11 @@ def read_description(path: Path) -> dict[str, Any]:
             f"{path} is an export of format version {found.get('version')}, this program reads "
             f"version {FORMAT_VERSION}; export the run again"
         )
+    if "changes" in found:
+        raise ExportError(
+            f"{path} has only the rows that differ from those of {found['changes']['since']['run']}"
+            "; put them in place there, or export the whole run"
+        )
     if "for" in found:
         raise ExportError(
             f"{path} is an export for {found['for']}; export the run to {', '.join(FORMATS)} or "

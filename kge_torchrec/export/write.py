@@ -26,12 +26,14 @@ from tqdm import tqdm
 
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.config import ConfigError, ModelConfig
+from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import dglke, libkge, program, pykeen
 from kge_torchrec.export.card import CARD, HUB_CONFIG, NATIVE_LOADING, Facts, Licences, hub_config
 from kge_torchrec.export.card import card as text_of_card
+from kge_torchrec.export.changes import Earlier, write_ids
 from kge_torchrec.export.columns import vectors_file
 from kge_torchrec.export.description import (
     ENTITIES,
@@ -60,8 +62,12 @@ FOREIGN = {
 _TABLES = {"huggingface": "safetensors"}  # of ours that are no format of a table
 
 
-def check_format(name: str, model: ModelConfig) -> None:
+def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> None:
     """Raises ConfigError if there is no such format, ExportError if it cannot hold the model."""
+    if only_changes and name not in FORMATS:
+        raise ConfigError(
+            f"format {name} is of a whole model; changes alone are written as {', '.join(FORMATS)}"
+        )
     if name in FOREIGN:
         FOREIGN[name].check(model)
     elif name not in OURS:
@@ -75,6 +81,7 @@ def export_model(
     progress: TrainState,
     with_results: bool,
     card: Licences | None = None,
+    earlier: Earlier | None = None,
 ) -> None:
     """Writes the parameters in ``session``, whole or not at all.  Collective; rank 0 writes.
 
@@ -84,17 +91,19 @@ def export_model(
     progress: of the checkpoint that the parameters are of.
     with_results: whether results.json speaks of this checkpoint, and goes into model.json.
     card: what README.md says of licences; None writes one only if the format comes with one.
+    earlier: given, only entities whose rows are others than there are written.
     Raises ExportError, on every rank.
     """
     ranks, model = session.processes, session.config.model
-    check_format(format, model)
+    check_format(format, model, earlier is not None)
     parameters = dense_parameters(session.scorer)
     try:
         on_first_rank(ranks, folder.begin)
         if format in FOREIGN:
             found = _write_foreign(session, folder, format, parameters)
         else:
-            found = _write_ours(session, folder, _TABLES.get(format, format), parameters)
+            table_format = _TABLES.get(format, format)
+            found = _write_ours(session, folder, table_format, parameters, earlier)
         on_first_rank(
             ranks, lambda: _finish(session, folder, format, found, progress, with_results, card)
         )
@@ -118,15 +127,28 @@ class _Written:
 
 
 def _write_ours(
-    session: Session, folder: ExportFolder, table_format: str, parameters: dict[str, Tensor]
+    session: Session,
+    folder: ExportFolder,
+    table_format: str,
+    parameters: dict[str, Tensor],
+    earlier: Earlier | None,
 ) -> _Written:
-    ranks, store = session.processes, session.store
-    on_first_rank(ranks, lambda: FORMATS[table_format].check(store.entities))
-    on_first_rank(ranks, lambda: _write_dense(session, folder, table_format, parameters))
-    shard, labels = session.backend.shard(), store.entities.array
-    write_entities(folder, table_format, shard, labels, ranks, session.hide_bars)
+    ranks, store, shard = session.processes, session.store, session.backend.shard()
+    chosen, entities = None, store.entities
+    if earlier is not None:
+        chosen = earlier.changed(chunks_on_first_rank(shard, ranks), ranks)
+        entities = Vocabulary(entities.array.filter(pa.array(chosen)), "entity")
+    on_first_rank(ranks, lambda: FORMATS[table_format].check(entities))
+    on_first_rank(ranks, lambda: _write_dense(session, folder, table_format, parameters, entities))
+    labels = store.entities.array
+    write_entities(folder, table_format, shard, labels, ranks, session.hide_bars, chosen)
     sizes = store.num_entities, store.num_relations
-    return _Written(describe(session.config.model, *sizes, table_format), NATIVE_LOADING)
+    description = describe(session.config.model, *sizes, table_format)
+    if earlier is not None and chosen is not None:
+        on_first_rank(ranks, lambda: write_ids(folder, chosen))
+        description["entities"]["shape"][0] = len(entities)
+        description |= {"changes": earlier.describe(chosen)}
+    return _Written(description, NATIVE_LOADING)
 
 
 def _write_foreign(
@@ -167,12 +189,16 @@ def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
 
 
 def _write_dense(
-    session: Session, folder: ExportFolder, table_format: str, parameters: dict[str, Tensor]
+    session: Session,
+    folder: ExportFolder,
+    table_format: str,
+    parameters: dict[str, Tensor],
+    entities: Vocabulary,
 ) -> None:
     store = session.store
     contiguous = {name: values.contiguous() for name, values in parameters.items()}
     folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
-    folder.append(ENTITIES, label_lines(store.entities))
+    folder.append(ENTITIES, label_lines(entities))
     folder.append(RELATIONS, label_lines(store.relations))
     if table_format == "parquet":
         name = next(name for name in parameters if name.split(".")[-1] == "relations")
@@ -189,18 +215,24 @@ def write_entities(
     labels: pa.Array,
     processes: Processes,
     hide_bar: bool | None = None,
+    chosen: np.ndarray | None = None,
 ) -> None:
     """Writes the table of the shards, with labels (N,) if the format takes them.  Collective.
 
+    chosen: (N,) bool, which rows are written; None writes all.
     A failure on rank 0 is raised on every rank, before the next chunk.
     """
     table, total = FORMATS[table_format], shard.num_entities
-    encoder = table.encoder(total, shard.dim)
+    encoder = table.encoder(total if chosen is None else int(chosen.sum()), shard.dim)
 
     def append(first: int, rows: np.ndarray | None) -> None:
         assert rows is not None  # on the first rank
-        folder.append(table.file, encoder.rows(rows, labels[first : first + len(rows)]))
         bar.update(len(rows))
+        own = labels[first : first + len(rows)]
+        if chosen is not None:
+            here = chosen[first : first + len(rows)]
+            rows, own = rows[here], own.filter(pa.array(here))
+        folder.append(table.file, encoder.rows(rows, own))
 
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
         on_first_rank(processes, lambda: folder.append(table.file, encoder.begin()))
@@ -219,7 +251,7 @@ def _finish(
     card: Licences | None,
 ) -> None:
     store, description = session.store, found.description
-    if format in OURS:
+    if format in OURS and "changes" not in description:
         load_scorer(folder.partial, description)  # what could not be loaded is not put in place
         calibration = Calibration.read(session.folder.path)
         if calibration and calibration.is_of(progress.global_step, store.fingerprint):

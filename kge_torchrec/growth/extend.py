@@ -34,10 +34,10 @@ from kge_torchrec.growth.drift import drift_of
 from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.trained_run import Run
 from kge_torchrec.training.checkpoint_index import Damaged
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
+from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError, Checkpoints
 from kge_torchrec.training.growth import GrownCheckpoint
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import BEST, NEWEST, Session
+from kge_torchrec.training.session import Session
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
@@ -147,7 +147,9 @@ class _Extension:
         self, new: Sources | Mapping[str, InMemory], checkpoint: str, allow_unseen: bool
     ) -> None:
         """The new run's folder, with the rows of what is new as they are drawn."""
-        self.grown_from = self._checkpoint(checkpoint)
+        self.grown_from = Checkpoints(
+            self.source.checkpoints, self.processes, self.before.checkpoint.keep
+        ).find(checkpoint)
         on_first_rank(self.processes, lambda: self._begin(new, allow_unseen))
         self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
         base = self.store.base
@@ -170,19 +172,6 @@ class _Extension:
             "relations": size.relations - old.relations,
             "training triples": size.triples - old.triples,
         }
-
-    def _checkpoint(self, which: str) -> Path:
-        """Of the run before: "best" (the newest without one), "newest", or one of a name."""
-        checkpoints = Checkpoints(self.source.checkpoints, self.processes)
-        names = checkpoints.names()
-        if not names:
-            raise no_checkpoint(self.source.path, self.before.checkpoint.keep)
-        name = {BEST: checkpoints.best() or names[-1], NEWEST: names[-1]}.get(which, which)
-        if name not in names:
-            raise CheckpointError(
-                f"{self.source.path} has no checkpoint {name!r}; it has {', '.join(names)}"
-            )
-        return self.source.checkpoints / name
 
     def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
         data = self.before.data

@@ -27,6 +27,7 @@ from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, r
 from kge_torchrec.training.state import TrainState
 
 FORMAT_VERSION = 2  # 1 was torch's own format
+BEST, NEWEST = "best", "newest"  # in place of a checkpoint's name
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
 log = logging.getLogger(__name__)
 
@@ -152,6 +153,22 @@ class Checkpoints:
         """
         every = (self.progress(name) for name in reversed(self.names()))
         return next((progress.best_checkpoint for progress in every if progress), None)
+
+    def find(self, which: str) -> Path:
+        """The best one, the newest without one; the newest; or the one of a name.
+
+        Raises CheckpointError without checkpoints, or without one of that name.
+        """
+        names = self.names()
+        if not names:
+            raise no_checkpoint(self.folder.parent, self.keep)
+        best = self.best() if which == BEST else None
+        name = best if best in names else names[-1] if which in (BEST, NEWEST) else which
+        if name not in names:
+            raise CheckpointError(
+                f"{self.folder.parent} has no checkpoint {name!r}; it has {', '.join(names)}"
+            )
+        return self.folder / name
 
     def _check_data(self, progress: TrainState) -> None:
         if self.data and progress.data and progress.data != self.data:

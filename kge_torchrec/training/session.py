@@ -29,7 +29,13 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import Ranks, metrics
-from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints, no_checkpoint
+from kge_torchrec.training.checkpoints import (
+    BEST,
+    NEWEST,
+    CheckpointError,
+    Checkpoints,
+    no_checkpoint,
+)
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -37,7 +43,6 @@ if TYPE_CHECKING:
     from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.ranking.candidates import Candidates
 
-BEST, NEWEST = "best", "newest"  # of a run's checkpoints
 log = logging.getLogger(__name__)
 
 # While selecting models on valid, test triples are not in the filter.

@@ -27,10 +27,10 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
 from kge_torchrec.distributed.dense import local_part
-from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.checkpoint_index import dtype_of, read_whole
-from kge_torchrec.training.checkpoints import Checkpoints, no_checkpoint, open_checkpoint
+from kge_torchrec.training.checkpoints import BEST, Checkpoints, open_checkpoint
 from kge_torchrec.training.growth import entity_rows, relation_parameters
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -55,7 +55,7 @@ def _start_from(session: Session, source: str) -> None:
     """Puts vectors in place of drawn rows."""
     ranks, reading = session.processes, _Reading(session)
     run = on_first_rank(ranks, lambda: RunFolder(source) if RunFolder(source).holds_run else None)
-    checkpoint = None if run is None else _checkpoint(run, ranks)
+    checkpoint = None if run is None else Checkpoints(run.checkpoints, ranks).find(BEST)
     on_first_rank(ranks, lambda: reading.open(Path(source), checkpoint))
     shard = session.backend.shard()
     while True:
@@ -73,16 +73,6 @@ def _start_from(session: Session, source: str) -> None:
         on_first_rank(ranks, reading.save_frozen)
     if session.show:
         print(reading.summary, file=sys.stderr)
-
-
-def _checkpoint(run: RunFolder, ranks: Processes) -> Path:
-    """The best one of a run, the newest without one.  Collective."""
-    checkpoints = Checkpoints(run.checkpoints, ranks)
-    names = checkpoints.names()
-    if not names:
-        raise no_checkpoint(run.path, keep=1)
-    best = checkpoints.best()
-    return run.checkpoints / (best if best in names else names[-1])
 
 
 class _Reading:

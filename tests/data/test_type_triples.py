@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from kge_torchrec.cli import main
 from kge_torchrec.data import encoding
 from kge_torchrec.data.entity_types import EntityTypes, table_of
-from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.type_triples import RDF_TYPE
@@ -62,6 +62,29 @@ def test_triples_of_types_that_stay_say_types_by_train_alone(tmp_path):
     found = types_of(store)
     assert found["b"] == {"person", "poet"} and found["d"] == set() == found["person"]
     assert "and stay in" in notes(store.report)[-1]
+
+
+@pytest.mark.parametrize("use", ["drop", "keep"])
+def test_an_extended_store_has_types_of_old_and_new(tmp_path, use):
+    source = folder_of(tmp_path / "data", test=[("c", "knows", "a")])
+    base = prepare(source, tmp_path / "store", types_from="is", type_triples=use)
+    first = [("e", "knows", "a"), ("e", "is", "place"), ("c", "is", "person"), ("x", "is", "y")]
+    grown = extend_store(base, {"train": first}, tmp_path / "grown", progress=False)
+    again = extend_store(grown, {"train": [("f", "in", "d")]}, tmp_path / "again", progress=False)
+    expected = {"a": {"person"}, "b": {"person", "poet"}, "c": {"person"}, "e": {"place"}}
+    for store in (grown, again):
+        assert {entity: own for entity, own in types_of(store).items() if own} == expected | (
+            {} if use == "drop" else {"stranger": {"ghost"}, "x": {"y"}}
+        )
+    whole = prepare_all(tmp_path / "whole", first, use)
+    for key in ("relation", "triples", "use", "types", "entities", "ignored"):
+        assert again.report["types"][key] == whole.report["types"][key]
+    assert len(again.train) == len(whole.train) + 1
+
+
+def prepare_all(path, new, use):
+    source = folder_of(path, [*TRAIN, *new], [("c", "knows", "a")])
+    return prepare(source, path / "store", types_from="is", type_triples=use)
 
 
 def test_rdf_type_is_its_iri(tmp_path):

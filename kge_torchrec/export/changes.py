@@ -1,0 +1,111 @@
+"""Rows of a run's entity table that differ from an earlier run's: an export may be cut to them.
+
+A graph that is extended keeps the ids of its entities, so the rows of a run and of the one that it
+was extended from are compared by id, bit for bit; what the earlier one did not have has changed.
+
+Shapes: N entities, D numbers per entity, m rows of a chunk.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from kge_torchrec.data.store import META, TripleStore, Vocabulary
+from kge_torchrec.distributed.processes import Processes, on_first_rank
+from kge_torchrec.errors import ExportError
+from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.training.checkpoint_index import Damaged
+from kge_torchrec.training.checkpoints import BEST, Checkpoints
+from kge_torchrec.training.growth import entity_rows
+from kge_torchrec.training.run_folder import RunFolder
+
+CHANGED_IDS = "ids.npy"  # (M,) int64: of the rows in an export of changes
+
+
+def write_ids(folder: ExportFolder, changed: np.ndarray) -> None:
+    """The ids (M,) of changed (N,) bool, whose rows and labels an export has in this order."""
+    out = io.BytesIO()
+    np.save(out, np.flatnonzero(changed))
+    folder.append(CHANGED_IDS, [out.getbuffer()])
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """The run whose rows those who read an export of changes hold already."""
+
+    checkpoint: Path  # its best, the newest without one, as ``export`` takes
+    entities: int
+
+    @classmethod
+    def open(cls, path: str | Path, entities: Vocabulary, ranks: Processes) -> Earlier:
+        """Collective.  entities: of the run whose changes are asked for.
+
+        Raises ExportError where an entity of the earlier run has another id in this one,
+        ConfigError or CheckpointError where there is no such run, or nothing trained in it.
+        """
+        folder = RunFolder(path)
+        data = on_first_rank(ranks, lambda: folder.load_config().data.path)
+        checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST)
+
+        def same_ids() -> int:
+            store = TripleStore.open(data if (Path(data) / META).is_file() else folder.store)
+            old = store.entities.array
+            if not entities.array[: len(old)].equals(old):
+                raise ExportError(
+                    f"the entities of {path} have other ids than those of this run, so their rows "
+                    "cannot be compared; name the run that this one was extended from"
+                )
+            return len(old)
+
+        return cls(checkpoint, on_first_rank(ranks, same_ids))
+
+    def changed(
+        self, chunks: Iterable[tuple[int, np.ndarray | None]], ranks: Processes
+    ) -> np.ndarray:
+        """Which entities have another row, or had none: (N,) bool.  Collective.
+
+        chunks: first id and rows (m, D) of one after another, on other ranks without the rows.
+        Raises ExportError for a checkpoint of another width or that cannot be read.
+        """
+        found = [on_first_rank(ranks, partial(self._changed, *chunk)) for chunk in chunks]
+        return np.concatenate(found)
+
+    def _changed(self, first: int, rows: np.ndarray | None) -> np.ndarray:
+        assert rows is not None  # on the first rank
+        found = np.ones(len(rows), bool)
+        stop = min(first + len(rows), self.entities)
+        if first >= stop:
+            return found
+        try:
+            before = torch.cat(list(entity_rows(self.checkpoint, stop, first))).float().numpy()
+        except (OSError, Damaged) as error:
+            raise ExportError(f"{self.checkpoint} cannot be read: {error}") from error
+        if before.shape[1] != rows.shape[1]:
+            raise ExportError(
+                f"{self.checkpoint} has {before.shape[1]} numbers an entity, this run "
+                f"{rows.shape[1]}: export the whole run"
+            )
+        same = before.view(np.int32) == rows[: stop - first].view(np.int32)
+        found[: stop - first] = ~same.all(1)
+        return found
+
+    def describe(self, changed: np.ndarray) -> dict[str, Any]:
+        """What model.json says of an export of the changed rows alone."""
+        return {
+            "since": {
+                "run": str(self.checkpoint.parent.parent),
+                "checkpoint": self.checkpoint.name,
+                "entities": self.entities,
+            },
+            "ids": CHANGED_IDS,
+            "rows": int(changed.sum()),
+            "new": len(changed) - self.entities,
+        }
