@@ -326,6 +326,16 @@ def test_bad_queries(run, capsys):
     refused(capsys, [*query, "--head", "Germany", "--top", "0"], "--top must be an integer >= 1")
 
 
+@pytest.mark.parametrize(
+    "verb",
+    [["report", "RUN"], ["serve", "RUN"], ["prepare", "x.tsv", "-o", "y"], ["data", "check", "x"]],
+)
+def test_what_ranks_cannot_share_is_refused_before_anything_is_read(capsys, monkeypatch, verb):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    name = "check" if verb[0] == "data" else verb[0]
+    refused(capsys, verb, f"{name} is for one process, not 2 ranks: run it without torchrun")
+
+
 def test_a_run_without_a_checkpoint(run, tmp_path, capsys):
     (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
     refused(capsys, ["evaluate", str(tmp_path)], "has no checkpoint yet: train it first")

@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,27 @@ if TYPE_CHECKING:
 
 
 def add_verb(
-    verbs: Verbs, name: str, does: str, run: Callable[[argparse.Namespace], int]
+    verbs: Verbs,
+    name: str,
+    does: str,
+    run: Callable[[argparse.Namespace], int],
+    alone: bool = False,
 ) -> argparse.ArgumentParser:
-    """The parser of a new verb that calls ``run``."""
+    """The parser of a new verb that calls ``run``; alone: torchrun's ranks cannot share its work."""
     verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
-    verb.set_defaults(run=run)
+    verb.set_defaults(run=partial(_run_alone, name, run) if alone else run)
     return verb
+
+
+def _run_alone(
+    name: str, run: Callable[[argparse.Namespace], int], parsed: argparse.Namespace
+) -> int:
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if ranks != "1":
+        from kge_torchrec.config.checks import ConfigError
+
+        raise ConfigError(f"{name} is for one process, not {ranks} ranks: run it without torchrun")
+    return run(parsed)
 
 
 def add_format(verb: argparse.ArgumentParser, *more: str) -> None:

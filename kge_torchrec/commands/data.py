@@ -17,7 +17,7 @@ def add(verbs: Verbs) -> None:
     does = "check a graph before training: leaks between splits, repeats, unseen entities, degrees"
     data = verbs.add_parser("data", help=does, description=f"{does[0].upper()}{does[1:]}.")
     actions = data.add_subparsers(required=True, metavar="check", title="what to do")
-    check = add_verb(actions, "check", does, run)
+    check = add_verb(actions, "check", does, run, alone=True)
     check.add_argument(
         "data", metavar="DATA", help="a store, a directory or file of triples, or countries"
     )

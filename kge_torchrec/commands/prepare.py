@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 def add(verbs: Verbs) -> None:
     does = "turn files of triples into a memory-mapped store, once for many runs"
-    prepare = add_verb(verbs, "prepare", does, run)
+    prepare = add_verb(verbs, "prepare", does, run, alone=True)
     prepare.add_argument(
         "sources",
         nargs="+",

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 def add(verbs: Verbs) -> None:
     does = "write one HTML page about a run, or several side by side: results, curves, examples"
-    report = add_verb(verbs, "report", does, run)
+    report = add_verb(verbs, "report", does, run, alone=True)
     report.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
     report.add_argument(
         "-o", "--output", metavar="FILE", help="the page (default: report.html in the first run)"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def add(verbs: Verbs) -> None:
     does = "answer questions about a run or an export over HTTP"
-    serve = add_verb(verbs, "serve", does, run)
+    serve = add_verb(verbs, "serve", does, run, alone=True)
     serve.add_argument("folder", metavar="RUN_OR_EXPORT", help="the folder of a run or an export")
     serve.add_argument(
         "--host",
