@@ -33,7 +33,10 @@ def add_verb(
     run: Callable[[argparse.Namespace], int],
     alone: bool = False,
 ) -> argparse.ArgumentParser:
-    """The parser of a new verb that calls ``run``; alone: torchrun's ranks cannot share its work."""
+    """The parser of a new verb that calls ``run``.
+
+    alone: torchrun's ranks cannot share its work.
+    """
     verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
     verb.set_defaults(run=partial(_run_alone, name, run) if alone else run)
     return verb
