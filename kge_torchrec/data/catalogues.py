@@ -146,7 +146,8 @@ def _labelled(part: Mapping[str, Any], role: str, rows: slice, labels: pa.Array 
     ids = pa.array(np.asarray(part[role][rows], np.int64))
     kinds = part.get(f"{role}_type")
     if kinds is not None:  # each kind of entities has numbers of its own
-        names = [f"{kind}:{number}" for kind, number in zip(kinds[rows], ids.to_pylist())]  # noqa: B905
+        numbered = zip(kinds[rows], ids.to_pylist(), strict=True)
+        names = [f"{kind}:{number}" for kind, number in numbered]
         return pa.array(names, pa.large_string())
     return ids.cast(pa.large_string()) if labels is None else labels.take(ids)
 

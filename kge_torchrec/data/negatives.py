@@ -40,20 +40,9 @@ class NegativeSampler:
         """(...) int64 ids -> (...): the probability of each at one draw."""
         return self._to_ids.chance(ids)
 
-    def draw(
-        self,
-        epoch: int,
-        step: int,
-        side: int,
-        first_chunk: int,
-        chunks: int,
-        count: int | None = None,
-    ) -> np.ndarray:
-        """(chunks, count) int64 entity ids for the chunks from ``first_chunk`` on.
-
-        count: of this side, where it has another.
-        """
-        return self.of(self.numbers(epoch, step, side, first_chunk, chunks, count))
+    def draw(self, *place: int) -> np.ndarray:
+        """(chunks, count) int64 entity ids: those of ``numbers(*place)``."""
+        return self.of(self.numbers(*place))
 
     def of(self, unit: np.ndarray) -> np.ndarray:
         """The entities of numbers (...) in [0, 1)."""
@@ -68,7 +57,10 @@ class NegativeSampler:
         chunks: int,
         count: int | None = None,
     ) -> np.ndarray:
-        """(chunks, count) numbers in [0, 1) that ``draw`` makes entities of."""
+        """(chunks, count) numbers in [0, 1), for the chunks from ``first_chunk`` on.
+
+        count: of this side, where it has another.
+        """
         count = count or self.count
         blocks = -(-count // _PER_COUNTER)
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
