@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 
-if TYPE_CHECKING:
-    from kge_torchrec.config import Config  # whose file imports this one
-
+Config = Any  # kge_torchrec.config.Config, whose file imports this one
 SIZES = ("small", "base", "large")
 _DIM = {"small": 64, "base": 256, "large": 1024}
 _CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
