@@ -159,6 +159,8 @@ class Run(Answering):
         assert self._progress is not None  # _load has read it
         licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
         asked = licences if card or license or data_license else None
+        if asked and changed_since is not None:
+            raise ConfigError("card, license: a model card is of a whole model, not of its changes")
         earlier = None
         if changed_since is not None:
             earlier = Earlier.open(changed_since, session.store.entities, self._processes)

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kge_torchrec.data.store import META, TripleStore, Vocabulary
+from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.description import ExportFolder
@@ -56,7 +56,7 @@ class Earlier:
         checkpoint = Checkpoints(folder.checkpoints, ranks).find(BEST)
 
         def same_ids() -> int:
-            store = TripleStore.open(data if (Path(data) / META).is_file() else folder.store)
+            store = TripleStore.open(folder.store_of(data))
             old = store.entities.array
             if not entities.array[: len(old)].equals(old):
                 raise ExportError(

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -25,17 +25,16 @@ from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data.prepare import InMemory, extend_store
 from kge_torchrec.data.readers import Sources, make_reader
-from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
 from kge_torchrec.environment import quiet_dependencies
-from kge_torchrec.growth.drift import drift_of
 from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.trained_run import Run
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError, Checkpoints
-from kge_torchrec.training.growth import GrownCheckpoint
+from kge_torchrec.training.growth import GrownCheckpoint, entity_rows
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -175,8 +174,7 @@ class _Extension:
 
     def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
         data = self.before.data
-        is_store = (Path(data.path) / META).is_file()
-        base = TripleStore.open(data.path if is_store else self.source.store)
+        base = TripleStore.open(self.source.store_of(data.path))
         self.folder.create(self.config)
         self._began = True
         extend_store(
@@ -259,7 +257,7 @@ class _Extension:
                 "checkpoint": self.grown_from.name,
                 "new": self.new,
                 "placed": None if placed is None else asdict(placed),
-                "drift": drift_of(self.grown_from, now, self.old.entities),
+                "drift": _drift_of(self.grown_from, now, self.old.entities),
             }
             self.folder.write_results(results)
 
@@ -270,3 +268,29 @@ class _Extension:
         if self._began:
             shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
             api.undo(self.folder)
+
+
+def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
+    """How far the first rows of two checkpoints lie apart, in the memory of a few pieces.
+
+    Returns {"rows", "unchanged": rows that are the same bit for bit, "mean", "max": Euclidean
+    distances as shares of the row's length before, "cosine": the mean over rows}.  Raises Damaged
+    or OSError for what cannot be read.
+    """
+    unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
+    for one in entity_rows(before, rows):
+        other = torch.cat(list(entity_rows(after, start + len(one), start)))
+        unchanged += int((one == other).all(1).sum())
+        one, other = one.double(), other.double()
+        moved = (other - one).norm(dim=1) / one.norm(dim=1).clamp_min(1e-30)
+        distances += float(moved.sum())
+        largest = max(largest, float(moved.max()))
+        cosines += float(torch.cosine_similarity(one, other).sum())
+        start += len(one)
+    return {
+        "rows": rows,
+        "unchanged": unchanged,
+        "mean": distances / rows,
+        "max": largest,
+        "cosine": cosines / rows,
+    }

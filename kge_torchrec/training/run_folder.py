@@ -61,6 +61,12 @@ class RunFolder:
     def store(self) -> Path:
         return self.path / "store"
 
+    def store_of(self, data: str) -> Path:
+        """Where its triples are: ``data``, its data.path, if that is a store, or else its own."""
+        from kge_torchrec.data.store import META
+
+        return Path(data) if (Path(data) / META).is_file() else self.store
+
     @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"

@@ -32,7 +32,6 @@ from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.training.checkpoints import (
     BEST,
     NEWEST,
-    CheckpointError,
     Checkpoints,
     no_checkpoint,
 )
@@ -179,20 +178,16 @@ class Session:
 
     def _candidates(self, which: str) -> list[str]:
         """Checkpoints to try, in order."""
+        if which not in (BEST, NEWEST):
+            return [self.checkpoints.find(which).name]
         names = self.checkpoints.names()
         if not names:
             raise no_checkpoint(self.folder.path, self.config.checkpoint.keep)
         newest_first = names[::-1]
         if which == NEWEST:
             return newest_first
-        if which == BEST:
-            best = self.checkpoints.best()
-            return [*([best] if best else []), *(name for name in newest_first if name != best)]
-        if which not in names:
-            raise CheckpointError(
-                f"{self.folder.path} has no checkpoint {which!r}; it has {', '.join(names)}"
-            )
-        return [which]
+        best = self.checkpoints.best()
+        return [*([best] if best else []), *(name for name in newest_first if name != best)]
 
     def rank(self, split: str) -> dict[str, Any]:
         """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""

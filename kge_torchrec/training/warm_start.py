@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import on_first_rank
@@ -120,7 +120,7 @@ class _Reading:
         run = RunFolder(source)
         self.before: Config = run.load_config()
         data = self.before.data.path
-        self.old_store = TripleStore.open(data if (Path(data) / META).is_file() else run.store)
+        self.old_store = TripleStore.open(run.store_of(data))
         if open_checkpoint(checkpoint)[1].data not in ("", self.old_store.fingerprint):
             raise DataError(f"{source}: its store is of other triples than it was trained on")
         count = self.old_store.num_entities

@@ -94,6 +94,11 @@ def test_what_is_refused(grown, tmp_path):
         for name in ("huggingface", "pykeen"):
             with pytest.raises(ConfigError, match="changes alone are written as npy, safetensors"):
                 run.export(tmp_path / "out", name, changed_since=earlier)
+    with api.open_run(path) as run:
+        with pytest.raises(ConfigError, match="is of a whole model"):
+            run.export(tmp_path / "out", changed_since=earlier, card=True)
+        with pytest.raises(ExportError, match="numbers an entity"):
+            run.export(tmp_path / "out", changed_since=base_run(model__dim=12))
     damaged = shutil.copytree(earlier, tmp_path / "damaged")
     for file in damaged.glob("checkpoints/step-*/*"):
         if file.suffix != ".json":
