@@ -40,7 +40,8 @@ def make(folder: Path) -> None:
     """A store with hubs of many answers to relation 0, and random triples."""
     import pyarrow as pa
 
-    from kge_torchrec.data.filter_index import SIDES, build_side
+    from kge_torchrec.data import SIDES
+    from kge_torchrec.data.filter_index import build_side
     from kge_torchrec.data.store import write_store
 
     stream = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """The tables of docs/results.md, made from runs.
 
-    python scripts/results.py add NAME RUN [RUN ...] [--note TEXT]   # seeds of one config
-    python scripts/results.py write                                  # the tables of the page
+    python scripts/results.py add NAME RUN [RUN ...] [--note TEXT] [--commit SHA]
+    python scripts/results.py write        # the tables of the page
 
 `add` keeps of each run what a reader checks a figure by: docs/records/NAME/config.yaml (that of the
 first run; others may differ in seed and folder alone) and record.json with seeds, test and valid
@@ -40,10 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
     add.add_argument("name")
     add.add_argument("runs", nargs="+", type=Path)
     add.add_argument("--note", default="", help="what a reader should know of how it was run")
+    add.add_argument("--commit", help="that trained them, where the checkout has moved on since")
     verbs.add_parser("write", help="makes the tables of docs/results.md")
     given = parser.parse_args(arguments)
     if given.verb == "add":
-        add_record(RECORDS / given.name, given.runs, given.note)
+        add_record(RECORDS / given.name, given.runs, given.note, given.commit)
     PAGE.write_text(with_tables(PAGE.read_text("utf-8"), read_records(RECORDS)), "utf-8")
 
 
@@ -51,8 +52,11 @@ class _Plain(argparse.RawDescriptionHelpFormatter):
     pass
 
 
-def add_record(folder: Path, runs: list[Path], note: str = "") -> None:
-    """Writes a record of runs of one config.  Raises SystemExit where they are none."""
+def add_record(folder: Path, runs: list[Path], note: str = "", commit: str | None = None) -> None:
+    """Writes a record of runs of one config, trained by ``commit`` or the one at hand.
+
+    Raises SystemExit where they are none.
+    """
     configs = [yaml.safe_load((run / "config.yaml").read_text("utf-8")) for run in runs]
     for run, config in zip(runs, configs, strict=True):
         differing = [key for key in config if key not in PER_RUN and config[key] != configs[0][key]]
@@ -67,7 +71,7 @@ def add_record(folder: Path, runs: list[Path], note: str = "") -> None:
     facts = machine_facts()
     record = {
         "data": shown["data"]["path"],
-        "commit": _git("rev-parse", "--short", "HEAD"),
+        "commit": commit or _git("rev-parse", "--short", "HEAD"),
         "machine": {name: facts[name] for name in ("cores", "gpus", "system", "packages")},
         "command": f"kge-torchrec train {folder.name} --data.path DIRECTORY",
         "note": note,

@@ -37,8 +37,9 @@ def runs(tmp_path_factory):
 
 
 def test_a_record_has_what_its_figures_are_checked_by(results, runs, tmp_path):
-    results.add_record(tmp_path / "both", runs[:2], "a note")
+    results.add_record(tmp_path / "both", runs[:2], "a note", "abc1234")
     record = json.loads((tmp_path / "both" / "record.json").read_text())
+    assert record["commit"] == "abc1234"
     assert record["data"] == "fb15k-237" and [run["seed"] for run in record["runs"]] == [0, 1]
     found = json.loads((runs[1] / "results.json").read_text())
     assert record["runs"][1]["test"]["both"]["mrr"] == pytest.approx(

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike
 
+from kge_torchrec.data import SIDES
 from kge_torchrec.data.search import find_ranges, mark_members, narrow
 from kge_torchrec.data.sort import id_counts, sorted_rows
 
 if TYPE_CHECKING:
     from kge_torchrec.data.compiled_index import QueryList
-
-SIDES = ("tail", "head")
 
 
 class SideIndex(NamedTuple):

@@ -19,9 +19,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
+from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.encoding import Encoded, encode
-from kge_torchrec.data.filter_index import SIDES, SideIndex, build_side
+from kge_torchrec.data.filter_index import SideIndex, build_side
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,

@@ -19,7 +19,8 @@ import pyarrow.compute as pc
 
 from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
-from kge_torchrec.data.filter_index import SIDES, Degrees, FilterIndex, SideIndex
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.filter_index import Degrees, FilterIndex, SideIndex
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
@@ -115,7 +116,8 @@ class TripleStore:
     def degrees(self) -> Degrees:
         """How often each entity is head or tail of a training triple; ``np.asarray`` gives (N,)."""
         # Imported on use: compiling takes a second that opening a store need not wait.
-        return Degrees(*(self.side_index("train", side).indptr for side in SIDES))
+        # Heads are the anchors of the index for tails, and the other way round.
+        return Degrees(*(self.side_index("train", side).indptr for side in ("tail", "head")))
 
     def side_index(self, split: str, side: str) -> SideIndex:
         """The part of the filter index that answers queries for a side with a split's triples."""

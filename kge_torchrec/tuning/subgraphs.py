@@ -15,7 +15,8 @@ import numba
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.filter_index import SIDES, build_side
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.filter_index import build_side
 from kge_torchrec.data.prepare import divide_rows
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore, new_store, write_store
@@ -26,7 +27,7 @@ MOST_HELD_OUT = 0.1  # of the core's train
 
 def core_numbers(store: TripleStore) -> np.ndarray:
     """(N,) int64: the largest k for which an entity is in the k-core of train."""
-    heads, tails = (store.side_index("train", side) for side in SIDES)
+    heads, tails = (store.side_index("train", side) for side in ("tail", "head"))
     return _core_numbers(heads.indptr, heads.entities, tails.indptr, tails.entities)
 
 

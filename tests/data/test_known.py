@@ -5,8 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kge_torchrec.data import SIDES
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data.filter_index import SIDES, Answers, FilterIndex, build_side
+from kge_torchrec.data.filter_index import Answers, FilterIndex, build_side
 
 SPLITS = 2
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import SIDES, FilterIndex, build_side
+from kge_torchrec.data import SIDES
+from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.queries import QuerySampleBuilder
 
@@ -27,7 +28,7 @@ def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBuilder:
     )
 
 
-def read(batch, sides=SIDES[::-1]):
+def read(batch, sides=SIDES):
     """[(side, anchor, relation, answers, sampled, known, weight)] by plain indexing."""
     ids = batch.ids.values()
     every = (ids[batch.entities] if batch.deduplicated else ids).tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import shutil
 import signal
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from kge_torchrec import api
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import StoreError
-from kge_torchrec.training.checkpoints import CheckpointError
+from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import NonFiniteParameters, Trainer
@@ -57,6 +58,12 @@ def test_the_best_is_kept_besides(store, tmp_path):
     with processes("cpu"):
         assert session.restore_parameters().epoch == 1
         assert session.restore().epoch == 4
+        found = session.checkpoints.find
+        assert [found(which).name for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
+        shutil.rmtree(tmp_path / "checkpoints" / FOUR[0])
+        assert found(BEST).name == FOUR[-1]
+        with pytest.raises(CheckpointError, match=f"no checkpoint '{FOUR[0]}'; it has {FOUR[-1]}"):
+            found(FOUR[0])
 
 
 def test_only_the_end_without_an_interval(store, tmp_path):
