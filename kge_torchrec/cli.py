@@ -18,6 +18,7 @@ from kge_torchrec.commands import (
     calibrate,
     classify,
     data,
+    encode,
     evaluate,
     export,
     extend,
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB", title="verbs")
     prepare.add(verbs)
     data.add(verbs)
+    encode.add(verbs)
     verbs.add_parser("train", help="train a model and rank the test triples with it")
     extend.add(verbs)
     evaluate.add(verbs)

@@ -127,7 +127,7 @@ def test_help_of_train_begins_with_what_to_type_and_lists_every_key(capsys):
 
 VERBS = ("prepare", "train", "evaluate", "predict", "score", "nearest", "ask", "calibrate",
          "classify", "export", "report", "extend", "serve", "plan", "compare",
-         "data", "tune", "parts")  # fmt: skip
+         "data", "encode", "tune", "parts")  # fmt: skip
 
 
 def test_help_says_something_of_every_verb(capsys):
@@ -176,7 +176,8 @@ def test_help_and_versions_need_no_packages_and_all_else_says_so(capsys, monkeyp
     arguments = {"prepare": ["x", "-o", "y"], "predict": ["x", "--relation", "y"],
                  "export": ["x", "-o", "y"], "data": ["check", "x"], "score": ["x", "y"],
                  "ask": ["x", "y"], "nearest": ["x", "y"],
-                 "extend": ["x", "y", "-o", "z"], "parts": ["scorer"]}.get(verb, ["x"])  # fmt: skip
+                 "extend": ["x", "y", "-o", "z"], "parts": ["scorer"],
+                 "encode": ["x", "--encoder", "y", "-o", "z"]}.get(verb, ["x"])  # fmt: skip
     refused(capsys, [verb, *arguments], "fbgemm-gpu-cpu (CPU)", "not installed")
 
 
