@@ -19,7 +19,8 @@ def add(verbs: Verbs) -> None:
         nargs="+",
         metavar="DIR_OR_FILE",
         help="a directory with train, valid and test files, or files; or a library's data set, "
-        "such as pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME",
+        "such as pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME; or countries, the "
+        "graph inside the package",
     )
     prepare.add_argument(
         "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"

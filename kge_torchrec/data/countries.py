@@ -33,6 +33,7 @@ from importlib import resources
 Triple = tuple[str, str, str]
 Premises = tuple[Triple, ...]
 
+EMBEDDED = "countries"  # in place of a path
 HELD_OUT_SHARE = 0.2
 SEPARATOR = ";"
 

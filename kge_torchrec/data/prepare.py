@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
+from kge_torchrec.data.countries import EMBEDDED, country_splits
 from kge_torchrec.data.encoding import Encoded, encode
 from kge_torchrec.data.filter_index import SideIndex, build_side
 from kge_torchrec.data.readers import (
@@ -67,7 +68,8 @@ def prepare(
     Args:
         sources: a directory with train, valid and test files, one file, or a list of files (see
             `find_sources` for the names and `read_triples` for the formats); or a data set of a
-            library by name, such as "pykeen:fb15k237" (see `catalogues`).
+            library by name, such as "pykeen:fb15k237" (see `catalogues`); or "countries", the graph
+            inside the package, where no file has that name.
         output: the store's directory, replaced if it is a store and ``overwrite`` is set.
         ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
             name no split; every entity and relation is kept in train.
@@ -108,9 +110,13 @@ def prepare(
 
     dropped: Counter[str] = Counter()
     notes: dict[str, Any] = {"literals": dropped}  # filled in while reading
-    if is_named(sources):
+    batches: Batches
+    if sources == EMBEDDED and not Path(EMBEDDED).exists():
+        batches = _in_memory(country_splits())
+        notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
+    elif is_named(sources):
         splits, of_library = open_named(str(sources), choice)
-        batches: Batches = of_library
+        batches = of_library
         notes["sources"] = {split: [str(sources)] for split in splits}
     else:
         files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
@@ -147,9 +153,7 @@ def prepare_triples(
     unknown = set(splits) - set(SPLITS)
     if unknown or "train" not in splits:
         raise DataError(f"splits {sorted(splits)}: give train, and optionally valid and test")
-    batches = (
-        (split, batch) for split in SPLITS for batch in batches_of(split, splits.get(split, ()))
-    )
+    batches = _in_memory(splits)
     return _prepare(
         batches, Path(output), (1, 0, 0), 0, allow_unseen_relations, overwrite, False, {}
     )
@@ -187,9 +191,7 @@ def extend_store(
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
     if isinstance(new, Mapping):
-        batches: Batches = (
-            (split, batch) for split in SPLITS for batch in batches_of(split, new.get(split, ()))
-        )
+        batches: Batches = _in_memory(new)
     else:
         files = find_sources(new, SUFFIXES if reader is None else reader.suffixes)
         named = {split: [str(path) for path in paths] for split, paths in files.items()}
@@ -209,6 +211,12 @@ def extend_store(
         notes,
         type_triples=TypeTriples.of_extended(base),
         base=base,
+    )
+
+
+def _in_memory(splits: Mapping[str, InMemory]) -> Batches:
+    return (
+        (split, batch) for split in SPLITS for batch in batches_of(split, splits.get(split, ()))
     )
 
 

@@ -159,15 +159,17 @@ def _sizes_of_data(
     """((entities, relations, triples), frequency) of the config's data, read as training does."""
     import torch
 
+    from kge_torchrec.data.catalogues import is_named
+    from kge_torchrec.data.countries import EMBEDDED
     from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.planning.workload import EntityFrequency
-    from kge_torchrec.training.session import EMBEDDED, open_store
+    from kge_torchrec.training.session import open_store
 
     path = config.data.path
     flags = "--entities, --relations and --triples"
     if path == EMBEDDED and options.entities is not None:
         raise ConfigError(f"give all of {flags}, or --data.path to take the others from")
-    if path != EMBEDDED and not Path(path).exists():
+    if path != EMBEDDED and not is_named(path) and not Path(path).exists():
         raise ConfigError(f"data.path: there is nothing at {path}; give {flags} to plan without")
     alone = Processes(0, 1, 1, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
-from kge_torchrec.data.prepare import prepare, prepare_triples
+from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.data.weights import check_weights
@@ -251,9 +251,6 @@ class Session:
         return self._kept_candidates[1]
 
 
-EMBEDDED = "countries"
-
-
 def open_store(
     config: DataConfig, seed: int, prepared: Path, processes: Processes, progress: bool
 ) -> TripleStore:
@@ -276,11 +273,6 @@ def open_store(
 
 
 def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> None:
-    if config.path == EMBEDDED and not Path(EMBEDDED).exists():
-        from kge_torchrec.data.countries import country_splits
-
-        prepare_triples(country_splits(), prepared)
-        return
     try:
         prepare(
             config.path,

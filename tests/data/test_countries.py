@@ -5,6 +5,7 @@ from itertools import combinations
 
 import pytest
 
+from kge_torchrec.cli import main
 from kge_torchrec.data.countries import (
     COLUMN_OF_RELATION,
     SEPARATOR,
@@ -12,6 +13,7 @@ from kge_torchrec.data.countries import (
     country_triples,
     read_countries,
 )
+from kge_torchrec.data.store import TripleStore
 
 COLUMNS = {
     "country",
@@ -311,3 +313,16 @@ def test_what_is_held_out_follows_from_train(seed):
 def test_splits_are_deterministic(splits):
     assert country_splits() == splits == country_splits(seed=0)
     assert country_splits(seed=1) != splits
+
+
+def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypatch, splits):
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", "countries", "-o", "whole", "--types-from", "in_continent"]) == 0
+    store = TripleStore.open(tmp_path / "whole")
+    kept = [triple for triple in splits["train"] if triple[1] != "in_continent"]
+    assert store.report["triples"]["train"] == len(kept)
+    assert store.report["sources"] == {split: ["countries"] for split in splits}
+    (tmp_path / "countries").mkdir()
+    (tmp_path / "countries" / "train.tsv").write_text("a\tr\tb\n")
+    assert main(["prepare", "countries", "-o", "own"]) == 0
+    assert TripleStore.open(tmp_path / "own").num_entities == 2

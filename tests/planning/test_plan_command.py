@@ -9,6 +9,7 @@ from training_runs import tiny_store
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.torchrec.planned import read_plan
+from kge_torchrec.errors import DataError
 from kge_torchrec.planning.command import DOES_NOT_FIT, count, run
 
 FREEBASE = ["--entities", "86_000_000", "--relations", "14,824", "--triples", "338_586_276"]
@@ -118,13 +119,14 @@ def test_devices_of_a_file(tmp_path, capsys):
         (["--devices", "0xH100", *FREEBASE], "at least one"),
         (["--devices", "8xH100", "--entities", "5"], "give all of --entities, --relations"),
         (["--devices", "8xH100", "--data.path", "nowhere"], "there is nothing at nowhere"),
+        (["--devices", "8xH100", "--data.path", "pykeen:no-such"], r"kge-torchrec\[pykeen\]"),
         (["--devices", "8xH100", *FREEBASE, "--entities", "0"], "entities must be at least 1"),
         (["--devices", "8xH100", *FREEBASE, "--model.dimm", "3"], "did you mean model.dim"),
         (["--devices", "8xH100", *FREEBASE, "--picture", "a.txt"], "must end with .png"),
     ],
 )
 def test_bad_input(arguments, said):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises((ConfigError, DataError), match=said):
         run(arguments)
 
 
