@@ -30,6 +30,7 @@ from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
+from kge_torchrec.models.dropout import dropped
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row
@@ -52,6 +53,7 @@ def load_kernels() -> None:
     waiting.publish(words, 0, waiting.read(words, 0))
     waiting.wait_for(words, 0, 0, False)
     logistic_slopes(torch.ones(1, 2), torch.zeros(1))
+    dropped(torch.ones(2), 0.5, 0)
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

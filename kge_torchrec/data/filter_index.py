@@ -58,7 +58,7 @@ class FilterIndex:
         num_entities: int,
         num_relations: int,
     ):
-        self._indices = [
+        self._indices: list[dict[str, SideIndex]] = [
             {side: SideIndex(*map(read_only, index[side])) for side in SIDES} for index in indices
         ]
         self.num_entities = num_entities

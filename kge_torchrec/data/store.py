@@ -107,7 +107,7 @@ class TripleStore:
 
     def filter_index(self, splits: Sequence[str] = SPLITS) -> FilterIndex:
         """The filter index over the given splits."""
-        indices = []
+        indices: list[dict[str, SideIndex]] = []
         for split in splits:
             self.split(split)
             indices.append({side: self.side_index(split, side) for side in SIDES})

@@ -25,7 +25,7 @@ from kge_torchrec.data import SIDES
 from kge_torchrec.data.cardinality import OTHER, seen_pairs
 from kge_torchrec.data.compiled_index import mark_members
 from kge_torchrec.data.entity_types import EntityTypes
-from kge_torchrec.data.filter_index import FilterIndex, build_side
+from kge_torchrec.data.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
@@ -100,7 +100,7 @@ class SeenSets:
 
     def __init__(self, store: TripleStore):
         dtype = store.train.dtype
-        self._sets = {}
+        self._sets: dict[str, tuple[np.ndarray, np.ndarray]] = {}
         for side in SIDES:
             # Tails are the anchors of the index for heads, and the other way round.
             index = store.side_index("train", OTHER[side])
@@ -207,7 +207,7 @@ class OwnNegatives:
             log.warning("%s of the own negatives are training triples; left out", int(true.sum()))
             triples = triples[~true[:, 0]]
         sizes = store.num_entities, store.num_relations
-        index = {side: build_side(side, triples, *sizes) for side in SIDES}
+        index: dict[str, SideIndex] = {side: build_side(side, triples, *sizes) for side in SIDES}
         self._index = FilterIndex([index], *sizes)
 
     @classmethod

@@ -60,6 +60,7 @@ def encode_texts(
         raise DataError(f"the batch size must be at least 1, not {batch_size}")
     if output.suffix != ".parquet":
         raise DataError(f"{output}: vectors of texts are written as Parquet; name it NAME.parquet")
+    texts: Iterator[tuple[str, str]]
     if source.is_dir():
         labels = TripleStore.open(source).entities.array
         texts = ((label.as_py(), label.as_py()) for label in labels)

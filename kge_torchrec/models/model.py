@@ -20,6 +20,7 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data.loader import ENTITY
 from kge_torchrec.models.distances import has_kernels
+from kge_torchrec.models.dropout import Dropout
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, QueryScorer, Scorer, Side
@@ -44,7 +45,7 @@ _COPIED_FROM = 32
 REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CUDA graphs
 
 
-class EntityDropout(nn.Dropout):
+class EntityDropout(Dropout):
     """Drops numbers of entity rows, whoever they are looked up for (LibKGE's embedder dropout).
 
     biases: columns at the end of a row that are no part of its vector and stay.

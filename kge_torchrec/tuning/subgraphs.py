@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.filter_index import build_side
+from kge_torchrec.data.filter_index import SideIndex, build_side
 from kge_torchrec.data.prepare import divide_rows
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore, new_store, write_store
@@ -121,7 +121,7 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         if "train" in weights:
             weights = {"train": weights["train"][~held_out]}  # of valid nobody asks
     triples = {"train": train, "valid": valid, "test": np.empty((0, 3), train.dtype)}
-    indices = {
+    indices: dict[str, dict[str, SideIndex]] = {
         split: {side: build_side(side, part, *sizes) for side in SIDES}
         for split, part in triples.items()
     }

@@ -29,6 +29,7 @@ from kge_torchrec.config.checks import ConfigError, check
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
 from kge_torchrec.models.distances import compared_at
+from kge_torchrec.models.dropout import Dropout
 from kge_torchrec.models.ops import pairwise, pick
 
 # What so many real numbers make, in the message for a model.dim that is no multiple of them.
@@ -102,9 +103,9 @@ class Scorer(nn.Module):
         self.entity_norm = normalization_of(normalization, dim - self.bias_columns)
         of_relations = "layer" if normalization == "layer" else "none"
         self.relation_norm = normalization_of(of_relations, width)
-        self.relation_dropout = nn.Dropout(relation_dropout)
-        self.input_dropout = nn.Dropout(input_dropout)
-        self.hidden_dropout = nn.Dropout(hidden_dropout)
+        self.relation_dropout = Dropout(relation_dropout)
+        self.input_dropout = Dropout(input_dropout)
+        self.hidden_dropout = Dropout(hidden_dropout)
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Any) -> None:

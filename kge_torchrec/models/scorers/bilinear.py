@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, not_negative
+from kge_torchrec.models.dropout import Dropout
 from kge_torchrec.models.ops import times
 from kge_torchrec.models.scorers.base import (
     GROUPS,
@@ -156,7 +157,7 @@ class TuckER(TrilinearScorer):
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
         self.core = nn.Parameter(torch.empty(self.relations.shape[1], dim, dim))
-        self.feature_dropout = nn.Dropout(self.options.feature_dropout)
+        self.feature_dropout = Dropout(self.options.feature_dropout)
 
     @classmethod
     def relation_dim(cls, dim: int, options: Options) -> int:

@@ -1,0 +1,102 @@
+"""Dropout, drawn on a CPU where it is applied: each number is read once and written once.
+
+torch draws one number after another there, which takes longer than the product it is drawn for,
+and keeps a mask for backward.  Here the draw is a hash of a key and of the number's place, so that
+backward draws it again.  The key comes from torch's generator, one a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor, nn
+
+from kge_torchrec.models.row_sums import JIT, threads_for
+
+_CHUNK = 1 << 14  # numbers
+_U = np.uint32
+
+
+class Dropout(nn.Dropout):
+    """torch's, whose draws are other ones on a CPU: the same for a state of torch's generator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) -> (...)"""
+        is_here = input.device.type == "cpu" and input.dtype == torch.float32
+        if not (is_here and self.training and 0 < self.p < 1) or torch.compiler.is_compiling():
+            return super().forward(input)
+        return _Dropped.apply(input, self.p, int(torch.randint(2**62, ())))
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, share: float, key: int) -> Tensor:
+        ctx.share, ctx.key = share, key
+        return dropped(values, share, key)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return dropped(grad, ctx.share, ctx.key), None, None
+
+
+def dropped(values: Tensor, share: float, key: int) -> Tensor:
+    """Numbers (...) float32, each 0 with probability ``share``, else divided by 1 - ``share``.
+
+    key: of 62 bits; which numbers are dropped depends on it and on their places alone.
+    """
+    values = values.detach().contiguous()
+    out = torch.empty_like(values)
+    arguments = (
+        values.view(-1).numpy(), out.view(-1).numpy(), _U(round(share * 2**32)),
+        np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32),
+    )  # fmt: skip
+    if threads_for(-(-values.numel() // _CHUNK), values.numel()) == 1:
+        _drop(0, values.numel(), *arguments)
+    else:
+        _drop_in_parallel(*arguments)
+    return out
+
+
+@njit(**JIT)
+def _drop(
+    start: int,
+    stop: int,
+    values: np.ndarray,
+    out: np.ndarray,
+    least: np.uint32,
+    scale: np.float32,
+    low: np.uint32,
+    high: np.uint32,
+) -> None:
+    for place in range(start, stop):
+        drawn = _mixed(_U(_mixed(_U(_U(place) + low)) ^ high))
+        out[place] = values[place] * (scale if drawn >= least else np.float32(0))
+
+
+@njit(parallel=True, **JIT)
+def _drop_in_parallel(
+    values: np.ndarray,
+    out: np.ndarray,
+    least: np.uint32,
+    scale: np.float32,
+    low: np.uint32,
+    high: np.uint32,
+) -> None:
+    for chunk in prange((values.size + _CHUNK - 1) // _CHUNK):
+        start = chunk * _CHUNK
+        stop = min(start + _CHUNK, values.size)
+        _drop(start, stop, values, out, least, scale, low, high)
+
+
+@njit(inline="always", **JIT)
+def _mixed(bits: np.uint32) -> np.uint32:
+    """A bijection whose every bit depends on every bit (the constants are Wellons', lowbias32)."""
+    bits = _U(bits ^ (bits >> _U(16)))
+    bits = _U(bits * _U(0x7FEB352D))
+    bits = _U(bits ^ (bits >> _U(15)))
+    bits = _U(bits * _U(0x846CA68B))
+    return _U(bits ^ (bits >> _U(16)))
