@@ -23,7 +23,6 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.streams import lines
 from kge_torchrec.errors import DataError
 
-BATCH_SIZE = 64  # texts that the encoder sees at once
 _TEXTS = 1 << 12  # encoded between two writes; the encoder sorts them by length
 
 Encode = Callable[[list[str]], np.ndarray]  # m texts -> (m, W)
@@ -41,7 +40,7 @@ def encode_texts(
     output: str | Path,
     encoder: str,
     device: str | None = None,
-    batch_size: int = BATCH_SIZE,
+    batch_size: int = 64,
 ) -> Encoded:
     """Writes a Parquet file of the columns ``label`` and ``vector``, a row a text.
 
@@ -49,6 +48,7 @@ def encode_texts(
         text".
     encoder: a model of sentence-transformers: its name, or the folder that it lies in.
     device: of the encoder; None leaves it to sentence-transformers.
+    batch_size: texts that the encoder sees at once.
 
     Raises:
         DataError: a batch size below 1; sentence-transformers or the model is not there; a line
