@@ -30,7 +30,7 @@ from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
-from kge_torchrec.models.dropout import dropped
+from kge_torchrec.models.dropout_kernels import dropped
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row

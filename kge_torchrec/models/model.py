@@ -20,8 +20,8 @@ from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data.loader import ENTITY
 from kge_torchrec.models.distances import has_kernels
-from kge_torchrec.models.dropout import Dropout
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
+from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers.base import SIDES, QueryScorer, Scorer, Side
 

@@ -1,4 +1,4 @@
-"""What scorers compute with: products of complex numbers, and blocks of pairs of rows.
+"""What scorers compute with: products of complex numbers, blocks of pairs of rows, and dropout.
 
 **Complex numbers.**  Rows of D real numbers are read as D/2 complex ones, interleaved: (re, im, re,
 im, ...).  Products come in two forms.  With torch's complex numbers they are one operation, on a
@@ -9,6 +9,8 @@ what is compiled takes the real form, which it makes one kernel of, with what is
 expanded again for its gradient, so that the (b, K, D) intermediates are never in memory whole.  A
 pair's score is computed from its own numbers alone, so that blocks do not change its bits.
 
+**Dropout.**  torch's, but on a CPU, where a draw is a hash (``dropout_kernels``).
+
 Shapes: C chunks, b queries, K rows, D numbers (D/2 complex ones) a row.
 """
 
@@ -17,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Literal
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Distance = Literal["euclidean", "manhattan", "moduli"]
@@ -114,3 +116,32 @@ def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: 
 def pick(rows: Tensor, index: Tensor) -> Tensor:
     """rows[index], summing gradients in a fixed order on a CPU: (U, D), (...) -> (..., D)."""
     return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
+
+
+class Dropout(nn.Dropout):
+    """torch's, whose draws are other ones on a CPU: the same for a state of torch's generator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(...) -> (...)"""
+        is_here = input.device.type == "cpu" and input.dtype == torch.float32
+        if not (is_here and self.training and 0 < self.p < 1) or torch.compiler.is_compiling():
+            return super().forward(input)
+        return _Dropped.apply(input, self.p, int(torch.randint(2**62, ())))
+
+
+class _Dropped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, share: float, key: int) -> Tensor:
+        ctx.share, ctx.key = share, key
+        return _dropped(values, share, key)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _dropped(grad, ctx.share, ctx.key), None, None
+
+
+def _dropped(values: Tensor, share: float, key: int) -> Tensor:
+    from kge_torchrec.models.dropout_kernels import dropped  # numba takes its time to load
+
+    return dropped(values, share, key)

@@ -29,8 +29,7 @@ from kge_torchrec.config.checks import ConfigError, check
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
 from kge_torchrec.models.distances import compared_at
-from kge_torchrec.models.dropout import Dropout
-from kge_torchrec.models.ops import pairwise, pick
+from kge_torchrec.models.ops import Dropout, pairwise, pick
 
 # What so many real numbers make, in the message for a model.dim that is no multiple of them.
 GROUPS = {

@@ -22,8 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, not_negative
-from kge_torchrec.models.dropout import Dropout
-from kge_torchrec.models.ops import times
+from kge_torchrec.models.ops import Dropout, times
 from kge_torchrec.models.scorers.base import (
     GROUPS,
     Fill,

@@ -7,40 +7,15 @@ backward draws it again.  The key comes from torch's generator, one a call.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from numba import njit, prange
-from torch import Tensor, nn
+from torch import Tensor
 
 from kge_torchrec.models.row_sums import JIT, threads_for
 
 _CHUNK = 1 << 14  # numbers
 _U = np.uint32
-
-
-class Dropout(nn.Dropout):
-    """torch's, whose draws are other ones on a CPU: the same for a state of torch's generator."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        """(...) -> (...)"""
-        is_here = input.device.type == "cpu" and input.dtype == torch.float32
-        if not (is_here and self.training and 0 < self.p < 1) or torch.compiler.is_compiling():
-            return super().forward(input)
-        return _Dropped.apply(input, self.p, int(torch.randint(2**62, ())))
-
-
-class _Dropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, share: float, key: int) -> Tensor:
-        ctx.share, ctx.key = share, key
-        return dropped(values, share, key)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return dropped(grad, ctx.share, ctx.key), None, None
 
 
 def dropped(values: Tensor, share: float, key: int) -> Tensor:
