@@ -25,8 +25,9 @@ def dropped(values: Tensor, share: float, key: int) -> Tensor:
     """
     values = values.detach().contiguous()
     out = torch.empty_like(values)
+    least = min(round(share * 2**32), 2**32 - 1)
     arguments = (
-        values.view(-1).numpy(), out.view(-1).numpy(), _U(round(share * 2**32)),
+        values.view(-1).numpy(), out.view(-1).numpy(), _U(least),
         np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32),
     )  # fmt: skip
     if threads_for(-(-values.numel() // _CHUNK), values.numel()) == 1:

@@ -64,5 +64,6 @@ def test_what_is_drawn_by_torch_and_what_is_left_alone():
     assert 300 < int((Dropout(0.5)(half) == 0).sum()) < 700
     ones = torch.ones(1000)
     assert Dropout(1.0)(ones).eq(0).all()
+    assert Dropout(1 - 1e-12)(ones).eq(0).all()  # rounded, the share is 1
     assert torch.equal(Dropout(0.0)(ones), ones)
     assert torch.equal(Dropout(0.5).eval()(ones), ones)
