@@ -1,9 +1,10 @@
 """Distances of all pairs of a query and a row, and who computes them where.
 
 Distances keep their digits.  The product form of the Euclidean distance loses digits where
-distances are small, and ranking would then disagree with the scores of single triples.  On a CPU
-they have kernels of their own, ``pair_scores``.  On CUDA the backward of ``torch.cdist`` has all
-(b, K, D) differences in memory, and its forward a thread block for every pair, so that training
+distances are small, and ranking would then disagree with the scores of single triples; it is for
+training against all entities alone, ``squares_by_products``, many times as fast.  On a CPU
+distances have kernels of their own, ``pair_scores``.  On CUDA the backward of ``torch.cdist`` has
+all (b, K, D) differences in memory, and its forward a thread block for every pair, so that training
 takes ``fused`` there: of each formula Inductor makes one kernel that reads queries and rows and
 writes its sums alone.  Ranking stays with kernels that compute a pair alike wherever it stands, for
 ties to remain ties.
@@ -44,6 +45,36 @@ def euclidean(query: Tensor, rows: Tensor) -> Tensor:
     if has_kernels(query):
         return _pair_scores("euclidean", query, rows)
     return torch.cdist(query, rows, p=2.0, compute_mode=_EXACT)
+
+
+def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
+    """Minus the squares of ``euclidean``, 2 <q, t> - |q|^2 - |t|^2, by one matrix product.
+
+    (1, b, D), (1, K, D) -> (1, b, K).  What is small beside the lengths has lost digits, and may
+    have the wrong sign.  Lengths are columns of the product: it adds them in float32 whatever
+    autocast or a CPU rounds the factors to, and what it returns is rounded as a distance is.
+    """
+    of_query, of_row = _in_three(query), _in_three(rows)
+    left = torch.cat([2 * query, -of_query, torch.ones_like(of_query)], -1)
+    right = torch.cat([rows, torch.ones_like(of_row), -of_row], -1)
+    # Not as a batch of one, as in DotScorer.similarity_matrix.
+    return torch.matmul(left, right.squeeze(0).t())
+
+
+def _in_three(rows: Tensor) -> Tensor:
+    """Squared lengths as sums of three numbers of bfloat16: (..., D) -> (..., 3)."""
+    rest = rows.float().square().sum(-1, keepdim=True)
+    parts = []
+    for _ in range(3):
+        parts.append(rest.bfloat16().float())  # the first has the whole gradient, others none
+        rest = rest - parts[-1]
+    return torch.cat(parts, -1)
+
+
+def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
+    """``euclidean`` in the same way, but for its sign: minus the distances."""
+    squares = squares_by_products(query, rows).float()
+    return -(-squares).clamp_min(EPSILON).sqrt()
 
 
 def manhattan(query: Tensor, rows: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from torch._inductor.utils import run_and_get_code
 
 from kge_torchrec.models import distances
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.scorers.biased import Biased
 
 PLAIN = {"manhattan": distances.manhattan, "euclidean": distances.euclidean,
          "moduli": distances.complex_distance}  # fmt: skip
@@ -58,6 +59,45 @@ def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, n
     monkeypatch.setattr(distances, "fused", lambda kind, *x: taken.append(kind) or fused(kind, *x))
     torch.testing.assert_close(scorer.score_candidates(*given), expected)
     assert len(taken) == 1
+
+
+@pytest.mark.parametrize("name", ["transe_l2", "rote", "mure", "biased rote", "own"])
+@pytest.mark.parametrize("half", [False, True])
+def test_products_stand_for_distances_where_all_entities_are_candidates(name, half):
+    """To the digits that a float32 has of lengths; with autocast, to those of a bfloat16."""
+    own = type("Own", (SCORERS["rote"],), {"similarity_matrix": lambda *x: torch.zeros(1, 50, 40)})
+    scorer = own(3, 32) if name == "own" else SCORERS[name.split()[-1]](3, 32)
+    torch.nn.init.normal_(scorer.relations, std=0.3)
+    scorer = Biased(scorer) if name == "biased rote" else scorer
+    anchor, rows = (normal(1, n, scorer.dim, dtype=torch.float32) for n in (50, 40))
+    rows[0, 7] = anchor[0, 3]
+    rows.requires_grad_()
+    query = scorer.encode_query(anchor, torch.zeros(1, 50, dtype=torch.int64), "tail")
+    weight = normal(1, 50, 40, dtype=torch.float32)
+    expected = scorer.similarity_matrix(query, rows)
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        found = scorer.similarity_of_all(query, rows)
+    if name == "own":  # a class that compares otherwise is not passed over
+        assert torch.equal(found, expected)
+        return
+    near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
+    torch.testing.assert_close(found.float(), expected, **near)
+    assert not torch.equal(found.float(), expected)
+    of_found, of_expected = (torch.autograd.grad((x.float() * weight).sum(), rows)[0]
+                             for x in (found, expected))  # fmt: skip
+    error = (of_found - of_expected).norm() / of_expected.norm()
+    assert error < (0.02 if half else 1e-5)
+
+
+def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
+    """Lengths are added in float32: near rows far from 0 are as near as they were."""
+    query = (5 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
+    rows = (query + 0.3 * normal(1, 40, 64, dtype=torch.float32)).bfloat16().float()
+    exact = -torch.cdist(query.double(), rows.double()).square()
+    with torch.autocast("cpu", torch.bfloat16):
+        found = distances.squares_by_products(query, rows)
+    assert exact.abs().min() < 10 < 1000 < query.square().sum(-1).mean()
+    torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
 
 
 def test_when_they_are_taken(monkeypatch):

@@ -34,6 +34,7 @@ RUNS = {
                     **FULL},
     "1vsall dura of one side": {"model__scorer": "distmult", "loss__name": "bce",
                                 "loss__regularizers": {"dura": 0.05}, **ONE_SIDE, **FULL},
+    "1vsall rote": {"model__scorer": "rote", **BIASED, **FULL},
     "1vsall roth": {"model__scorer": "roth", "loss__n3": 0.02, **BIASED, **FULL},
     "kvsall meim": {"model__scorer": "meim", "loss__name": "bce", "negatives__regime": "kvsall",
                     "model__options": {"partitions": 2, "relation_dim": 3, "orthogonality": 0.02},

@@ -260,8 +260,11 @@ class QueryScorer(Scorer):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "similarity_matrix" in vars(cls) and "similarity_at" not in vars(cls):
-            cls.similarity_at = QueryScorer.similarity_at  # type: ignore[method-assign]
+        if "similarity_matrix" not in vars(cls):
+            return
+        for name in ("similarity_of_all", "similarity_at"):
+            if name not in vars(cls):
+                setattr(cls, name, getattr(QueryScorer, name))
 
     @classmethod
     def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
@@ -296,6 +299,14 @@ class QueryScorer(Scorer):
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
         """query (C, b), rows (C, K, D) -> (C, b, K)"""
         raise NotImplementedError
+
+    def similarity_of_all(self, query: Any, rows: Tensor) -> Tensor:
+        """``similarity_matrix`` where training compares with all entities: (1, b), (1, K, D).
+
+        For scorers that a matrix product computes but for some digits, which ranking needs.  A
+        class that gives another ``similarity_matrix`` gets this one back.
+        """
+        return self.similarity_matrix(query, rows)
 
     def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
         """query (C, b), the rows (U, D) that index (C, K) int64 picks -> (C, b, K)

@@ -11,6 +11,7 @@ Shapes: C chunks, b queries, K candidates, D numbers a row, biases included.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -122,11 +123,20 @@ class Biased(QueryScorer):
         return self.inner.similarity(query.inner, vector) + own[..., 0]
 
     def similarity_matrix(self, query: BiasedQuery, rows: Tensor) -> Tensor:
+        return self._matrix(self.inner.similarity_matrix, query, rows)
+
+    def similarity_of_all(self, query: BiasedQuery, rows: Tensor) -> Tensor:
+        return self._matrix(self.inner.similarity_of_all, query, rows)
+
+    def _matrix(
+        self, compare: Callable[[Any, Tensor], Tensor], query: BiasedQuery, rows: Tensor
+    ) -> Tensor:
+        """(C, b), (C, K, D) -> (C, b, K), by what compares the inner query with the rows."""
         if self._is_dot:
-            return self.inner.similarity_matrix(query.inner, rows) + query.bias
+            return compare(query.inner, rows) + query.bias
         vector, biases = self._split(rows)
         own = _of_answer(biases, query.side).transpose(-1, -2)
-        return self.inner.similarity_matrix(query.inner, vector) + query.bias + own
+        return compare(query.inner, vector) + query.bias + own
 
     def similarity_at(self, query: BiasedQuery, rows: Tensor, index: Tensor) -> Tensor:
         if self._is_dot:

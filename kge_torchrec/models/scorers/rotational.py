@@ -24,7 +24,12 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.distances import compared_at, complex_distance, euclidean
+from kge_torchrec.models.distances import (
+    compared_at,
+    complex_distance,
+    euclidean,
+    squares_by_products,
+)
 from kge_torchrec.models.ops import pairwise, rotated
 from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
 
@@ -108,6 +113,9 @@ class RotE(QueryScorer):
 
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -euclidean(query, rows).square()
+
+    def similarity_of_all(self, query: Tensor, rows: Tensor) -> Tensor:
+        return squares_by_products(query, rows)
 
     def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         return -compared_at("euclidean", query, rows, index).square()

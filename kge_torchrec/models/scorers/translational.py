@@ -23,11 +23,13 @@ from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.models.distances import (
     compared_at,
     euclidean,
+    euclidean_by_products,
     hyperplane_squares,
     manhattan,
     mapped,
     scaled_manhattan,
     scaled_squares,
+    squares_by_products,
 )
 from kge_torchrec.models.ops import pick
 from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
@@ -69,6 +71,9 @@ class TransEL2(TransE):
 
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -euclidean(query, rows)
+
+    def similarity_of_all(self, query: Tensor, rows: Tensor) -> Tensor:
+        return euclidean_by_products(query, rows)
 
     def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
         return -compared_at("euclidean", query, rows, index)
@@ -176,6 +181,12 @@ class MuRE(QueryScorer):
         else:
             distance, own = mapped("scaled_squares", query.point, query.scale, vector), as_head
         return query.bias + own.transpose(-1, -2) - distance
+
+    def similarity_of_all(self, query: Weighted, rows: Tensor) -> Tensor:
+        if query.scale is not None:  # of heads, without reciprocal relations
+            return self.similarity_matrix(query, rows)
+        vector, _, as_tail = _vector_and_biases(rows)
+        return squares_by_products(query.point, vector) + query.bias + as_tail.transpose(-1, -2)
 
     def similarity_at(self, query: Weighted, rows: Tensor, index: Tensor) -> Tensor:
         vector, as_head, as_tail = _vector_and_biases(rows)
