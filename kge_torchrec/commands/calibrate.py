@@ -77,7 +77,7 @@ def _summary(made: Calibration) -> str:
     lines = [f"{made.method}, fitted to {about['valid_triples']:,} triples of valid"]
     for side, curve in made.curves.items():
         if made.method == "platt":
-            lines.append(f"  {side}: p = sigmoid({curve.slope:.6g} score + {curve.intercept:.6g})")
+            lines.append(f"  {side}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
         else:
             lines.append(f"  {side}: {len(curve.scores):,} points")
     if "test" in about:
