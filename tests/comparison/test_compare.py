@@ -109,6 +109,14 @@ def test_variants_take_turns():
     ]  # fmt: skip
 
 
+@pytest.fixture
+def interruptible():
+    """SIGINT raises, also where tests run in the background of a shell, which has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 def when_speed_is_measured(folder: Path, act: Callable[[], object]) -> threading.Thread:
     """Calls ``act`` in a thread, some time after both ranks of the first speed world started."""
 
@@ -144,6 +152,7 @@ def check_partial_report(folder: Path) -> dict:
     return found
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_killed_rank_ends_the_comparison_and_keeps_what_is_there(tmp_path, capsys):
     folder = tmp_path / "compared"
 
@@ -160,6 +169,7 @@ def test_a_killed_rank_ends_the_comparison_and_keeps_what_is_there(tmp_path, cap
     assert "was killed by SIGKILL" in " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupted_comparison_keeps_what_is_there(tmp_path, capsys):
     folder = tmp_path / "compared"
     watcher = when_speed_is_measured(folder, _thread.interrupt_main)
