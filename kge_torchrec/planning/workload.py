@@ -117,9 +117,9 @@ class Workload:
         chunk_size = negatives.chunk_size or self.batch_size
         return {side: negatives.candidates(side, chunk_size) for side in self.sides}
 
-    @property
+    @cached_property
     def negative_power(self) -> float | None:
-        """Exponent of degree sampling; None draws uniformly."""
+        """Exponent of degree sampling; None draws uniformly.  A plan asks for each rank."""
         negatives = self.config.negatives
         draw = resolve("negative_sampler", negatives.sampling)
         return draw.frequency_power(negatives.sampler_options())
