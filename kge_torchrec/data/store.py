@@ -343,7 +343,10 @@ class Vocabulary:
 
     def unknown(self, label: str, missing: int = 1) -> UnknownLabelError:
         """The error that names a label which is not here, the first of so many."""
-        close = self.close_to(label)
-        hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+        if close := self.close_to(label):
+            hint = f"; did you mean {', '.join(map(repr, close))}?"
+        else:  # as where labels are ids of another system
+            some = self._labels[:3].to_pylist()
+            hint = f"; labels here are such as {', '.join(map(repr, some))}" if some else ""
         others = f" (and {missing - 1} more labels)" if missing > 1 else ""
         return UnknownLabelError(f"unknown {self._kind} {label!r}{others}{hint}")

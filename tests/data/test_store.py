@@ -141,8 +141,11 @@ def test_unknown_label():
     with pytest.raises(UnknownLabelError) as caught:
         words.ids(["France", "germany"])
     assert str(caught.value).startswith("unknown entity 'germany'; did you mean 'Germany'")
-    with pytest.raises(UnknownLabelError, match=r"'qqq' \(and 1 more labels\)$"):
+    with pytest.raises(UnknownLabelError, match=r"'qqq' \(and 1 more labels\); labels here are ") as one:
         words.ids(["qqq", "France", "zzz"])
+    assert str(one.value).endswith(" such as 'Germany', 'France', 'germ'")
+    with pytest.raises(UnknownLabelError, match=r"^unknown entity 'a'$"):
+        vocabulary([]).ids(["a"])
 
 
 def test_unknown_label_among_many(monkeypatch):
