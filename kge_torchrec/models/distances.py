@@ -18,6 +18,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -53,12 +54,16 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     (1, b, D), (1, K, D) -> (1, b, K).  What is small beside the lengths has lost digits, and may
     have the wrong sign.  Lengths are columns of the product: it adds them in float32 whatever
     autocast or a CPU rounds the factors to, and what it returns is rounded as a distance is.
+    float16, which ends at 65,504, is not taken.
     """
     of_query, of_row = _in_three(query), _in_three(rows)
     left = torch.cat([2 * query, -of_query, torch.ones_like(of_query)], -1)
     right = torch.cat([rows, torch.ones_like(of_row), -of_row], -1)
-    # Not as a batch of one, as in DotScorer.similarity_matrix.
-    return torch.matmul(left, right.squeeze(0).t())
+    device = block_device(rows)
+    takes_half = torch.get_autocast_dtype(device) == torch.bfloat16
+    with nullcontext() if takes_half else torch.autocast(device, enabled=False):
+        # Not as a batch of one, as in DotScorer.similarity_matrix.
+        return torch.matmul(left, right.squeeze(0).t())
 
 
 def _in_three(rows: Tensor) -> Tensor:

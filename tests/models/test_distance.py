@@ -100,6 +100,15 @@ def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
 
 
+def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
+    query, rows = (100 * normal(1, n, 64, dtype=torch.float32) for n in (9, 7))
+    exact = -torch.cdist(query.double(), rows.double()).square()
+    with torch.autocast("cpu", torch.float16):
+        found = distances.squares_by_products(query, rows)
+    assert exact.min() < -65_504
+    torch.testing.assert_close(found.double(), exact, rtol=1e-5, atol=0)
+
+
 def test_when_they_are_taken(monkeypatch):
     monkeypatch.setattr(distances, "_has_compiler", lambda: True)
     cuda = type("query", (), {"device": torch.device("cuda")})
