@@ -450,7 +450,7 @@ FAULTS = [
           "tests/models/test_distance.py -k half_the_digits"),
     Fault("products pass over a class that compares otherwise", "models/scorers/base.py",
           '("similarity_of_all", "similarity_at")', '("similarity_at",)',
-          "tests/models/test_distance.py -k stand_for"),
+          "tests/models/test_distance.py -k pass_over"),
     Fault("Moebius addition the other way round", "models/scorers/hyperbolic.py",
           "*translated(head, shift), root", "*translated(shift, head), root",
           "tests/models/test_scorers.py -k roth"),
