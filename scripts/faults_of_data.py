@@ -16,8 +16,8 @@ DATA_FAULTS = [
     Fault(
         "weights of a micro-batch instead of the step",
         "data/queries.py",
-        "of_step = self._examples.weights[order(np.arange(first, first + size))]",
-        "of_step = self._examples.weights[order(np.arange(start, stop))]",
+        "of_step = self._examples.weights[self._places(order, first, first + size)]",
+        "of_step = self._examples.weights[self._places(order, start, stop)]",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(

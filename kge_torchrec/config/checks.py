@@ -55,3 +55,8 @@ def one_of(key: str, value: str, choices: Sequence[str]) -> None:
     close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
     hint = f"; did you mean {close[0]!r}?" if close else ""
     raise ConfigError(f"{key} must be one of {', '.join(choices)}, got {value!r}{hint}")
+
+
+def check_share(key: str, value: float) -> None:
+    """Raises ConfigError unless a share of what is dropped leaves some."""
+    check(0 <= value < 1, key, "in [0, 1)", value)

@@ -4,18 +4,12 @@ A scorer holds the relation (and any other dense) parameters; entity rows are ha
 it never needs to know where they live.  A query is an anchor entity and a relation, asked for the
 missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` (?, relation, anchor).
 
-Below the contract: the normalization of rows, in place of BatchNorm wherever a paper has that
-(BatchNorm depends on the batch that a rank happens to see, so that one rank and two would train
-different models; what is here looks at one row alone), and the start of a scorer's layers, a
-function of the seed's stream on any device and rank.
-
 Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity, R
 relation rows (inverses included), W numbers a relation.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -25,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from kge_torchrec.config.checks import ConfigError, check
+from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
 from kge_torchrec.models.distances import compared_at
 from kge_torchrec.models.ops import Dropout, pairwise, pick
+from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
 
 # What so many real numbers make, in the message for a model.dim that is no multiple of them.
 GROUPS = {
@@ -39,7 +34,6 @@ GROUPS = {
 }
 BIASES = 2  # numbers of an entity that model.biases makes its biases, as a head and as a tail
 _OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
-Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
 
 
 class Scorer(nn.Module):
@@ -460,51 +454,3 @@ class TrilinearScorer(DotScorer):
         head, tail = (anchor, target) if is_tail else (target, anchor)
         relations = self.relation(torch.arange(self.relation_rows, device=anchor.device))
         return torch.matmul(self.relation_query(head, tail), relations.t())
-
-
-class UnitNorm(nn.Module):
-    """Rows of Euclidean length 1; a row of zeros stays.  (..., D) -> (..., D)"""
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return nn.functional.normalize(rows, dim=-1)
-
-
-def normalization_of(name: str, dim: int) -> nn.Module:
-    """The normalization of rows of dim numbers: none, unit or layer (with scale and shift)."""
-    made: dict[str, Callable[[], nn.Module]] = {
-        "none": nn.Identity,
-        "unit": UnitNorm,
-        "layer": lambda: nn.LayerNorm(dim),
-    }
-    return made[name]()
-
-
-def init_layers(module: nn.Module, stream: np.random.Generator) -> None:
-    """Weights of linear, convolution and attention layers inside a module; biases start at 0.
-
-    Weights are uniform within 1 / sqrt(inputs of a unit), as torch starts its layers; scales and
-    shifts of normalizations stay as they are made, 1 and 0.
-    """
-    for layer in module.modules():
-        if isinstance(layer, nn.Linear | nn.Conv2d):
-            _start(layer.weight, layer.bias, stream)
-        elif isinstance(layer, nn.MultiheadAttention):  # its output layer is an nn.Linear
-            _start(layer.in_proj_weight, layer.in_proj_bias, stream)
-
-
-def uniform(parameter: Tensor, bound: float, stream: np.random.Generator) -> None:
-    """Fills a parameter with numbers in [-bound, bound)."""
-    drawn = stream.uniform(-bound, bound, parameter.shape)
-    with torch.no_grad():
-        parameter.copy_(torch.from_numpy(drawn))
-
-
-def _start(weight: Tensor, bias: Tensor | None, stream: np.random.Generator) -> None:
-    uniform(weight, 1 / math.sqrt(weight[0].numel()), stream)
-    if bias is not None:
-        nn.init.zeros_(bias)
-
-
-def check_share(key: str, value: float) -> None:
-    """Raises ConfigError unless a share of what is dropped leaves some."""
-    check(0 <= value < 1, key, "in [0, 1)", value)

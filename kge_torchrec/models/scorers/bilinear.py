@@ -21,16 +21,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import at_least, not_negative
+from kge_torchrec.config.checks import at_least, check_share, not_negative
 from kge_torchrec.models.ops import Dropout, times
-from kge_torchrec.models.scorers.base import (
-    GROUPS,
-    Fill,
-    Side,
-    TrilinearScorer,
-    check_share,
-    uniform,
-)
+from kge_torchrec.models.scorers.base import GROUPS, Side, TrilinearScorer
+from kge_torchrec.models.scorers.layers import Fill, uniform
 
 
 class DistMult(TrilinearScorer):

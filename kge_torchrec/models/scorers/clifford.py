@@ -26,7 +26,8 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.scorers.algebra import components
-from kge_torchrec.models.scorers.base import Fill, Side, TrilinearScorer
+from kge_torchrec.models.scorers.base import Side, TrilinearScorer
+from kge_torchrec.models.scorers.layers import Fill
 
 
 class Shifted(NamedTuple):

@@ -26,9 +26,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.config.checks import ConfigError, at_least
+from kge_torchrec.config.checks import ConfigError, at_least, check_share
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
-from kge_torchrec.models.scorers.base import GROUPS, DotScorer, Scorer, Side, check_share
+from kge_torchrec.models.scorers.base import GROUPS, DotScorer, Scorer, Side
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from kge_torchrec.models.ops import block_device, pairwise, rotated
-from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
+from kge_torchrec.models.scorers.base import GROUPS, QueryScorer, Side
+from kge_torchrec.models.scorers.layers import Fill, uniform
 
 # Tangent vectors end at |u| sqrt(c) = 10, a distance of 20 from 0 where the curvature is -1, so
 # that neither a value nor a slope leaves the numbers that a float32 has.

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.ops import pairwise
-from kge_torchrec.models.scorers.base import DotScorer, Fill, QueryScorer, Side, uniform
+from kge_torchrec.models.scorers.base import DotScorer, QueryScorer, Side
+from kge_torchrec.models.scorers.layers import Fill, uniform
 
 _POSITIONS = {"head": 0, "tail": 2}  # of the mask
 

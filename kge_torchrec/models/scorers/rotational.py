@@ -31,7 +31,8 @@ from kge_torchrec.models.distances import (
     squares_by_products,
 )
 from kge_torchrec.models.ops import pairwise, rotated
-from kge_torchrec.models.scorers.base import GROUPS, Fill, QueryScorer, Side, uniform
+from kge_torchrec.models.scorers.base import GROUPS, QueryScorer, Side
+from kge_torchrec.models.scorers.layers import Fill, uniform
 
 
 class RotatE(QueryScorer):

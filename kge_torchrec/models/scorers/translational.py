@@ -32,7 +32,8 @@ from kge_torchrec.models.distances import (
     squares_by_products,
 )
 from kge_torchrec.models.ops import pick
-from kge_torchrec.models.scorers.base import Fill, QueryScorer, Side, uniform
+from kge_torchrec.models.scorers.base import QueryScorer, Side
+from kge_torchrec.models.scorers.layers import Fill, uniform
 
 
 class TransE(QueryScorer):
