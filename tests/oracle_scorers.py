@@ -64,6 +64,10 @@ def rotate(scorer, parameters, h, r, t):
     return -sum(abs(x * complex(math.cos(p), math.sin(p)) - y) for x, p, y in pairs)
 
 
+def rotate_l2(scorer, parameters, h, r, t):
+    return -math.sqrt(sum((a - b) ** 2 for a, b in zip(turned(h, r), t, strict=True)))
+
+
 def rote(scorer, parameters, h, r, t):
     phases, shift = np.split(r, [len(h) // 2])
     return -sum((a + b - c) ** 2 for a, b, c in zip(turned(h, phases), shift, t, strict=True))
@@ -249,6 +253,7 @@ FORMULAS = {
     "distmult": distmult,
     "complex": complex_,
     "rotate": rotate,
+    "rotate_l2": rotate_l2,
     "simple": simple,
     "rescal": rescal,
     "tucker": tucker,

@@ -359,7 +359,7 @@ def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) ->
 def penalty_of_rows(config: Config, rows: Tensor, is_relation: bool = False) -> Tensor:
     """Powers (of moduli, where numbers are complex) and squared norms: (..., D) -> (...)."""
     of_both = ("complex", "keci")
-    of_entities = (*of_both, "rotate", "rote", "roth")
+    of_entities = (*of_both, "rotate", "rotate_l2", "rote", "roth")
     is_complex = config.model.scorer in (of_both if is_relation else of_entities)
     if config.model.biases and not is_relation:
         rows = rows[..., :-2]

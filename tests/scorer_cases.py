@@ -18,6 +18,7 @@ CASES = [
     ("distmult", 6, {}),
     ("complex", 6, {}),
     ("rotate", 6, {}),
+    ("rotate_l2", 6, {}),
     ("simple", 6, {}),
     ("rescal", 4, {}),
     ("tucker", 4, {}),

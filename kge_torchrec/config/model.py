@@ -30,9 +30,9 @@ class ModelConfig:
     """The scorer and its parameters.
 
     Args:
-        scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, simple, rescal, tucker,
-            qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve,
-            conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim; or
+        scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal,
+            tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke,
+            conve, conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim; or
             package.module:Class.
         dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
             numbers); null picks them by size.

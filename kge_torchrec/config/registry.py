@@ -55,6 +55,7 @@ KINDS = {
                 "distmult": "bilinear:DistMult",
                 "complex": "bilinear:ComplEx",
                 "rotate": "rotational:RotatE",
+                "rotate_l2": "rotational:RotatEL2",
                 "simple": "bilinear:SimplE",
                 "rescal": "bilinear:RESCAL",
                 "tucker": "bilinear:TuckER",

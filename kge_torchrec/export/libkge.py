@@ -40,6 +40,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
     "distmult": ("distmult", {}, Tensor.contiguous, Tensor.contiguous),
     "complex": ("complex", {}, halves, halves),
     "rotate": ("rotate", {"l_norm": 1.0}, halves, Tensor.contiguous),
+    "rotate_l2": ("rotate", {"l_norm": 2.0}, halves, Tensor.contiguous),
     "simple": ("simple", {}, Tensor.contiguous, Tensor.contiguous),
     "rescal": ("rescal", {}, Tensor.contiguous, Tensor.contiguous),
 }

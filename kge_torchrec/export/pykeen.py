@@ -2,7 +2,7 @@
 
 ``ERModel`` takes PyKEEN's interactions by name; its own classes (``pykeen.models.RotatE`` and so
 on) would add constraints and penalties that this model was not trained with.  PyKEEN's RotatE takes
-the Euclidean norm over all numbers where Sun et al. (2019), and we, sum the moduli: that is
+the Euclidean norm over all numbers, our rotate_l2, where Sun et al. (2019) sum the moduli: that is
 PyKEEN's PairRE with complex numbers, |h e^(i r) - t 1|_1.  Its SimplE (1.11) multiplies a head's
 vector as a head with a tail's as a head; ours, the paper's, is its CP of vectors twice as long.
 
@@ -115,10 +115,20 @@ def _complex_model(model: WholeModel) -> Interaction:
 
 
 def _rotate(model: WholeModel) -> Interaction:
-    phases = model.relations.double()
-    turns = torch.polar(torch.ones_like(phases), phases)
+    turns = _turns(model)
     relations = [_complex(as_real(x).float()) for x in (turns, torch.ones_like(turns))]
     return Interaction("PairRE", [_complex(model.entities)], relations, {"p": 1})
+
+
+def _rotate_l2(model: WholeModel) -> Interaction:
+    turns = _complex(as_real(_turns(model)).float())
+    return Interaction("RotatE", [_complex(model.entities)], [turns])
+
+
+def _turns(model: WholeModel) -> Tensor:
+    """Rotations as complex numbers: (R, D/2)"""
+    phases = model.relations.double()
+    return torch.polar(torch.ones_like(phases), phases)
 
 
 def _simple(model: WholeModel) -> Interaction:
@@ -170,6 +180,7 @@ INTERACTIONS: dict[str, Callable[[WholeModel], Interaction]] = {
     "distmult": _plain("DistMult"),
     "complex": _complex_model,
     "rotate": _rotate,
+    "rotate_l2": _rotate_l2,
     "simple": _simple,
     "rescal": _rescal,
     "tucker": _tucker,

@@ -2,7 +2,7 @@
 
 Distances keep their digits.  The product form of the Euclidean distance loses digits where
 distances are small, and ranking would then disagree with the scores of single triples; it is for
-training against all entities alone, ``squares_by_products``, many times as fast.  On a CPU
+training alone, ``squares_by_products``, many times as fast.  On a CPU
 distances have kernels of their own, ``pair_scores``.  On CUDA the backward of ``torch.cdist`` has
 all (b, K, D) differences in memory, and its forward a thread block for every pair, so that training
 takes ``fused`` there: of each formula Inductor makes one kernel that reads queries and rows and
@@ -51,23 +51,35 @@ def euclidean(query: Tensor, rows: Tensor) -> Tensor:
 def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     """Minus the squares of ``euclidean``, 2 <q, t> - |q|^2 - |t|^2, by one matrix product.
 
-    (1, b, D), (1, K, D) -> (1, b, K).  What is small beside the lengths has lost digits, and may
+    (C, b, D), (C, K, D) -> (C, b, K).  What is small beside the lengths has lost digits, and may
     have the wrong sign.  Lengths are columns of the product: it adds them in float32 whatever
     autocast or a CPU rounds the factors to, and what it returns is rounded as a distance is.
     float16, which ends at 65,504, is not taken.
     """
-    of_query, of_row = _in_three(query), _in_three(rows)
+    of_query, of_row = _lengths(query), _lengths(rows)
     left = torch.cat([2 * query, -of_query, torch.ones_like(of_query)], -1)
     right = torch.cat([rows, torch.ones_like(of_row), -of_row], -1)
     device = block_device(rows)
     takes_half = torch.get_autocast_dtype(device) == torch.bfloat16
     with nullcontext() if takes_half else torch.autocast(device, enabled=False):
-        # Not as a batch of one, as in DotScorer.similarity_matrix.
-        return torch.matmul(left, right.squeeze(0).t())
+        return products(left, right)
 
 
-def _in_three(rows: Tensor) -> Tensor:
-    """Squared lengths as sums of three numbers of bfloat16: (..., D) -> (..., 3)."""
+def products(query: Tensor, rows: Tensor) -> Tensor:
+    """Inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K)"""
+    if len(query) != 1:
+        return torch.matmul(query, rows.transpose(-1, -2))
+    # Not as a batch of one: its gradient of the rows would lie across them.
+    return torch.matmul(query, rows.squeeze(0).t())
+
+
+def _lengths(rows: Tensor) -> Tensor:
+    """Squared lengths as sums of three numbers of bfloat16: (..., D) -> (..., 3).
+
+    Of float64, which nothing rounds, they are one number.
+    """
+    if rows.dtype == torch.float64:
+        return rows.square().sum(-1, keepdim=True)
     rest = rows.float().square().sum(-1, keepdim=True)
     parts = []
     for _ in range(3):
@@ -78,7 +90,8 @@ def _in_three(rows: Tensor) -> Tensor:
 
 def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
     """``euclidean`` in the same way, but for its sign: minus the distances."""
-    squares = squares_by_products(query, rows).float()
+    squares = squares_by_products(query, rows)
+    squares = squares.to(torch.promote_types(squares.dtype, torch.float32))
     return -(-squares).clamp_min(EPSILON).sqrt()
 
 

@@ -179,7 +179,7 @@ def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> C
     with WatchOperations() as watch:
         encoded = [scorer.encode_query(*x) for x in zip(anchors, relations, sides, strict=True)]
         entities = scorer.entity(rows)[None]
-        scores = [scorer.similarity_of_all(query, entities) for query in encoded]
+        scores = [scorer.similarity_in_training(query, entities) for query in encoded]
         slopes = [x.detach() for x in scores]
         for x in slopes:
             _to_slopes(loss, x[0])

@@ -101,7 +101,7 @@ class QueryShard:
         As it comes: a view of it would be differentiated through a copy once it is overwritten.
         """
         query = tree_unflatten(self._leaves, self._form)
-        return scorer.similarity_of_all(query, entities[None])
+        return scorer.similarity_in_training(query, entities[None])
 
     def answers(self, block: range) -> BlockAnswers:
         """The answers among the rows of a block."""

@@ -33,6 +33,7 @@ BY_HAND = {
     ("distmult", False, "cosine"), ("complex", True, "cosine"), ("transe_l1", True, "manhattan"),
     ("transe_l2", False, "euclidean"), ("rotate", False, "moduli"), ("pairre", False, "manhattan"),
     ("mure", False, "euclidean"), ("roth", True, "euclidean"), ("conve", False, "cosine"),
+    ("rotate_l2", True, "euclidean"),
 ])  # fmt: skip
 def test_the_nearest_by_hand(name, biases, metric):
     columns = 2 * (biases or name == "mure")

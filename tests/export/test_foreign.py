@@ -154,8 +154,8 @@ def libkge_scores(name, options, s, p, o):
     (s1, s2), (o1, o2) = s.chunk(2, 1), o.chunk(2, 1)
     if name == "rotate":
         re, im = p.cos(), p.sin()
-        parts = torch.stack([s1 * re - s2 * im - o1, s1 * im + s2 * re - o2])
-        return -torch.linalg.vector_norm(torch.linalg.vector_norm(parts, dim=0), ord=1, dim=1)
+        moduli = torch.hypot(s1 * re - s2 * im - o1, s1 * im + s2 * re - o2)
+        return -torch.linalg.vector_norm(moduli, ord=options["l_norm"], dim=1)
     p1, p2 = p.chunk(2, 1)
     if name == "simple":
         return ((s1 * p1 * o2).sum(1) + (s2 * p2 * o1).sum(1)) / 2

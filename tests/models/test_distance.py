@@ -61,9 +61,9 @@ def test_scorers_take_them_where_they_train_on_cuda(not_compiled, monkeypatch, n
     assert len(taken) == 1
 
 
-@pytest.mark.parametrize("name", ["transe_l2", "rote", "mure", "biased rote"])
+@pytest.mark.parametrize("name", ["transe_l2", "rotate_l2", "rote", "mure", "biased rote"])
 @pytest.mark.parametrize("half", [False, True])
-def test_products_stand_for_distances_where_all_entities_are_candidates(name, half):
+def test_products_stand_for_distances_in_training(name, half):
     """To the digits that a float32 has of lengths; with autocast, to those of a bfloat16."""
     scorer = SCORERS[name.split()[-1]](3, 32)
     torch.nn.init.normal_(scorer.relations, std=0.3)
@@ -75,7 +75,7 @@ def test_products_stand_for_distances_where_all_entities_are_candidates(name, ha
     weight = normal(1, 50, 40, dtype=torch.float32)
     expected = scorer.similarity_matrix(query, rows)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        found = scorer.similarity_of_all(query, rows)
+        found = scorer.similarity_in_training(query, rows)
     near = {"rtol": 2e-2, "atol": 0.2} if half else {"rtol": 1e-5, "atol": 1e-4}
     torch.testing.assert_close(found.float(), expected, **near)
     assert not torch.equal(found.float(), expected)
@@ -85,12 +85,34 @@ def test_products_stand_for_distances_where_all_entities_are_candidates(name, ha
     assert error < (0.02 if half else 1e-5)
 
 
+@pytest.mark.parametrize("name", ["transe_l2", "rote", "biased rote"])
+def test_who_takes_products(name):
+    """Losses do, with candidates of each chunk too; ranking does not."""
+    scorer = SCORERS[name.split()[-1]](3, 32)
+    torch.nn.init.normal_(scorer.relations, std=0.3)
+    scorer = Biased(scorer) if name == "biased rote" else scorer
+    rows, candidates = (normal(2, n, scorer.dim, dtype=torch.float32) for n in (50, 40))
+    relation = torch.arange(100).view(2, 50) % 3
+    query = scorer.encode_query(rows, relation, "tail")
+    by_products = scorer.similarity_in_training(query, candidates)
+    exact = scorer.score_candidates(rows, relation, candidates, "tail")
+    assert torch.equal(exact, scorer.similarity_matrix(query, candidates))
+    assert not torch.equal(exact, by_products)
+    torch.testing.assert_close(by_products, exact, rtol=1e-5, atol=1e-4)
+    own, found = scorer.score_contrast(rows, relation, rows, candidates, "tail")
+    assert torch.equal(found, by_products)
+    assert torch.equal(own, scorer.score_triples(rows, relation, rows))
+    answered = rows[0], relation[0], rows[0], torch.arange(50), candidates[0], "tail"
+    torch.testing.assert_close(scorer.score_answers(*answered)[1], by_products[0])
+    assert not torch.equal(scorer.score_answers(*answered)[1], exact[0])
+
+
 def test_products_do_not_pass_over_a_class_that_compares_otherwise():
     class Own(SCORERS["rote"]):
         def similarity_matrix(self, query, rows):
             return torch.full((1, query.shape[1], rows.shape[1]), 3.0)
 
-    found = Own(3, 8).similarity_of_all(torch.zeros(1, 5, 8), torch.zeros(1, 4, 8))
+    found = Own(3, 8).similarity_in_training(torch.zeros(1, 5, 8), torch.zeros(1, 4, 8))
     assert torch.equal(found, torch.full((1, 5, 4), 3.0))
 
 

@@ -43,6 +43,7 @@ def test_gradients(case, side, inverses):
         "transe_l2",
         "transh",
         "rotate",
+        "rotate_l2",
         "rote",
         "roth",
         "mure",

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
-from kge_torchrec.models.distances import compared_at
+from kge_torchrec.models.distances import compared_at, products
 from kge_torchrec.models.ops import Dropout, pairwise, pick
 from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
 
@@ -256,7 +256,7 @@ class QueryScorer(Scorer):
         super().__init_subclass__()
         if "similarity_matrix" not in vars(cls):
             return
-        for name in ("similarity_of_all", "similarity_at"):
+        for name in ("similarity_in_training", "similarity_at"):
             if name not in vars(cls):
                 setattr(cls, name, getattr(QueryScorer, name))
 
@@ -294,8 +294,8 @@ class QueryScorer(Scorer):
         """query (C, b), rows (C, K, D) -> (C, b, K)"""
         raise NotImplementedError
 
-    def similarity_of_all(self, query: Any, rows: Tensor) -> Tensor:
-        """``similarity_matrix`` where training compares with all entities: (1, b), (1, K, D).
+    def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
+        """``similarity_matrix`` where a loss is taken of what it returns.
 
         For scorers that a matrix product computes but for some digits, which ranking needs.  A
         class that gives another ``similarity_matrix`` gets this one back.
@@ -347,7 +347,7 @@ class QueryScorer(Scorer):
         """
         encoded = self.encode_query(anchor[None], relation[None], side)
         positive = self.similarity(self.picked(encoded, query), self.entity(answer)[None])
-        return positive[0], self.similarity_matrix(encoded, self.entity(candidates)[None])[0]
+        return positive[0], self.similarity_in_training(encoded, self.entity(candidates)[None])[0]
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
@@ -366,7 +366,7 @@ class QueryScorer(Scorer):
     ) -> tuple[Tensor, Tensor]:
         query = self.encode_query(anchor, relation, side)  # once for both
         positive = self.similarity(query, self.entity(target))
-        return positive, self.similarity_matrix(query, self.entity(candidates))
+        return positive, self.similarity_in_training(query, self.entity(candidates))
 
     def score_contrast_at(
         self,
@@ -414,10 +414,7 @@ class DotScorer(QueryScorer):
         return (query * rows).sum(-1)
 
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
-        if len(query) != 1:
-            return torch.matmul(query, rows.transpose(-1, -2))
-        # Not as a batch of one: its gradient of the rows would lie across them.
-        return torch.matmul(query, rows.squeeze(0).t())
+        return products(query, rows)
 
     def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
         return compared_at("dot", query, rows, index)

@@ -125,8 +125,8 @@ class Biased(QueryScorer):
     def similarity_matrix(self, query: BiasedQuery, rows: Tensor) -> Tensor:
         return self._matrix(self.inner.similarity_matrix, query, rows)
 
-    def similarity_of_all(self, query: BiasedQuery, rows: Tensor) -> Tensor:
-        return self._matrix(self.inner.similarity_of_all, query, rows)
+    def similarity_in_training(self, query: BiasedQuery, rows: Tensor) -> Tensor:
+        return self._matrix(self.inner.similarity_in_training, query, rows)
 
     def _matrix(
         self, compare: Callable[[Any, Tensor], Tensor], query: BiasedQuery, rows: Tensor

@@ -2,7 +2,7 @@
 
 Their score(h, r, t):
 
-    RotatE  Sun et al. 2019    -sum_k |h_k e^(i r_k) - t_k|
+    RotatE  Sun et al. 2019    -sum_k |h_k e^(i r_k) - t_k|, or -||h e^(i r) - t||
     RotE    Chami et al. 2020  -||Rot_r h + v_r - t||^2, Rot_r as in RotatE
     HousE   Li et al. 2022     -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i
 
@@ -28,6 +28,7 @@ from kge_torchrec.models.distances import (
     compared_at,
     complex_distance,
     euclidean,
+    euclidean_by_products,
     squares_by_products,
 )
 from kge_torchrec.models.ops import pairwise, rotated
@@ -76,6 +77,29 @@ class RotatE(QueryScorer):
         return -compared_at("moduli", query, rows, index)
 
 
+class RotatEL2(RotatE):
+    """RotatE by the Euclidean length of all differences, as PyKEEN has it (LibKGE's l_norm 2).
+
+    Where the moduli are summed every pair is worked through; this is a matrix product in training.
+    """
+
+    name = "rotate_l2"
+    entity_metric = "euclidean"
+    formula = "RotatE (Sun et al. 2019) by the length: score(h, r, t) = -||h e^(i r) - t||."
+
+    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -torch.linalg.vector_norm(query - rows, dim=-1)
+
+    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
+        return -euclidean(query, rows)
+
+    def similarity_in_training(self, query: Tensor, rows: Tensor) -> Tensor:
+        return euclidean_by_products(query, rows)
+
+    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+        return -compared_at("euclidean", query, rows, index)
+
+
 class RotE(QueryScorer):
     """D real numbers a row make D/2 complex ones, which a relation rotates, then moves.
 
@@ -115,7 +139,7 @@ class RotE(QueryScorer):
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -euclidean(query, rows).square()
 
-    def similarity_of_all(self, query: Tensor, rows: Tensor) -> Tensor:
+    def similarity_in_training(self, query: Tensor, rows: Tensor) -> Tensor:
         return squares_by_products(query, rows)
 
     def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:

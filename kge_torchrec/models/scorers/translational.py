@@ -73,7 +73,7 @@ class TransEL2(TransE):
     def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
         return -euclidean(query, rows)
 
-    def similarity_of_all(self, query: Tensor, rows: Tensor) -> Tensor:
+    def similarity_in_training(self, query: Tensor, rows: Tensor) -> Tensor:
         return euclidean_by_products(query, rows)
 
     def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ class MuRE(QueryScorer):
             distance, own = mapped("scaled_squares", query.point, query.scale, vector), as_head
         return query.bias + own.transpose(-1, -2) - distance
 
-    def similarity_of_all(self, query: Weighted, rows: Tensor) -> Tensor:
+    def similarity_in_training(self, query: Weighted, rows: Tensor) -> Tensor:
         if query.scale is not None:  # of heads, without reciprocal relations
             return self.similarity_matrix(query, rows)
         vector, _, as_tail = _vector_and_biases(rows)
