@@ -49,7 +49,7 @@ def _drop(
     high: np.uint32,
 ) -> None:
     for place in range(start, stop):
-        drawn = _mixed(_U(_mixed(_U(_U(place) + low)) ^ high))
+        drawn = mixed(_U(mixed(_U(_U(place) + low)) ^ high))
         out[place] = values[place] * (scale if drawn >= least else np.float32(0))
 
 
@@ -69,7 +69,7 @@ def _drop_in_parallel(
 
 
 @njit(inline="always", **JIT)
-def _mixed(bits: np.uint32) -> np.uint32:
+def mixed(bits: np.uint32) -> np.uint32:
     """A bijection whose every bit depends on every bit (the constants are Wellons', lowbias32)."""
     bits = _U(bits ^ (bits >> _U(16)))
     bits = _U(bits * _U(0x7FEB352D))

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, check_share, not_negative
+from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.ops import Dropout, times
 from kge_torchrec.models.scorers.base import GROUPS, Side, TrilinearScorer
 from kge_torchrec.models.scorers.layers import Fill, uniform
@@ -100,6 +101,30 @@ class RESCAL(TrilinearScorer):
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
         return dim * dim
+
+    def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        if not self._reads_matrices(anchor):
+            return super().encode_query(anchor, relation, side)
+        from kge_torchrec.models.matrix_products import relation_products  # numba loads slowly
+
+        relation, side = self.direct(relation, side)
+        share = self.relation_dropout.p
+        key = int(torch.randint(2**62, ())) if share else 0
+        anchor, matrices = self.entity(anchor), self.relation_norm(self.relations)
+        query = relation_products(
+            anchor, matrices, relation, left=side == "tail", share=share, key=key
+        )
+        return self.drop_hidden(query)
+
+    def _reads_matrices(self, anchor: Tensor) -> bool:
+        """Whether queries are folded without a copy of their relation's matrix each: in training.
+
+        On a CPU, and unless input_dropout drops numbers of the matrices besides.
+        """
+        is_here = has_kernels(anchor) and not torch.compiler.is_compiling()
+        return (
+            is_here and self.training and not self.input_dropout.p and self.relation_dropout.p < 1
+        )
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         return bilinear_query(anchor, relation.unflatten(-1, (self.dim, self.dim)), side)

@@ -1,0 +1,102 @@
+"""Products with a relation's matrix against torch's with a copy of it for each query."""
+
+from __future__ import annotations
+
+import numba
+import pytest
+import torch
+
+from kge_torchrec.models import row_sums
+from kge_torchrec.models.dropout_kernels import dropped
+from kge_torchrec.models.matrix_products import relation_products
+from kge_torchrec.models.scorers import SCORERS
+
+KEY = 0x2F3A_1B5C_9D7E_4081
+RELATIONS = 5  # the last of them is never asked
+
+
+def case(queries: int, dim: int):
+    stream = torch.Generator().manual_seed(queries)
+    vectors = torch.randn(queries, dim, generator=stream).requires_grad_()
+    matrices = torch.randn(RELATIONS, dim * dim, generator=stream).requires_grad_()
+    relation = torch.randint(RELATIONS - 1, (queries,), generator=stream)
+    weight = torch.randn(queries, dim, generator=stream)
+    return vectors, matrices, relation, weight
+
+
+def with_copies(vectors, matrices, relation, left, share):
+    copies = matrices[relation]
+    if share:
+        copies = copies * dropped(torch.ones_like(copies), share, KEY)
+    copies = copies.unflatten(-1, (vectors.shape[-1], -1))
+    product = vectors[:, None] @ copies if left else (copies @ vectors[..., None]).mT
+    return product[:, 0]
+
+
+def with_gradients(out, vectors, matrices, weight):
+    return out, *torch.autograd.grad((out * weight).sum(), (vectors, matrices))
+
+
+@pytest.mark.parametrize("left", [True, False])
+@pytest.mark.parametrize("share", [0.0, 0.3])
+@pytest.mark.parametrize("queries, dim", [(40, 24), (3, 1), (1, 17), (0, 8)])
+def test_they_are_those_of_copies(queries, dim, share, left):
+    vectors, matrices, relation, weight = case(queries, dim)
+    out = relation_products(vectors, matrices, relation, left=left, share=share, key=KEY)
+    found = with_gradients(out, vectors, matrices, weight)
+    copied = with_copies(vectors, matrices, relation, left, share)
+    expected = with_gradients(copied, vectors, matrices, weight)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert not found[2][-1].any()
+
+
+def test_nan_is_not_hidden():
+    vectors, matrices, relation, _ = case(40, 24)
+    with torch.no_grad():
+        matrices[relation[0]] = torch.nan
+    given = vectors, matrices, relation
+    assert relation_products(*given, left=True, share=0.9, key=KEY)[0].isnan().all()
+
+
+@pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
+def test_the_number_of_threads_changes_no_bit(monkeypatch):
+    monkeypatch.setattr(row_sums, "SERIAL_NUMBERS", 0)
+    vectors, matrices, relation, weight = case(90, 24)
+    before, found = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            out = relation_products(vectors, matrices, relation, left=True, share=0.3, key=KEY)
+            found.append(with_gradients(out, vectors, matrices, weight))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("normalization", ["none", "layer"])
+def test_rescal_trains_by_them(monkeypatch, normalization):
+    """As it does by copies, which it takes where numbers are dropped twice, and where it ranks."""
+    shares = {"relation_dropout": 0.3, "hidden_dropout": 0.2, "normalization": normalization}
+    scorer = SCORERS["rescal"](3, 24, True, **shares)
+    torch.nn.init.normal_(scorer.relations)
+    anchor, relation = torch.randn(1, 30, 24), torch.arange(30)[None] % 3
+
+    def encoded(side):
+        torch.manual_seed(7)
+        return scorer.encode_query(anchor, relation, side)
+
+    for side in ("tail", "head"):
+        found = encoded(side)
+        gradient = torch.autograd.grad(found.square().sum(), scorer.relations)[0]
+        with monkeypatch.context() as patch:
+            patch.setattr(scorer, "_reads_matrices", lambda anchor: False)
+            expected = encoded(side)
+        of_copies = torch.autograd.grad(expected.square().sum(), scorer.relations)[0]
+        assert not torch.equal(found, expected)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(gradient, of_copies, rtol=1e-4, atol=1e-4)
+    assert scorer._reads_matrices(anchor)
+    assert not scorer.eval()._reads_matrices(anchor)
+    assert not SCORERS["rescal"](3, 24, input_dropout=0.1)._reads_matrices(anchor)
