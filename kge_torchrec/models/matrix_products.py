@@ -75,6 +75,7 @@ class _Work:
         self, vectors: Tensor, matrices: Tensor, relation: Tensor, share: float, key: int
     ) -> None:
         self.vectors = vectors.detach().float().contiguous()
+        # Not by .numpy(), after which FSDP could not free them.
         self.matrices = matrices.detach().float().contiguous()
         places, bounds = by_row(relation.numpy(), len(matrices))
         parts = threads_for(len(places), len(places) * matrices.shape[1])
@@ -84,7 +85,7 @@ class _Work:
         self.given = (
             places, bounds, ends, share > 0, _U(min(round(share * 2**32), 2**32 - 1)),
             np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32),
-            self.vectors.numpy(), self.matrices.numpy(),
+            self.vectors.numpy(), np.from_dlpack(self.matrices),
         )  # fmt: skip
 
     def multiply(self, *given: Any) -> None:
