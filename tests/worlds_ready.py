@@ -31,6 +31,7 @@ from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
 from kge_torchrec.models.dropout_kernels import dropped
+from kge_torchrec.models.matrix_products import relation_products
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row
@@ -54,6 +55,9 @@ def load_kernels() -> None:
     waiting.wait_for(words, 0, 0, False)
     logistic_slopes(torch.ones(1, 2), torch.zeros(1))
     dropped(torch.ones(2), 0.5, 0)
+    vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
+    none = torch.zeros(1, dtype=torch.int64)
+    relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

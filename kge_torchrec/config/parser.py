@@ -7,7 +7,7 @@ import os
 import re
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -75,12 +75,11 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
 
 def _made_of(values: dict[str, Any]) -> Config:
     """A Config of what is given, and of defaults."""
-    sections = {field.name: field.default_factory for field in fields(Config)}
+    sections: dict[str, Any] = {field.name: field.default_factory for field in fields(Config)}
     made: dict[str, Any] = {}
     for name, value in values.items():
         if name != "config":
-            section: Any = sections[name]
-            made[name] = section(**value) if is_dataclass(section) else value
+            made[name] = sections[name](**value) if isinstance(value, dict) else value
     return Config(**made)
 
 
