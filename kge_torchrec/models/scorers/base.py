@@ -22,7 +22,12 @@ from torch.utils._pytree import tree_map_only
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
-from kge_torchrec.models.distances import compared_at, products
+from kge_torchrec.models.distances import (
+    compared_at,
+    euclidean,
+    euclidean_by_products,
+    products,
+)
 from kge_torchrec.models.ops import Dropout, pairwise, pick
 from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
 
@@ -418,6 +423,25 @@ class DotScorer(QueryScorer):
 
     def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
         return compared_at("dot", query, rows, index)
+
+
+class EuclideanScorer(QueryScorer):
+    """A query scorer whose query is a point; a row scores minus its Euclidean distance."""
+
+    is_distance = True
+    entity_metric = "euclidean"
+
+    def similarity(self, query: Any, rows: Tensor) -> Tensor:
+        return -torch.linalg.vector_norm(query - rows, dim=-1)
+
+    def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
+        return -euclidean(query, rows)
+
+    def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
+        return euclidean_by_products(query, rows)
+
+    def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
+        return -compared_at("euclidean", query, rows, index)
 
 
 class TrilinearScorer(DotScorer):

@@ -28,11 +28,10 @@ from kge_torchrec.models.distances import (
     compared_at,
     complex_distance,
     euclidean,
-    euclidean_by_products,
     squares_by_products,
 )
 from kge_torchrec.models.ops import pairwise, rotated
-from kge_torchrec.models.scorers.base import GROUPS, QueryScorer, Side
+from kge_torchrec.models.scorers.base import GROUPS, EuclideanScorer, QueryScorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 
 
@@ -77,27 +76,14 @@ class RotatE(QueryScorer):
         return -compared_at("moduli", query, rows, index)
 
 
-class RotatEL2(RotatE):
+class RotatEL2(EuclideanScorer, RotatE):
     """RotatE by the Euclidean length of all differences, as PyKEEN has it (LibKGE's l_norm 2).
 
     Where the moduli are summed every pair is worked through; this is a matrix product in training.
     """
 
     name = "rotate_l2"
-    entity_metric = "euclidean"
     formula = "RotatE (Sun et al. 2019) by the length: score(h, r, t) = -||h e^(i r) - t||."
-
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -torch.linalg.vector_norm(query - rows, dim=-1)
-
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -euclidean(query, rows)
-
-    def similarity_in_training(self, query: Tensor, rows: Tensor) -> Tensor:
-        return euclidean_by_products(query, rows)
-
-    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        return -compared_at("euclidean", query, rows, index)
 
 
 class RotE(QueryScorer):

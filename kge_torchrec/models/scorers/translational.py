@@ -23,7 +23,6 @@ from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.models.distances import (
     compared_at,
     euclidean,
-    euclidean_by_products,
     hyperplane_squares,
     manhattan,
     mapped,
@@ -32,7 +31,7 @@ from kge_torchrec.models.distances import (
     squares_by_products,
 )
 from kge_torchrec.models.ops import pick
-from kge_torchrec.models.scorers.base import QueryScorer, Side
+from kge_torchrec.models.scorers.base import EuclideanScorer, QueryScorer, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 
 
@@ -64,20 +63,8 @@ class TransEL1(TransE):
         return -compared_at("manhattan", query, rows, index)
 
 
-class TransEL2(TransE):
+class TransEL2(EuclideanScorer, TransE):
     name = "transe_l2"
-
-    def similarity(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -torch.linalg.vector_norm(query - rows, dim=-1)
-
-    def similarity_matrix(self, query: Tensor, rows: Tensor) -> Tensor:
-        return -euclidean(query, rows)
-
-    def similarity_in_training(self, query: Tensor, rows: Tensor) -> Tensor:
-        return euclidean_by_products(query, rows)
-
-    def similarity_at(self, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-        return -compared_at("euclidean", query, rows, index)
 
 
 class Projected(NamedTuple):
