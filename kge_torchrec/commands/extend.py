@@ -103,7 +103,8 @@ def _report(made: Run) -> None:
             f"relations by {placed['triples']:,} triples in {placed['seconds']:.1f} s"
         )
     if train["epochs"]:
-        print(f"trained {train['epochs']} epochs in {train['seconds']:.1f} s")
+        epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
+        print(f"trained {epochs} in {train['seconds']:.1f} s")
     print(
         f"old entities: {drift['unchanged']:,} of {drift['rows']:,} rows unchanged, moved by "
         f"{drift['mean']:.2%} of their length on average, {drift['max']:.2%} at most, cosine "

@@ -100,8 +100,9 @@ def _report(run: Run) -> None:
         restricted = "candidates" in results["test"]
         print(f"\ntest{'' if restricted else f', {ranked_among({})}'}\n{table}")
     train = results["train"]
+    epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
     print(
-        f"\ntrained {train['epochs']} epochs in {train['seconds']:.1f} s, "
+        f"\ntrained {epochs} in {train['seconds']:.1f} s, "
         f"{train['triples_per_second']:,.0f} {run.config.negatives.examples}/s, "
         f"peak memory {train['peak_memory_bytes'] / 2**20:,.0f} MiB a rank\n"
         f"run folder: {run.path}"
