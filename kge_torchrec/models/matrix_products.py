@@ -177,8 +177,7 @@ def _pull(
     for relation in range(ends[part], ends[part + 1]):
         matrix, of_matrix = matrices[relation], of_matrices[relation]
         for query in places[bounds[relation] : bounds[relation + 1]]:
-            # x M = y of rows i, or M x = y: either way a row of M meets one number of one side
-            # and all of the other.
+            # Whichever side x is on, a row of M meets one number of one and all of the other.
             x, g, of_x = vectors[query], grad[query], of_vectors[query]
             if not left:
                 of_x[:] = np.float32(0)
