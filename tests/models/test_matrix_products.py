@@ -75,11 +75,11 @@ def test_the_number_of_threads_changes_no_bit(monkeypatch):
         assert torch.equal(one, other)
 
 
-@pytest.mark.parametrize("normalization", ["none", "layer"])
-def test_rescal_trains_by_them(monkeypatch, normalization):
+@pytest.mark.parametrize("normalization, inverses", [("none", False), ("layer", True)])
+def test_rescal_trains_by_them(monkeypatch, normalization, inverses):
     """As it does by copies, which it takes where numbers are dropped twice, and where it ranks."""
     shares = {"relation_dropout": 0.3, "hidden_dropout": 0.2, "normalization": normalization}
-    scorer = SCORERS["rescal"](3, 24, True, **shares)
+    scorer = SCORERS["rescal"](3, 24, inverses, **shares)
     torch.nn.init.normal_(scorer.relations)
     anchor, relation = torch.randn(1, 30, 24), torch.arange(30)[None] % 3
 
