@@ -19,7 +19,7 @@ import check_gpu  # noqa: E402
 from gpu_checks import PARTS, Part  # noqa: E402
 from gpu_checks.report import Report  # noqa: E402
 
-CHEAP = ("bags", "large", "parallel", "ranking", "scale-ranking")
+CHEAP = ("bags", "speed", "large", "parallel", "ranking", "scale-adam", "scale-ranking")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
@@ -64,7 +64,7 @@ def test_the_page_has_every_part_with_its_limit():
 
 
 @pytest.mark.parametrize(
-    "name", [CHEAP[0], *(pytest.param(name, marks=pytest.mark.slow) for name in CHEAP[1:])]
+    "name", [*CHEAP[:2], *(pytest.param(name, marks=pytest.mark.slow) for name in CHEAP[2:])]
 )
 def test_a_part_passes_on_a_cpu(name, tmp_path):
     lines = lines_of(name, tmp_path)

@@ -276,8 +276,11 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
-    """Those of a contiguous tensor, as a view."""
-    return tensor.detach().view(-1).view(torch.uint8).numpy()
+    """Those of a contiguous tensor, as a view.
+
+    One number may have any stride, such as an expanded one's 0, which no other type can view.
+    """
+    return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _split(data: np.ndarray, rows: int, sizes: Sequence[int], count: int) -> list[np.ndarray]:

@@ -26,7 +26,8 @@ def graph(entities: int, relations: int, triples: int) -> SimpleNamespace:
     train = np.empty((triples, 3), np.int32)
     for column, size in enumerate((entities, relations, entities)):
         train[:, column] = stream.integers(size, size=triples, dtype=np.int32)
-    return SimpleNamespace(num_entities=entities, num_relations=relations, train=train)
+    sizes = {"num_entities": entities, "num_relations": relations}
+    return SimpleNamespace(**sizes, train=train, weights=lambda split: None, base=None)
 
 
 @contextmanager
@@ -42,7 +43,10 @@ def rows_drawn_on_the_device():
 
 def config_of(report: Report, **keys) -> Config:
     """ComplEx, 512 shared negatives for both sides."""
-    settings = {"device": report.device.type, "model.init_scale": 0.1, "threads": 0}
+    settings = {"device": report.device.type, "threads": 0, "model.init": "normal",
+                "model.init_scale": 0.1, "loss.n3": 0.0, "loss.relation_weight": 0.0,
+                "negatives.count": 512, "train.epochs": 1, "train.batch_size": 1024,
+                "train.lr": 1e-3}  # fmt: skip
     settings |= {key.replace("__", "."): value for key, value in keys.items()}
     return config_from_dict(settings)
 

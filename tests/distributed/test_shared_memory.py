@@ -78,6 +78,19 @@ def test_exchanges_are_those_of_gloo_in_any_order_of_waiting(ranks):
     run_world(ranks, rank_exchanges, 2, 12, 9000)
 
 
+def rank_sends_one_number() -> int:
+    rank = dist.get_rank()
+    to_other, found = [rank, 1 - rank], torch.empty(1, dtype=torch.int64)
+    with shared_group() as group:
+        given = torch.tensor([7 + rank]).as_strided((1,), (0,))  # as of an expanded number
+        dist.all_to_all_single(found, given, to_other, to_other, group=group)
+    return int(found)
+
+
+def test_one_number_may_have_any_stride():
+    assert run_world(2, rank_sends_one_number) == [8, 7]
+
+
 def rank_forgets_many(count: int) -> float:
     with shared_group() as group:
         ones = torch.ones(2, 3)
