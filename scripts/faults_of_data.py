@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from faults import FULL, Fault
+from faults import Fault
 
 DATA_FAULTS = [
     # weights
@@ -36,9 +36,9 @@ DATA_FAULTS = [
     ),
     Fault(
         "slopes against all entities without weights",
-        FULL,
-        "                x.mul_(of_shard.weight[:, None])",
-        "                pass",
+        "training/query_shards.py",
+        "        return self.weight * weight\n",
+        "        return torch.full_like(self.weight, weight)\n",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(

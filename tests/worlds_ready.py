@@ -30,12 +30,12 @@ from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows
+from kge_torchrec.models import slope_kernels
 from kge_torchrec.models.dropout_kernels import dropped
 from kge_torchrec.models.matrix_products import relation_products
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row
-from kge_torchrec.models.slope_kernels import logistic_slopes
 from kge_torchrec.ranking.exact import count_block
 
 
@@ -53,7 +53,9 @@ def load_kernels() -> None:
     words = np.zeros(8, np.int64)
     waiting.publish(words, 0, waiting.read(words, 0))
     waiting.wait_for(words, 0, 0, False)
-    logistic_slopes(torch.ones(1, 2), torch.zeros(1))
+    seen, scores = torch.zeros(1), torch.ones(1, 2)
+    slope_kernels.normalizers(scores, seen, True)
+    slope_kernels.gradients(scores, seen, torch.ones(1), 0.0, True)
     dropped(torch.ones(2), 0.5, 0)
     vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
     none = torch.zeros(1, dtype=torch.int64)

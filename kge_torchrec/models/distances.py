@@ -36,6 +36,8 @@ from kge_torchrec.models.ops import (
     pick,
 )
 
+_LINE = 16  # numbers of float32 in 64 bytes
+_FEW_PAIRS = 1 << 20  # that the nearest cache has room for, alignment or not
 _EXACT = "donot_use_mm_for_euclid_dist"
 
 
@@ -62,7 +64,7 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
     device = block_device(rows)
     takes_half = torch.get_autocast_dtype(device) == torch.bfloat16
     with nullcontext() if takes_half else torch.autocast(device, enabled=False):
-        return products(left, right)
+        return aligned_products(left, right)
 
 
 def products(query: Tensor, rows: Tensor) -> Tensor:
@@ -71,6 +73,39 @@ def products(query: Tensor, rows: Tensor) -> Tensor:
         return torch.matmul(query, rows.transpose(-1, -2))
     # Not as a batch of one: its gradient of the rows would lie across them.
     return torch.matmul(query, rows.squeeze(0).t())
+
+
+def aligned_products(query: Tensor, rows: Tensor) -> Tensor:
+    """``products``, but for the last digits and for what may lie between those of two queries.
+
+    On a CPU a product of float32 takes up to twice as long where its rows begin in the middle of
+    a line of memory.
+    """
+    is_one = len(query) == 1 and query.device.type == "cpu" and rows.shape[1] % _LINE != 0
+    is_float = query.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
+    if is_one and is_float and query.shape[1] * rows.shape[1] >= _FEW_PAIRS:
+        return _AlignedProducts.apply(query[0], rows[0])[None]
+    return products(query, rows)
+
+
+class _AlignedProducts(torch.autograd.Function):
+    """(b, D), (K, D) -> (b, K), in which each query's products begin where a line of memory does.
+
+    With 14,541 rows a product of 200 or 512 queries takes 0.4 to 0.7 of the time so.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(query, rows)
+        width = -(-len(rows) // _LINE) * _LINE
+        out = query.new_empty(len(query), width)[:, : len(rows)]
+        return torch.mm(query, rows.t(), out=out)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        query, rows = ctx.saved_tensors
+        of_query, of_rows = ctx.needs_input_grad
+        return grad @ rows if of_query else None, grad.t() @ query if of_rows else None
 
 
 def _lengths(rows: Tensor) -> Tensor:

@@ -1,9 +1,8 @@
 """Losses of queries over all entities, in closed form over blocks of scores.
 
-No rank has all scores of a query, so such a loss works in two steps: ``start`` turns a block of
-scores into the loss's slopes but for a factor per query, and tells what it saw of the block;
-``join`` makes of what was seen in all blocks, on all ranks, what one block of all scores would have
-shown; with that ``finish`` makes gradients of the slopes.  Both losses are
+No rank has all scores of a query, so such a loss works in two steps: ``observe`` tells what it saw
+of a block; ``join`` makes of what was seen in all blocks, on all ranks, what one block of all
+scores would have shown; with that ``finish`` makes gradients of the scores.  Both losses are
 
     normalizer - sum_answers target s - rest sum_all s
 
@@ -15,6 +14,9 @@ where s are the query's N scores, and differ in the normalizer:
 Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2 of
 each 0 and 1 for bce (targets 1 - e/2 and e/2).
 
+On a CPU ``slope_kernels`` read the scores once for each step.  It has scores in bfloat16 as they
+are, and computes in float32.
+
 Shapes: Q queries, M answers of the queries within a block; m entities of a block, N entities, B
 blocks.
 """
@@ -22,21 +24,20 @@ blocks.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.ops import block_device
 
 KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
 CPU_BLOCK_BYTES = 31 << 20  # glibc gives freed blocks of 32 MiB and more back to the kernel
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
-# Scores handled at once: on a CPU they stay in the cache from one operation to the next.
-_CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 28}
-_SMALLEST_EXPONENT = -87.0  # whose exponential is a normal number of float32
+# Scores that temporaries are made of at once: on a CPU they stay in the cache.
+_CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 
 class BlockAnswers(NamedTuple):
@@ -50,14 +51,14 @@ class BlockAnswers(NamedTuple):
 class FullLoss(Protocol):
     """One loss over all entities.
 
-    ``seen`` is (3, Q): of each query the normalizer, the sum over answers of their target times
-    their score, and the sum of all scores (0 without label smoothing).
+    ``seen`` is (3, Q) float32: of each query the normalizer, the sum over answers of their target
+    times their score, and the sum of all scores (0 without label smoothing).
     """
 
     normalizes: bool  # whether the gradient at one entity depends on the scores of all others
 
-    def start(self, scores: Tensor, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
-        """Overwrites scores (Q, m) by slopes.  Returns their log factor (Q,) and what was seen."""
+    def observe(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
+        """What is seen of a block of scores (Q, m)."""
 
     def join(self, seen: Tensor) -> Tensor:
         """What was seen in several blocks, (B, 3, Q), as if they were one: (3, Q)."""
@@ -65,41 +66,59 @@ class FullLoss(Protocol):
     def values(self, seen: Tensor) -> Tensor:
         """(Q,) the losses, from what was seen of all scores."""
 
-    def finish(
-        self, slopes: Tensor, top: Tensor, seen: Tensor | None, answers: BlockAnswers, weight: float
-    ) -> None:
-        """Overwrites slopes (Q, m) by the gradients of the sum of weight times the losses.
+    def finish(self, scores: Tensor, seen: Tensor, answers: BlockAnswers, weight: Tensor) -> None:
+        """Overwrites scores (Q, m) by the gradients of the sum of weight (Q,) times the losses.
 
-        top: the log factor of these slopes.  seen: of all scores; not read unless ``normalizes``.
+        seen: of all scores; of this block alone will do unless the loss ``normalizes``.
         """
 
 
+def keeps_bfloat16(loss: FullLoss, scores: Tensor) -> bool:
+    """Whether a loss takes scores of this type as they are; others are for it to be float32."""
+    is_ours = isinstance(loss, _FullLoss) and scores.dtype == torch.bfloat16
+    return is_ours and _kernels_for(scores) is not None
+
+
 class _FullLoss:
+    normalizes: bool
+
     def __init__(self, num_entities: int, label_smoothing: float = 0.0):
         self.num_entities, self.smoothing = num_entities, label_smoothing
+        self.factor = 1.0  # of the whole loss
 
-    def start(self, scores: Tensor, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
-        top, normalizer, of_answers, total = scores.new_zeros(4, scores.shape[0])
+    def observe(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
+        seen = scores.new_zeros(3, len(scores), dtype=_precise(scores))
+        normalizer, of_answers, total = seen
         targets = scores[answers.query, answers.column] * self._target(answers)
-        of_answers.index_add_(0, answers.query, targets)
-        for part in _chunks(scores):
-            if self.smoothing:
-                total[part] = scores[part].sum(1)
-            self._to_slopes(scores[part], top[part], normalizer[part])
-        return top, torch.stack([normalizer, of_answers, total])
+        of_answers.index_add_(0, answers.query, targets.to(seen.dtype))
+        if self.smoothing:
+            torch.sum(scores, 1, dtype=seen.dtype, out=total)
+        if kernels := _kernels_for(scores):
+            kernels.normalizers(scores, normalizer, self.normalizes)
+        else:
+            for part in _chunks(scores):
+                self._normalizers(scores[part], normalizer[part])
+        return seen
 
     def values(self, seen: Tensor) -> Tensor:
         normalizer, of_answers, total = seen
-        return normalizer - of_answers - self._rest() * total
+        return (normalizer - of_answers - self._rest() * total) * self.factor
 
-    def finish(
-        self, slopes: Tensor, top: Tensor, seen: Tensor | None, answers: BlockAnswers, weight: float
-    ) -> None:
-        slopes.mul_(self._factor(top, seen)[:, None] * weight)
-        if self.smoothing:
-            slopes.sub_(self._rest() * weight)
-        place = answers.query, answers.column
-        slopes[place] = slopes[place] - self._target(answers) * weight  # no place occurs twice
+    def finish(self, scores: Tensor, seen: Tensor, answers: BlockAnswers, weight: Tensor) -> None:
+        normalizer, weight = seen[0], weight * self.factor
+        query, place = answers.query, (answers.query, answers.column)
+        # Apart, since what is small beside a target would be rounded with it.
+        of_answers = scores[place].to(seen.dtype)[:, None]
+        self._to_slopes(of_answers, normalizer[query])
+        of_answers = of_answers[:, 0] - (self._target(answers) + self._rest())
+        if kernels := _kernels_for(scores):
+            kernels.gradients(scores, normalizer, weight, self._rest(), self.normalizes)
+        else:
+            self._to_slopes(scores, normalizer)
+            if self.smoothing:
+                scores.sub_(self._rest())
+            scores.mul_(weight[:, None])
+        scores[place] = (of_answers * weight[query]).to(scores.dtype)  # no place occurs twice
 
     def _target(self, answers: BlockAnswers) -> Tensor:
         """(M,) the factor of an answer's score."""
@@ -109,12 +128,12 @@ class _FullLoss:
         """The factor of every score, by label smoothing."""
         raise NotImplementedError
 
-    def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
-        """Overwrites all three: the last two, (Q,), are 0 before."""
+    def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
+        """Overwrites the second, (Q,)."""
         raise NotImplementedError
 
-    def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
-        """(Q,) the factor of slopes."""
+    def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
+        """Overwrites scores by the slopes of the normalizer of all of them."""
         raise NotImplementedError
 
 
@@ -122,7 +141,6 @@ class FullSoftmax(_FullLoss):
     """Cross-entropy of all entities against the uniform distribution over a query's answers.
 
     With a single answer it is the full softmax of Lacroix et al. (2018).  Every query has answers.
-    Slopes are exp(s - top), top being the largest score of the block.
     """
 
     normalizes = True
@@ -137,51 +155,53 @@ class FullSoftmax(_FullLoss):
     def _rest(self) -> float:
         return self.smoothing / self.num_entities
 
-    def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
-        torch.amax(scores, 1, out=top)
-        # A CPU takes what underflows one by one, 50 times as slowly.
-        scores.sub_(top[:, None]).clamp_(min=_SMALLEST_EXPONENT).exp_()
-        normalizer.copy_(scores.sum(1).log_().add_(top))
+    def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
+        torch.logsumexp(scores, 1, out=normalizer)
 
-    def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
-        assert seen is not None  # as it normalizes
-        return torch.exp(top - seen[0])
+    def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
+        scores.sub_(normalizer[:, None]).exp_()
 
 
 class FullBinaryCrossEntropy(_FullLoss):
     """Logistic loss of every entity, all weighing the same; a query may have no answer.
 
-    reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.  Slopes are the
-    sigmoids of the scores.
+    reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
     """
 
     normalizes = False
 
     def __init__(self, num_entities: int, label_smoothing: float = 0.0, reduction: str = "sum"):
         super().__init__(num_entities, label_smoothing)
-        self._weight = 1.0 if reduction == "sum" else 1 / num_entities  # of each entity
+        self.factor = 1.0 if reduction == "sum" else 1 / num_entities
 
     def join(self, seen: Tensor) -> Tensor:
         return seen.sum(0)
 
     def _target(self, answers: BlockAnswers) -> Tensor:
-        return torch.full_like(answers.share, (1 - self.smoothing) * self._weight)
+        return torch.full_like(answers.share, 1 - self.smoothing)
 
     def _rest(self) -> float:
-        return self.smoothing / 2 * self._weight
+        return self.smoothing / 2
 
-    def _to_slopes(self, scores: Tensor, top: Tensor, normalizer: Tensor) -> None:
-        if has_kernels(scores) and scores.is_contiguous():
-            from kge_torchrec.models.slope_kernels import logistic_slopes  # numba takes its time
+    def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
+        torch.sum(softplus(scores), 1, out=normalizer)
 
-            logistic_slopes(scores, normalizer)
-        else:
-            torch.sum(softplus(scores), 1, out=normalizer)
-            scores.sigmoid_()
-        normalizer.mul_(self._weight)
+    def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
+        scores.sigmoid_()
 
-    def _factor(self, top: Tensor, seen: Tensor | None) -> Tensor:
-        return torch.full_like(top, self._weight)
+
+def _kernels_for(scores: Tensor) -> ModuleType | None:
+    """What computes these on a CPU; None where torch does."""
+    if scores.device.type != "cpu":
+        return None
+    from kge_torchrec.models import slope_kernels  # numba takes its time
+
+    return slope_kernels if slope_kernels.takes(scores) else None
+
+
+def _precise(scores: Tensor) -> torch.dtype:
+    """What is seen of scores of a type is in."""
+    return torch.promote_types(scores.dtype, torch.float32)
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

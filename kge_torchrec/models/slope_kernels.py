@@ -1,77 +1,200 @@
-"""Slopes of the logistic loss over all entities, on a CPU: each score is read and written once.
+"""Losses over all entities and their gradients, on a CPU: scores are read once, and written once.
 
-Operations of torch one after another would move all scores for each of them, and its logarithm
-takes numbers one by one.  Exponential and logarithm are polynomials here, since compilers make
-vectors of those (Cody and Waite 1980 have the reduction): right to 3e-7.
+Operations of torch one after another would move all scores for each of them, and its exponential
+and logarithm take their time.  They are polynomials here, since compilers make vectors of those
+(Cody and Waite 1980 have the reduction): right to 3e-7.
+
+Scores are of float32, or of bfloat16, as an array of the 16-bit integers that have its bits; all is
+computed in float32, and a gradient rounded as it is written.
 
 Shapes: Q queries, m entities of a block.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 from torch import Tensor
 
 from kge_torchrec.models.row_sums import JIT, threads_for
 
 # A product and a sum at once.  Sums keep their order, whatever a function is compiled into.
 _FAST: dict[str, Any] = {**JIT, "fastmath": {"contract"}}
+_LANES = 64  # maxima and sums of a row, each of every 64th score
 _F = np.float32  # a number that is not one would make all others double
 
 
-def logistic_slopes(scores: Tensor, normalizer: Tensor) -> None:
-    """Overwrites scores (Q, m) by their sigmoids, and (Q,) by sum log(1 + exp s).
-
-    Both are float32 and contiguous.
-    """
-    arrays = scores.numpy(), normalizer.numpy()
+def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
+    """Overwrites (Q,) float32 by log sum exp s, or by sum log(1 + exp s), of scores (Q, m)."""
+    arrays = _array(scores), scores.shape[1], out.numpy(), softmax
     if threads_for(len(scores), scores.numel()) == 1:
-        _logistic(0, len(scores), *arrays)
+        _normalizers(0, len(scores), *arrays)
     else:
-        _logistic_in_parallel(*arrays)
+        _normalizers_in_parallel(*arrays)
+
+
+def gradients(
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
+) -> None:
+    """Overwrites scores (Q, m) by weight (f(s) - rest), with one weight a query, (Q,) float32.
+
+    f(s) is exp(s - normalizer), with a normalizer (Q,) float32, or the sigmoid of s.
+    """
+    of_query = normalizer.contiguous().numpy(), weight.contiguous().numpy()
+    given = _array(scores), scores.shape[1], *of_query, np.float32(rest), softmax
+    if threads_for(len(scores), scores.numel()) == 1:
+        _gradients(0, len(scores), *given)
+    else:
+        _gradients_in_parallel(*given)
+
+
+def takes(scores: Tensor) -> bool:
+    """Whether scores are such: on a CPU, and each query's beside each other."""
+    if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.bfloat16):
+        return False
+    rows, step = len(scores), scores.stride(0)
+    end = scores.storage_offset() + rows * step
+    there = scores.untyped_storage().nbytes() // scores.element_size()
+    return scores.stride(1) == 1 and step >= scores.shape[1] and end <= there
+
+
+def _array(scores: Tensor) -> np.ndarray:
+    """Scores with what lies between those of two queries, (Q, m or more); not a copy."""
+    whole = scores.as_strided((len(scores), scores.stride(0)), scores.stride())
+    return (whole.view(torch.int16) if scores.dtype == torch.bfloat16 else whole).numpy()
 
 
 @njit(**_FAST)
-def _logistic(start: int, stop: int, scores: np.ndarray, total: np.ndarray) -> None:
-    losses = np.empty(scores.shape[1], np.float32)
+def _normalizers(
+    start: int, stop: int, scores: np.ndarray, entities: int, out: np.ndarray, softmax: bool
+) -> None:
+    lanes = np.empty(_LANES, np.float32)
     for q in range(start, stop):
-        row = scores[q]
-        for j in range(row.shape[0]):
-            score = row[j]
-            small = _exp(-abs(score))
-            losses[j] = max(score, _F(0)) + _log1p(small)
-            row[j] = (_F(1) if score >= 0 else small) / (_F(1) + small)
-        total[q] = _sum(losses)
+        row = scores[q, :entities]
+        if softmax:
+            top = _largest(row, lanes)
+            out[q] = np.log(_sum(row, top, True, lanes)) + top
+        else:
+            out[q] = _sum(row, _F(0), False, lanes)
 
 
 @njit(parallel=True, **_FAST)
-def _logistic_in_parallel(scores: np.ndarray, total: np.ndarray) -> None:
+def _normalizers_in_parallel(
+    scores: np.ndarray, entities: int, out: np.ndarray, softmax: bool
+) -> None:
     for q in prange(scores.shape[0]):
-        _logistic(q, q + 1, scores, total)
+        _normalizers(q, q + 1, scores, entities, out, softmax)
 
 
 @njit(**_FAST)
-def _sum(row: np.ndarray) -> np.float32:
-    """In eight parts, every eighth number to the same, so that a vector can take them."""
-    a = b = c = d = e = f = g = h = _F(0)
-    whole = row.shape[0] - row.shape[0] % 8
-    for j in range(0, whole, 8):
-        a += row[j]
-        b += row[j + 1]
-        c += row[j + 2]
-        d += row[j + 3]
-        e += row[j + 4]
-        f += row[j + 5]
-        g += row[j + 6]
-        h += row[j + 7]
+def _gradients(
+    start: int,
+    stop: int,
+    scores: np.ndarray,
+    entities: int,
+    normalizer: np.ndarray,
+    weight: np.ndarray,
+    rest: np.float32,
+    softmax: bool,
+) -> None:
+    for q in range(start, stop):
+        row = scores[q, :entities]
+        if softmax:
+            for j in range(row.shape[0]):
+                slope = _exp(_number(row[j]) - normalizer[q])
+                _put(row, j, (slope - rest) * weight[q])
+        else:
+            for j in range(row.shape[0]):
+                score = _number(row[j])
+                small = _exp(-abs(score))
+                slope = (_F(1) if score >= 0 else small) / (_F(1) + small)
+                _put(row, j, (slope - rest) * weight[q])
+
+
+@njit(parallel=True, **_FAST)
+def _gradients_in_parallel(
+    scores: np.ndarray,
+    entities: int,
+    normalizer: np.ndarray,
+    weight: np.ndarray,
+    rest: np.float32,
+    softmax: bool,
+) -> None:
+    for q in prange(scores.shape[0]):
+        _gradients(q, q + 1, scores, entities, normalizer, weight, rest, softmax)
+
+
+def _number(stored: Any) -> Any:
+    """A stored score as float32."""
+    raise NotImplementedError
+
+
+@overload(_number, strict=False, jit_options={"fastmath": {"contract"}})
+def _number_of(stored: Any) -> Callable[..., Any]:
+    if isinstance(stored, types.Float):
+        return lambda stored: stored
+    return lambda stored: _as_float(np.int32(stored) << np.int32(16))
+
+
+def _put(row: Any, place: Any, number: Any) -> None:
+    """Stores a float32 there."""
+    raise NotImplementedError
+
+
+@overload(_put, strict=False, jit_options={"fastmath": {"contract"}})
+def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
+    def whole(row: Any, place: Any, number: Any) -> None:
+        row[place] = number
+
+    def rounded(row: Any, place: Any, number: Any) -> None:
+        bits = _as_bits(number)
+        even = (bits >> np.int32(16)) & np.int32(1)  # where it lies halfway
+        up = (bits + np.int32(0x7FFF) + even) >> np.int32(16)
+        row[place] = up if number == number else np.int32(0x7FC0)
+
+    return whole if isinstance(row.dtype, types.Float) else rounded
+
+
+@njit(**_FAST)
+def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
+    """Of a row; lane by lane, so that compilers make vectors of it.  Overwrites lanes."""
+    whole = row.shape[0] - row.shape[0] % _LANES
+    lanes[:] = _F(-np.inf)
+    for j in range(0, whole, _LANES):
+        for i in range(_LANES):
+            lanes[i] = max(lanes[i], _number(row[j + i]))
     for j in range(whole, row.shape[0]):
-        a += row[j]
-    return ((a + b) + (c + d)) + ((e + f) + (g + h))
+        lanes[0] = max(lanes[0], _number(row[j]))
+    return lanes.max()
+
+
+@njit(**_FAST)
+def _sum(row: np.ndarray, top: np.float32, softmax: bool, lanes: np.ndarray) -> np.float32:
+    """Of exp(s - top), or of log(1 + exp s); as ``_largest``."""
+    whole = row.shape[0] - row.shape[0] % _LANES
+    lanes[:] = _F(0)
+    for j in range(0, whole, _LANES):
+        if softmax:
+            for i in range(_LANES):
+                lanes[i] += _exp(_number(row[j + i]) - top)
+        else:
+            for i in range(_LANES):
+                lanes[i] += _softplus(_number(row[j + i]))
+    for j in range(whole, row.shape[0]):
+        score = _number(row[j])
+        lanes[0] += _exp(score - top) if softmax else _softplus(score)
+    return lanes.sum()
+
+
+@njit(inline="always", **_FAST)
+def _softplus(score: np.float32) -> np.float32:
+    return max(score, _F(0)) + _log1p(_exp(-abs(score)))
 
 
 @njit(inline="always", **_FAST)
@@ -103,11 +226,15 @@ def _log1p(x: np.float32) -> np.float32:
     return x * p
 
 
-def _bitcast(typing_context: Any, bits: Any) -> Any:
-    def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
-        return builder.bitcast(arguments[0], ir.FloatType())
+def _bitcast(result: Any, given: Any, llvm: Any) -> Any:
+    def typed(typing_context: Any, bits: Any) -> Any:
+        def generate(context: Any, builder: ir.IRBuilder, signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], llvm)
 
-    return types.float32(types.int32), generate
+        return result(given), generate
+
+    return intrinsic(typed)
 
 
-_as_float: Any = intrinsic(_bitcast)  # the float32 that has the bits of an int32
+_as_float: Any = _bitcast(types.float32, types.int32, ir.FloatType())  # of the same bits
+_as_bits: Any = _bitcast(types.int32, types.float32, ir.IntType(32))

@@ -194,5 +194,4 @@ def _to_slopes(loss: FullLoss, scores: Tensor) -> None:
     """Overwrites scores (Q, m) by the loss's gradients, as if no answer were among them."""
     nowhere = scores.new_zeros(0, dtype=torch.int64)
     answers = BlockAnswers(nowhere, nowhere, scores.new_zeros(0))
-    top, seen = loss.start(scores, answers)
-    loss.finish(scores, top, seen, answers, 1.0)
+    loss.finish(scores, loss.observe(scores, answers), answers, scores.new_ones(len(scores)))

@@ -44,6 +44,7 @@ from kge_torchrec.models.full_losses import (
     BlockAnswers,
     FullLoss,
     block_bytes_of,
+    keeps_bfloat16,
     keeps_scores,
     score_blocks,
 )
@@ -166,8 +167,8 @@ class _Block(NamedTuple):
 
     places: range  # of its rows in the shard
     rows: Tensor  # (m, D)
-    scores: list[Tensor]  # (1, q, m), with their graph, but overwritten by slopes
-    tops: list[Tensor]  # (q,) log factors of the slopes
+    scores: list[Tensor]  # (1, q, m), with their graph
+    seen: Tensor | None  # (3, Q) of this block, of all query shards; None if all blocks' is known
     answers: list[BlockAnswers]
 
 
@@ -258,12 +259,12 @@ class _Backward:
             rows = rows.requires_grad_(graph)
             scores = self._scores(places, self.scorer.entity(self._dropped(places, rows)))
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
-        # Scores are overwritten: nothing needs them any more, not even their own graph.
+        if self.joined is not None:
+            return _Block(places, rows, scores, None, answers)
         values = [x.detach()[0] for x in scores]
-        started = [self.loss.start(x, a) for x, a in zip(values, answers, strict=True)]
-        if self.joined is None:
-            self.seen.append(torch.cat([seen for _, seen in started], 1))
-        return _Block(places, rows, scores, [top for top, _ in started], answers)
+        each = [self.loss.observe(x, a) for x, a in zip(values, answers, strict=True)]
+        self.seen.append(torch.cat(each, 1))
+        return _Block(places, rows, scores, self.seen[-1], answers)
 
     def _dropped(self, places: range, rows: Tensor) -> Tensor:
         """A block's rows (m, D) as candidates, after dropout, which draws for cells of entities."""
@@ -282,11 +283,12 @@ class _Backward:
     def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
         """(1, q, m) of each query shard against a block's rows as the scorer takes them, (m, D).
 
-        In float32, whatever their products are computed in: they become slopes where they are.
+        In float32, whatever their products are computed in, unless the loss has kernels for them:
+        they become gradients where they are.
         """
         with self.trainer.autocast():
             scores = self._products(places, entities)
-        return [x.float() for x in scores]
+        return [x if keeps_bfloat16(self.loss, x[0]) else x.float() for x in scores]
 
     def _products(self, places: range, entities: Tensor) -> list[Tensor]:
         if not self.trainer.drops_pairs:
@@ -318,16 +320,16 @@ class _Backward:
 
     def _finish(self, block: _Block) -> Tensor:
         """(m, D) gradients of a block's rows; those of queries and parameters are added up."""
-        slopes = [scores.detach() for scores in block.scores]
-        seen = [None] * len(slopes)
-        if self.joined is not None:
-            seen = self.joined.split([x.shape[1] for x in slopes], 1)
-        values = [x[0] for x in slopes]
-        for query_shard in zip(values, block.tops, seen, block.answers, strict=True):
-            self.loss.finish(*query_shard, self.weight)
-        for x, of_shard in zip(values, self.query_shards, strict=True):
-            if of_shard.weight is not None:
-                x.mul_(of_shard.weight[:, None])
+        # Scores are overwritten: nothing needs them any more, not even their own graph, which
+        # would refuse it to be done to a view.
+        slopes = [scores.data for scores in block.scores]
+        seen = block.seen if self.joined is None else self.joined
+        assert seen is not None  # a block that saw nothing was scored after the joining
+        parts = seen.split([x.shape[1] for x in slopes], 1)
+        for x, part, answers, of_shard in zip(
+            slopes, parts, block.answers, self.query_shards, strict=True
+        ):
+            self.loss.finish(x[0], part, answers, of_shard.weights(self.weight))
         encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
         (of_rows,), of_encoded = self._differentiate(block.scores, slopes, [block.rows], encoded)
         sums = [x for query_shard in self.query_shards for x in query_shard.gradients]

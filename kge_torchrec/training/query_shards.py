@@ -110,6 +110,12 @@ class QueryShard:
         arrays = query, entity - first, self._share[query]
         return BlockAnswers(*(to_device(x, self.device) for x in arrays))
 
+    def weights(self, weight: float) -> Tensor:
+        """(q,) of each query in the loss, of which weight is a common factor."""
+        if self.weight is None:
+            return torch.full((len(self.relation),), weight, device=self.device)
+        return self.weight * weight
+
     def touched(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
         """Places in a block of anchors and its answers, and how much each counts in the loss."""
         found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))

@@ -127,6 +127,24 @@ def test_products_of_half_the_digits_round_the_distance_and_not_its_terms():
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=1e-3)
 
 
+def test_aligned_products_are_those_of_others(monkeypatch):
+    """Values and both gradients; each query's products begin where a line of memory does."""
+    monkeypatch.setattr(distances, "_FEW_PAIRS", 100)
+    given = [normal(1, n, 24, dtype=torch.float32).requires_grad_() for n in (9, 37)]
+    weight = normal(1, 9, 37, dtype=torch.float32)
+    found, expected = distances.aligned_products(*given), distances.products(*given)
+    assert found.stride() == (9 * 48, 48, 1) and expected.stride() == (9 * 37, 37, 1)
+    torch.testing.assert_close(found, expected)
+    of_found, of_expected = (torch.autograd.grad((x * weight).sum(), given)
+                             for x in (found, expected))  # fmt: skip
+    torch.testing.assert_close(of_found, of_expected)
+    few = [x[:, :2].detach() for x in given]
+    for other in (few, [few[0], given[1][:, :32]], [x.double() for x in given]):
+        assert distances.aligned_products(*other).is_contiguous()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert distances.aligned_products(*given).dtype == torch.bfloat16
+
+
 def test_squares_beyond_the_range_of_float16_are_not_computed_in_it():
     query, rows = (100 * normal(1, n, 64, dtype=torch.float32) for n in (9, 7))
     exact = -torch.cdist(query.double(), rows.double()).square()

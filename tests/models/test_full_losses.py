@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from kge_torchrec.models.full_losses import BlockAnswers, FullBinaryCrossEntropy, FullSoftmax
+from kge_torchrec.models.full_losses import (
+    BlockAnswers,
+    FullBinaryCrossEntropy,
+    FullSoftmax,
+    keeps_bfloat16,
+)
 
 LOSSES = {
     "softmax": FullSoftmax,
@@ -61,23 +66,23 @@ def test_blocks_together_equal_torchs_losses(case):
         if start == stop:  # ranks without rows start no block
             continue
         block, answers = scores[:, start:stop].clone(), answers_of(labels, start, stop)
-        top, of_block = loss.start(block, answers)
-        blocks.append((block, top, answers))
-        seen.append(of_block)
+        blocks.append((block, answers))
+        seen.append(loss.observe(block, answers))
     joined = loss.join(torch.stack(seen))
-    for block, top, answers in blocks:
-        loss.finish(block, top, joined, answers, 0.5)
+    weight = torch.linspace(0.5, 2, len(scores))
+    for block, answers in blocks:
+        loss.finish(block, joined, answers, weight)
     losses, gradient = dense(name, smoothing, scores, labels)
     scale = 1 + scores.abs().max().item()
     assert (loss.values(joined) - losses).abs().max() < 1e-5 * scale
-    found = torch.cat([block for block, _, _ in blocks], 1)
-    assert (found - 0.5 * gradient).abs().max() < 1e-5
+    found = torch.cat([block for block, _ in blocks], 1)
+    assert (found - weight[:, None] * gradient).abs().max() < 1e-5
 
 
 def test_a_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
-    _, seen = FullSoftmax(2).start(scores, answers)
+    seen = FullSoftmax(2).observe(scores, answers)
     nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
     assert torch.equal(FullSoftmax(2).join(torch.stack([nothing, seen])), seen)
 
@@ -87,38 +92,55 @@ def test_bce_needs_no_other_block():
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
-    top, _ = loss.start(scores, answers)
-    loss.finish(scores, top, None, answers, 1.0)
+    of_this_block = loss.observe(scores, answers)
+    loss.finish(scores, of_this_block, answers, torch.ones(1))
     expected = torch.tensor([[0.5, torch.sigmoid(torch.tensor(2.0)).item() - 1]]) / 4
     assert scores.tolist()[0] == pytest.approx(expected.tolist()[0])
+
+
+@pytest.mark.parametrize("name", sorted(LOSSES))
+@pytest.mark.parametrize("kind", ["double", "columns", "bfloat16", "padded"])
+def test_scores_of_any_kind_have_the_same_gradients(name, kind):
+    """Those that torch computes, and those that kernels take as they are."""
+    torch.manual_seed(0)
+    scores = (3 * torch.randn(7, 70)).bfloat16().float()
+    labels = torch.rand(7, 70) < 0.2
+    labels[:, 3] = True
+    block = scores.double() if kind == "double" else scores.clone()
+    if kind == "columns":
+        block = scores.T.clone().T
+    if kind == "bfloat16":
+        block = block.bfloat16()
+    if kind == "padded":
+        block = torch.full((7, 80), torch.nan)[:, :70].copy_(scores)
+    loss, answers = LOSSES[name](70, 0.2), answers_of(labels, 0, 70)
+    is_kept = keeps_bfloat16(loss, block)
+    assert is_kept == (kind == "bfloat16")
+    seen = loss.observe(block, answers)
+    loss.finish(block, seen, answers, torch.ones(7, dtype=seen.dtype))
+    losses, gradient = dense(name, 0.2, scores, labels)
+    torch.testing.assert_close(loss.values(seen).double(), losses, rtol=1e-5, atol=1e-5)
+    close = {"rtol": 2**-8, "atol": 1e-7} if is_kept else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(block.double(), gradient, **close)
 
 
 def test_many_queries_go_through_in_chunks(monkeypatch):
     from kge_torchrec.models import full_losses
 
-    scores = torch.randn(7, 5)
-    labels = torch.eye(7, 5, dtype=torch.bool)
-    labels[:, 0] = True
-
-    def gradient():
-        block, answers = scores.clone(), answers_of(labels, 0, 5)
-        loss = FullSoftmax(5, 0.1)
-        top, seen = loss.start(block, answers)
-        loss.finish(block, top, seen, answers, 1.0)
-        return block
-
-    at_once = gradient()
+    scores, labels = torch.randn(7, 5).double(), torch.eye(7, 5, dtype=torch.bool)
+    seen = {}
+    for name in sorted(LOSSES):
+        seen[name] = LOSSES[name](5, 0.0).observe(scores, answers_of(labels, 0, 5))
     monkeypatch.setitem(full_losses._CHUNK_SCORES, "cpu", 11)  # two queries at a time
-    assert torch.allclose(gradient(), at_once, atol=1e-7)
+    for name in sorted(LOSSES):
+        again = LOSSES[name](5, 0.0).observe(scores, answers_of(labels, 0, 5))
+        assert torch.equal(again, seen[name])
 
 
 def test_scores_far_apart_underflow_to_nothing():
-    scores, answers = (
-        torch.tensor([[0.0, -60.0, -200.0, -1e6]]),
-        torch.tensor([[True] + [False] * 3]),
-    )
-    block, of_block, loss = scores.clone(), answers_of(answers, 0, 4), FullSoftmax(4, 0.0)
-    top, seen = loss.start(block, of_block)
-    assert not (block < torch.finfo(torch.float32).tiny).any()  # slow numbers, to a CPU
-    loss.finish(block, top, seen, of_block, 1.0)
-    assert block.abs().max() < 1e-6 and float(loss.values(seen)) < 1e-6
+    scores, labels = torch.tensor([[0.0, -60.0, -200.0, -1e6]]), torch.eye(1, 4, dtype=torch.bool)
+    answers, loss = answers_of(labels, 0, 4), FullSoftmax(4)
+    seen = loss.observe(scores, answers)
+    loss.finish(scores, seen, answers, torch.ones(1))
+    assert not (scores.abs()[0, 1:] < torch.finfo(torch.float32).tiny).any()  # slow, to a CPU
+    assert scores.abs().max() < 1e-6 and float(loss.values(seen)) < 1e-6

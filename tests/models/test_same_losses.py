@@ -30,8 +30,8 @@ def of_full(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, to
     loss, scores = build_loss(config).over_all(ENTITIES), random_scores()
     query, column = answers.nonzero(as_tuple=True)
     block = BlockAnswers(query, column, 1 / answers.sum(1)[query].float())
-    top, seen = loss.start(scores, block)
-    loss.finish(scores, top, seen, block, 1.0)
+    seen = loss.observe(scores, block)
+    loss.finish(scores, seen, block, torch.ones(QUERIES))
     return loss.values(seen), scores
 
 

@@ -6,50 +6,90 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models.slope_kernels import logistic_slopes
+from kge_torchrec.models.slope_kernels import gradients, normalizers, takes
+
+is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
 
 
 @st.composite
 def scores_of(draw):
-    """(Q, m) float32, near each other or so far apart that exponentials underflow."""
+    """(Q, m), near each other or so far apart that exponentials underflow; with a gap, or none."""
     seed = torch.Generator().manual_seed(draw(st.integers(0, 10**6)))
-    shape = draw(st.integers(1, 4)), draw(st.integers(1, 70))
+    shape = draw(st.integers(1, 4)), draw(st.integers(1, 140))
     scale = draw(st.sampled_from([1e-3, 1.0, 20.0, 300.0]))
-    return torch.randn(shape, generator=seed) * scale + draw(st.sampled_from([0.0, -50.0, 90.0]))
+    scores = torch.randn(shape, generator=seed) * scale + draw(st.sampled_from([0.0, -50.0, 90.0]))
+    scores = scores.to(draw(st.sampled_from([torch.float32, torch.bfloat16])))
+    return among(scores, shape[1] + draw(st.integers(0, 3)))
 
 
-@given(scores_of())
+def among(scores, width):
+    """The same numbers, each query's followed by others that are none of them."""
+    whole = torch.full((len(scores), width), torch.nan, dtype=scores.dtype)
+    return whole[:, : scores.shape[1]].copy_(scores)
+
+
+def both(scores, weight, rest, softmax):
+    seen, found = torch.empty(len(scores)), among(scores, scores.stride(0))
+    normalizers(scores, seen, softmax)
+    gradients(found, seen, weight, rest, softmax)
+    return seen, found
+
+
+@is_softmax
+@given(scores=scores_of(), rest=st.sampled_from([0.0, 0.1]))
 @settings(max_examples=60, deadline=None)
-def test_logistic_is_that_of_double_precision(scores):
-    slopes, normalizer = scores.clone(), torch.empty(len(scores))
-    logistic_slopes(slopes, normalizer)
+def test_they_are_those_of_double_precision(softmax, scores, rest):
+    assert takes(scores)
+    weight = torch.linspace(0.5, 2, len(scores))
+    seen, found = both(scores, weight, rest, softmax)
     exact = scores.double()
-    assert torch.allclose(slopes.double(), exact.sigmoid(), rtol=5e-7, atol=2e-38)
-    expected = torch.nn.functional.softplus(exact).sum(1)
-    assert torch.allclose(normalizer.double(), expected, rtol=2e-6, atol=2e-36)
+    expected = exact.logsumexp(1) if softmax else torch.nn.functional.softplus(exact).sum(1)
+    assert torch.allclose(seen.double(), expected, rtol=2e-6, atol=1e-6 if softmax else 2e-36)
+    slopes = (exact - seen.double()[:, None]).exp() if softmax else exact.sigmoid()
+    expected = ((slopes - rest) * weight.double()[:, None]).float().to(scores.dtype)
+    # A difference of some 100 has few digits; a bfloat16 is one of two that are neighbours.
+    close = 2e-5 if scores.dtype == torch.float32 else 2**-7
+    assert torch.allclose(
+        found.double(), expected.double(), rtol=close, atol=2e-7 if rest else 4e-38
+    )
 
 
-def test_nan_is_not_hidden():
-    scores, normalizer = torch.zeros(3, 40), torch.empty(3)
-    scores[1, 7], scores[2, 9] = torch.nan, torch.inf
-    logistic_slopes(scores, normalizer)
-    assert normalizer.isnan().tolist() == [False, True, False] and normalizer[2].isinf()
-    assert scores[1, 7].isnan() and scores[2, 9] == 1
+def test_bfloat16_is_rounded_to_the_nearest_and_halves_to_even():
+    """Gradients are the weight itself where sigmoids are 1."""
+    weight = torch.randn(5000) * 10 ** torch.linspace(-20, 20, 5000)
+    weight[::10] = ((weight[::10].view(torch.int32) & -65536) | 0x8000).view(torch.float32)
+    found = torch.full((5000, 1), 100, dtype=torch.bfloat16)
+    gradients(found, torch.zeros(5000), weight, 0.0, False)
+    assert torch.equal(found[:, 0], weight.bfloat16())
 
 
+@is_softmax
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_is_not_hidden(dtype, softmax):
+    scores = torch.zeros(3, 140, dtype=dtype)
+    scores[1, 7], scores[2, 139] = torch.nan, torch.inf
+    seen, found = both(scores, torch.ones(3), 0.0, softmax)
+    assert seen.isfinite().tolist() == [True, False, False]
+    assert seen[1].isnan() and found[1, 7].isnan()
+    assert found[0].isfinite().all()
+
+
+def test_what_they_do_not_take():
+    assert not takes(torch.zeros(3, 4, dtype=torch.float64))
+    assert not takes(torch.zeros(4, 3).T)
+    assert not takes(torch.zeros(1, 4).expand(3, 4))
+    assert not takes(torch.zeros(20)[4:].as_strided((2, 3), (9, 1)))  # the last row ends there
+
+
+@is_softmax
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
-def test_threads_do_not_change_a_bit():
+def test_threads_do_not_change_a_bit(softmax):
     scores, threads = torch.randn(40, 5000), torch.get_num_threads()
-
-    def slopes():
-        found, sums = scores.clone(), torch.empty(40)
-        logistic_slopes(found, sums)
-        return torch.cat([found.flatten(), sums])
-
     try:
         torch.set_num_threads(1)
-        alone = slopes()
+        alone = both(scores, torch.ones(40), 0.1, softmax)
         torch.set_num_threads(2)
-        assert torch.equal(slopes(), alone)
+        for one, other in zip(both(scores, torch.ones(40), 0.1, softmax), alone, strict=True):
+            assert torch.equal(one, other)
     finally:
         torch.set_num_threads(threads)

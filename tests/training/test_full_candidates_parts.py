@@ -149,6 +149,27 @@ def test_scores_are_computed_and_in_memory_once():
     assert len(blocks) == len(products) == 1
 
 
+@pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
+def test_scores_in_bfloat16_stay_so(kept_bytes):
+    objective, types = objective_of(("complex", 64, {}), True), []
+    expected = gradients(objective, kept_bytes)
+    objective.precision, observe = torch.bfloat16, FullSoftmax.observe
+
+    def seen(loss, scores, answers):
+        types.append(scores.dtype)
+        return observe(loss, scores, answers)
+
+    objective.zero_grad()
+    with (
+        patch.object(full_candidates, "rounds_as_it_multiplies", lambda: False),
+        patch.object(FullSoftmax, "observe", seen),
+    ):
+        found = gradients(objective, kept_bytes)
+    assert set(types) == {torch.bfloat16}
+    for name, value in expected.items():
+        assert 0 < (found[name] - value).norm() < 0.03 * value.norm(), name
+
+
 @pytest.mark.parametrize("case", [("complex", 6, {}), ("conex", 8, {"channels": 2})], ids=identify)
 def test_dropout_is_the_same_when_scores_are_computed_again(case):
     objective = objective_of(case, True, input_dropout=0.3, hidden_dropout=0.3)

@@ -21,7 +21,8 @@ from kge_torchrec.training.trainer import Trainer
 ON_THE_HOST = {
     "keyed.step",  # number of the dense optimizer's step, which torch keeps on the host
     "loader.batch", "queries.batch",  # threads that build batches ahead
-    "row_kernels.update_rows", "row_kernels._two_dimensional", "slope_kernels.logistic_slopes",
+    "row_kernels.update_rows", "row_kernels._two_dimensional", "slope_kernels.normalizers",
+    "slope_kernels.gradients", "slope_kernels._array",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
 OF_TRAVEL = {

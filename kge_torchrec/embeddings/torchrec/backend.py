@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.model_parallel import DataParallelWrapper
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
@@ -111,7 +112,11 @@ class TorchRecBackend:
         )
         self.unwrapped_model = next(m for m in self.model.modules() if isinstance(m, KGEModel))
         self.scorer = self.unwrapped_model.objective.scorer
-        self.dense, self.pending = dense, pending_gradients(self.model)
+        # Where the table is looked for, in every step, among few modules.
+        self._sharded = next(
+            m for m in self.model.modules() if isinstance(m, ShardedEmbeddingCollection)
+        )
+        self.dense, self.pending = dense, pending_gradients(self._sharded)
         self.layout = f"{describe_plan(self.plan, sharder)}\n{dense.describe()}"
         fill_rows(self.shard(), seed, init)
         parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
@@ -121,11 +126,11 @@ class TorchRecBackend:
 
     def shard(self) -> EntityShard:
         """This rank's rows, current as of the last finished step."""
-        return entity_shard(self.model)
+        return entity_shard(self._sharded)
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
         """One step of the table's optimizer on rows of this rank, without a lookup."""
-        step_table_rows(self.model, gradients)
+        step_table_rows(self._sharded, gradients)
 
     def freeze_rows(self, frozen: Tensor) -> None:
         """No step moves these rows of this rank, (n,) bool, or their state from here on."""
@@ -144,7 +149,7 @@ class TorchRecBackend:
     def skip_step(self) -> None:
         """FBGEMM's kernel has counted the lookup as a step; that is taken back."""
         if self.pending is None:
-            set_table_step(self.model, table_step(self.model) - 1)
+            set_table_step(self._sharded, table_step(self._sharded) - 1)
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Nothing: TorchRec distributes the ids on the device."""
@@ -164,7 +169,7 @@ class TorchRecBackend:
         return {
             "model": self.parameter_state(),
             "optimizer": self.optimizer.state_dict(),
-            "table_step": torch.tensor(table_step(self.model)),
+            "table_step": torch.tensor(table_step(self._sharded)),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -175,4 +180,4 @@ class TorchRecBackend:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate  # the schedule sets it, from config and step
         # The iteration that FBGEMM corrects the Adams' bias with is in no state_dict.
-        set_table_step(self.model, int(state["table_step"]))
+        set_table_step(self._sharded, int(state["table_step"]))

@@ -23,6 +23,7 @@ from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
 from kge_torchrec.models.distances import (
+    aligned_products,
     compared_at,
     euclidean,
     euclidean_by_products,
@@ -420,6 +421,9 @@ class DotScorer(QueryScorer):
 
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
         return products(query, rows)
+
+    def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
+        return aligned_products(query, rows)
 
     def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
         return compared_at("dot", query, rows, index)
