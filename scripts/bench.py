@@ -106,6 +106,8 @@ def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail
         "model.dim": 256,
         "model.reciprocal": False,
         "model.init_scale": 0.1,
+        "loss.n3": 0.0,
+        "loss.relation_weight": 0.0,
         "negatives.sides": sides,
         "train.optimizer": "adam",
         "train.lr": 0.001,

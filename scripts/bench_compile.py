@@ -17,9 +17,8 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
+from random_graph import RandomGraph
 
 HERE = Path(__file__).resolve()
 ENTITIES, RELATIONS, TRIPLES, DIM, NEGATIVES = 100_000, 200, 500_000, 256, 128
@@ -49,15 +48,12 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
         "train.lr": 0.001,
         "dense.compile": compiled,
     }
-    stream = np.random.default_rng(0)
-    columns = [stream.integers(n, size=TRIPLES) for n in (ENTITIES, RELATIONS, ENTITIES)]
-    triples = np.stack(columns, 1).astype(np.int32)
+    graph = RandomGraph(ENTITIES, RELATIONS, TRIPLES)
     with processes("cpu") as ranks:
-        config = load_config(None, settings)
-        graph = SimpleNamespace(num_entities=ENTITIES, num_relations=RELATIONS)
+        config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
         sampler = NegativeSampler(ENTITIES, NEGATIVES, 0)
-        batches = BatchBuilder(triples, batch, sampler, chunk_size=64).epoch(0)
+        batches = BatchBuilder(graph.train, batch, sampler, chunk_size=64).epoch(0)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         started = time.perf_counter()
         for _ in range(10):

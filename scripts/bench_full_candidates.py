@@ -17,11 +17,10 @@ import statistics
 import time
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from random_graph import RandomGraph
 
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.distributed.processes import processes
@@ -48,7 +47,8 @@ def main() -> None:
     with processes("cpu") as ranks:
         set_threads(options.threads, ranks.local_world_size)
         memory = [_resident("VmRSS")]
-        config, store = load_config(None, settings), _graph(options.entities)
+        store = RandomGraph(options.entities, RELATIONS, TRIPLES)
+        config = store.settled(load_config(None, settings))
         engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config, engine, ranks)
         if options.kept_mib is not None:
@@ -85,14 +85,6 @@ def _report(options: argparse.Namespace, milliseconds: float, memory: torch.Tens
         print(f"rank{rank}_before {before:.0f} MiB")
         print(f"rank{rank}_with_model {built:.0f} MiB")
         print(f"rank{rank}_peak {peak:.0f} MiB")
-
-
-def _graph(entities: int) -> SimpleNamespace:
-    """What training asks of a store."""
-    stream = np.random.default_rng(0)
-    columns = [stream.integers(size, size=TRIPLES) for size in (entities, RELATIONS, entities)]
-    train = np.stack(columns, 1).astype(np.int32)
-    return SimpleNamespace(num_entities=entities, num_relations=RELATIONS, train=train)
 
 
 def _resident(field: str) -> int:

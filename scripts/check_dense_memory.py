@@ -18,9 +18,8 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
-import numpy as np
+from random_graph import RandomGraph
 
 HERE = Path(__file__).resolve()
 DIM, ENTITIES, RELATIONS, STEPS = 368, 1000, 20, 3
@@ -48,15 +47,12 @@ def rank_memory(wrapper: str) -> dict[str, float]:
         "train.lr": 0.001,
         "dense.wrapper": wrapper,
     }
-    stream = np.random.default_rng(0)
-    columns = [stream.integers(n, size=STEPS * 64) for n in (ENTITIES, RELATIONS, ENTITIES)]
-    triples = np.stack(columns, 1).astype(np.int32)
+    graph = RandomGraph(ENTITIES, RELATIONS, STEPS * 64)
     with processes("cpu") as ranks:
         base = resident()
-        config = load_config(None, settings)
-        graph = SimpleNamespace(num_entities=ENTITIES, num_relations=RELATIONS)
+        config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
-        batches = BatchBuilder(triples, 64, NegativeSampler(ENTITIES, 16, 0), rank=ranks.rank,
+        batches = BatchBuilder(graph.train, 64, NegativeSampler(ENTITIES, 16, 0), rank=ranks.rank,
                                world_size=ranks.world_size).epoch(0)  # fmt: skip
         pipeline = build_pipeline(config.train, engine, ranks.device)
         for _ in range(STEPS):

@@ -72,7 +72,7 @@ def predict(settings: dict, world_size: int) -> dict:
 
     store = TripleStore.open(settings["data.path"])
     workload = Workload(
-        load_config(None, settings),
+        load_config(None, settings).settled(store.size, False, world_size),
         store.num_entities,
         store.num_relations,
         len(store.train),
@@ -127,7 +127,7 @@ def work(task: dict) -> None:
     with tempfile.TemporaryDirectory() as name, processes("cpu") as ranks:
         folder = RunFolder(ranks.broadcast(name))
         session = Session(load_config(None, task["settings"]), folder, ranks)
-        metrics = MetricsLog(folder, True) if ranks.is_first else None
+        metrics = MetricsLog(folder) if ranks.is_first else None
         fit = Trainer(session, TrainState(data=session.store.fingerprint), metrics)
         fit.run()
         session.rank("test")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import time
 
 import torch
+from random_graph import RandomGraph
 
 from gpu_checks.machine import preset_of
 from gpu_checks.ranking import scorer_of, triples_of
 from gpu_checks.report import Report
-from gpu_checks.speed import config_of, graph, rows_drawn_on_the_device, train_at_scale
+from gpu_checks.speed import config_of, rows_drawn_on_the_device, train_at_scale
 from gpu_checks.timing import synchronize
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
@@ -40,7 +41,7 @@ def adam(report: Report) -> None:
 
 def _train(report: Report, optimizer: str, bytes_of_row: int) -> None:
     entities = _entities(report, bytes_of_row)
-    store = graph(entities, RELATIONS, 20_000 if report.small else 15_000_000)
+    store = RandomGraph(entities, RELATIONS, 20_000 if report.small else 15_000_000)
     batches = (256, 1024) if report.small else (8192, 65_536)
     keys = {"model__dim": DIM, "train__optimizer": optimizer, "train__batch_size": max(batches)}
     config = config_of(report, train__lr=0.1 if "adagrad" in optimizer else 1e-3, **keys)
@@ -101,7 +102,7 @@ def ranking(report: Report) -> None:
 def _checkpoint(report: Report, entities: int) -> None:
     config = config_of(report, model__dim=DIM, train__optimizer="adam")
     with processes(report.device.type) as ranks, rows_drawn_on_the_device():
-        engine = build_backend(config, graph(entities, RELATIONS, 1000), ranks)
+        engine = build_backend(config, RandomGraph(entities, RELATIONS, 1000), ranks)
         kept = Checkpoints(report.folder / "checkpoints", ranks)
         start = time.perf_counter()
         name = kept.save(engine.state(), TrainState())

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
-import numpy as np
 import torch
+from random_graph import RandomGraph
 
 from gpu_checks.report import Report
 from gpu_checks.timing import Waited, counted, step_seconds
@@ -18,16 +17,6 @@ from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.torchrec import backend as engine_module
 from kge_torchrec.training.assembly import build_backend, build_batches
 from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
-
-
-def graph(entities: int, relations: int, triples: int) -> SimpleNamespace:
-    """What training asks of a store, with random triples; no files."""
-    stream = np.random.default_rng(0)
-    train = np.empty((triples, 3), np.int32)
-    for column, size in enumerate((entities, relations, entities)):
-        train[:, column] = stream.integers(size, size=triples, dtype=np.int32)
-    sizes = {"num_entities": entities, "num_relations": relations}
-    return SimpleNamespace(**sizes, train=train, weights=lambda split: None, base=None)
 
 
 @contextmanager
@@ -83,7 +72,7 @@ def _train(report: Report, name: str, batch: int, **keys) -> float | None:
     with processes(report.device.type) as ranks, report.check(name):
         keys = {"train__batch_size": batch, "model__dim": 256, "train__optimizer": "adam",
                 "train__lr": 1e-3, **keys}  # fmt: skip
-        store, config = graph(*size), config_of(report, **keys)
+        store, config = RandomGraph(*size), config_of(report, **keys)
         engine = build_backend(config, store, ranks)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         start = time.perf_counter()

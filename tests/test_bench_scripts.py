@@ -1,0 +1,52 @@
+"""The benchmarks of scripts/ on hardly any work: that they run, not what they find."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+FLOOR, GRAPH = (ROOT.parent / "shared" / part for part in ("tools/peers", "data/fb15k-237"))
+needs_floor = pytest.mark.skipif(
+    not (FLOOR.exists() and GRAPH.exists()), reason="the floor or FB15k-237 is not here"
+)
+SMALL = {
+    "bench_full_candidates": "--entities 500 --dim 8 --batch-size 16 --steps 2",
+    "bench_compile": "--scorers distmult --batch 64 --repeats 1 --steps 2",
+    "bench_answers": "--entities 3000 --dim 8",
+    "bench_deferred_step": "--rows 1000 --dim 8 --ids 100 --repeats 1",
+    "bench_prepare": "--triples 3000 --repeats 1 --directory {folder}",
+    "bench_scale": "--sizes 1000 3000 --steps 2 --repeats 1",
+    "bench_ranking": "--repeats 1",
+    "bench": "training --only distmult-shared-1024 --repeats 1",
+    "check_dense_memory": "--ranks 1 --wrappers ddp",
+    "check_plan": "--entities 3000 --dim 8 --batch 64 --worlds 1 --optimizers adam",
+    "make_zipf_graph": "--entities 300 --relations 5 --triples 2000 {folder}/graph",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=needs_floor) if name in ("bench", "bench_ranking", "bench_scale")
+        else name
+        for name in SMALL
+    ],
+)  # fmt: skip
+def test_it_runs_and_says_something(tmp_path, name):
+    arguments = SMALL[name].format(folder=tmp_path).split()
+    command = [sys.executable, str(ROOT / "scripts" / f"{name}.py"), *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout or list(tmp_path.iterdir())
+
+
+def test_every_benchmark_is_here():
+    of_their_own = {"bench_data_memory"}  # 50 million triples
+    names = {path.stem for path in (ROOT / "scripts").glob("bench*.py")}
+    assert names - of_their_own <= set(SMALL)
