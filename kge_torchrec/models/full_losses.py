@@ -94,7 +94,7 @@ class _FullLoss:
         if self.smoothing:
             torch.sum(scores, 1, dtype=seen.dtype, out=total)
         if kernels := _kernels_for(scores):
-            kernels.normalizers(scores, normalizer, self.normalizes)
+            kernels.normalizers(scores, normalizer, softmax=self.normalizes)
         else:
             for part in _chunks(scores):
                 self._normalizers(scores[part], normalizer[part])
@@ -112,7 +112,7 @@ class _FullLoss:
         self._to_slopes(of_answers, normalizer[query])
         of_answers = of_answers[:, 0] - (self._target(answers) + self._rest())
         if kernels := _kernels_for(scores):
-            kernels.gradients(scores, normalizer, weight, self._rest(), self.normalizes)
+            kernels.gradients(scores, normalizer, weight, self._rest(), softmax=self.normalizes)
         else:
             self._to_slopes(scores, normalizer)
             if self.smoothing:
