@@ -16,9 +16,9 @@ Both sides run in processes of their own, by turns, under the same settings of a
 A figure is the median over processes of each one's median.  Where a side's processes differ by more
 than ``--spread``, two more pairs are measured; what still does is marked "unquiet".
 
---with-peers: a Python with PyKEEN and PyTorch-BigGraph, under the same settings of the allocator.
-PyKEEN does the floor's work per triple.  BigGraph shares negatives and corrupts both ends, so that
-ours does for once, and a triple counts twice.
+--with-peers: a Python with PyKEEN, PyG or PyTorch-BigGraph, whichever it has, under the same
+settings of the allocator.  PyKEEN and PyG do the floor's work per triple.  BigGraph shares
+negatives and corrupts both ends, so that ours does for once, and a triple counts twice.
 """
 
 from __future__ import annotations
@@ -198,25 +198,39 @@ def _floor_of_all_entities(measure) -> list[float]:
 
 def peers(options: argparse.Namespace, figure: Figure, scorer: str, work: str) -> dict[str, dict]:
     """Queries a second of those that do this work and of ours, each in a process of its own."""
+    found = {}
     if work == "per-triple":
-        script, name = options.floor / "peer_pykeen.py", "PyKEEN"
-        arguments, extra = ["a", SCORERS[scorer]], {"STEPS": "3"}
-    elif work in SAMPLED and scorer in ("complex", "distmult"):
-        script, name, extra = HERE.with_name("peer_biggraph.py"), "PyTorch-BigGraph", {}
-        arguments = [options.data, scorer, SAMPLED[work][0]]
-    else:
-        return {}
-    command = [options.with_peers, str(script), *map(str, arguments)]
-    with tempfile.TemporaryDirectory() as folder:
-        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder}
-        out = _run(command, os.environ | KEEP | extra | homes)
-    lines = [line.split() for line in out.splitlines()]
-    rates = [float(line[2]) for line in lines if line[:1] == ["pykeen"]]
-    rates += [float(line[1]) for line in lines if line[:1] == ["biggraph"]]
-    same = figure.ours
-    if name == "PyTorch-BigGraph":
+        for name, module, script, kind in (
+            ("PyKEEN", "pykeen", "peer_pykeen.py", "a"),
+            ("PyG", "torch_geometric", "peer_pyg.py", "as"),
+        ):
+            if _has(options.with_peers, module):
+                given = options.floor / script, kind, SCORERS[scorer]
+                found[name] = {"theirs": _peer(options.with_peers, *given), "ours": figure.ours}
+        return found
+    takes = work in SAMPLED and scorer in ("complex", "distmult")
+    if takes and _has(options.with_peers, "torchbiggraph"):
+        given = HERE.with_name("peer_biggraph.py"), options.data, scorer, SAMPLED[work][0]
+        theirs = _peer(options.with_peers, *given)
         same = _worker(KEEP, "ours", options.data, scorer, work, options.pipeline, "both")
-    return {name: {"theirs": rates, "ours": same}}
+        found["PyTorch-BigGraph"] = {"theirs": theirs, "ours": same}
+    return found
+
+
+def _has(python: str, module: str) -> bool:
+    """Whether a Python has a module installed."""
+    script = f"import importlib.util; raise SystemExit(not importlib.util.find_spec({module!r}))"
+    return subprocess.run([python, "-c", script]).returncode == 0
+
+
+def _peer(python: str, *arguments: object) -> list[float]:
+    """Queries a second that a peer's script prints, each after its name or its name and work."""
+    with tempfile.TemporaryDirectory() as folder:
+        homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder, "STEPS": "3"}
+        out = _run([python, *map(str, arguments)], os.environ | KEEP | homes)
+    lines = [line.split() for line in out.splitlines()]
+    rates = [float(line[2]) for line in lines if line[:1] in (["pykeen"], ["pyg"])]
+    return rates + [float(line[1]) for line in lines if line[:1] == ["biggraph"]]
 
 
 def training(options: argparse.Namespace) -> list[Figure]:
