@@ -37,6 +37,7 @@ def main() -> None:
         "model.dim": options.dim,
         "loss.name": options.loss,
         "loss.n3": options.n3,
+        "loss.relation_weight": 0.0,
         "negatives.regime": "1vsall",
         "train.batch_size": options.batch_size,
         "train.optimizer": options.optimizer,

@@ -61,6 +61,8 @@ def ours(entities: int, law: str, steps: int) -> dict:
         "model.reciprocal": False,
         "model.init_scale": 0.1,
         "loss.name": "bce",
+        "loss.n3": 0.0,
+        "loss.relation_weight": 0.0,
         "negatives.sides": "tail",
         "train.optimizer": "adam",
         "train.lr": 0.001,

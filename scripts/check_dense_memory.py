@@ -43,6 +43,8 @@ def rank_memory(wrapper: str) -> dict[str, float]:
         "model.scorer": "tucker",
         "model.dim": DIM,
         "model.init_scale": 0.01,
+        "loss.n3": 0.0,
+        "loss.relation_weight": 0.0,
         "train.optimizer": "adam",
         "train.lr": 0.001,
         "dense.wrapper": wrapper,

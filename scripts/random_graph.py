@@ -35,6 +35,9 @@ class RandomGraph:
         """No triple has one."""
 
     def settled(self, config: Config) -> Config:
-        """The config with a number for what is left to the size of the graph."""
+        """The config with a number for what is left to the size of the graph.
+
+        What is to be the same work on graphs of any size has to be given.
+        """
         assert self.train is not None
         return config.settled(GraphSize(self.num_entities, self.num_relations, len(self.train)))
