@@ -131,7 +131,7 @@ def _gradients_in_parallel(
 
 
 def _number(stored: Any) -> Any:
-    """A stored score as float32."""
+    """A stored score as float32.  Compiled code alone calls it, by what overloads it below."""
     raise NotImplementedError
 
 
@@ -143,7 +143,7 @@ def _number_of(stored: Any) -> Callable[..., Any]:
 
 
 def _put(row: Any, place: Any, number: Any) -> None:
-    """Stores a float32 there."""
+    """Stores a float32 there; as ``_number``."""
     raise NotImplementedError
 
 

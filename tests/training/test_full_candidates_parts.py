@@ -23,6 +23,7 @@ from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueri
 from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.models import distances
 from kge_torchrec.models.full_losses import FullSoftmax
 from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.model import Objective
@@ -147,6 +148,19 @@ def test_scores_are_computed_and_in_memory_once():
     with LargeOnes():
         gradients(objective, 1 << 20, 1 << 20)
     assert len(blocks) == len(products) == 1
+
+
+@pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
+def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
+    objective = objective_of(("complex", 6, {}), True)
+    expected = gradients(objective, kept_bytes, 1 << 20)
+    objective.zero_grad()
+    aligned = []
+    function, apply = distances._AlignedProducts, distances._AlignedProducts.apply
+    monkeypatch.setattr(distances, "_FEW_PAIRS", 1)
+    monkeypatch.setattr(function, "apply", lambda *given: aligned.append(1) or apply(*given))
+    assert largest_difference(expected, gradients(objective, kept_bytes, 1 << 20)) < 1e-6
+    assert aligned
 
 
 @pytest.mark.parametrize("kept_bytes", [1 << 20, 0], ids=["kept", "twice"])
