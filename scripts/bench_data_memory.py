@@ -108,7 +108,7 @@ def popularity_planned(store):
 def config_of(store, **keys):
     from kge_torchrec.config.parser import load_config
 
-    return load_config(None, {"data.path": str(store.path), **keys})
+    return load_config(None, {"data.path": str(store.path), **keys}).settled(store.size)
 
 
 def degree_sampler(store):
@@ -132,12 +132,14 @@ def queries_listed(store):
 
 def hubs_asked(store):
     """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
+    import torch
+
     from kge_torchrec.data.queries import DistinctQueries
     from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.training.query_shards import QueryShard
 
     class Rows:
-        shape, device = (ENTITIES, 4), "cpu"
+        shape, device = (ENTITIES, 4), torch.device("cpu")
 
         def __len__(self) -> int:
             return ENTITIES
@@ -157,12 +159,8 @@ def hub_sampled(store):
     from kge_torchrec.data.queries import QuerySampleBuilder
     from kge_torchrec.data.shuffle import EpochShuffle
 
-    known, options = store.filter_index(("train",)), {"max_answers": 1024}
-    sampler = NegativeSampler(ENTITIES, 512, 0)
-    try:
-        batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), **options)
-    except TypeError:  # before there was a limit
-        batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",))
+    known, sampler = store.filter_index(("train",)), NegativeSampler(ENTITIES, 512, 0)
+    batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), max_answers=1024)
     order = EpochShuffle(batches.examples, 0, 0)
     every = order(np.arange(batches.examples))
     step = int(np.flatnonzero(every == HUBS)[0])
