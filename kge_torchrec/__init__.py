@@ -41,9 +41,9 @@ _HOMES = {
     "TrainConfig": "kge_torchrec.config",
     # to derive parts of one's own from: docs/extend.md
     "Scorer": "kge_torchrec.models.scorers.base",
-    "QueryScorer": "kge_torchrec.models.scorers.base",
-    "DotScorer": "kge_torchrec.models.scorers.base",
-    "TrilinearScorer": "kge_torchrec.models.scorers.base",
+    "QueryScorer": "kge_torchrec.models.scorers.queries",
+    "DotScorer": "kge_torchrec.models.scorers.queries",
+    "TrilinearScorer": "kge_torchrec.models.scorers.queries",
     "Loss": "kge_torchrec.models.losses",
     "Regularizer": "kge_torchrec.models.regularizers",
     "TripleRegularizer": "kge_torchrec.models.regularizers",
@@ -96,10 +96,10 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.losses import Loss as Loss
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer
-    from kge_torchrec.models.scorers.base import DotScorer as DotScorer
-    from kge_torchrec.models.scorers.base import QueryScorer as QueryScorer
     from kge_torchrec.models.scorers.base import Scorer as Scorer
-    from kge_torchrec.models.scorers.base import TrilinearScorer as TrilinearScorer
+    from kge_torchrec.models.scorers.queries import DotScorer as DotScorer
+    from kge_torchrec.models.scorers.queries import QueryScorer as QueryScorer
+    from kge_torchrec.models.scorers.queries import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
     from kge_torchrec.run_report.page import report as report
     from kge_torchrec.serving.server import serve as serve

@@ -26,6 +26,7 @@ import kge_torchrec.planning.command  # noqa: F401
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data import compiled_index  # noqa: F401 (read where a ranking starts)
+from kge_torchrec.data.distinct import distinct
 from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
@@ -36,6 +37,7 @@ from kge_torchrec.models.matrix_products import relation_products
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
 from kge_torchrec.models.row_sums import sums_by_row
+from kge_torchrec.models.triple_products import Asked, encoded
 from kge_torchrec.ranking.exact import count_block
 
 
@@ -56,10 +58,14 @@ def load_kernels() -> None:
     seen, scores = torch.zeros(1), torch.ones(1, 2)
     slope_kernels.normalizers(scores, seen, True)
     slope_kernels.gradients(scores, seen, torch.ones(1), 0.0, True)
+    slope_kernels.log_sums(scores, None, True)
+    distinct(np.zeros(2, np.int64))
     dropped(torch.ones(2), 0.5, 0)
     vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
     none = torch.zeros(1, dtype=torch.int64)
     relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
+    parts = encoded(table, table, [Asked("real", *[none] * 4)])[0]
+    sum(part.sum() for part in parts).backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data import ENTITY, SIDES, Side, jagged
+from kge_torchrec.data.distinct import distinct
 from kge_torchrec.data.filter_index import Degrees, FilterIndex
 from kge_torchrec.data.jagged import KeyedJaggedTensor
 from kge_torchrec.data.negatives import NegativeSampler
@@ -263,16 +264,15 @@ class BatchBuilder(EpochBatches[Batch]):
                 negatives[side] = np.concatenate([ids, answers.reshape(-1, self.chunk_size)], 1)
         head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
         ids = np.concatenate([head, tail, *(negatives[s].reshape(-1) for s in self.sides)])
-        every = torch.from_numpy(ids)
-        unique, entities = torch.unique(every, return_inverse=True)
+        unique, entities = distinct(ids)
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDES}
         weight = share.mask.astype(np.float32) * (self.world_size / size)
         if self.weights is not None:
             mean = self.weights[order(np.arange(start, start + size))].mean(dtype=np.float64)
             weight *= (self.weights[index] / mean).reshape(weight.shape)
         return Batch(
-            ids=as_feature(unique if self.deduplicate else every, self.bags),
-            entities=entities,
+            ids=as_feature(torch.from_numpy(unique if self.deduplicate else ids), self.bags),
+            entities=torch.from_numpy(entities),
             relation=torch.from_numpy(relation.reshape(chunks, triples)),
             weight=torch.from_numpy(weight),
             known_head=masks["head"],

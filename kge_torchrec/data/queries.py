@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data import SIDES, Side
+from kge_torchrec.data.distinct import distinct
 from kge_torchrec.data.filter_index import Answers, FilterIndex
 from kge_torchrec.data.jagged import KeyedJaggedTensor
 from kge_torchrec.data.loader import (
@@ -287,12 +288,11 @@ class QuerySampleBuilder(EpochBatches[QuerySample]):
             for of_side, drawn in zip(asked, sampled, strict=True)
         ]
         query, answer = zip(*(self._answers(of_side, epoch) for of_side in asked), strict=True)
-        ids = [*(a.anchor for a in asked), *answer, *sampled]
-        every = torch.from_numpy(np.concatenate(ids))
-        unique, entities = torch.unique(every, return_inverse=True)
+        ids = np.concatenate([*(a.anchor for a in asked), *answer, *sampled])
+        unique, entities = distinct(ids)
         return QuerySample(
-            ids=as_feature(unique if self.deduplicate else every, self.bags),
-            entities=entities,
+            ids=as_feature(torch.from_numpy(unique if self.deduplicate else ids), self.bags),
+            entities=torch.from_numpy(entities),
             relation=torch.from_numpy(np.concatenate([a.relation for a in asked])),
             query=torch.from_numpy(np.concatenate(query)),
             known=torch.from_numpy(np.concatenate(known)),

@@ -94,25 +94,51 @@ def _draw_distinct(
         start += len(drawn)
 
 
+_BLOCK = 1024  # values that are walked at once: they stay in the nearest cache
+
+
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
 @numba.njit(cache=True, nogil=True)
 def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
-    """Replaces every value by its image, in place."""
-    for i in range(len(values)):
-        value = _encrypt(values[i], keys, half)
-        while value >= size:
-            value = _encrypt(value, keys, half)
-        values[i] = value
+    """Replaces every value by its image, in place.
+
+    A block of values goes through each round of the network together, in vector lanes; those that
+    land outside the range go through once more.  One value after another, a processor waits for
+    every product, and guesses wrong where each walk ends: ten times as long.
+    """
+    scratch = np.empty((2, _BLOCK), np.uint64)
+    outside = np.empty(_BLOCK, np.int64)
+    for start in range(0, len(values), _BLOCK):
+        block = values[start : start + _BLOCK]
+        count = len(block)
+        outside[:count] = np.arange(count)
+        while count:
+            _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
+            kept = 0
+            for place in outside[:count]:
+                outside[kept] = place
+                kept += block[place] >= size
+            count = kept
 
 
 @numba.njit(cache=True, nogil=True)
-def _encrypt(value: np.uint64, keys: np.ndarray, half: np.uint64) -> np.uint64:
-    """The Feistel network on 2 * half bits."""
+def _encrypt(
+    values: np.ndarray,
+    places: np.ndarray,
+    keys: np.ndarray,
+    half: np.uint64,
+    left: np.ndarray,
+    right: np.ndarray,
+) -> None:
+    """The Feistel network on 2 * half bits of the values at some places, in place."""
     mask = (np.uint64(1) << half) - np.uint64(1)
-    left, right = value >> half, value & mask
+    for i in range(len(places)):
+        left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
     for key in keys:
-        left, right = right, left ^ (_mix(right + key) & mask)
-    return (left << half) | right
+        for i in range(len(places)):
+            left[i], right[i] = right[i], left[i] ^ (_mix(right[i] + key) & mask)
+    for i in range(len(places)):
+        values[places[i]] = (left[i] << half) | right[i]
 
 
 @numba.njit(cache=True, nogil=True)

@@ -31,6 +31,34 @@ def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
+def _log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Over the candidates that count: (..., K), (..., K) -> (...)"""
+    if _has_kernels(scores):
+        return _log_sums(scores, mask, True)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
+    return scores.logsumexp(-1)
+
+
+def _softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Of log(1 + exp s) over the candidates that count: (..., K), (..., K) -> (...)"""
+    if _has_kernels(scores):
+        return _log_sums(scores, mask, False)
+    values = softplus(scores)
+    return (values if mask is None else values * mask).sum(-1)
+
+
+def _has_kernels(scores: Tensor) -> bool:
+    is_here = scores.device.type == "cpu" and scores.dtype == torch.float32
+    return is_here and scores.shape[-1] > 0 and not torch.compiler.is_compiling()
+
+
+def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+    from kge_torchrec.models.slope_kernels import log_sums  # numba takes its time to load
+
+    return log_sums(scores, mask, softmax)
+
+
 class Loss(nn.Module):
     """The loss of a query.  The other forms are for training types that a loss may do without.
 
@@ -86,9 +114,7 @@ class SoftmaxLoss(Loss):
         self.label_smoothing = label_smoothing
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        if mask is not None:
-            negative = negative.masked_fill(~mask, torch.finfo(negative.dtype).min / 2)
-        normalizer = torch.logaddexp(positive, negative.logsumexp(-1))
+        normalizer = torch.logaddexp(positive, _log_sum_exp(negative, mask))
         if not self.label_smoothing:
             return normalizer - positive
         choices: int | Tensor = negative.shape[-1] + 1
@@ -132,12 +158,10 @@ class BinaryCrossEntropyLoss(Loss):
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         low = self.label_smoothing / 2
-        of_positive, of_negative = softplus(-positive), softplus(negative)
+        total = softplus(-positive) + _softplus_sum(negative, mask)
         if low:  # softplus(-x) = softplus(x) - x
-            of_positive, of_negative = of_positive + low * positive, of_negative - low * negative
-        if mask is not None:
-            of_negative = of_negative * mask
-        total = of_positive + of_negative.sum(-1)
+            others = negative if mask is None else negative * mask
+            total = total + low * (positive - others.sum(-1))
         if self.reduction == "sum":
             return total
         return total / (1 + (negative.shape[-1] if mask is None else mask.sum(-1)))
@@ -221,7 +245,7 @@ class AnswersSoftmax(nn.Module):
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
-        others = negative.masked_fill(~mask, torch.finfo(negative.dtype).min / 2).logsumexp(1)
+        others = _log_sum_exp(negative, mask)
         top = others.detach().index_select(0, query)
         top = torch.maximum(top, positive.detach())
         largest = others.detach().scatter_reduce(0, query, top, "amax")
@@ -251,8 +275,9 @@ class AnswersBinaryCrossEntropy(nn.Module):
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         low, queries = self.label_smoothing / 2, len(negative)
         of_positive = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
-        of_negative = ((softplus(negative) - low * negative) * mask).sum(1)
-        total = _sums(of_positive, query, queries) + of_negative
+        total = _sums(of_positive, query, queries) + _softplus_sum(negative, mask)
+        if low:
+            total = total - low * (negative * mask).sum(1)
         if self.reduction == "sum":
             return total
         return total / (_sums(torch.ones_like(positive), query, queries) + mask.sum(1))

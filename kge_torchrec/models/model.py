@@ -23,7 +23,8 @@ from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.regularizers import Regularizers
-from kge_torchrec.models.scorers.base import SIDES, QueryScorer, Scorer, Side
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.models.scorers.queries import QueryScorer
 
 
 class TripleBatch(Protocol):
@@ -39,6 +40,8 @@ class TripleBatch(Protocol):
     deduplicated: bool  # False: there is a row for each of ``entities``, in their order
 
 
+# mask (C, b, K), weight (C, b), log_expected (C, K) if it is asked for
+OfSide = tuple[Tensor, Tensor, "Tensor | None"]
 # Queries of a chunk from which a copy of its candidates pays: a product of matrices then takes less
 # time than the pairs one by one by more than the copy.
 _COPIED_FROM = 32
@@ -97,7 +100,7 @@ class Objective(nn.Module):
         self.relation_weight, self.precision = relation_weight, precision
         self.hardest = hardest
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
-        self._replays_graphs = False
+        self._compiles = self._replays_graphs = False
 
     def compile_parts(self, device: str, mode: str = "default") -> None:
         """Compiles scorer and loss; the looking up of rows around them stays as it is.
@@ -105,6 +108,7 @@ class Objective(nn.Module):
         device: "cpu" or "cuda", where they will run.  mode: as torch.compile takes it.
         """
         compiled = torch.compile(self._loss_of_side, mode=mode)
+        self._compiles = True
         self._loss_of_side = compiled  # type: ignore[method-assign]  # in its place
         self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
 
@@ -116,38 +120,93 @@ class Objective(nn.Module):
         count = chunks * triples
         if count == 0:  # a rank without triples still takes part in every exchange
             return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
-        ids = batch.entities
         sizes = [count, count, *(chunks * size for size in batch.candidates)]
-        targets = dict(zip(SIDES, ids.split(sizes)[:2], strict=True))
-        negative_ids = [part.view(chunks, -1) for part in ids.split(sizes)[2:]]
-        # Candidates of few queries each: whatever can reads them where they are.
-        many = sum(sizes[2:]) > len(rows) and triples <= _COPIED_FROM
-        in_place = batch.deduplicated and many and self._picks_rows(rows)
-        if in_place:
-            taken = take_rows(rows, ids[: 2 * count], sizes[:2])
-        else:
-            taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
-        head, tail = (part.view(chunks, triples, -1) for part in taken[:2])
-
+        places = batch.entities.split(sizes)
+        ends = dict(zip(SIDES, places[:2], strict=True))
+        candidates = {
+            side: part.view(chunks, -1) for side, part in zip(self.sides, places[2:], strict=True)
+        }
         log_expected: list[Tensor | None] = [None] * len(self.sides)
         if batch.log_expected.numel():
             log_expected = [x.view(chunks, -1) for x in batch.log_expected.split(sizes[2:])]
-        total = rows.new_zeros(())
-        for position, side in enumerate(self.sides):
+        of_sides = {
+            side: (self._mask(batch, side, candidates[side], ends[side]), batch.weight, expected)
+            for side, expected in zip(self.sides, log_expected, strict=True)
+        }
+        # Candidates of few queries each: whatever can reads them where they are.
+        many = sum(sizes[2:]) > len(rows) and triples <= _COPIED_FROM
+        in_place = batch.deduplicated and many and self._picks_rows(rows)
+        if batch.deduplicated and not in_place and self._encodes_rows(rows):
+            losses = self._losses_of_encoded(rows, ends, batch.relation, candidates, of_sides)
+        else:
+            picked = candidates if in_place else None
+            losses = self._losses_of_taken(rows, batch, sizes, picked, of_sides)
+        return torch.stack(losses).sum() / len(self.sides)
+
+    def _losses_of_encoded(
+        self,
+        rows: Tensor,
+        ends: dict[Side, Tensor],
+        relation: Tensor,
+        candidates: dict[Side, Tensor],
+        of_sides: dict[Side, OfSide],
+    ) -> list[Tensor]:
+        """Of each side, by a scorer that takes the batch's rows as they are."""
+        scorer, losses = self.scorer, []
+        assert isinstance(scorer, QueryScorer)  # as _encodes_rows
+        encoded = scorer.encode_rows(rows, ends, relation, candidates)
+        for (query, positive, others), given in zip(encoded, of_sides.values(), strict=True):
+            mask, weight, log_expected = given
+            with self.autocast(rows.device):
+                negative = scorer.similarity_in_training(query, others)
+            loss = self._loss_of_scores(positive, negative, mask, log_expected)
+            losses.append((loss * weight).sum())
+        return losses
+
+    def _losses_of_taken(
+        self,
+        rows: Tensor,
+        batch: TripleBatch,
+        sizes: list[int],
+        picked: dict[Side, Tensor] | None,
+        of_sides: dict[Side, OfSide],
+    ) -> list[Tensor]:
+        """Of each side, from copies of rows for each place; of candidates unless they are picked.
+
+        picked: (C, K) of each side.
+        """
+        ids, shape = batch.entities, batch.relation.shape
+        if picked is not None:
+            taken = take_rows(rows, ids[: sum(sizes[:2])], sizes[:2])
+        else:
+            taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        head, tail = (part.view(*shape, -1) for part in taken[:2])
+        losses = []
+        for position, (side, (mask, weight, log_expected)) in enumerate(of_sides.items()):
             anchor, target = (head, tail) if side == "tail" else (tail, head)
-            # The accidental positive is no negative: a drawn entity that is the answer itself.
-            candidate_ids = negative_ids[position]
-            mask = candidate_ids[:, None] != targets[side].view(chunks, triples, 1)
-            known = batch.known_tail if side == "tail" else batch.known_head
-            if known.numel():
-                mask &= ~known
-            candidates, index = rows, candidate_ids
-            if not in_place:
-                candidates, index = taken[2 + position].view(chunks, -1, rows.shape[1]), None
-            rows_of_side = anchor, batch.relation, target, candidates
-            of_side = batch.weight, side, index, log_expected[position]
-            total = total + self._loss_of_side(*rows_of_side, mask, *of_side)
-        return total / len(self.sides)
+            if picked is not None:
+                others, index = rows, picked[side]
+            else:
+                others, index = taken[2 + position].view(len(mask), -1, rows.shape[1]), None
+            given = anchor, batch.relation, target, others, mask, weight
+            losses.append(self._loss_of_side(*given, side, index, log_expected))
+        return losses
+
+    def _mask(self, batch: TripleBatch, side: Side, candidates: Tensor, targets: Tensor) -> Tensor:
+        """(C, b, K) bool: which candidates (C, K) are negatives of the queries for a side."""
+        # The accidental positive is none: a drawn entity that is the answer itself.
+        mask = candidates[:, None] != targets.view(len(candidates), -1, 1)
+        known = batch.known_tail if side == "tail" else batch.known_head
+        if known.numel():
+            mask &= ~known
+        return mask
+
+    def _encodes_rows(self, rows: Tensor) -> bool:
+        """Whether the scorer takes the batch's rows as they are, and nobody else needs copies."""
+        if self.penalizes or self.relation_weight or self.entity_dropout.drops:
+            return False
+        scorer = self.scorer
+        return isinstance(scorer, QueryScorer) and not self._compiles and scorer.encodes_rows(rows)
 
     def _loss_of_side(
         self,
@@ -164,9 +223,7 @@ class Objective(nn.Module):
         """The weighted sum over the queries of one side.
 
         anchor, target: (C, b, D); candidates: (C, K, D), or the rows that index (C, K) picks.
-        log_expected: (C, K), subtracted from the candidates' scores: then the sum of their
-        exponentials estimates that over all entities without bias (sampled softmax as importance
-        sampling, Bengio and Senecal 2008).
+        log_expected: see ``_loss_of_scores``.
         """
         with self.autocast(anchor.device):
             kept, answer, others = (self.entity_dropout(x) for x in (anchor, target, candidates))
@@ -176,12 +233,7 @@ class Objective(nn.Module):
                 assert isinstance(self.scorer, QueryScorer)  # as _picks_rows
                 given = kept, relation, answer, others, index, side
                 scores = self.scorer.score_contrast_at(*given)
-        positive, negative = (x.to(promote_types(x.dtype, torch.float32)) for x in scores)
-        if log_expected is not None:
-            negative = negative - log_expected[:, None]
-        if 0 < self.hardest < negative.shape[-1]:
-            negative, mask = hardest_of(negative, mask, self.hardest)
-        loss = self.loss(positive, negative, mask)
+        loss = self._loss_of_scores(*scores, mask, log_expected)
         if self.relation_weight:
             with self.autocast(anchor.device):
                 relation_loss = relation_prediction(self.scorer, kept, relation, answer, side)
@@ -189,6 +241,24 @@ class Objective(nn.Module):
         if self.penalizes:
             loss = loss + self._penalty(anchor, relation, target, side)
         return (loss * weight).sum()
+
+    def _loss_of_scores(
+        self, positive: Tensor, negative: Tensor, mask: Tensor, log_expected: Tensor | None
+    ) -> Tensor:
+        """(C, b) of the queries.
+
+        log_expected: (C, K), subtracted from the candidates' scores: then the sum of their
+        exponentials estimates that over all entities without bias (sampled softmax as importance
+        sampling, Bengio and Senecal 2008).
+        """
+        positive, negative = (
+            x.to(promote_types(x.dtype, torch.float32)) for x in (positive, negative)
+        )
+        if log_expected is not None:
+            negative = negative - log_expected[:, None]
+        if 0 < self.hardest < negative.shape[-1]:
+            negative, mask = hardest_of(negative, mask, self.hardest)
+        return self.loss(positive, negative, mask)
 
     def _picks_rows(self, rows: Tensor) -> bool:
         """Whether candidates are scored where they are among the batch's rows."""

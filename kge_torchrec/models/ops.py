@@ -28,6 +28,8 @@ from torch.utils.checkpoint import checkpoint
 Distance = Literal["euclidean", "manhattan", "moduli"]
 Comparison = Literal["dot", Distance]  # of a query and a row
 Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
+# How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
+Factor = Literal["real", "complex", "conjugate"]
 EPSILON = 1e-12  # under the root of a modulus, as in RotatE.similarity
 # Numbers of a block's intermediates: what stays in a CPU's L2 cache, enough work for a GPU.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}

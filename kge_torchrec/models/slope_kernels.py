@@ -1,13 +1,15 @@
-"""Losses over all entities and their gradients, on a CPU: scores are read once, and written once.
+"""Losses and their gradients by scores, on a CPU, with few passes over the scores.
 
 Operations of torch one after another would move all scores for each of them, and its exponential
 and logarithm take their time.  They are polynomials here, since compilers make vectors of those
 (Cody and Waite 1980 have the reduction): right to 3e-7.
 
-Scores are of float32, or of bfloat16, as an array of the 16-bit integers that have its bits; all is
-computed in float32, and a gradient rounded as it is written.
+Against all entities scores are read once for ``normalizers``, and overwritten by ``gradients``.
+They are of float32, or of bfloat16, as an array of the 16-bit integers that have its bits; all is
+computed in float32, and a gradient rounded as it is written.  Sampled candidates are few enough for
+slopes of their own: ``log_sums`` has both in one pass.
 
-Shapes: Q queries, m entities of a block.
+Shapes: Q queries, m entities of a block, K candidates.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from kge_torchrec.models.row_sums import JIT, threads_for
 # A product and a sum at once.  Sums keep their order, whatever a function is compiled into.
 _FAST: dict[str, Any] = {**JIT, "fastmath": {"contract"}}
 _LANES = 64  # maxima and sums of a row, each of every 64th score
+_LEAST = np.float32(-1e38)  # no score is below it
 _F = np.float32  # a number that is not one would make all others double
 
 
@@ -68,6 +71,104 @@ def _array(scores: Tensor) -> np.ndarray:
     """Scores with what lies between those of two queries, (Q, m or more); not a copy."""
     whole = scores.as_strided((len(scores), scores.stride(0)), scores.stride())
     return (whole.view(torch.int16) if scores.dtype == torch.bfloat16 else whole).numpy()
+
+
+def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+    """log sum exp s, or sum log(1 + exp s), over the candidates that count; differentiable.
+
+    scores: (..., K) float32 on a CPU, K > 0; mask: (..., K) bool, None where all count.  Returns
+    (...); where none counts, -1e38 or 0, with the gradient 0.
+    """
+    return _LogSums.apply(scores, mask, softmax)
+
+
+class _LogSums(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+        count = scores.shape[-1]
+        slopes, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
+        every = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
+        matrices = (x.contiguous().view(-1, count).numpy() for x in (scores, every, slopes))
+        arrays = (*matrices, sums.view(-1).numpy(), softmax)
+        if threads_for(sums.numel(), scores.numel()) == 1:
+            _log_sums(0, sums.numel(), *arrays)
+        else:
+            _log_sums_in_parallel(*arrays)
+        ctx.save_for_backward(slopes)
+        return sums
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (slopes,) = ctx.saved_tensors
+        return slopes * grad.unsqueeze(-1), None, None
+
+
+@njit(**_FAST)
+def _log_sums(
+    start: int,
+    stop: int,
+    scores: np.ndarray,
+    mask: np.ndarray,
+    slopes: np.ndarray,
+    out: np.ndarray,
+    softmax: bool,
+) -> None:
+    """Slopes too; a mask of one row is that of all queries."""
+    lanes = np.empty(_LANES, np.float32)
+    for q in range(start, stop):
+        row, counts, slope = scores[q], mask[min(q, mask.shape[0] - 1)], slopes[q]
+        if softmax:
+            out[q] = _softmax(row, counts, slope, lanes)
+        else:
+            out[q] = _logistic(row, counts, slope, lanes)
+
+
+@njit(parallel=True, **_FAST)
+def _log_sums_in_parallel(
+    scores: np.ndarray, mask: np.ndarray, slopes: np.ndarray, out: np.ndarray, softmax: bool
+) -> None:
+    for q in prange(scores.shape[0]):
+        _log_sums(q, q + 1, scores, mask, slopes, out, softmax)
+
+
+@njit(**_FAST)
+def _softmax(
+    row: np.ndarray, counts: np.ndarray, slope: np.ndarray, lanes: np.ndarray
+) -> np.float32:
+    for j in range(row.shape[0]):
+        slope[j] = row[j] if counts[j] else _LEAST
+    top = _largest(slope, lanes)
+    for j in range(row.shape[0]):
+        slope[j] = _exp(slope[j] - top) if counts[j] else _F(0)
+    total = _total(slope, lanes)
+    if total == 0:
+        return _LEAST
+    for j in range(row.shape[0]):
+        slope[j] /= total
+    return np.log(total) + top
+
+
+@njit(**_FAST)
+def _logistic(
+    row: np.ndarray, counts: np.ndarray, slope: np.ndarray, lanes: np.ndarray
+) -> np.float32:
+    for j in range(row.shape[0]):
+        slope[j] = _exp(-abs(row[j]))  # which both need
+    whole = row.shape[0] - row.shape[0] % _LANES
+    lanes[:] = _F(0)
+    for j in range(0, whole, _LANES):
+        for i in range(_LANES):
+            value = max(row[j + i], _F(0)) + _log1p(slope[j + i])
+            lanes[i] += value if counts[j + i] else _F(0)
+    for j in range(whole, row.shape[0]):
+        value = max(row[j], _F(0)) + _log1p(slope[j])
+        lanes[j - whole] += value if counts[j] else _F(0)
+    for j in range(row.shape[0]):
+        small = slope[j]
+        value = (_F(1) if row[j] >= 0 else small) / (_F(1) + small)
+        slope[j] = value if counts[j] else _F(0)
+    return _sum_of(lanes)
 
 
 @njit(**_FAST)
@@ -162,6 +263,28 @@ def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
 
 
 @njit(**_FAST)
+def _sum_of(lanes: np.ndarray) -> np.float32:
+    """Half of them onto the other, until one is left: a chain of sums would take longer."""
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] += lanes[i + half]
+        half //= 2
+    return lanes[0]
+
+
+@njit(**_FAST)
+def _largest_of(lanes: np.ndarray) -> np.float32:
+    """As ``_sum_of``."""
+    half = _LANES // 2
+    while half:
+        for i in range(half):
+            lanes[i] = max(lanes[i], lanes[i + half])
+        half //= 2
+    return lanes[0]
+
+
+@njit(**_FAST)
 def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
     """Of a row; lane by lane, so that compilers make vectors of it.  Overwrites lanes."""
     whole = row.shape[0] - row.shape[0] % _LANES
@@ -171,7 +294,20 @@ def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
             lanes[i] = max(lanes[i], _number(row[j + i]))
     for j in range(whole, row.shape[0]):
         lanes[0] = max(lanes[0], _number(row[j]))
-    return lanes.max()
+    return _largest_of(lanes)
+
+
+@njit(**_FAST)
+def _total(row: np.ndarray, lanes: np.ndarray) -> np.float32:
+    """Of a row; as ``_largest``."""
+    whole = row.shape[0] - row.shape[0] % _LANES
+    lanes[:] = _F(0)
+    for j in range(0, whole, _LANES):
+        for i in range(_LANES):
+            lanes[i] += row[j + i]
+    for j in range(whole, row.shape[0]):
+        lanes[j - whole] += row[j]
+    return _sum_of(lanes)
 
 
 @njit(**_FAST)
@@ -189,7 +325,7 @@ def _sum(row: np.ndarray, top: np.float32, softmax: bool, lanes: np.ndarray) -> 
     for j in range(whole, row.shape[0]):
         score = _number(row[j])
         lanes[0] += _exp(score - top) if softmax else _softplus(score)
-    return lanes.sum()
+    return _sum_of(lanes)
 
 
 @njit(inline="always", **_FAST)

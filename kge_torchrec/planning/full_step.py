@@ -27,7 +27,7 @@ from kge_torchrec.models.full_losses import (
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.ops import planning_for
 from kge_torchrec.models.scorers import Side
-from kge_torchrec.models.scorers.base import QueryScorer
+from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.planning.communication import Traffic, no_traffic
 from kge_torchrec.planning.cost import (
     sending_seconds,

@@ -49,7 +49,7 @@ from kge_torchrec.models.full_losses import (
     score_blocks,
 )
 from kge_torchrec.models.model import relation_prediction
-from kge_torchrec.models.scorers.base import QueryScorer
+from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.training.gradients import StepGradient
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import seed_generators

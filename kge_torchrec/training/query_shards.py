@@ -24,7 +24,8 @@ from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.models.full_losses import BlockAnswers
-from kge_torchrec.models.scorers.base import QueryScorer, Scorer
+from kge_torchrec.models.scorers.base import Scorer
+from kge_torchrec.models.scorers.queries import QueryScorer
 
 
 def directed(asked: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:

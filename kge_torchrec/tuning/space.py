@@ -35,7 +35,7 @@ from optuna.trial import Trial
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.models.scorers.base import TrilinearScorer
+from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 Suggest = Callable[[str, BaseDistribution], Any]  # of Optuna's name of a parameter, a value
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}

@@ -353,24 +353,104 @@ class Plain(SCORERS["distmult"]):
 
 
 @pytest.mark.parametrize(
-    "scorer, triples, rows, in_place",
+    "scorer, triples, rows, expected",
     [
-        (SCORERS["distmult"], 1, ENTITIES, True),
-        (SCORERS["transe_l1"], 32, ENTITIES, True),
-        (SCORERS["distmult"], 33, ENTITIES, False),  # a product of matrices is faster
-        (SCORERS["distmult"], 1, 999, False),  # fewer candidates than rows
-        (SCORERS["house"], 1, ENTITIES, False),  # has no kernel
-        (Plain, 1, ENTITIES, False),
+        (SCORERS["distmult"], 1, ENTITIES, "score_contrast_at"),
+        (SCORERS["transe_l1"], 32, ENTITIES, "score_contrast_at"),
+        (SCORERS["transe_l1"], 33, ENTITIES, "score_contrast"),  # a copy pays
+        (SCORERS["distmult"], 33, ENTITIES, "encode_rows"),
+        (SCORERS["distmult"], 1, 999, "encode_rows"),  # fewer candidates than rows
+        (SCORERS["house"], 1, ENTITIES, "score_contrast"),  # has no kernel
+        (Plain, 1, ENTITIES, "score_contrast"),
+        (Plain, 33, ENTITIES, "score_contrast"),
     ],
 )
-def test_candidates_of_few_queries_are_not_copied(monkeypatch, scorer, triples, rows, in_place):
+def test_candidates_of_few_queries_are_not_copied(monkeypatch, scorer, triples, rows, expected):
+    """Nor are heads and tails of a scorer that takes rows as they are."""
     made, called = scorer(RELATIONS, DIM), []
     torch.nn.init.normal_(made.relations)
-    for name in ("score_contrast", "score_contrast_at"):
-        method = getattr(made, name)
-        watched = lambda *x, name=name, method=method: called.append(name) or method(*x)  # noqa: E731
-        monkeypatch.setattr(made, name, watched)
+    watch(monkeypatch, made, called)
     batch = random_batch(4, triples, 5)
     batch.weight = batch.weight.float()
     Objective(made, SoftmaxLoss())(torch.randn(rows, DIM), batch)
-    assert called == ["score_contrast_at" if in_place else "score_contrast"] * 2
+    assert called == [expected] * (1 if expected == "encode_rows" else 2)
+
+
+def watch(monkeypatch, scorer, called):
+    for name in ("score_contrast", "score_contrast_at", "encode_rows"):
+        method = getattr(scorer, name)
+        watched = lambda *x, name=name, method=method: called.append(name) or method(*x)  # noqa: E731
+        monkeypatch.setattr(scorer, name, watched)
+
+
+class Scaled(SCORERS["complex"]):
+    """Takes relations in a way of its own."""
+
+    def relation(self, ids, drop=True):
+        return 2 * super().relation(ids, drop)
+
+
+@pytest.mark.parametrize(
+    "scorer, settings, reason",
+    [
+        ("distmult", {}, ""),
+        ("complex", {"reciprocal": True}, ""),
+        ("simple", {}, "it has no kernel"),
+        (Scaled, {}, "it does more to a relation"),
+        ("complex", {"normalization": "unit"}, "rows are normalised"),
+        ("complex", {"normalization": "layer"}, "rows and relations are normalised"),
+        ("complex", {"relation_dropout": 0.2}, "relations are dropped"),
+        ("complex", {"input_dropout": 0.2}, "anchors are dropped"),
+        ("complex", {"hidden_dropout": 0.2}, "queries are dropped"),
+        ("complex", {"entity_dropout": 0.2}, "rows are dropped"),
+        ("complex", {"relation_weight": 0.1}, "relations are predicted"),
+        ("complex", {"penalty": 0.1}, "rows are penalised"),
+        ("complex", {"compiled": True}, "it is compiled"),
+        ("complex", {"double": True}, "numbers are double"),
+    ],
+)
+def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
+    settings = dict(settings)
+    of_objective = {k: settings.pop(k) for k in ("entity_dropout", "relation_weight")
+                    if k in settings}  # fmt: skip
+    penalty, compiled, double = (settings.pop(k, 0) for k in ("penalty", "compiled", "double"))
+    if penalty:
+        of_objective["regularizers"] = Regularizers(n3=penalty)
+    scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
+    torch.nn.init.normal_(scorer.relations)
+    made, called = Objective(scorer, SoftmaxLoss(), **of_objective), []
+    watch(monkeypatch, scorer, called)
+    if compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, mode: function)
+        made.compile_parts("cpu")
+    batch, rows = random_batch(2, 40, 5), torch.randn(ENTITIES, DIM)
+    if double:
+        made, rows = made.double(), rows.double()
+    else:
+        batch.weight = batch.weight.float()
+    made(rows, batch)
+    assert called == (["score_contrast"] * 2 if reason else ["encode_rows"])
+
+
+@pytest.mark.parametrize("scorer", ["distmult", "complex"])
+@pytest.mark.parametrize(
+    "reciprocal, sides, shape",
+    [(False, ("tail",), (1, 40, 7)), (True, SIDES, (1, 40, 7)), (False, SIDES, (3, 35, 5))],
+)
+def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, shape):
+    """Loss and gradients, with known facts, corrected scores and the hardest candidates."""
+    made = SCORERS[scorer](RELATIONS, DIM, reciprocal)
+    torch.nn.init.normal_(made.relations)
+    batch = random_batch(*shape, sides, known=True)
+    batch.weight = batch.weight.float()
+    batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
+    rows = torch.randn(ENTITIES, DIM, requires_grad=True)
+    objective = Objective(made, SoftmaxLoss(), sides, hardest=4)
+    found = []
+    for takes in (True, False):
+        if not takes:
+            monkeypatch.setattr(made, "encodes_rows", lambda rows: False)
+        loss = objective(rows, batch)
+        found.append((loss, *torch.autograd.grad(loss, (rows, made.relations))))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models.slope_kernels import gradients, normalizers, takes
+from kge_torchrec.models.slope_kernels import gradients, log_sums, normalizers, takes
 
 is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
 
@@ -93,3 +93,52 @@ def test_threads_do_not_change_a_bit(softmax):
             assert torch.equal(one, other)
     finally:
         torch.set_num_threads(threads)
+
+
+def masked_sums(scores, mask, softmax):
+    if softmax:
+        return scores.masked_fill(~mask, -torch.inf).logsumexp(-1)
+    return (torch.nn.functional.softplus(scores) * mask).sum(-1)
+
+
+@is_softmax
+@given(scores=scores_of(), share=st.sampled_from([0.0, 0.3, 1.0]))
+@settings(max_examples=60, deadline=None)
+def test_sums_of_candidates_are_those_of_double_precision(softmax, scores, share):
+    scores = scores.float().requires_grad_()
+    mask = torch.rand(scores.shape) >= share
+    found = log_sums(scores, None if share == 0 else mask, softmax)
+    exact = scores.detach().double().requires_grad_()
+    expected = masked_sums(exact, mask, softmax)
+    weight = torch.linspace(0.5, 2, len(scores))
+    some = mask.any(1)
+    assert torch.allclose(found[some].double(), expected[some], rtol=2e-6, atol=1e-6)
+    assert (found[~some] == (-1e38 if softmax else 0)).all()
+    (slopes,) = torch.autograd.grad((found * weight)[some].sum(), scores)
+    (of_exact,) = torch.autograd.grad((expected * weight)[some].sum(), exact)
+    assert torch.allclose(slopes.double(), of_exact, rtol=2e-5, atol=4e-38)
+    assert not slopes[~mask].any()
+
+
+@is_softmax
+def test_sums_keep_shapes_and_threads_change_no_bit(softmax):
+    scores, mask = torch.randn(3, 200, 250) * 3, torch.rand(3, 200, 250) > 0.1
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            given = scores.clone().requires_grad_()
+            sums = log_sums(given, mask, softmax)
+            found.append((sums.detach(), *torch.autograd.grad(sums.sum(), given)))
+    finally:
+        torch.set_num_threads(before)
+    assert found[0][0].shape == (3, 200)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+@is_softmax
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_sums_hide_no_nan(softmax, number):
+    scores = torch.zeros(2, 140)
+    scores[1, 139] = number
+    assert log_sums(scores, None, softmax).isfinite().tolist() == [True, False]

@@ -22,7 +22,8 @@ ON_THE_HOST = {
     "keyed.step",  # number of the dense optimizer's step, which torch keeps on the host
     "loader.batch", "queries.batch",  # threads that build batches ahead
     "row_kernels.update_rows", "row_kernels._two_dimensional", "slope_kernels.normalizers",
-    "slope_kernels.gradients", "slope_kernels._array",
+    "slope_kernels.gradients", "slope_kernels._array", "slope_kernels.forward",
+    "triple_products._arrays", "triple_products.forward",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
 OF_TRAVEL = {

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.scorers.base import GROUPS, Side, TrilinearScorer
+from kge_torchrec.models.scorers.base import GROUPS, Side
+from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class AlgebraScorer(TrilinearScorer):

@@ -14,6 +14,7 @@ Shapes: D numbers a row, P partitions of C = D / P.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Optional
 
@@ -23,25 +24,70 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, check_share, not_negative
 from kge_torchrec.models.distances import has_kernels
-from kge_torchrec.models.ops import Dropout, times
-from kge_torchrec.models.scorers.base import GROUPS, Side, TrilinearScorer
+from kge_torchrec.models.ops import Dropout, Factor, times
+from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
+from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
-class DistMult(TrilinearScorer):
+class ElementwiseScorer(TrilinearScorer):
+    """A relation multiplies its anchor number by number; on a CPU there is a kernel for that."""
+
+    def factor(self, side: Side) -> Factor:
+        """How the relation of a query for the side acts on its anchor."""
+        raise NotImplementedError
+
+    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
+        factor = self.factor(side)
+        if factor == "real":
+            return anchor * relation
+        return times(anchor, relation, conjugate=factor == "conjugate")
+
+    def encodes_rows(self, rows: Tensor) -> bool:
+        """On a CPU, where nothing else is done to rows, relations and queries."""
+        drops = self.relation_dropout, self.input_dropout, self.hidden_dropout
+        if self.training and any(dropout.p for dropout in drops):
+            return False
+        norms = self.entity_norm, self.relation_norm
+        is_single = rows.dtype == self.relations.dtype == torch.float32
+        return has_kernels(rows) and is_single and all(isinstance(x, nn.Identity) for x in norms)
+
+    def encode_rows(
+        self,
+        rows: Tensor,
+        ends: Mapping[Side, Tensor],
+        relation: Tensor,
+        candidates: Mapping[Side, Tensor],
+    ) -> list[tuple[Any, Tensor, Tensor]]:
+        from kge_torchrec.models.triple_products import Asked, encoded  # numba loads slowly
+
+        asked = []
+        for side, of_side in candidates.items():
+            numbers, form = self.direct(relation.reshape(-1), side)
+            anchor = ends["head" if side == "tail" else "tail"]
+            places = anchor, numbers, ends[side], of_side.reshape(-1)
+            asked.append(Asked(self.factor(form), *places))
+        found = zip(encoded(rows, self.relations, asked), candidates.values(), strict=True)
+        return [
+            (query.view(*relation.shape, -1), score.view_as(relation), others.view(*of.shape, -1))
+            for (query, score, others), of in found
+        ]
+
+
+class DistMult(ElementwiseScorer):
     """Bilinear with a diagonal relation; symmetric in head and tail.  D real numbers a row."""
 
     name = "distmult"
     formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        return anchor * relation
+    def factor(self, side: Side) -> Factor:
+        return "real"
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return head * tail
 
 
-class ComplEx(TrilinearScorer):
+class ComplEx(ElementwiseScorer):
     """D real numbers a row make D/2 complex ones.
 
     As Re(x conj(y)) is the inner product of x and y as real vectors, the tail query is h r and
@@ -56,8 +102,8 @@ class ComplEx(TrilinearScorer):
     def multiple(cls, options: Any) -> tuple[int, str]:
         return 2, GROUPS[2]
 
-    def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
-        return times(anchor, relation, conjugate=side == "head")
+    def factor(self, side: Side) -> Factor:
+        return "conjugate" if side == "head" else "complex"
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
         return times(tail, head, conjugate=True)

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.scorers.algebra import components
-from kge_torchrec.models.scorers.base import Side, TrilinearScorer
+from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill
+from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class Shifted(NamedTuple):

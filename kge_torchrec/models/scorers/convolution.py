@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import ConfigError, at_least, check_share
 from kge_torchrec.models.scorers.algebra import cayley_dickson, components, product
-from kge_torchrec.models.scorers.base import GROUPS, DotScorer, Scorer, Side
+from kge_torchrec.models.scorers.base import GROUPS, Scorer, Side
+from kge_torchrec.models.scorers.queries import DotScorer
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from kge_torchrec.models.ops import block_device, pairwise, rotated
-from kge_torchrec.models.scorers.base import GROUPS, QueryScorer, Side
+from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
+from kge_torchrec.models.scorers.queries import QueryScorer
 
 # Tangent vectors end at |u| sqrt(c) = 10, a distance of 20 from 0 where the curvature is -1, so
 # that neither a value nor a slope leaves the numbers that a float32 has.

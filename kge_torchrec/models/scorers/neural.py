@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.models.ops import pairwise
-from kge_torchrec.models.scorers.base import DotScorer, QueryScorer, Side
+from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
+from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer
 
 _POSITIONS = {"head": 0, "tail": 2}  # of the mask
 

@@ -31,8 +31,9 @@ from kge_torchrec.models.distances import (
     squares_by_products,
 )
 from kge_torchrec.models.ops import pairwise, rotated
-from kge_torchrec.models.scorers.base import GROUPS, EuclideanScorer, QueryScorer, Side
+from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
+from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
 
 
 class RotatE(QueryScorer):

@@ -1,0 +1,93 @@
+"""Against torch's products of copies, in double precision."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.models.ops import Factor, times
+from kge_torchrec.models.triple_products import Asked, encoded
+
+ROWS, RELATIONS = 9, 4
+
+
+def asked_of(factor, queries, candidates, seed=0, rows=ROWS):
+    draw = torch.Generator().manual_seed(seed)
+    ends = (torch.randint(rows, (queries,), generator=draw) for _ in range(2))
+    relation = torch.randint(RELATIONS, (queries,), generator=draw)
+    anchor, target = ends
+    others = torch.randint(rows, (candidates,), generator=draw)
+    return Asked(factor, anchor, relation, target, others)
+
+
+def expected(rows, relations, sides):
+    found = []
+    for factor, anchor, relation, target, candidates in sides:
+        numbers = relations[relation]
+        if factor == "real":
+            query = rows[anchor] * numbers
+        else:
+            query = times(rows[anchor], numbers, conjugate=factor == "conjugate")
+        found += [query, (query * rows[target]).sum(-1), rows[candidates]]
+    return found
+
+
+def of(compute, rows, relations, sides, dtype):
+    """What it computes, and the gradients of a sum of it with random weights."""
+    given = [x.detach().to(dtype).requires_grad_() for x in (rows, relations)]
+    found = compute(*given, sides)
+    draw = torch.Generator().manual_seed(1)
+    weights = [torch.randn(x.shape, generator=draw).to(dtype) for x in found]
+    total = sum((x * weight).sum() for x, weight in zip(found, weights, strict=True))
+    return *(x.detach() for x in found), *torch.autograd.grad(total, given)
+
+
+def flat(rows, relations, sides):
+    return [x for parts in encoded(rows, relations, sides) for x in parts]
+
+
+@given(
+    factors=st.lists(st.sampled_from(get_args(Factor)), min_size=1, max_size=2),
+    queries=st.integers(0, 70),
+    candidates=st.integers(0, 5),
+    dim=st.integers(1, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_queries_scores_and_gradients(factors, queries, candidates, dim):
+    if factors != ["real"] * len(factors):
+        dim *= 2
+    rows, relations = torch.randn(ROWS, dim), torch.randn(RELATIONS, dim)
+    sides = [asked_of(x, queries, candidates, seed) for seed, x in enumerate(factors)]
+    exact = of(expected, rows, relations, sides, torch.float64)
+    found = of(flat, rows, relations, sides, torch.float32)
+    assert len(exact) == len(found) == 3 * len(factors) + 2
+    for one, other in zip(exact, found, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("factor", get_args(Factor))
+def test_the_number_of_threads_changes_no_bit(factor):
+    """Of a batch that several take, with relations that many triples have."""
+    rows, relations = torch.randn(700, 128), torch.randn(RELATIONS, 128)
+    sides = [asked_of(factor, 1500, 30, seed, rows=700) for seed in range(2)]
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(of(flat, rows, relations, sides, torch.float32))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_rows_that_nobody_names_have_the_gradient_0():
+    rows, relations = torch.randn(ROWS, 4), torch.randn(RELATIONS, 4)
+    places = torch.tensor([2]), torch.tensor([1]), torch.tensor([3]), torch.tensor([5])
+    *_, of_rows, of_relations = of(flat, rows, relations, [Asked("real", *places)], torch.float32)
+    assert of_rows.any(1).nonzero().flatten().tolist() == [2, 3, 5]
+    assert of_relations.any(1).nonzero().flatten().tolist() == [1]
