@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.loader import Batch, BatchBuilder
-from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder
+from kge_torchrec.data.loader import Batch, BatchBuilder, as_feature
+from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder, SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -143,7 +143,8 @@ def _traffic(trainer: Trainer, timing: Timing, reporter: Reporter) -> dict[str, 
         entities = replace(session.config.entities, deduplicate=deduplicate)
         config = replace(session.config, entities=entities)
         batches = _sampled(build_batches(config, session.store, session.processes))
-        counted = list(islice(_endless(batches), timing.traffic * batches.accumulation))
+        some = islice(_endless(batches), timing.traffic * batches.accumulation)
+        counted = [_in_order(batch) for batch in some]
         stream = iter(counted)
         with Traffic(session.backend.shard().dim) as traffic:
             for _ in range(timing.traffic):
@@ -152,6 +153,15 @@ def _traffic(trainer: Trainer, timing: Timing, reporter: Reporter) -> dict[str, 
         found[name] = {"ids_looked_up": looked_up, **traffic.per_step(timing.traffic)}
         reporter.advance(timing.traffic)
     return found
+
+
+def _in_order(batch: SampledBatch) -> SampledBatch:
+    """A batch whose ids ascend, as an engine made for distinct ones takes for granted.
+
+    With duplicates their rows are then not those of its triples; what is sent is the same.
+    """
+    ids = batch.ids
+    return replace(batch, ids=as_feature(ids.values().sort().values, ids.stride()))
 
 
 def _endless(batches: SampledBatches) -> Iterator[Any]:

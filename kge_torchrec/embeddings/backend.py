@@ -44,7 +44,7 @@ class EmbeddingBackend(Protocol):
     """The entity side of a model that is ready to train."""
 
     model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
-    has_sparse_dist: bool  # whether TrainPipelineSparseDist can run the model
+    gains_by_pipeline: bool  # whether TrainPipelineSparseDist has anything to overlap
     layout: str  # which rank holds what, for people
     dense: DenseWrapper  # how the dense parameters lie on the ranks
     unwrapped_model: KGEModel  # the model inside all wrappers

@@ -23,9 +23,9 @@ from kge_torchrec.planning.memory import Exchange
 from kge_torchrec.planning.workload import Workload
 
 KINDS = ("ids", "rows", "gradients", "dense", "replicas")
-# Numbers that say how many ids come, for each pair of ranks: lengths, values and batch size first,
-# then the length itself.
-_COUNTS = 4
+# Numbers that say how many ids come, for each pair of ranks.  TorchRec sends how many lengths and
+# values there are and the batch size, then the length itself; on a CPU distinct ids go directly.
+_COUNTS, _DIRECT_COUNTS = 4, 1
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,13 @@ def _add_lookup(
     ids, numbers = (share[group] for share in _shares(cluster, shards, workload))
     wanted = wanted[group]
     hosts = np.array([cluster.host_of(rank) for rank in group])
+    is_direct = cluster.device.kind == "cpu" and workload.config.entities.deduplicate
+    numbers_each = _DIRECT_COUNTS if is_direct else _COUNTS
     for away, out in ((False, within), (True, between)):
         peers = _others(hosts, np.ones(len(group)), away)
         asked = _others(hosts, ids, away)
         answered = _others(hosts, numbers, away)
-        counts = _COUNTS * workload.config.train.accumulation * peers
+        counts = numbers_each * workload.config.train.accumulation * peers
         out["ids"][group] += 8 * (wanted * asked + counts)
         out["gradients"][group] += 4 * wanted * answered
         out["rows"][group] += 4 * numbers * _others(hosts, wanted, away)

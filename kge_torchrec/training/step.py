@@ -119,10 +119,10 @@ class PipelinedStep:
 
 
 def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Pipeline:
-    """What train.pipeline names; "auto" is sparse_dist where the backend can."""
+    """What train.pipeline names; "auto" is sparse_dist where it pays."""
     name = train.pipeline
     if name == "auto":
-        name = "sparse_dist" if backend.has_sparse_dist else "loop"
+        name = "sparse_dist" if backend.gains_by_pipeline else "loop"
     optimizer = StepOptimizer(backend, train)
     if name == "sparse_dist":
         return PipelinedStep(backend, optimizer, device)

@@ -81,9 +81,8 @@ def asked(config, store, world_size: int) -> list[list[np.ndarray]]:
 
 
 # Rows of 37 on two ranks: TorchRec gives the first one the larger part, the hand-rolled engine the
-# second one.  Counts announced to the other rank: TorchRec tells 3 sizes and 1 length, the
-# hand-rolled engine 1 size.
-ENGINES = {"torchrec": (19, 4, 5), "handrolled": (18, 1, 4)}
+# second one.  Both tell the other rank one count, and send counts, ids, rows and gradients.
+ENGINES = {"torchrec": (19, 1, 4), "handrolled": (18, 1, 4)}
 
 
 @pytest.mark.parametrize("engine", ENGINES)

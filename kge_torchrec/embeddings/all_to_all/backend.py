@@ -76,7 +76,7 @@ class AllToAllBackend:
     Collective: every rank builds it with the same arguments.
     """
 
-    has_sparse_dist = False
+    gains_by_pipeline = False
 
     def __init__(
         self,

@@ -83,8 +83,10 @@ class TorchRecBackend:
         deferred: bool = False,
     ):
         device = processes.device
-        # One rank on a CPU neither sends nor copies ids, so that there is nothing to overlap.
-        self.has_sparse_dist = processes.world_size > 1 or device.type != "cpu"
+        # Ranks of one host pass ids through memory, and one of a CPU copies none to a device: what
+        # the pipeline does besides takes more time than there is to overlap.
+        several_hosts = processes.world_size > processes.local_world_size
+        self.gains_by_pipeline = several_hosts or device.type != "cpu"
         collection = entity_collection(num_entities, objective.scorer.dim)
         model = KGEModel(collection, objective.to(device), scales_loss)
         settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,6 @@ from torchrec.distributed.batched_embedding_kernel import (
     BatchedFusedEmbedding,
     EmbeddingFusedOptimizer,
 )
-from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
@@ -37,13 +37,14 @@ from torchrec.distributed.sharding.rw_sequence_sharding import (
     RwSequenceEmbeddingDist,
     RwSequenceEmbeddingSharding,
 )
-from torchrec.distributed.types import NoWait, ShardingType
+from torchrec.distributed.types import ShardingType
 from torchrec.types import DataType
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer, optimizer_class
 from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
+from kge_torchrec.embeddings.torchrec.direct import DirectInputDist, DirectOutputDist
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -162,6 +163,10 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
     ) -> BaseSparseFeaturesDist[KeyedJaggedTensor]:
         if self._world_size == 1:
             return DpSparseFeaturesDist()
+        device = device if device is not None else self._device
+        if self._goes_directly(device):
+            (rows,) = self._get_feature_hash_sizes()
+            return DirectInputDist(self._pg, rows)
         return super().create_input_dist(device)
 
     def create_output_dist(
@@ -169,19 +174,24 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
     ) -> DpSequenceEmbeddingDist | RwSequenceEmbeddingDist:
         if self._world_size == 1:
             return DpSequenceEmbeddingDist()
-        ascending = all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
         device = device if device is not None else self._device
-        if not ascending:
-            kind = RwSequenceEmbeddingDist
-        else:
-            on_cpu = device is None or device.type == "cpu"
-            kind = _DirectOutputDist if on_cpu else _OrderedOutputDist
+        kind = RwSequenceEmbeddingDist
+        if self._goes_directly(device):
+            kind = DirectOutputDist
+        elif self._ascends():
+            kind = _OrderedOutputDist
         return kind(
             self._pg,
             self._get_num_features(),
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
         )
+
+    def _ascends(self) -> bool:
+        return all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
+
+    def _goes_directly(self, device: torch.device | None) -> bool:
+        return self._ascends() and (device is None or device.type == "cpu")
 
 
 class _OrderedOutputDist(RwSequenceEmbeddingDist):
@@ -198,43 +208,6 @@ class _OrderedOutputDist(RwSequenceEmbeddingDist):
         sharding_ctx = copy.copy(sharding_ctx)
         sharding_ctx.unbucketize_permute_tensor = None
         return super().forward(local_embs, sharding_ctx)
-
-
-class _DirectOutputDist(RwSequenceEmbeddingDist):
-    """On a CPU, for ids that ascend: rows as the owners give them, and their gradients back.
-
-    TorchRec also permutes both, features by ranks, which for a single feature copies all rows to
-    where they are.
-    """
-
-    def forward(
-        self, local_embs: Tensor, sharding_ctx: SequenceShardingContext | None = None
-    ) -> Awaitable[Tensor]:
-        assert sharding_ctx is not None  # TorchRec always passes one here
-        sizes = sharding_ctx.output_splits, sharding_ctx.input_splits
-        return NoWait(_RowsToAskers.apply(local_embs, self._dist._pg, *sizes))
-
-
-class _RowsToAskers(torch.autograd.Function):
-    """Rows (R, D), in runs of ``send`` by rank -> (M, D), in runs of ``receive`` by rank."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, group: dist.ProcessGroup, send: list[int], receive: list[int]
-    ) -> Tensor:
-        ctx.group, ctx.send, ctx.receive = group, send, receive
-        arrived = rows.new_empty(sum(receive), rows.shape[1])
-        dist.all_to_all_single(arrived, rows, receive, send, group=group)
-        return arrived
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        arrived = grad.new_empty(sum(ctx.send), grad.shape[1])
-        dist.all_to_all_single(arrived, grad.contiguous(), ctx.send, ctx.receive, group=ctx.group)
-        if get_gradient_division():
-            arrived.div_(dist.get_world_size(ctx.group))
-        return arrived, None, None, None
 
 
 class _ShardedEntityCollection(ShardedEmbeddingCollection):
@@ -259,15 +232,29 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         )
 
     def forward(self, *features: KeyedJaggedTensor) -> Any:
-        """As TorchRec's; but a single rank on a CPU has all the rows, and sends itself nothing.
+        """As TorchRec's, but on a CPU without what it keeps for several tables and features.
 
-        Under TorchRec's pipeline another forward takes this one's place.
+        A single rank has all the rows, and sends itself nothing.  Under TorchRec's pipeline another
+        forward takes this one's place.
         """
         (kernel,) = self._lookups[0]._emb_modules
-        if self._env.world_size > 1 or not isinstance(kernel, _CpuFusedEmbedding):
+        alone, direct = self._env.world_size == 1, self._direct
+        if not isinstance(kernel, _CpuFusedEmbedding) or (direct is None and not alone):
             return super().forward(*features)
         (ids,) = features
-        return {ENTITY: JaggedTensor(kernel.emb_module(ids.values()), lengths=ids.lengths())}
+        if direct is None:
+            rows = kernel.emb_module(ids.values())
+        else:
+            asked = direct(ids).wait()
+            rows = asked.answered(kernel.emb_module(asked.wait().values()))
+        return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}
+
+    @cached_property
+    def _direct(self) -> DirectInputDist | None:
+        """The way of ids to several ranks, where they go directly."""
+        (sharding,) = self._sharding_type_to_sharding.values()
+        found = sharding.create_input_dist(self._device)
+        return found if isinstance(found, DirectInputDist) else None
 
 
 class EntitySharder(EmbeddingCollectionSharder):
