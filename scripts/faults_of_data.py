@@ -169,4 +169,25 @@ DATA_FAULTS = [
         "pass",
         "tests/data/test_texts.py",
     ),
+    Fault(
+        "ids above 65,535 are not sorted out",
+        "data/distinct.py",
+        "while shift < 64 and largest >> shift:",
+        "while shift < 16 and largest >> shift:",
+        "tests/data/test_distinct.py",
+    ),
+    Fault(
+        "a place that is walked again and stays outside",
+        "data/shuffle.py",
+        "kept += block[place] >= size",
+        "kept += 0",
+        "tests/data/test_order.py",
+    ),
+    Fault(
+        "rounds of the order in turn, not in parallel",
+        "data/shuffle.py",
+        "left[i], right[i] = right[i], left[i] ^ (_mix(right[i] + key) & mask)",
+        "left[i] = right[i]\n            right[i] = left[i] ^ (_mix(right[i] + key) & mask)",
+        "tests/data/test_order.py -k what_it_was",
+    ),
 ]

@@ -3,6 +3,7 @@
 from faults import Fault
 
 BIASED, FULL = "models/scorers/biased.py", "training/full_candidates.py"
+TRIPLES = "models/triple_products.py"
 
 FAULTS = [
     Fault("answers of head queries have the bias of tails", BIASED,
@@ -74,4 +75,29 @@ FAULTS = [
     Fault("RESCAL forgets relation_dropout", "models/scorers/bilinear.py",
           "        share = self.relation_dropout.p\n", "        share = 0.0\n",
           "tests/models/test_matrix_products.py -k rescal"),
+    Fault("a penalty of rows that nobody copied", "models/model.py",
+          "if self.penalizes or self.relation_weight or self.entity_dropout.drops:",
+          "if self.relation_weight or self.entity_dropout.drops:",
+          "tests/models/test_objective.py -k takes_rows"),
+    Fault("rows as they are of a scorer that drops some", "models/scorers/bilinear.py",
+          "if self.training and any(dropout.p for dropout in drops):", "if False:",
+          "tests/models/test_objective.py -k takes_rows"),
+    Fault("rows as they are of a scorer with another relation", "models/scorers/queries.py",
+          '("entity", "relation", "query",', '("entity", "query",',
+          "tests/models/test_objective.py -k takes_rows"),
+    Fault("head queries have the relations of tail queries", "models/scorers/bilinear.py",
+          "numbers, form = self.direct(relation.reshape(-1), side)",
+          "numbers, form = relation.reshape(-1), side",
+          "tests/models/test_objective.py -k equal_copies"),
+    Fault("the second side's gradients take the place of the first's", TRIPLES,
+          "adds = side > 0", "adds = False", "tests/models/test_triple_products.py"),
+    Fault("a target hears nothing of its score", TRIPLES,
+          "_add_of_target(factor, of_score[i], rows", "_add_of_target(factor, np.float32(0), rows",
+          "tests/models/test_triple_products.py"),
+    Fault("a conjugate relation has the gradient of another", TRIPLES,
+          "total[2 * k + 1] += sign * (y", "total[2 * k + 1] += (y",
+          "tests/models/test_triple_products.py"),
+    Fault("relations that FSDP cannot free", TRIPLES,
+          "np.from_dlpack(relations.detach())", "relations.detach().numpy()",
+          "tests/distributed/test_dense.py -k dense_oracle"),
 ]  # fmt: skip

@@ -41,6 +41,13 @@ def test_any_slice_agrees_with_the_whole(size, seed, data):
     np.testing.assert_array_equal(positions, np.arange(start, stop))  # the input is left alone
 
 
+def test_an_order_stays_what_it_was():
+    """A run that is resumed goes on where an earlier version stopped."""
+    order = EpochShuffle(272_115, 3, 4)(np.arange(3000))
+    places = [0, 1, 2, 1023, 1024, 2999]
+    assert order[places].tolist() == [127761, 37632, 54665, 14803, 245195, 37623]
+
+
 def test_seed_and_epoch_are_not_interchangeable():
     keys = [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (0, 2), (2**32, 0), (0, 2**32), (2**32, 1)]
     orders = [whole(1000, *key).tolist() for key in keys]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -64,6 +65,21 @@ def test_one_rank_on_a_cpu_sends_nothing_and_overlaps_nothing(store, tmp_path, m
     (table,) = (m for m in session.backend.model.modules()
                 if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
     assert not table.is_pipelined
+
+
+def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    os.environ |= {"LOCAL_WORLD_SIZE": str(world // hosts), "LOCAL_RANK": str(rank // hosts)}
+    session = fit(config_of(store, run, train__epochs=1))
+    (table,) = (m for m in session.backend.model.modules()
+                if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
+    return table.is_pipelined
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_ranks_of_several_hosts_overlap_by_themselves(store, tmp_path, hosts):
+    """Those of one host pass ids through memory, where there is nothing to overlap."""
+    assert run_world(2, rank_is_pipelined, store, tmp_path, hosts) == [hosts > 1] * 2
 
 
 def count_weights(loop: Trainer, found: list) -> None:
