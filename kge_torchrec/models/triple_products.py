@@ -31,7 +31,7 @@ _BLOCK = 16  # queries or rows that a thread takes at once
 
 
 class Asked(NamedTuple):
-    """The queries of one side; entities are places among the rows, nothing is checked here."""
+    """The queries of one side; entities are places among the rows."""
 
     factor: Factor
     anchor: Tensor  # (Q,) int64
@@ -45,8 +45,15 @@ def encoded(
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Of each side the queries (Q, D), the targets' scores (Q,), the candidates' rows (K, D).
 
-    rows: (U, D); relations: (R, D); float32 all, and differentiable.
+    rows: (U, D); relations: (R, D); float32 all, and differentiable.  Raises IndexError where a
+    place or a relation is none of them.
     """
+    for _, *indices in sides:
+        for name, index in zip(Asked._fields[1:], indices, strict=True):
+            count = len(relations if name == "relation" else rows)
+            if not _are_within(index.numpy(), count):
+                numbers = f"{int(index.min())} to {int(index.max())}"
+                raise IndexError(f"{name}: {numbers} are not all in [0, {count})")
     found = _Encoded.apply(rows, relations, sides)
     return [found[3 * side : 3 * side + 3] for side in range(len(sides))]
 
@@ -109,6 +116,14 @@ def _run(
         serial(0, count, *given)
     else:
         in_parallel(count, *given)
+
+
+@njit(**JIT)
+def _are_within(index: np.ndarray, count: int) -> bool:
+    outside = 0
+    for number in index:
+        outside += (number < 0) | (number >= count)
+    return outside == 0
 
 
 @njit(parallel=True, **JIT)

@@ -85,6 +85,17 @@ def test_the_number_of_threads_changes_no_bit(factor):
         assert torch.equal(one, other)
 
 
+@pytest.mark.parametrize("name", ["anchor", "relation", "target", "candidates"])
+@pytest.mark.parametrize("number", [-1, None], ids=["below", "above"])
+def test_what_is_not_there_is_refused(name, number):
+    asked = asked_of("real", 5, 3)
+    index = getattr(asked, name).clone()
+    count = RELATIONS if name == "relation" else ROWS
+    index[1] = count if number is None else number
+    with pytest.raises(IndexError, match=rf"{name}: .* are not all in"):
+        encoded(torch.zeros(ROWS, 4), torch.zeros(RELATIONS, 4), [asked._replace(**{name: index})])
+
+
 def test_rows_that_nobody_names_have_the_gradient_0():
     rows, relations = torch.randn(ROWS, 4), torch.randn(RELATIONS, 4)
     places = torch.tensor([2]), torch.tensor([1]), torch.tensor([3]), torch.tensor([5])

@@ -23,7 +23,7 @@ ON_THE_HOST = {
     "loader.batch", "queries.batch",  # threads that build batches ahead
     "row_kernels.update_rows", "row_kernels._two_dimensional", "slope_kernels.normalizers",
     "slope_kernels.gradients", "slope_kernels._array", "slope_kernels.forward",
-    "triple_products._arrays", "triple_products.forward",
+    "triple_products._arrays", "triple_products.forward", "triple_products.encoded",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
 OF_DIRECT_TRAVEL = {"tolist in direct._wait_impl": 2, "tensor in direct._wait_impl": 1}

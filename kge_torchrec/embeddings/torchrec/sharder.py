@@ -238,8 +238,10 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         forward takes this one's place.
         """
         (kernel,) = self._lookups[0]._emb_modules
-        alone, direct = self._env.world_size == 1, self._direct
-        if not isinstance(kernel, _CpuFusedEmbedding) or (direct is None and not alone):
+        if not isinstance(kernel, _CpuFusedEmbedding):
+            return super().forward(*features)
+        direct = self._direct
+        if direct is None and self._env.world_size > 1:
             return super().forward(*features)
         (ids,) = features
         if direct is None:

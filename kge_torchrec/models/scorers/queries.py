@@ -32,8 +32,8 @@ from kge_torchrec.models.scorers.base import BIASES, Scorer, Side
 _OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
 # Calls, and what a class may compute faster by knowing how it answers them.  One that answers such
 # a call anew gets QueryScorer's back.
-_ANSWERING = ("entity", "relation", "query", "encode_query", "similarity", "score_triples",
-              "score_candidates", "score_contrast")  # fmt: skip
+_ANSWERING = ("entity", "relation", "query", "encode_query", "drop_hidden", "similarity",
+              "score_triples", "score_candidates", "score_contrast")  # fmt: skip
 _SHORT_CUTS = dict.fromkeys(_ANSWERING, ("encodes_rows",)) | {
     "similarity_matrix": ("similarity_in_training", "similarity_at")
 }
