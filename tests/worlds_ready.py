@@ -64,7 +64,7 @@ def load_kernels() -> None:
     vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()
     none = torch.zeros(1, dtype=torch.int64)
     relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
-    parts = encoded(table, table, [Asked("real", *[none] * 4)])[0]
+    parts = encoded(table, table, [Asked("real", *[none] * 4)], none)[0][0]
     sum(part.sum() for part in parts).backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)

@@ -103,13 +103,13 @@ class Objective(nn.Module):
         self._compiles = self._replays_graphs = False
 
     def compile_parts(self, device: str, mode: str = "default") -> None:
-        """Compiles scorer and loss; the looking up of rows around them stays as it is.
+        """Compiles scorer, loss and penalties of entities; the looking up of rows stays as it is.
 
         device: "cpu" or "cuda", where they will run.  mode: as torch.compile takes it.
         """
-        compiled = torch.compile(self._loss_of_side, mode=mode)
         self._compiles = True
-        self._loss_of_side = compiled  # type: ignore[method-assign]  # in its place
+        for part in ("_loss_of_side", "_penalty_of_ends"):
+            setattr(self, part, torch.compile(getattr(self, part), mode=mode))
         self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
@@ -137,41 +137,51 @@ class Objective(nn.Module):
         many = sum(sizes[2:]) > len(rows) and triples <= _COPIED_FROM
         in_place = batch.deduplicated and many and self._picks_rows(rows)
         if batch.deduplicated and not in_place and self._encodes_rows(rows):
-            losses = self._losses_of_encoded(rows, ends, batch.relation, candidates, of_sides)
+            total = self._loss_of_encoded(rows, batch, ends, candidates, of_sides)
         else:
             picked = candidates if in_place else None
-            losses = self._losses_of_taken(rows, batch, sizes, picked, of_sides)
-        return torch.stack(losses).sum() / len(self.sides)
+            total = self._loss_of_taken(rows, batch, sizes, picked, of_sides)
+        if self.penalizes_relations:
+            total = total + self._penalty_of_all_relations(batch)
+        return total
 
-    def _losses_of_encoded(
+    def _loss_of_encoded(
         self,
         rows: Tensor,
+        batch: TripleBatch,
         ends: dict[Side, Tensor],
-        relation: Tensor,
         candidates: dict[Side, Tensor],
         of_sides: dict[Side, OfSide],
-    ) -> list[Tensor]:
-        """Of each side, by a scorer that takes the batch's rows as they are."""
+    ) -> Tensor:
+        """By a scorer that takes the batch's rows as they are, but for those of penalties."""
         scorer, losses = self.scorer, []
         assert isinstance(scorer, QueryScorer)  # as _encodes_rows
-        encoded = scorer.encode_rows(rows, ends, relation, candidates)
+        penalised, shares = rows.new_empty(0, dtype=torch.int64), rows.new_empty(0)
+        if self.regularizers.any_of_entities:
+            both = torch.cat([ends[side] for side in SIDES])
+            penalised, shares = _once(both, batch.weight.flatten().repeat(2), len(rows))
+        parts = rows, ends, batch.relation, candidates, penalised
+        encoded, copies = scorer.encode_rows(*parts)
         for (query, positive, others), given in zip(encoded, of_sides.values(), strict=True):
             mask, weight, log_expected = given
             with self.autocast(rows.device):
                 negative = scorer.similarity_in_training(query, others)
             loss = self._loss_of_scores(positive, negative, mask, log_expected)
             losses.append((loss * weight).sum())
-        return losses
+        total = torch.stack(losses).sum() / len(self.sides)
+        if self.regularizers.any_of_entities:
+            total = total + (self.penalty_of_entities(copies) * shares).sum()
+        return total
 
-    def _losses_of_taken(
+    def _loss_of_taken(
         self,
         rows: Tensor,
         batch: TripleBatch,
         sizes: list[int],
         picked: dict[Side, Tensor] | None,
         of_sides: dict[Side, OfSide],
-    ) -> list[Tensor]:
-        """Of each side, from copies of rows for each place; of candidates unless they are picked.
+    ) -> Tensor:
+        """From copies of rows for each place; of candidates unless they are picked.
 
         picked: (C, K) of each side.
         """
@@ -190,7 +200,23 @@ class Objective(nn.Module):
                 others, index = taken[2 + position].view(len(mask), -1, rows.shape[1]), None
             given = anchor, batch.relation, target, others, mask, weight
             losses.append(self._loss_of_side(*given, side, index, log_expected))
-        return losses
+        total = torch.stack(losses).sum() / len(self.sides)
+        if self.regularizers.any_of_entities:  # the same of every side
+            total = total + self._penalty_of_ends(head, tail, batch.weight)
+        return total
+
+    def _penalty_of_ends(self, head: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
+        """The sum over triples, (C, b, D) twice and (C, b), of the penalties on their entities."""
+        penalties = self.penalty_of_entities(head) + self.penalty_of_entities(tail)
+        return (penalties * weight).sum()
+
+    def _penalty_of_all_relations(self, batch: TripleBatch) -> Tensor:
+        """The mean over triples and sides of the relations' penalties."""
+        ids, shares = batch.relation.flatten(), batch.weight.flatten()
+        if ids.device.type == "cpu":  # elsewhere it would wait for their number
+            ids, shares = _once(ids, shares, self.scorer.relation_rows)
+        penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
+        return (torch.stack(penalties).mean(0) * shares).sum()
 
     def _mask(self, batch: TripleBatch, side: Side, candidates: Tensor, targets: Tensor) -> Tensor:
         """(C, b, K) bool: which candidates (C, K) are negatives of the queries for a side."""
@@ -203,7 +229,8 @@ class Objective(nn.Module):
 
     def _encodes_rows(self, rows: Tensor) -> bool:
         """Whether the scorer takes the batch's rows as they are, and nobody else needs copies."""
-        if self.penalizes or self.relation_weight or self.entity_dropout.drops:
+        wants_copies = self.regularizers.any_of_triples or self.relation_weight
+        if wants_copies or self.entity_dropout.drops:
             return False
         scorer = self.scorer
         return isinstance(scorer, QueryScorer) and not self._compiles and scorer.encodes_rows(rows)
@@ -238,8 +265,9 @@ class Objective(nn.Module):
             with self.autocast(anchor.device):
                 relation_loss = relation_prediction(self.scorer, kept, relation, answer, side)
             loss = loss + self.relation_weight * relation_loss
-        if self.penalizes:
-            loss = loss + self._penalty(anchor, relation, target, side)
+        if self.regularizers.any_of_triples:
+            triples = anchor, relation, target, side
+            loss = loss + self.regularizers.of_triples(self.scorer, *triples)
         return (loss * weight).sum()
 
     def _loss_of_scores(
@@ -275,14 +303,10 @@ class Objective(nn.Module):
         """Whether there is a penalty on anything."""
         return self.regularizers.any or self.scorer.penalizes_relations
 
-    def _penalty(self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side) -> Tensor:
-        """(C, b): the weighted penalties of triples, (C, b, D), (C, b) and (C, b, D)."""
-        of_entities = sum(self.penalty_of_entities(rows) for rows in (anchor, target))
-        total = of_entities + self.penalty_of_relations(relation, side)
-        if self.regularizers.any_of_triples:
-            triples = anchor, relation, target, side
-            total = total + self.regularizers.of_triples(self.scorer, *triples)
-        return total
+    @property
+    def penalizes_relations(self) -> bool:
+        """Whether there is a penalty on relations."""
+        return self.regularizers.any_of_relations or self.scorer.penalizes_relations
 
     def penalty_of_entities(self, rows: Tensor) -> Tensor:
         """(..., D) -> (...): their weighted regularizers."""
@@ -319,6 +343,13 @@ def hardest_of(negative: Tensor, mask: Tensor, count: int) -> tuple[Tensor, Tens
     """
     order = negative.detach().masked_fill(~mask, -torch.inf).topk(count, sorted=False).indices
     return negative.gather(-1, order), mask.gather(-1, order)
+
+
+def _once(ids: Tensor, shares: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Each of the ids (M,) in [0, count) once, with the sum of its shares (M,); none with 0."""
+    sums = torch.bincount(ids, shares, count)
+    used = sums.nonzero().squeeze(1)
+    return used, sums.index_select(0, used).to(shares.dtype)
 
 
 def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:

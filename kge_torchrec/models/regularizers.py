@@ -188,6 +188,11 @@ class Regularizers:
         return bool(self._of_entities)
 
     @property
+    def any_of_relations(self) -> bool:
+        """Whether one is of each relation's row by itself."""
+        return bool(self._of_relations)
+
+    @property
     def any_of_triples(self) -> bool:
         """Whether one is of triples as a whole."""
         return bool(self._of_triples)

@@ -41,12 +41,13 @@ class Asked(NamedTuple):
 
 
 def encoded(
-    rows: Tensor, relations: Tensor, sides: list[Asked]
-) -> list[tuple[Tensor, Tensor, Tensor]]:
+    rows: Tensor, relations: Tensor, sides: list[Asked], copied: Tensor
+) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
     """Of each side the queries (Q, D), the targets' scores (Q,), the candidates' rows (K, D).
 
-    rows: (U, D); relations: (R, D); float32 all, and differentiable.  Raises IndexError where a
-    place or a relation is none of them.
+    And the rows at the places ``copied`` (P,) int64, no place twice.  rows: (U, D); relations:
+    (R, D); float32 all, and differentiable.  Raises IndexError where a place or a relation is none
+    of them.
     """
     for _, *indices in sides:
         for name, index in zip(Asked._fields[1:], indices, strict=True):
@@ -54,14 +55,16 @@ def encoded(
             if not _are_within(index.numpy(), count):
                 numbers = f"{int(index.min())} to {int(index.max())}"
                 raise IndexError(f"{name}: {numbers} are not all in [0, {count})")
-    found = _Encoded.apply(rows, relations, sides)
-    return [found[3 * side : 3 * side + 3] for side in range(len(sides))]
+    *found, copies = _Encoded.apply(rows, relations, sides, copied)
+    return [tuple(found[3 * side : 3 * side + 3]) for side in range(len(sides))], copies
 
 
 class _Encoded(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, relations: Tensor, sides: list[Asked]) -> tuple[Any, ...]:
-        ctx.save_for_backward(rows, relations)
+    def forward(
+        ctx: Any, rows: Tensor, relations: Tensor, sides: list[Asked], copied: Tensor
+    ) -> tuple[Any, ...]:
+        ctx.save_for_backward(rows, relations, copied)
         ctx.sides = sides
         found: list[Tensor] = []
         for asked in sides:
@@ -70,12 +73,12 @@ class _Encoded(torch.autograd.Function):
             given = *_arrays(asked, rows, relations), query.numpy(), score.numpy()
             _run(_multiply, _multiply_in_parallel, count, count * rows.shape[1], given)
             found += [query, score, rows.index_select(0, asked.candidates)]
-        return tuple(found)
+        return *found, rows.index_select(0, copied)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows, relations = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        rows, relations, copied = ctx.saved_tensors
         of_rows, of_relations = torch.empty(rows.shape), torch.empty(relations.shape)
         for side, asked in enumerate(ctx.sides):
             of_query, of_score, of_candidates = (
@@ -93,7 +96,7 @@ class _Encoded(torch.autograd.Function):
             places = by_row(asked.relation.numpy(), len(relations))
             last = *given, *places, adds, of_relations.numpy()
             _run(_pull_relations, _pull_relations_in_parallel, len(relations), numbers, last)
-        return of_rows, of_relations, None
+        return of_rows.index_add_(0, copied, grads[-1]), of_relations, None, None
 
 
 def _arrays(asked: Asked, rows: Tensor, relations: Tensor) -> tuple[Any, ...]:

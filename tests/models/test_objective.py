@@ -404,7 +404,8 @@ class Scaled(SCORERS["complex"]):
         ("complex", {"hidden_dropout": 0.2}, "queries are dropped"),
         ("complex", {"entity_dropout": 0.2}, "rows are dropped"),
         ("complex", {"relation_weight": 0.1}, "relations are predicted"),
-        ("complex", {"penalty": 0.1}, "rows are penalised"),
+        ("complex", {"penalty": N3(0.1)}, ""),
+        ("complex", {"penalty": DURA(0.1)}, "a triple is penalised as a whole"),
         ("complex", {"compiled": True}, "it is compiled"),
         ("complex", {"double": True}, "numbers are double"),
     ],
@@ -415,7 +416,7 @@ def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
                     if k in settings}  # fmt: skip
     penalty, compiled, double = (settings.pop(k, 0) for k in ("penalty", "compiled", "double"))
     if penalty:
-        of_objective["regularizers"] = Regularizers(n3=penalty)
+        of_objective["regularizers"] = Regularizers(others=[penalty])
     scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
     torch.nn.init.normal_(scorer.relations)
     made, called = Objective(scorer, SoftmaxLoss(), **of_objective), []
@@ -438,14 +439,15 @@ def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
     [(False, ("tail",), (1, 40, 7)), (True, SIDES, (1, 40, 7)), (False, SIDES, (3, 35, 5))],
 )
 def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, shape):
-    """Loss and gradients, with known facts, corrected scores and the hardest candidates."""
+    """Loss and gradients, with known facts, corrected scores, the hardest candidates, penalties."""
     made = SCORERS[scorer](RELATIONS, DIM, reciprocal)
     torch.nn.init.normal_(made.relations)
     batch = random_batch(*shape, sides, known=True)
     batch.weight = batch.weight.float()
+    batch.weight[:, -3:] = 0  # as of padding
     batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
     rows = torch.randn(ENTITIES, DIM, requires_grad=True)
-    objective = Objective(made, SoftmaxLoss(), sides, hardest=4)
+    objective = Objective(made, SoftmaxLoss(), sides, Regularizers(0.1, 0.2), hardest=4)
     found = []
     for takes in (True, False):
         if not takes:
@@ -454,3 +456,17 @@ def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, s
         found.append((loss, *torch.autograd.grad(loss, (rows, made.relations))))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+def test_penalties_are_of_each_row_once(monkeypatch):
+    """However many sides and triples it is in."""
+    made = SCORERS["distmult"](RELATIONS, DIM)
+    torch.nn.init.normal_(made.relations)
+    batch = random_batch(1, 40, 5)
+    batch.weight = batch.weight.float()
+    objective, seen = Objective(made, SoftmaxLoss(), SIDES, Regularizers(n3=0.1)), []
+    penalty = N3.penalty
+    monkeypatch.setattr(N3, "penalty", lambda *x: seen.append(len(x[1])) or penalty(*x))
+    objective(torch.randn(ENTITIES, DIM), batch)
+    touched = len(torch.cat([batch.head, batch.tail]).unique())
+    assert seen == [touched] + 2 * [len(batch.relation.unique())]

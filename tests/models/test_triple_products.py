@@ -13,6 +13,7 @@ from kge_torchrec.models.ops import Factor, times
 from kge_torchrec.models.triple_products import Asked, encoded
 
 ROWS, RELATIONS = 9, 4
+NONE = torch.empty(0, dtype=torch.int64)
 
 
 def asked_of(factor, queries, candidates, seed=0, rows=ROWS):
@@ -24,7 +25,7 @@ def asked_of(factor, queries, candidates, seed=0, rows=ROWS):
     return Asked(factor, anchor, relation, target, others)
 
 
-def expected(rows, relations, sides):
+def expected(rows, relations, sides, copied):
     found = []
     for factor, anchor, relation, target, candidates in sides:
         numbers = relations[relation]
@@ -33,21 +34,22 @@ def expected(rows, relations, sides):
         else:
             query = times(rows[anchor], numbers, conjugate=factor == "conjugate")
         found += [query, (query * rows[target]).sum(-1), rows[candidates]]
-    return found
+    return [*found, rows[copied]]
 
 
-def of(compute, rows, relations, sides, dtype):
+def of(compute, rows, relations, sides, dtype, copied=NONE):
     """What it computes, and the gradients of a sum of it with random weights."""
     given = [x.detach().to(dtype).requires_grad_() for x in (rows, relations)]
-    found = compute(*given, sides)
+    found = compute(*given, sides, copied)
     draw = torch.Generator().manual_seed(1)
     weights = [torch.randn(x.shape, generator=draw).to(dtype) for x in found]
     total = sum((x * weight).sum() for x, weight in zip(found, weights, strict=True))
     return *(x.detach() for x in found), *torch.autograd.grad(total, given)
 
 
-def flat(rows, relations, sides):
-    return [x for parts in encoded(rows, relations, sides) for x in parts]
+def flat(rows, relations, sides, copied):
+    found, copies = encoded(rows, relations, sides, copied)
+    return [*(x for parts in found for x in parts), copies]
 
 
 @given(
@@ -55,16 +57,18 @@ def flat(rows, relations, sides):
     queries=st.integers(0, 70),
     candidates=st.integers(0, 5),
     dim=st.integers(1, 20),
+    copied=st.lists(st.integers(0, ROWS - 1), unique=True),
 )
 @settings(max_examples=60, deadline=None)
-def test_queries_scores_and_gradients(factors, queries, candidates, dim):
+def test_queries_scores_and_gradients(factors, queries, candidates, dim, copied):
     if factors != ["real"] * len(factors):
         dim *= 2
     rows, relations = torch.randn(ROWS, dim), torch.randn(RELATIONS, dim)
     sides = [asked_of(x, queries, candidates, seed) for seed, x in enumerate(factors)]
-    exact = of(expected, rows, relations, sides, torch.float64)
-    found = of(flat, rows, relations, sides, torch.float32)
-    assert len(exact) == len(found) == 3 * len(factors) + 2
+    copied = torch.tensor(copied, dtype=torch.int64)
+    exact = of(expected, rows, relations, sides, torch.float64, copied)
+    found = of(flat, rows, relations, sides, torch.float32, copied)
+    assert len(exact) == len(found) == 3 * len(factors) + 3
     for one, other in zip(exact, found, strict=True):
         torch.testing.assert_close(one.float(), other, rtol=1e-5, atol=1e-4)
 
@@ -92,8 +96,12 @@ def test_what_is_not_there_is_refused(name, number):
     index = getattr(asked, name).clone()
     count = RELATIONS if name == "relation" else ROWS
     index[1] = count if number is None else number
+    tables, asked = (
+        (torch.zeros(ROWS, 4), torch.zeros(RELATIONS, 4)),
+        asked._replace(**{name: index}),
+    )
     with pytest.raises(IndexError, match=rf"{name}: .* are not all in"):
-        encoded(torch.zeros(ROWS, 4), torch.zeros(RELATIONS, 4), [asked._replace(**{name: index})])
+        encoded(*tables, [asked], NONE)
 
 
 def test_rows_that_nobody_names_have_the_gradient_0():

@@ -58,7 +58,8 @@ class ElementwiseScorer(TrilinearScorer):
         ends: Mapping[Side, Tensor],
         relation: Tensor,
         candidates: Mapping[Side, Tensor],
-    ) -> list[tuple[Any, Tensor, Tensor]]:
+        copied: Tensor,
+    ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
         from kge_torchrec.models.triple_products import Asked, encoded  # numba loads slowly
 
         asked = []
@@ -67,11 +68,12 @@ class ElementwiseScorer(TrilinearScorer):
             anchor = ends["head" if side == "tail" else "tail"]
             places = anchor, numbers, ends[side], of_side.reshape(-1)
             asked.append(Asked(self.factor(form), *places))
-        found = zip(encoded(rows, self.relations, asked), candidates.values(), strict=True)
-        return [
+        found, copies = encoded(rows, self.relations, asked, copied)
+        of_sides = [
             (query.view(*relation.shape, -1), score.view_as(relation), others.view(*of.shape, -1))
-            for (query, score, others), of in found
+            for (query, score, others), of in zip(found, candidates.values(), strict=True)
         ]
+        return of_sides, copies
 
 
 class DistMult(ElementwiseScorer):

@@ -131,12 +131,14 @@ class QueryScorer(Scorer):
         ends: Mapping[Side, Tensor],
         relation: Tensor,
         candidates: Mapping[Side, Tensor],
-    ) -> list[tuple[Any, Tensor, Tensor]]:
+        copied: Tensor,
+    ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
         """Queries for each side of ``candidates`` and what they are compared with, in one step.
 
-        rows: (U, D), among which are the places of heads and tails, (C b,) int64 each, and those of
-        candidates, (C, K); relation: (C, b) ids.  Returns of each side the queries (C, b), the
-        scores of their triples (C, b) and the candidates (C, K, D).
+        rows: (U, D), among which are the places of heads and tails, (C b,) int64 each, those of
+        candidates, (C, K), and others, (P,), no place twice; relation: (C, b) ids.  Returns of each
+        side the queries (C, b), the scores of their triples (C, b) and the candidates (C, K, D);
+        and the rows at the other places, (P, D).
         """
         raise NotImplementedError
 
