@@ -36,6 +36,7 @@ from kge_torchrec.models.dropout_kernels import dropped
 from kge_torchrec.models.matrix_products import relation_products
 from kge_torchrec.models.ops import Comparison
 from kge_torchrec.models.pair_scores import pair_scores
+from kge_torchrec.models.projected_pairs import projected_distances
 from kge_torchrec.models.row_sums import sums_by_row
 from kge_torchrec.models.triple_products import Asked, encoded
 from kge_torchrec.ranking.exact import count_block
@@ -66,6 +67,8 @@ def load_kernels() -> None:
     relation_products(vector, matrix, none, left=True, share=0.5, key=0).sum().backward()
     parts = encoded(table, table, [Asked("real", *[none] * 4)], none)[0][0]
     sum(part.sum() for part in parts).backward()
+    point = torch.ones(1, 1, 4)
+    projected_distances(point, point, point, table, 1, none[None]).sum().backward()
     counts = torch.zeros(2, 1, dtype=torch.int64)
     count_block(torch.zeros(1, 4), torch.zeros(1), *counts)
 

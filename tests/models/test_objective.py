@@ -360,7 +360,8 @@ class Plain(SCORERS["distmult"]):
         (SCORERS["transe_l1"], 33, ENTITIES, "score_contrast"),  # a copy pays
         (SCORERS["distmult"], 33, ENTITIES, "encode_rows"),
         (SCORERS["distmult"], 1, 999, "encode_rows"),  # fewer candidates than rows
-        (SCORERS["house"], 1, ENTITIES, "score_contrast"),  # has no kernel
+        (SCORERS["house"], 1, ENTITIES, "score_contrast_at"),
+        (SCORERS["shallom"], 1, ENTITIES, "score_contrast"),  # has no kernel
         (Plain, 1, ENTITIES, "score_contrast"),
         (Plain, 33, ENTITIES, "score_contrast"),
     ],

@@ -28,6 +28,7 @@ from kge_torchrec.models.distances import (
     compared_at,
     complex_distance,
     euclidean,
+    has_kernels,
     squares_by_products,
 )
 from kge_torchrec.models.ops import pairwise, rotated
@@ -230,7 +231,19 @@ class HousE(QueryScorer):
         return self._score(*query, rows)
 
     def similarity_matrix(self, query: Projected, rows: Tensor) -> Tensor:
+        if has_kernels(rows) and not torch.compiler.is_compiling():
+            return self._by_kernels(query, rows)
         return pairwise(self._score, query, [rows], (1 + self.projections) * self.dim)
+
+    def similarity_at(self, query: Projected, rows: Tensor, index: Tensor) -> Tensor:
+        if has_kernels(rows) and not torch.compiler.is_compiling():
+            return self._by_kernels(query, rows, index)
+        return super().similarity_at(query, rows, index)
+
+    def _by_kernels(self, query: Projected, rows: Tensor, index: Tensor | None = None) -> Tensor:
+        from kge_torchrec.models.projected_pairs import projected_distances  # numba loads slowly
+
+        return -projected_distances(*query, rows, self.block, index)
 
     def project(self, rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
         """The projections of rows, the last one first: (..., D) -> (..., D)"""

@@ -1,0 +1,424 @@
+"""HousE's pairs of a query and a row on a CPU: the query projects rows before they meet it.
+
+    sum over blocks i of ||q_i - P x_i||,  P of projections x - s u <u, x>, the last one first
+
+torch holds every projected row of a block of pairs, of each projection anew.  Here a pair's numbers
+stay in the nearest cache, and in backward queries and rows pull in the gradients of their pairs as
+in ``pair_kernels``: computed twice, one writer for each sum, the same bits for any number of
+threads.
+
+A row is B blocks of k numbers.  Kernels have the first numbers of all its blocks side by side, then
+the second ones: loops run over blocks, which have nothing to do with each other, in vector lanes.
+
+Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D = B k numbers a row, P
+projections.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numba import njit, prange
+from torch import Tensor
+
+from kge_torchrec.models.ops import EPSILON
+from kge_torchrec.models.row_sums import JIT, by_row, threads_for
+
+_EPSILON = np.float32(EPSILON)
+_TAKEN = 16  # queries or rows that a thread takes at once
+_SIDE_BY_SIDE = 4  # pairs: a loop over the blocks of one is too short for what it costs to begin
+_SUMS = JIT | {"fastmath": {"reassoc", "nsz"}}  # only lets a sum run in vector lanes
+
+
+def projected_distances(
+    point: Tensor,
+    vectors: Tensor,
+    scales: Tensor,
+    rows: Tensor,
+    block: int,
+    index: Tensor | None = None,
+) -> Tensor:
+    """Every query and the candidates of its chunk: (C, b, K) float32, differentiable.
+
+    point: (C, b, D); vectors: (C, b, P D); scales: (C, b, P B); rows: (U, D), of which index,
+    (C, K) int64, picks the candidates, or (C, K, D) without it; block: k.  Half precision is
+    computed in float32.
+
+    Raises IndexError where the index leaves the rows.
+    """
+    if index is None:
+        index = torch.arange(rows.shape[0] * rows.shape[1]).view(rows.shape[:2])
+        rows = rows.flatten(0, 1)
+    if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
+        raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
+    blocks = rows.shape[-1] // block
+
+    def across(x: Tensor) -> Tensor:
+        """(..., n D) -> (..., n, k, B)"""
+        parts = x.float().unflatten(-1, (x.shape[-1] // (block * blocks), blocks, block))
+        return parts.transpose(-1, -2).contiguous()
+
+    of_scales = scales.float().unflatten(-1, (scales.shape[-1] // blocks, blocks)).contiguous()
+    given = across(point)[..., 0, :, :], across(vectors), of_scales, across(rows)[..., 0, :, :]
+    return _Distances.apply(*given, index.contiguous())
+
+
+class _Distances(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(point, vectors, scales, rows, index)
+        out = point.new_empty(*point.shape[:2], index.shape[1])
+        given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
+        numbers = out.numel() * point[0, 0].numel() if out.numel() else 0
+        _run(_measure, _measure_in_parallel, len(point) * point.shape[1], numbers, given)
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        *given, index = ctx.saved_tensors
+        point, _, _, rows = given
+        grads = [torch.zeros_like(x) for x in given]
+        arrays = _arrays(*given)
+        weights, numbers = grad.contiguous().numpy(), grad.numel() * rows[0].numel()
+        of_queries = *arrays, index.numpy(), weights, *_arrays(*grads[:3])
+        count = len(point) * point.shape[1]
+        _run(_pull_into_queries, _pull_into_queries_in_parallel, count, numbers, of_queries)
+        places = by_row(index.reshape(-1).numpy(), len(rows))
+        of_rows = *arrays, *places, weights, grads[3].numpy()
+        _run(_pull_into_rows, _pull_into_rows_in_parallel, len(rows), numbers, of_rows)
+        return *grads, None
+
+
+def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
+    return tuple(tensor.detach().numpy() for tensor in tensors)
+
+
+def _run(
+    serial: Callable[..., None],
+    in_parallel: Callable[..., None],
+    count: int,
+    numbers: int,
+    given: tuple[Any, ...],
+) -> None:
+    """Over ``count`` queries or rows, on as many threads as pay."""
+    if threads_for(-(-count // _TAKEN), numbers) == 1:
+        serial(0, count, *given)
+    else:
+        in_parallel(count, *given)
+
+
+@njit(parallel=True, **JIT)
+def _measure_in_parallel(count: int, *given: Any) -> None:
+    for part in prange(-(-count // _TAKEN)):
+        _measure(part * _TAKEN, min((part + 1) * _TAKEN, count), *given)
+
+
+@njit(parallel=True, **JIT)
+def _pull_into_queries_in_parallel(count: int, *given: Any) -> None:
+    for part in prange(-(-count // _TAKEN)):
+        _pull_into_queries(part * _TAKEN, min((part + 1) * _TAKEN, count), *given)
+
+
+@njit(parallel=True, **JIT)
+def _pull_into_rows_in_parallel(count: int, *given: Any) -> None:
+    for part in prange(-(-count // _TAKEN)):
+        _pull_into_rows(part * _TAKEN, min((part + 1) * _TAKEN, count), *given)
+
+
+@njit(**JIT)
+def _measure(
+    start: int,
+    stop: int,
+    point: np.ndarray,
+    vectors: np.ndarray,
+    scales: np.ndarray,
+    rows: np.ndarray,
+    index: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    """Queries, counted through all chunks."""
+    (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
+    projected, along, lengths = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    count, blocks = index.shape[1], rows.shape[2]
+    for query in range(start, stop):
+        c, i = query // point.shape[1], query % point.shape[1]
+        for t in range(_SIDE_BY_SIDE):
+            _put_query(t, point[c, i], vectors[c, i], scales[c, i], q, u, s)
+        for k in range(0, count, _SIDE_BY_SIDE):
+            for t in range(_SIDE_BY_SIDE):
+                _put(t, rows[index[c, min(k + t, count - 1)]], x)
+            _lengths(_project(u, s, x, projected, along), q, lengths)
+            for t in range(min(_SIDE_BY_SIDE, count - k)):
+                out[c, i, k + t] = _sum(lengths[t * blocks : (t + 1) * blocks])
+
+
+@njit(**JIT)
+def _pull_into_queries(
+    start: int,
+    stop: int,
+    point: np.ndarray,
+    vectors: np.ndarray,
+    scales: np.ndarray,
+    rows: np.ndarray,
+    index: np.ndarray,
+    weights: np.ndarray,
+    of_point: np.ndarray,
+    of_vectors: np.ndarray,
+    of_scales: np.ndarray,
+) -> None:
+    """Gradients of queries, and of what projects rows for them."""
+    (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
+    (of_q, of_u, of_s), slope = _tiles_of_query(vectors, scales), _tile(rows[0])
+    projected, along, slope_along = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    weight, count, last = np.empty_like(x[0]), index.shape[1], u.shape[0] - 1
+    for query in range(start, stop):
+        c, i = query // point.shape[1], query % point.shape[1]
+        of_q[:], of_u[:], of_s[:] = np.float32(0), np.float32(0), np.float32(0)
+        for t in range(_SIDE_BY_SIDE):
+            _put_query(t, point[c, i], vectors[c, i], scales[c, i], q, u, s)
+        for k in range(0, count, _SIDE_BY_SIDE):
+            for t in range(_SIDE_BY_SIDE):
+                _put(t, rows[index[c, min(k + t, count - 1)]], x)
+                _weigh(t, weights[c, i, k + t] if k + t < count else np.float32(0), weight)
+            _slope(_project(u, s, x, projected, along), q, weight, slope_along, slope)
+            for r in range(slope.shape[0]):
+                _subtract(slope[r], of_q[r])
+            for p in range(last + 1):
+                before = x if p == last else projected[p + 1]
+                _inner(u[p], slope, slope_along)
+                _subtract_products(along[p], slope_along, of_s[p])
+                for r in range(slope.shape[0]):
+                    given = along[p], slope[r], slope_along, before[r]
+                    _subtract_of_vector(s[p], *given, of_u[p, r])
+                _remove(s[p], slope_along, u[p], slope, slope)
+        _fold(of_q, of_point[c, i])
+        _fold(of_s, of_scales[c, i])
+        for p in range(last + 1):
+            _fold(of_u[p], of_vectors[c, i, p])
+
+
+@njit(**JIT)
+def _pull_into_rows(
+    start: int,
+    stop: int,
+    point: np.ndarray,
+    vectors: np.ndarray,
+    scales: np.ndarray,
+    rows: np.ndarray,
+    places: np.ndarray,
+    bounds: np.ndarray,
+    weights: np.ndarray,
+    of_rows: np.ndarray,
+) -> None:
+    """Gradients of rows, each from the places where it is a candidate."""
+    (q, u, s), x = _tiles_of_query(vectors, scales), _tile(rows[0])
+    of_x, slope, weight = _tile(rows[0]), _tile(rows[0]), np.zeros_like(x[0])
+    projected, along, slope_along = np.empty_like(u), np.empty_like(s), np.empty_like(x[0])
+    for row in range(start, stop):
+        of_x[:], filled = np.float32(0), 0
+        for t in range(_SIDE_BY_SIDE):
+            _put(t, rows[row], x)
+        for place in range(bounds[row], bounds[row + 1]):
+            c, k = places[place] // weights.shape[2], places[place] % weights.shape[2]
+            for i in range(point.shape[1]):
+                _put_query(filled, point[c, i], vectors[c, i], scales[c, i], q, u, s)
+                _weigh(filled, weights[c, i, k], weight)
+                filled += 1
+                is_last = place == bounds[row + 1] - 1 and i == point.shape[1] - 1
+                if filled < _SIDE_BY_SIDE and not is_last:
+                    continue
+                for t in range(filled, _SIDE_BY_SIDE):
+                    _weigh(t, np.float32(0), weight)
+                _slope(_project(u, s, x, projected, along), q, weight, slope_along, slope)
+                for p in range(u.shape[0]):
+                    _inner(u[p], slope, slope_along)
+                    _remove(s[p], slope_along, u[p], slope, slope)
+                for r in range(slope.shape[0]):
+                    _add(slope[r], of_x[r])
+                filled = 0
+        _fold(of_x, of_rows[row])
+
+
+# Tiles: the blocks of four pairs side by side, (..., 4 B).
+
+
+@njit(**JIT)
+def _tile(row: np.ndarray) -> np.ndarray:
+    """For four of (k, B), 0 so far: what is never filled stays finite."""
+    return np.zeros((row.shape[0], _SIDE_BY_SIDE * row.shape[1]), np.float32)
+
+
+@njit(**JIT)
+def _tiles_of_query(
+    vectors: np.ndarray, scales: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For the points, vectors and scales of four queries."""
+    projections, size, blocks = vectors.shape[2:]
+    lanes = _SIDE_BY_SIDE * blocks
+    point = np.zeros((size, lanes), np.float32)
+    of_vectors = np.zeros((projections, size, lanes), np.float32)
+    return point, of_vectors, np.zeros((projections, lanes), np.float32)
+
+
+@njit(**JIT)
+def _put(t: int, x: np.ndarray, tile: np.ndarray) -> None:
+    """x (k, B) as number t of the four."""
+    blocks = x.shape[1]
+    for r in range(x.shape[0]):
+        for i in range(blocks):
+            tile[r, t * blocks + i] = x[r, i]
+
+
+@njit(**JIT)
+def _put_query(
+    t: int,
+    point: np.ndarray,
+    vectors: np.ndarray,
+    scales: np.ndarray,
+    q: np.ndarray,
+    u: np.ndarray,
+    s: np.ndarray,
+) -> None:
+    _put(t, point, q)
+    _put(t, scales, s)
+    for p in range(vectors.shape[0]):
+        _put(t, vectors[p], u[p])
+
+
+@njit(**JIT)
+def _weigh(t: int, weight: np.float32, tile: np.ndarray) -> None:
+    blocks = tile.shape[0] // _SIDE_BY_SIDE
+    tile[t * blocks : (t + 1) * blocks] = weight
+
+
+@njit(**JIT)
+def _fold(tile: np.ndarray, out: np.ndarray) -> None:
+    """Their sum: (k, 4 B) -> (k, B)"""
+    blocks = out.shape[1]
+    for r in range(out.shape[0]):
+        for i in range(blocks):
+            near = tile[r, i] + tile[r, blocks + i]
+            out[r, i] = near + (tile[r, 2 * blocks + i] + tile[r, 3 * blocks + i])
+
+
+@njit(**JIT)
+def _project(
+    u: np.ndarray, s: np.ndarray, row: np.ndarray, projected: np.ndarray, along: np.ndarray
+) -> np.ndarray:
+    """The row (k, B) after all projections; projected[p], after p and those before it."""
+    for p in range(u.shape[0] - 1, -1, -1):
+        _inner(u[p], row, along[p])
+        _remove(s[p], along[p], u[p], row, projected[p])
+        row = projected[p]
+    return row
+
+
+@njit(**JIT)
+def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    """<u, x> of each block: (k, B) twice -> (B,)"""
+    out[:] = np.float32(0)
+    for r in range(u.shape[0]):
+        _add_products(u[r], x[r], out)
+
+
+@njit(**JIT)
+def _remove(
+    s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
+) -> None:
+    """x - s along u"""
+    for r in range(u.shape[0]):
+        _less(s, along, u[r], x[r], out[r])
+
+
+@njit(**JIT)
+def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
+    """Of the blocks of their difference."""
+    out[:] = _EPSILON  # the gradient of a length is finite at 0 so
+    for r in range(point.shape[0]):
+        _add_squares(end[r], point[r], out)
+    for i in range(out.shape[0]):
+        out[i] = np.sqrt(out[i])
+
+
+@njit(**JIT)
+def _slope(
+    end: np.ndarray, point: np.ndarray, weight: np.ndarray, share: np.ndarray, out: np.ndarray
+) -> None:
+    """The gradient of the projected row; share: scratch, (B,) as the weights."""
+    _lengths(end, point, share)
+    for i in range(share.shape[0]):
+        share[i] = weight[i] / share[i]
+    for r in range(point.shape[0]):
+        _scaled_difference(share, end[r], point[r], out[r])
+
+
+# Loops over blocks, (B,) all.
+
+
+@njit(**JIT)
+def _add(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] += x[i]
+
+
+@njit(**JIT)
+def _subtract(x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] -= x[i]
+
+
+@njit(**JIT)
+def _add_products(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] += x[i] * y[i]
+
+
+@njit(**JIT)
+def _subtract_products(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] -= x[i] * y[i]
+
+
+@njit(**JIT)
+def _add_squares(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] += (x[i] - y[i]) * (x[i] - y[i])
+
+
+@njit(**JIT)
+def _scaled_difference(scale: np.ndarray, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] = scale[i] * (x[i] - y[i])
+
+
+@njit(**JIT)
+def _less(s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
+    for i in range(out.shape[0]):
+        out[i] = x[i] - s[i] * along[i] * u[i]
+
+
+@njit(**JIT)
+def _subtract_of_vector(
+    s: np.ndarray,
+    along: np.ndarray,
+    slope: np.ndarray,
+    slope_along: np.ndarray,
+    x: np.ndarray,
+    out: np.ndarray,
+) -> None:
+    for i in range(out.shape[0]):
+        out[i] -= s[i] * (along[i] * slope[i] + slope_along[i] * x[i])
+
+
+@njit(**_SUMS)
+def _sum(x: np.ndarray) -> np.float32:
+    total = np.float32(0)
+    for i in range(x.shape[0]):
+        total += x[i]
+    return total

@@ -1,0 +1,116 @@
+"""HousE's kernels against torch, which copies rows for every pair, in double precision."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kge_torchrec.models.projected_pairs import projected_distances
+from kge_torchrec.models.scorers import SCORERS, queries
+
+HousE = SCORERS["house"]
+
+
+def numbers(chunks, queries, rows, blocks, block, projections, seed=0):
+    """point, vectors, scales, rows"""
+    draw, dim = torch.Generator().manual_seed(seed), blocks * block
+    shapes = [(chunks, queries, dim), (chunks, queries, projections * dim),
+              (chunks, queries, projections * blocks), (rows, dim)]  # fmt: skip
+    return [torch.randn(shape, generator=draw) for shape in shapes]
+
+
+def expected(point, vectors, scales, rows, block, index):
+    """By the scorer's formula, of double precision."""
+    projections = vectors.shape[-1] // rows.shape[-1]
+    scorer = HousE(1, rows.shape[-1], False, block=block, projections=projections)
+    given = (x[:, :, None] for x in (point, vectors, scales))
+    return -scorer._score(*given, rows[index][:, None])
+
+
+def of(compute, given, block, index, dtype):
+    """Distances, and the gradients of their sum with random weights, some of them 0."""
+    given = [x.detach().to(dtype).requires_grad_() for x in given]
+    found = compute(*given, block, index)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    weights[..., ::3] = 0
+    total = (found * weights.to(dtype)).sum()
+    return found.detach(), *torch.autograd.grad(total, given, materialize_grads=True)
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 9)),
+    blocks=st.integers(1, 5),
+    block=st.integers(1, 5),
+    projections=st.integers(0, 3),
+)
+@settings(max_examples=50, deadline=None)
+def test_distances_and_gradients(sizes, blocks, block, projections):
+    """Of candidates that several queries pick, of some that nobody does."""
+    chunks, queries, candidates = sizes
+    index = torch.randint(7, (chunks, candidates), generator=torch.Generator().manual_seed(2))
+    given = numbers(chunks, queries, 7, blocks, block, projections)
+    exact = of(expected, given, block, index, torch.float64)
+    found = of(projected_distances, given, block, index, torch.float32)
+    for one, other in zip(exact, found, strict=True):
+        torch.testing.assert_close(one.float(), other, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_each_chunk():
+    """Without an index."""
+    given = numbers(2, 5, 12, 3, 4, 1)
+    index = torch.arange(12).view(2, 6)
+    *of_queries, rows = given
+    found = projected_distances(*of_queries, rows.view(2, 6, 12), 4)
+    assert torch.equal(found, projected_distances(*given, 4, index))
+
+
+def test_the_number_of_threads_changes_no_bit():
+    given = numbers(3, 40, 100, 16, 4, 1)
+    index = torch.randint(100, (3, 50), generator=torch.Generator().manual_seed(2))
+    found, before = [], torch.get_num_threads()
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            found.append(of(projected_distances, given, 4, index, torch.float32))
+    finally:
+        torch.set_num_threads(before)
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_pair_measures_the_same_wherever_it_stands():
+    """Or entities that score alike would not rank alike."""
+    point, vectors, scales, rows = numbers(1, 3, 1, 16, 4, 1)
+    index = torch.zeros(1, 7, dtype=torch.int64)
+    found = projected_distances(point, vectors, scales, rows, 4, index)
+    assert (found == found[..., :1]).all()
+
+
+@pytest.mark.parametrize("number", [-1, 7])
+def test_candidates_that_are_not_there_are_refused(number):
+    index = torch.tensor([[0, number]])
+    with pytest.raises(
+        IndexError, match=f"candidates {min(0, number)} to {max(0, number)} of 7 rows"
+    ):
+        projected_distances(*numbers(1, 1, 7, 2, 2, 1), 2, index)
+
+
+def test_equal_points_have_a_finite_gradient():
+    point, vectors, scales, rows = (x * 0 for x in numbers(1, 1, 1, 2, 2, 1))
+    rows.requires_grad_()
+    index = torch.zeros(1, 1, dtype=torch.int64)
+    projected_distances(point, vectors, scales, rows, 2, index).sum().backward()
+    assert torch.equal(rows.grad, torch.zeros(1, 4))
+
+
+def test_rows_are_not_copied(monkeypatch):
+    """Of candidates that their queries pick."""
+    scorer = HousE(1, 8, False)
+    torch.nn.init.normal_(scorer.relations)
+    query = scorer.encode_query(torch.randn(2, 3, 8), torch.zeros(2, 3, dtype=torch.int64), "tail")
+    rows, index = torch.randn(5, 8), torch.tensor([[0, 4], [2, 2]])
+    copied = scorer.similarity_matrix(query, rows[index])
+    monkeypatch.setattr(queries, "pick", None)
+    torch.testing.assert_close(scorer.similarity_at(query, rows, index), copied)
