@@ -16,7 +16,6 @@ projections.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kge_torchrec.models.ops import EPSILON
-from kge_torchrec.models.row_sums import JIT, by_row, threads_for
+from kge_torchrec.models.row_sums import JIT, by_row, in_blocks
 
 _EPSILON = np.float32(EPSILON)
 _TAKEN = 16  # queries or rows that a thread takes at once
@@ -74,8 +73,8 @@ class _Distances(torch.autograd.Function):
         ctx.save_for_backward(point, vectors, scales, rows, index)
         out = point.new_empty(*point.shape[:2], index.shape[1])
         given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
-        numbers = out.numel() * point[0, 0].numel() if out.numel() else 0
-        _run(_measure, _measure_in_parallel, len(point) * point.shape[1], numbers, given)
+        count, numbers = len(point) * point.shape[1], out.numel() * rows.shape[1:].numel()
+        in_blocks(_measure, _measure_in_parallel, count, _TAKEN, numbers, given)
         return out
 
     @staticmethod
@@ -85,32 +84,19 @@ class _Distances(torch.autograd.Function):
         point, _, _, rows = given
         grads = [torch.zeros_like(x) for x in given]
         arrays = _arrays(*given)
-        weights, numbers = grad.contiguous().numpy(), grad.numel() * rows[0].numel()
+        weights, numbers = grad.contiguous().numpy(), grad.numel() * rows.shape[1:].numel()
         of_queries = *arrays, index.numpy(), weights, *_arrays(*grads[:3])
-        count = len(point) * point.shape[1]
-        _run(_pull_into_queries, _pull_into_queries_in_parallel, count, numbers, of_queries)
+        both, count = (_pull_into_queries, _pull_into_queries_in_parallel), len(point)
+        in_blocks(*both, count * point.shape[1], _TAKEN, numbers, of_queries)
         places = by_row(index.reshape(-1).numpy(), len(rows))
         of_rows = *arrays, *places, weights, grads[3].numpy()
-        _run(_pull_into_rows, _pull_into_rows_in_parallel, len(rows), numbers, of_rows)
+        both = _pull_into_rows, _pull_into_rows_in_parallel
+        in_blocks(*both, len(rows), _TAKEN, numbers, of_rows)
         return *grads, None
 
 
 def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     return tuple(tensor.detach().numpy() for tensor in tensors)
-
-
-def _run(
-    serial: Callable[..., None],
-    in_parallel: Callable[..., None],
-    count: int,
-    numbers: int,
-    given: tuple[Any, ...],
-) -> None:
-    """Over ``count`` queries or rows, on as many threads as pay."""
-    if threads_for(-(-count // _TAKEN), numbers) == 1:
-        serial(0, count, *given)
-    else:
-        in_parallel(count, *given)
 
 
 @njit(parallel=True, **JIT)

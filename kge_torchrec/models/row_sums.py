@@ -5,6 +5,7 @@ Shapes: U rows, M places that picked them, D numbers a row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numba
@@ -57,6 +58,24 @@ def threads_for(blocks: int, numbers: int) -> int:
         return 1
     numba.set_num_threads(threads)
     return threads
+
+
+def in_blocks(
+    serial: Callable[..., None],
+    in_parallel: Callable[..., None],
+    count: int,
+    block: int,
+    numbers: int,
+    given: tuple[Any, ...],
+) -> None:
+    """A kernel over ``count`` things, a block of them at a time, on as many threads as pay.
+
+    It is called as serial(0, count, *given) or in_parallel(count, *given).
+    """
+    if threads_for(-(-count // block), numbers) == 1:
+        serial(0, count, *given)
+    else:
+        in_parallel(count, *given)
 
 
 @njit(**JIT)

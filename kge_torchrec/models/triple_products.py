@@ -14,7 +14,6 @@ Shapes: U rows, Q queries of a side, K candidates of a side, D numbers a row, R 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple, get_args
 
 import numpy as np
@@ -23,7 +22,7 @@ from numba import njit, prange
 from torch import Tensor
 
 from kge_torchrec.models.ops import Factor
-from kge_torchrec.models.row_sums import JIT, by_row, threads_for
+from kge_torchrec.models.row_sums import JIT, by_row, in_blocks
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # places in Factor
 _SUMS = JIT | {"fastmath": {"reassoc", "nsz"}}  # only lets a sum run in vector lanes
@@ -71,7 +70,8 @@ class _Encoded(torch.autograd.Function):
             count = len(asked.anchor)
             query, score = rows.new_empty(count, rows.shape[1]), rows.new_empty(count)
             given = *_arrays(asked, rows, relations), query.numpy(), score.numpy()
-            _run(_multiply, _multiply_in_parallel, count, count * rows.shape[1], given)
+            both, numbers = (_multiply, _multiply_in_parallel), count * rows.shape[1]
+            in_blocks(*both, count, _BLOCK, numbers, given)
             found += [query, score, rows.index_select(0, asked.candidates)]
         return *found, rows.index_select(0, copied)
 
@@ -91,11 +91,13 @@ class _Encoded(torch.autograd.Function):
             index = torch.cat([asked.anchor, asked.target, asked.candidates])
             places = by_row(index.numpy(), len(rows))
             last = *given, of_candidates, *places, adds, of_rows.numpy()
-            _run(_pull_rows, _pull_rows_in_parallel, len(rows), numbers, last)
+            both = _pull_rows, _pull_rows_in_parallel
+            in_blocks(*both, len(rows), _BLOCK, numbers, last)
 
             places = by_row(asked.relation.numpy(), len(relations))
             last = *given, *places, adds, of_relations.numpy()
-            _run(_pull_relations, _pull_relations_in_parallel, len(relations), numbers, last)
+            both = _pull_relations, _pull_relations_in_parallel
+            in_blocks(*both, len(relations), _BLOCK, numbers, last)
         return of_rows.index_add_(0, copied, grads[-1]), of_relations, None, None
 
 
@@ -105,20 +107,6 @@ def _arrays(asked: Asked, rows: Tensor, relations: Tensor) -> tuple[Any, ...]:
     # Not by .numpy(), after which FSDP could not free the relations.
     given = rows.detach().numpy(), np.from_dlpack(relations.detach())
     return get_args(Factor).index(asked.factor), *places, *given
-
-
-def _run(
-    serial: Callable[..., None],
-    in_parallel: Callable[..., None],
-    count: int,
-    numbers: int,
-    given: tuple[Any, ...],
-) -> None:
-    """Over ``count`` queries, rows or relations, on as many threads as pay."""
-    if threads_for(-(-count // _BLOCK), numbers) == 1:
-        serial(0, count, *given)
-    else:
-        in_parallel(count, *given)
 
 
 @njit(**JIT)

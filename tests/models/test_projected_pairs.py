@@ -40,7 +40,7 @@ def of(compute, given, block, index, dtype):
 
 
 @given(
-    sizes=st.tuples(st.integers(1, 3), st.integers(1, 6), st.integers(1, 9)),
+    sizes=st.tuples(st.integers(1, 3), st.integers(0, 6), st.integers(0, 9)),
     blocks=st.integers(1, 5),
     block=st.integers(1, 5),
     projections=st.integers(0, 3),
@@ -114,3 +114,12 @@ def test_rows_are_not_copied(monkeypatch):
     copied = scorer.similarity_matrix(query, rows[index])
     monkeypatch.setattr(queries, "pick", None)
     torch.testing.assert_close(scorer.similarity_at(query, rows, index), copied)
+
+
+def test_no_rows_at_all():
+    point, vectors, scales, rows = (x.requires_grad_() for x in numbers(1, 2, 0, 2, 2, 1))
+    index = torch.zeros(1, 0, dtype=torch.int64)
+    found = projected_distances(point, vectors, scales, rows, 2, index)
+    found.sum().backward()
+    assert found.shape == (1, 2, 0)
+    assert rows.grad.shape == (0, 4)
