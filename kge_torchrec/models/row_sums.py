@@ -1,5 +1,8 @@
 """Sums of the gradients of a row, on a CPU: each row has one writer, whatever the threads.
 
+And what all kernels here begin with: how they are compiled (``JIT``), and how many threads they are
+worth (``threads_for``, ``in_blocks``).
+
 Shapes: U rows, M places that picked them, D numbers a row.
 """
 
