@@ -56,7 +56,7 @@ def load_kernels() -> None:
     words = np.zeros(8, np.int64)
     waiting.publish(words, 0, waiting.read(words, 0))
     waiting.wait_for(words, 0, 0, False)
-    seen, scores = torch.zeros(1), torch.ones(1, 2)
+    seen, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
     slope_kernels.normalizers(scores, seen, True)
     slope_kernels.gradients(scores, seen, torch.ones(1), 0.0, True)
     slope_kernels.log_sums(scores, None, True)

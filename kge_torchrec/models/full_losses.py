@@ -51,8 +51,9 @@ class BlockAnswers(NamedTuple):
 class FullLoss(Protocol):
     """One loss over all entities.
 
-    ``seen`` is (3, Q) float32: of each query the normalizer, the sum over answers of their target
-    times their score, and the sum of all scores (0 without label smoothing).
+    ``seen`` is (3, Q), and what its three numbers are is the loss's own.  Ours are of float64, as
+    float32 has steps of 1e-5 at 150: of each query the normalizer, the sum over answers of their
+    target times their score, and the sum of all scores (0 without label smoothing).
     """
 
     normalizes: bool  # whether the gradient at one entity depends on the scores of all others
@@ -87,7 +88,7 @@ class _FullLoss:
         self.factor = 1.0  # of the whole loss
 
     def observe(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
-        seen = scores.new_zeros(3, len(scores), dtype=_precise(scores))
+        seen = scores.new_zeros(3, len(scores), dtype=torch.float64)
         normalizer, of_answers, total = seen
         targets = scores[answers.query, answers.column] * self._target(answers)
         of_answers.index_add_(0, answers.query, targets.to(seen.dtype))
@@ -156,7 +157,8 @@ class FullSoftmax(_FullLoss):
         return self.smoothing / self.num_entities
 
     def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
-        torch.logsumexp(scores, 1, out=normalizer)
+        top = scores.amax(1)  # apart until the end, which torch's own would round
+        normalizer.copy_((scores - top[:, None]).exp_().sum(1).log_()).add_(top)
 
     def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
         scores.sub_(normalizer[:, None]).exp_()
@@ -184,7 +186,7 @@ class FullBinaryCrossEntropy(_FullLoss):
         return self.smoothing / 2
 
     def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
-        torch.sum(softplus(scores), 1, out=normalizer)
+        normalizer.copy_(softplus(scores).sum(1))
 
     def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
         scores.sigmoid_()
@@ -197,11 +199,6 @@ def _kernels_for(scores: Tensor) -> ModuleType | None:
     from kge_torchrec.models import slope_kernels  # numba takes its time
 
     return slope_kernels if slope_kernels.takes(scores) else None
-
-
-def _precise(scores: Tensor) -> torch.dtype:
-    """What is seen of scores of a type is in."""
-    return torch.promote_types(scores.dtype, torch.float32)
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

@@ -6,8 +6,9 @@ and logarithm take their time.  They are polynomials here, since compilers make 
 
 Against all entities scores are read once for ``normalizers``, and overwritten by ``gradients``.
 They are of float32, or of bfloat16, as an array of the 16-bit integers that have its bits; all is
-computed in float32, and a gradient rounded as it is written.  Sampled candidates are few enough for
-slopes of their own: ``log_sums`` has both in one pass.
+computed in float32 but for what a normalizer adds to exponents, and a gradient rounded as it is
+written.  Sampled candidates are few enough for slopes of their own: ``log_sums`` has both in one
+pass.
 
 Shapes: Q queries, m entities of a block, K candidates.
 """
@@ -34,7 +35,7 @@ _F = np.float32  # a number that is not one would make all others double
 
 
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
-    """Overwrites (Q,) float32 by log sum exp s, or by sum log(1 + exp s), of scores (Q, m)."""
+    """Overwrites (Q,) float64 by log sum exp s, or by sum log(1 + exp s), of scores (Q, m)."""
     arrays = _array(scores), scores.shape[1], out.numpy(), softmax
     if threads_for(len(scores), scores.numel()) == 1:
         _normalizers(0, len(scores), *arrays)
@@ -47,9 +48,12 @@ def gradients(
 ) -> None:
     """Overwrites scores (Q, m) by weight (f(s) - rest), with one weight a query, (Q,) float32.
 
-    f(s) is exp(s - normalizer), with a normalizer (Q,) float32, or the sigmoid of s.
+    f(s) is exp(s - normalizer), with a normalizer (Q,) float64, or the sigmoid of s.
     """
-    of_query = normalizer.contiguous().numpy(), weight.contiguous().numpy()
+    # In two parts: in float32 one of 150 would be off by up to 8e-6, and so would exponentials.
+    whole = normalizer.float()
+    small = (normalizer - whole).float()
+    of_query = (x.contiguous().numpy() for x in (whole, small, weight))
     given = _array(scores), scores.shape[1], *of_query, np.float32(rest), softmax
     if threads_for(len(scores), scores.numel()) == 1:
         _gradients(0, len(scores), *given)
@@ -180,7 +184,7 @@ def _normalizers(
         row = scores[q, :entities]
         if softmax:
             top = _largest(row, lanes)
-            out[q] = np.log(_sum(row, top, True, lanes)) + top
+            out[q] = np.float64(np.log(_sum(row, top, True, lanes))) + np.float64(top)
         else:
             out[q] = _sum(row, _F(0), False, lanes)
 
@@ -200,6 +204,7 @@ def _gradients(
     scores: np.ndarray,
     entities: int,
     normalizer: np.ndarray,
+    small: np.ndarray,
     weight: np.ndarray,
     rest: np.float32,
     softmax: bool,
@@ -208,13 +213,13 @@ def _gradients(
         row = scores[q, :entities]
         if softmax:
             for j in range(row.shape[0]):
-                slope = _exp(_number(row[j]) - normalizer[q])
+                slope = _exp((_number(row[j]) - normalizer[q]) - small[q])
                 _put(row, j, (slope - rest) * weight[q])
         else:
             for j in range(row.shape[0]):
                 score = _number(row[j])
-                small = _exp(-abs(score))
-                slope = (_F(1) if score >= 0 else small) / (_F(1) + small)
+                least = _exp(-abs(score))
+                slope = (_F(1) if score >= 0 else least) / (_F(1) + least)
                 _put(row, j, (slope - rest) * weight[q])
 
 
@@ -223,12 +228,13 @@ def _gradients_in_parallel(
     scores: np.ndarray,
     entities: int,
     normalizer: np.ndarray,
+    small: np.ndarray,
     weight: np.ndarray,
     rest: np.float32,
     softmax: bool,
 ) -> None:
     for q in prange(scores.shape[0]):
-        _gradients(q, q + 1, scores, entities, normalizer, weight, rest, softmax)
+        _gradients(q, q + 1, scores, entities, normalizer, small, weight, rest, softmax)
 
 
 def _number(stored: Any) -> Any:

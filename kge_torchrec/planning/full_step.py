@@ -117,7 +117,7 @@ def full_traffic(workload: Workload, cluster: Cluster) -> Traffic:
         ring.all_reduce(size, traffic.within[kind], traffic.between[kind])
     layout, dense = DenseLayout.of(workload.config.dense, cluster), workload.dense_parameters
     layout.send_whole(dense, cluster, traffic.within["dense"], traffic.between["dense"])
-    seen = 4 * 3 * queries_of(workload) * (ranks - 1)
+    seen = 8 * 3 * queries_of(workload) * (ranks - 1)
     ring.send(seen, traffic.within["rows"], traffic.between["rows"])
     return traffic
 

@@ -246,7 +246,7 @@ class _Backward:
         if weights:
             values = values * torch.cat(weights)
         scaled = values.sum() * self.weight + self.auxiliary * self.world
-        return scaled / self.scale
+        return (scaled / self.scale).float()
 
     @property
     def _relation_weight(self) -> float:
@@ -306,17 +306,21 @@ class _Backward:
 
     def _join(self) -> None:
         """Makes of what this rank has seen what all have seen, by one collective."""
-        queries, device = self.batch.queries, self.shard.rows.device
-        mine = self.loss.join(torch.stack(self.seen)) if self.seen else None
+        own = self.loss.join(torch.stack(self.seen)) if self.seen else None
         if self.world == 1:
-            self.joined = mine
+            self.joined = own
             return
-        if mine is None:  # a rank without rows
-            mine = torch.zeros(3, queries, device=device)
-            mine[0] = -torch.inf if self.loss.normalizes else 0
-        every = mine.new_empty(self.world, 3, queries)
-        dist.all_gather(list(every.unbind()), mine)
-        self.joined = self.loss.join(every)
+        size, device = (3, self.batch.queries), self.shard.rows.device
+        # Float64 for all: a rank without rows cannot know the type that the loss takes.
+        sent = torch.zeros(size, dtype=torch.float64, device=device)
+        if own is not None:
+            sent.copy_(own)
+        elif self.loss.normalizes:
+            sent[0] = -torch.inf
+        every = sent.new_empty(self.world, *size)
+        dist.all_gather(list(every.unbind()), sent)
+        joined = self.loss.join(every)
+        self.joined = joined if own is None else joined.to(own.dtype)
 
     def _finish(self, block: _Block) -> Tensor:
         """(m, D) gradients of a block's rows; those of queries and parameters are added up."""

@@ -17,7 +17,7 @@ import torch
 from extended import ALL, ENGINES, LION, MIXED, REFE, rank_trains
 from models import test_scorers
 from planned_runs import workload
-from training_runs import config_of, fit, largest_difference
+from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec import (
@@ -59,24 +59,30 @@ def test_the_scorer_has_the_properties_of_ours(folder, monkeypatch):
 
 @pytest.fixture(scope="module")
 def worlds(folder, store, tmp_path_factory) -> dict[int, list[tuple[dict, dict]]]:
-    """By number of ranks: both engines with sampled negatives, then queries with all answers."""
-    found = {}
+    """By number of ranks: both engines with sampled negatives, then queries with all answers.
+
+    Before the last, the same of fewer entities than ranks, where a rank has no scores to look at.
+    """
+    found, few = {}, tmp_path_factory.mktemp("few")
+    few = tiny_store(few / "store", entities=3, train=12, held_out=1).path
     for world in (1, 2, 4):
         runs = tmp_path_factory.mktemp("runs")
         configs = [config_of(store, runs / e, entities__engine=e, **ALL) for e in ENGINES]
         full = {**ALL, "negatives__regime": "kvsall", "negatives__chunk_size": 0}
         configs.append(config_of(store, runs / "kvsall", **full))
+        of_few = {**full, "loss__name": "foreign_parts:CrossEntropy", "loss__options": {}}
+        configs.append(config_of(few, runs / "few", **of_few))
         answers = {**full, "negatives__regime": "kvssample"}
         configs.append(config_of(store, runs / "kvssample", **answers))
         # What is sent for sampled candidates of queries is what is sent for those of triples.
-        found[world] = run_world(world, rank_trains, folder, configs[: 3 if world == 4 else 4])[0]
+        found[world] = run_world(world, rank_trains, folder, configs[: 4 if world == 4 else 5])[0]
     return found
 
 
 def test_every_world_and_engine_ends_in_the_same_place(worlds):
-    (first, _), (_, _), (full, _), (answers, _) = worlds[1]
+    (first, _), (_, _), (full, _), (few, _), (answers, _) = worlds[1]
     for of_world in worlds.values():
-        for found, expected in zip(of_world, (first, first, full, answers), strict=False):
+        for found, expected in zip(of_world, (first, first, full, few, answers), strict=False):
             assert largest_difference(found[0], expected) < 1e-5
     for one, other in itertools.combinations((first, full, answers), 2):
         assert largest_difference(one, other) > 1e-2

@@ -32,7 +32,7 @@ def of_full(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, to
     block = BlockAnswers(query, column, 1 / answers.sum(1)[query].float())
     seen = loss.observe(scores, block)
     loss.finish(scores, seen, block, torch.ones(QUERIES))
-    return loss.values(seen), scores
+    return loss.values(seen).float(), scores
 
 
 def of_answers(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -29,7 +29,8 @@ def among(scores, width):
 
 
 def both(scores, weight, rest, softmax):
-    seen, found = torch.empty(len(scores)), among(scores, scores.stride(0))
+    seen = torch.empty(len(scores), dtype=torch.float64)
+    found = among(scores, scores.stride(0))
     normalizers(scores, seen, softmax)
     gradients(found, seen, weight, rest, softmax)
     return seen, found
@@ -43,9 +44,14 @@ def test_they_are_those_of_double_precision(softmax, scores, rest):
     weight = torch.linspace(0.5, 2, len(scores))
     seen, found = both(scores, weight, rest, softmax)
     exact = scores.double()
-    expected = exact.logsumexp(1) if softmax else torch.nn.functional.softplus(exact).sum(1)
-    assert torch.allclose(seen.double(), expected, rtol=2e-6, atol=1e-6 if softmax else 2e-36)
-    slopes = (exact - seen.double()[:, None]).exp() if softmax else exact.sigmoid()
+    if softmax:
+        expected = exact.logsumexp(1)
+        assert torch.allclose(seen, expected, rtol=0, atol=2e-6)  # however far from 0 it is
+        slopes = (exact - expected[:, None]).exp()
+    else:
+        expected = torch.nn.functional.softplus(exact).sum(1)
+        assert torch.allclose(seen, expected, rtol=2e-6, atol=2e-36)
+        slopes = exact.sigmoid()
     expected = ((slopes - rest) * weight.double()[:, None]).float().to(scores.dtype)
     # A difference of some 100 has few digits; a bfloat16 is one of two that are neighbours.
     close = 2e-5 if scores.dtype == torch.float32 else 2**-7
@@ -59,7 +65,7 @@ def test_bfloat16_is_rounded_to_the_nearest_and_halves_to_even():
     weight = torch.randn(5000) * 10 ** torch.linspace(-20, 20, 5000)
     weight[::10] = ((weight[::10].view(torch.int32) & -65536) | 0x8000).view(torch.float32)
     found = torch.full((5000, 1), 100, dtype=torch.bfloat16)
-    gradients(found, torch.zeros(5000), weight, 0.0, False)
+    gradients(found, torch.zeros(5000, dtype=torch.float64), weight, 0.0, False)
     assert torch.equal(found[:, 0], weight.bfloat16())
 
 
