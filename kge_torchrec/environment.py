@@ -15,8 +15,8 @@ import re
 import runpy
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -40,11 +40,13 @@ class PackageSetError(KGEError, ImportError):
     """The installed torch, torchrec and fbgemm do not belong together."""
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """The versions of those packages that are there.  Imports none of them."""
+    found = {}
+    for name in names:
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
 
 
 def _short(version: str) -> str:
@@ -53,15 +55,14 @@ def _short(version: str) -> str:
 
 def versions() -> dict[str, str | None]:
     """Of what results depend on, by name; None for what is not installed.  Imports nothing."""
-    there = [name for name in _FBGEMM if _version(name)]
-    names = ("torch", "torchrec", *(there or _FBGEMM[:1]))
+    names = ("torch", "torchrec", *(installed(_FBGEMM) or _FBGEMM[:1]))
     python = ".".join(map(str, sys.version_info[:3]))
-    return {**{name: _version(name) for name in names}, "Python": python}
+    return {**dict.fromkeys(names), **installed(names), "Python": python}
 
 
 def has_torchrec() -> bool:
     """Whether TorchRec or any FBGEMM is installed; without them the hand-rolled engine remains."""
-    return any(_version(name) for name in ("torchrec", *_FBGEMM))
+    return bool(installed(("torchrec", *_FBGEMM)))
 
 
 def check_torchrec() -> None:
@@ -79,8 +80,7 @@ def check_packages() -> None:
     That is one known set, or torch without TorchRec and FBGEMM.  Imports none of them, so that it
     can speak before a broken set fails to import.
     """
-    names = ("torch", "torchrec", *_FBGEMM)
-    there = {name: version for name in names if (version := _version(name))}
+    there = installed(("torch", "torchrec", *_FBGEMM))
     fbgemm = {name: version for name, version in there.items() if name in _FBGEMM}
     missing = [name for name in ("torch", "torchrec") if name not in there]
     if missing == ["torchrec"] and not fbgemm:

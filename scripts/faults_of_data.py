@@ -49,10 +49,17 @@ DATA_FAULTS = [
         "tests/data/test_weights.py",
     ),
     Fault(
+        "options of files are not heard where there is no file",
+        "data/prepare.py",
+        '        if value is not None:\n            raise DataError(f"{sources} is a graph',
+        '        if not name:\n            raise DataError(f"{sources} is a graph',
+        "tests/data/test_countries.py -k by_name",
+    ),
+    Fault(
         "weights in the order of the input",
         "data/prepare.py",
-        "_taken(weights[WHOLE], split_of) if",
-        "_taken(weights[WHOLE][::-1], split_of) if",
+        "by_split(weights[WHOLE], split_of) if",
+        "by_split(weights[WHOLE][::-1], split_of) if",
         "tests/data/test_weights.py",
     ),
     Fault(

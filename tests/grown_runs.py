@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import functools
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
-from training_runs import config_of, tiny_store
+from training_runs import config_of, shared_folder, tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.config import Config
@@ -38,7 +37,7 @@ def base_config(store: Path, folder: Path | None, **changes) -> Config:
 
 @functools.cache
 def base_run(**changes) -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    folder = shared_folder()
     store = tiny_store(folder / "store").path
     return api.train(base_config(store, folder / "run", **changes), rank_test=False).path
 

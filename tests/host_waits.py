@@ -15,11 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 # Reading numbers of a tensor, or a result whose size depends on them.
 _WAITS = {
     "item", "tolist", "__bool__", "__int__", "__float__", "__index__", "cpu", "numpy",
-    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive",
+    "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
+    "equal", "allclose",
 }  # fmt: skip
 _COPIES = {"tensor", "as_tensor", "from_numpy"}
 # The same below Python, where a library's own operators call them.
-_OPERATIONS = {"_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim"}
+_OPERATIONS = {
+    "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",
+    "equal",
+}  # fmt: skip
 
 
 class _Functions(TorchFunctionMode):

@@ -33,13 +33,17 @@ CUDA = {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0", "torch": "2.13.0", "CUDA"
 GOOD = {"torch": "2.13.0+cpu", "torchrec": "1.8.0", "fbgemm-gpu-cpu": "1.8.0"}
 
 
+def among(versions):
+    return lambda names: {name: versions[name] for name in names if versions.get(name)}
+
+
 @pytest.fixture
 def installed(monkeypatch):
     """Makes the given {package: version} the installed set; None takes one away."""
 
     def install(changes):
         versions = GOOD | changes
-        monkeypatch.setattr(environment, "_version", versions.get)
+        monkeypatch.setattr(environment, "installed", among(versions))
         monkeypatch.setattr(environment, "_torch_cuda", lambda: versions.get("CUDA"))
 
     return install
@@ -187,7 +191,7 @@ def test_torchs_cuda_is_known_without_importing_it():
 
 def test_a_torch_without_its_files_is_told(monkeypatch):
     """Its metadata outlived it: what an interrupted uninstall leaves behind."""
-    monkeypatch.setattr(environment, "_version", (GOOD | CUDA).get)
+    monkeypatch.setattr(environment, "installed", among(GOOD | CUDA))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(PackageSetError, match=r"files are not where it says.*make setup"):
         check_packages()
@@ -270,8 +274,7 @@ def test_without_tf32(precision):
 
 
 def test_a_package_that_is_not_there():
-    assert environment._version("no-such-package-as-this") is None
-    assert environment._version("torch")
+    assert list(environment.installed(["no-such-package-as-this", "torch"])) == ["torch"]
 
 
 @pytest.fixture

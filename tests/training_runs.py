@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -38,6 +39,11 @@ QUIET = {
     "run.progress": False,
     "run.tensorboard": False,
 }
+
+
+def shared_folder() -> Path:
+    """For what tests of a process share."""
+    return Path(tempfile.mkdtemp(prefix="shared_", dir=os.environ["KGE_TESTS_SHARED"]))
 
 
 def random_triples(entities: int, relations: int, count: int, seed: int = 0) -> list[tuple]:

@@ -21,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -34,7 +33,7 @@ from torch.multiprocessing.spawn import start_processes
 
 from kge_torchrec import files
 from kge_torchrec.distributed.processes import processes
-from kge_torchrec.environment import flush_denormals, silence_dependencies
+from kge_torchrec.environment import flush_denormals, installed, silence_dependencies
 from kge_torchrec.errors import KGEError
 
 POLL_SECONDS = 0.2
@@ -233,15 +232,8 @@ def machine_facts() -> dict[str, Any]:
         "gpus": gpus,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
-        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "packages": installed(_PACKAGES),
     }
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def write_json(path: Path, value: Any) -> None:

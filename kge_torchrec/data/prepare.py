@@ -6,7 +6,6 @@ split are split at random; all of it in bounded memory but for the ids.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from tqdm import tqdm
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.countries import EMBEDDED, country_splits
+from kge_torchrec.data.division import by_split, check_ratio, divide
 from kge_torchrec.data.encoding import Encoded, encode
 from kge_torchrec.data.filter_index import SideIndex, build_side
 from kge_torchrec.data.readers import (
@@ -33,7 +33,7 @@ from kge_torchrec.data.readers import (
     find_sources,
     read_triples,
 )
-from kge_torchrec.data.sort import CHUNK, repeats
+from kge_torchrec.data.sort import repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
 from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice
 from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
@@ -85,7 +85,8 @@ def prepare(
             and ranks among entities of the right type.
         type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and only
             those of train say types.
-        reader: reads files of a format that is not ours; None goes by their names.
+        reader: reads files of a format that is not ours; None goes by their names.  For graphs by
+            name it must be None, as must ``has_header``, and ``columns`` but for hf.
         progress: show a progress bar, if standard error is a terminal.
 
     A triple repeated within a split is kept once, with the largest of its weights. Entities without
@@ -111,7 +112,11 @@ def prepare(
     dropped: Counter[str] = Counter()
     notes: dict[str, Any] = {"literals": dropped}  # filled in while reading
     batches: Batches
-    if sources == EMBEDDED and not Path(EMBEDDED).exists():
+    is_embedded = sources == EMBEDDED and not Path(EMBEDDED).exists()
+    if is_embedded or is_named(sources):
+        _refuse(sources, has_header=has_header, reader=reader)
+    if is_embedded:
+        _refuse(sources, columns=columns)
         batches = _in_memory(country_splits())
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
@@ -212,6 +217,12 @@ def extend_store(
         type_triples=TypeTriples.of_extended(base),
         base=base,
     )
+
+
+def _refuse(sources: Sources, **of_files: Any) -> None:
+    for name, value in of_files.items():
+        if value is not None:
+            raise DataError(f"{sources} is a graph by name, not a file: leave out {name}")
 
 
 def _in_memory(splits: Mapping[str, InMemory]) -> Batches:
@@ -376,17 +387,10 @@ def _divided(
     sizes: tuple[int, int],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
     """What came undivided, in splits; and its weights, if it has any."""
-    split_of = divide_rows(triples[WHOLE], ratio, seed, *sizes)
-    return _taken(triples[WHOLE], split_of), (
-        _taken(weights[WHOLE], split_of) if WHOLE in weights else {}
+    split_of = divide(triples[WHOLE], ratio, seed, *sizes)
+    return by_split(triples[WHOLE], split_of), (
+        by_split(weights[WHOLE], split_of) if WHOLE in weights else {}
     )
-
-
-def _taken(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:
-    return {
-        split: rows.take(np.flatnonzero(split_of == index), axis=0)
-        for index, split in enumerate(SPLITS)
-    }
 
 
 def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
@@ -401,53 +405,6 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
         "learnt for them. Correct the files, or keep them with",
         allow_unseen_relations=True,
     )
-
-
-def check_ratio(ratio: Sequence[float]) -> None:
-    """Raises DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
-    if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
-        raise DataError(
-            f"ratio {tuple(ratio)}: give the shares of train, valid and test, which sum to 1, "
-            "such as (0.9, 0.05, 0.05)"
-        )
-
-
-def divide(
-    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
-) -> dict[str, np.ndarray]:
-    """Random splits of ``triples`` (T, 3), each in the order of the input; see `divide_rows`."""
-    return _taken(triples, divide_rows(triples, ratio, seed, num_entities, num_relations))
-
-
-def divide_rows(
-    triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
-) -> np.ndarray:
-    """The place in ``SPLITS`` of each of ``triples`` (T, 3), at random: (T,) int8.
-
-    In a random order, the first triple of each entity and of each relation is bound to train;
-    valid and test are drawn from the others, hence come out smaller than asked for where few
-    others are left.
-    """
-    total = len(triples)
-    order = np.random.default_rng(seed).permutation(total)
-    bound = np.zeros(total, bool)
-    for columns, size in (((0, 2), num_entities), ((1,), num_relations)):
-        first = np.full(size, total)
-        for start in range(0, total, CHUNK):
-            rows = triples.take(order[start : start + CHUNK], axis=0)
-            places = np.arange(start, start + len(rows))
-            for column in columns:
-                np.minimum.at(first, rows[:, column], places)
-        bound[first[first < total]] = True
-    free = order[~bound]
-    num_valid, num_test = (round(total * share) for share in ratio[1:])
-    if num_valid + num_test > len(free):
-        num_valid = len(free) * num_valid // (num_valid + num_test)
-        num_test = len(free) - num_valid
-    split_of = np.zeros(total, np.int8)
-    split_of[free[:num_valid]] = 1
-    split_of[free[num_valid : num_valid + num_test]] = 2
-    return split_of
 
 
 InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]

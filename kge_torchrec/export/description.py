@@ -10,7 +10,6 @@ import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ from kge_torchrec import files
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import canonical, resolve
+from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.formats import FORMATS
 from kge_torchrec.models.scorers import Scorer
@@ -76,7 +76,7 @@ def describe_foreign(
         "num_relations": num_relations,
         "parameters": {"score": _formula(resolve("scorer", model.scorer), model)},
         "model": asdict(model),
-        "packages": _versions(),
+        "packages": installed(_PACKAGES),
     }
     return found if program is None else found | {"for": program}
 
@@ -192,16 +192,6 @@ def _meaning_of_relations(count: int, reciprocal: bool) -> str:
     if not reciprocal:
         return "row r is relation r"
     return f"row r is relation r; head queries (?, r, t) are asked as (t, r + {count}, ?)"
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:  # one of the two builds of fbgemm
-            continue
-    return found
 
 
 class ExportFolder:

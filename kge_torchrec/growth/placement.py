@@ -34,7 +34,7 @@ from kge_torchrec.data import SIDES, Side
 from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.models.model import Objective
+from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.growth import old_rows
 from kge_torchrec.training.session import Session
 
@@ -274,7 +274,7 @@ class _Means:
     seen: Tensor  # (R,) bool
 
 
-def _objective(config: Config, session: Session) -> Objective:
+def _objective(config: Config, session: Session) -> TripleObjective:
     """The run's loss of triples with drawn candidates; nothing is dropped."""
     from kge_torchrec.training.assembly import (  # loads TorchRec
         build_loss,
@@ -282,7 +282,7 @@ def _objective(config: Config, session: Session) -> Objective:
         sides_of,
     )
 
-    return Objective(
+    return TripleObjective(
         session.scorer,
         build_loss(config.loss),
         sides_of(config.negatives.sides),

@@ -91,6 +91,23 @@ class Loss(nn.Module):
         return getattr(cls, form) is not getattr(Loss, form)
 
 
+class OfHardest(nn.Module):
+    """A loss of sampled candidates to which only some with the highest scores of a query count."""
+
+    def __init__(self, loss: Loss, count: int):
+        super().__init__()
+        self.loss, self.count = loss, count
+
+    def forward(self, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
+        """As ``Loss.forward``.  What is no negative is among them only where others are too few."""
+        if self.count < negative.shape[-1]:
+            order = negative.detach().masked_fill(~mask, -torch.inf)
+            places = order.topk(self.count, sorted=False).indices
+            negative, mask = negative.gather(-1, places), mask.gather(-1, places)
+        loss: Tensor = self.loss(positive, negative, mask)
+        return loss
+
+
 class SoftmaxLoss(Loss):
     """Cross-entropy of the positive among itself and the candidates (Lacroix et al. 2018).
 

@@ -37,10 +37,12 @@ from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.init import EntityInit
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.environment import check_torchrec, quiet_dependencies
-from kge_torchrec.models.losses import Loss
-from kge_torchrec.models.model import Objective, QueryObjective
+from kge_torchrec.models.losses import Loss, OfHardest
+from kge_torchrec.models.model import Objective
+from kge_torchrec.models.query_objective import QueryObjective
 from kge_torchrec.models.regularizers import Regularizer, Regularizers
 from kge_torchrec.models.scorers import SIDES, Side, build_scorer
+from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.step import Pipeline
@@ -97,6 +99,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
     objective, init = start_objective(config, store.num_relations)
     if config.dense.compile:
+        assert isinstance(objective, TripleObjective)  # the config takes no other
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
     table = table_optimizer(train)
     dense, scales_loss = dense_wrapper(config.dense, processes), train.precision == "fp16"
@@ -143,16 +146,22 @@ def start_objective(config: Config, num_relations: int) -> tuple[Objective, Enti
 
 def build_objective(config: Config, num_relations: int) -> Objective:
     """Scorer and loss, not yet at their start."""
-    of_queries = config.negatives.regime == "kvssample"
-    loss = build_loss(config.loss)
-    return (QueryObjective if of_queries else Objective)(
+    of_query, negatives = build_loss(config.loss), config.negatives
+    kind: type[Objective] = TripleObjective
+    loss: nn.Module = of_query
+    if negatives.is_full:
+        kind = Objective
+    elif negatives.regime == "kvssample":
+        kind, loss = QueryObjective, of_query.over_answers()
+    elif negatives.hardest:
+        loss = OfHardest(of_query, negatives.hardest)
+    return kind(
         build_scorer(config.model, num_relations),
-        loss.over_answers() if of_queries else loss,
+        loss,
         sides_of(config.negatives.sides),
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
-        config.negatives.hardest,
         config.model.entity_dropout,
     )
 

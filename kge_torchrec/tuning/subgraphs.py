@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import SIDES
+from kge_torchrec.data.division import divide
 from kge_torchrec.data.filter_index import SideIndex, build_side
-from kge_torchrec.data.prepare import divide_rows
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore, new_store, write_store
 
@@ -116,7 +116,7 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
     missing = min(FEWEST_VALID - len(valid), int(MOST_HELD_OUT * len(train)))
     if missing > 0:
         share = missing / len(train)
-        held_out = divide_rows(train, (1 - share, share, 0.0), seed, *sizes) == 1
+        held_out = divide(train, (1 - share, share, 0.0), seed, *sizes) == 1
         train, valid = train[~held_out], np.concatenate([valid, train[held_out]])
         if "train" in weights:
             weights = {"train": weights["train"][~held_out]}  # of valid nobody asks

@@ -59,6 +59,8 @@ def test_pykeen(tmp_path, monkeypatch, capsys):
         prepare("pykeen:other", tmp_path / "other")
     with pytest.raises(DataError, match="columns by name: it has none"):
         prepare("pykeen:tiny", tmp_path / "other", columns=["a", "b", "c"])
+    with pytest.raises(DataError, match="a graph by name, not a file: leave out has_header"):
+        prepare("pykeen:tiny", tmp_path / "other", has_header=False)
 
 
 def ogb(monkeypatch, edges, root):

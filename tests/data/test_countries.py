@@ -315,13 +315,18 @@ def test_splits_are_deterministic(splits):
     assert country_splits(seed=1) != splits
 
 
-def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(tmp_path, monkeypatch, splits):
+def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(
+    tmp_path, monkeypatch, capsys, splits
+):
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", "countries", "-o", "whole", "--types-from", "in_continent"]) == 0
     store = TripleStore.open(tmp_path / "whole")
     kept = [triple for triple in splits["train"] if triple[1] != "in_continent"]
     assert store.report["triples"]["train"] == len(kept)
     assert store.report["sources"] == {split: ["countries"] for split in splits}
+    for option in (["--columns", "a,b,c"], ["--header", "no"], ["--reader", "foreign_parts:Words"]):
+        assert main(["prepare", "countries", "-o", "other", *option]) == 1
+        assert "a graph by name, not a file: leave out" in capsys.readouterr().err
     (tmp_path / "countries").mkdir()
     (tmp_path / "countries" / "train.tsv").write_text("a\tr\tb\n")
     assert main(["prepare", "countries", "-o", "own"]) == 0

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from oracle_training import train_dense
 from torch.distributed.tensor import DTensor
-from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, DenseConfig
@@ -34,7 +34,7 @@ LAYOUTS = {
 
 @functools.cache
 def the_store() -> Path:
-    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def variant(store: Path, layout: str, folder: Path | None = None, **more) -> Config:

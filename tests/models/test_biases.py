@@ -9,11 +9,11 @@ from scorer_cases import RELATIONS, case_of, directions, make, normal
 
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import Objective
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS, build_scorer
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.scorers.biased import Biased
+from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.ranking.blocks import score_block
 
 NAMES = [name for name in SCORERS if not SCORERS[name].bias_columns]
@@ -93,7 +93,7 @@ def test_regularizers_leave_biases_out(name):
     """And read complex numbers as pairs of the vector, which the biases come after."""
     inner = make((name, 2, {}), False, dtype=torch.float32)
     torch.nn.init.zeros_(inner.relations)
-    objective = Objective(Biased(inner), SoftmaxLoss(), ("tail",), Regularizers(n3=1.0))
+    objective = TripleObjective(Biased(inner), SoftmaxLoss(), ("tail",), Regularizers(n3=1.0))
     rows = torch.tensor([[3.0, 4.0, 7.0, -9.0]]).expand(2, 4)
     penalty = objective.penalty_of_entities(rows[:1])
     assert penalty.item() == pytest.approx(125 if name == "complex" else 27 + 64)

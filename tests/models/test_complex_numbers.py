@@ -10,10 +10,10 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
 
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import Objective
 from kge_torchrec.models.ops import rotated, times
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.triple_objective import TripleObjective
 
 FORMS = {
     "product": (times, 8),
@@ -62,7 +62,7 @@ def test_what_is_compiled_has_no_complex_numbers(anew, monkeypatch, scorer):
     monkeypatch.setattr(torch, "compile", lambda f, **_: compiled(f, backend=backend))
     model = SCORERS[scorer](3, 8, reciprocal=False)
     nn.init.normal_(model.relations)
-    objective = Objective(
+    objective = TripleObjective(
         model, SoftmaxLoss(), regularizers=Regularizers(n3=0.1), relation_weight=0.5
     )
     anchor, target, candidates = (torch.randn(1, n, 8).requires_grad_() for n in (4, 4, 6))

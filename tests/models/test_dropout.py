@@ -4,9 +4,10 @@ import pytest
 import torch
 from scorer_cases import RELATIONS, every_scorer, make, normal
 
-from kge_torchrec.models.model import EntityDropout, Objective
+from kge_torchrec.models.model import EntityDropout
 from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.triple_objective import TripleObjective
 
 
 def scores(scorer, seed, dim):
@@ -151,7 +152,9 @@ def test_penalties_see_rows_as_they_are():
         return target.sum(-1) * 0, (anchor.sum(-1) * 0)[..., None] * candidates[:, :, 0][:, None]
 
     scorer.score_contrast = watched
-    objective = Objective(scorer, nothing, ("tail",), Regularizers(l2=1.0), entity_dropout=0.5)
+    objective = TripleObjective(
+        scorer, nothing, ("tail",), Regularizers(l2=1.0), entity_dropout=0.5
+    )
     rows, relation = normal(1, 3, 6).requires_grad_(), torch.tensor([[0, 1, 2]])
     given = rows, relation, rows * 2, rows * 3, None, torch.ones(1, 3), "tail"
     trained = objective.train()._loss_of_side(*given)

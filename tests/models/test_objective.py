@@ -14,11 +14,12 @@ from kge_torchrec.data.filter_index import FilterIndex, build_side
 from kge_torchrec.data.loader import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import EpochShuffle
-from kge_torchrec.models.losses import MarginLoss, SelfAdversarialLoss, SoftmaxLoss
-from kge_torchrec.models.model import Objective, relation_prediction, take_rows
+from kge_torchrec.models.losses import MarginLoss, OfHardest, SelfAdversarialLoss, SoftmaxLoss
+from kge_torchrec.models.model import relation_prediction, take_rows
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.biased import Biased
+from kge_torchrec.models.triple_objective import TripleObjective
 
 NAMES = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
 ENTITIES, RELATIONS, DIM = 7, 3, 4
@@ -128,7 +129,9 @@ def both(objective, rows, batch):
 def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
     torch.manual_seed(0)
     rows = normal_rows()
-    objective = Objective(make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Regularizers(0.1, 0.2))
+    objective = TripleObjective(
+        make(name, reciprocal), SoftmaxLoss(0.1), SIDES, Regularizers(0.1, 0.2)
+    )
     batch = random_batch(*LAYOUTS[layout], known=known)
     torch.testing.assert_close(*both(objective, rows, batch))
 
@@ -137,7 +140,7 @@ def test_value_and_gradients_equal_the_loop(layout, name, reciprocal, known):
 @pytest.mark.parametrize("loss", [SoftmaxLoss(), MarginLoss(), SelfAdversarialLoss(1.0)])
 def test_sides(sides, loss):
     torch.manual_seed(1)
-    objective = Objective(make(reciprocal=True), loss, sides)
+    objective = TripleObjective(make(reciprocal=True), loss, sides)
     batch = random_batch(*LAYOUTS["chunked"], sides=sides)
     torch.testing.assert_close(*both(objective, normal_rows(), batch))
 
@@ -147,7 +150,7 @@ def test_the_answer_itself_is_no_negative():
     batch = random_batch(1, 1, 3)
     batch.tail[...] = 4
     batch.negatives["tail"] = torch.tensor([[4, 4, 4]])
-    rows, objective = normal_rows(), Objective(make(), SoftmaxLoss(), ("tail",))
+    rows, objective = normal_rows(), TripleObjective(make(), SoftmaxLoss(), ("tail",))
     batch.negatives.pop("head")
     assert objective(rows, batch).item() == pytest.approx(0)
     batch.negatives["tail"] = torch.tensor([[4, 5, 4]])  # its gradient comes from 5 alone
@@ -158,7 +161,7 @@ def test_the_answer_itself_is_no_negative():
 def test_padding_has_no_effect():
     torch.manual_seed(3)
     rows = normal_rows()
-    objective = Objective(make("rotate"), SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
+    objective = TripleObjective(make("rotate"), SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
     batch = random_batch(2, 3, 5)
     batch.weight[:, 1:] = 0
     short = replace(batch, **{name: getattr(batch, name)[:, :1]
@@ -180,7 +183,7 @@ def test_penalties_by_hand():
         scorer = SCORERS[name](1, 2)
         torch.nn.init.ones_(scorer.relations)
         for regularizers in (Regularizers(n3=0.1), Regularizers(l2=0.1)):
-            objective = Objective(scorer, SoftmaxLoss(), ("tail",), regularizers)
+            objective = TripleObjective(scorer, SoftmaxLoss(), ("tail",), regularizers)
             of[name, regularizers.n3 > 0] = objective(rows, batch).item()
     # |3 + 4i| = 5, |2i| = 2, |1 + i| = sqrt(2)
     assert of["complex", True] == pytest.approx(0.05 * (125 + 8 + 2**1.5))
@@ -264,7 +267,7 @@ def test_relation_prediction_is_added_for_each_side(reciprocal, sides):
     rows, batch = normal_rows(), random_batch(*LAYOUTS["chunked"], sides=sides)
     scorer = make(reciprocal=reciprocal)
     value = {
-        weight: Objective(scorer, SoftmaxLoss(), sides, relation_weight=weight)(rows, batch)
+        weight: TripleObjective(scorer, SoftmaxLoss(), sides, relation_weight=weight)(rows, batch)
         for weight in (0.0, 0.5)
     }
     expected = 0.0
@@ -281,7 +284,7 @@ def test_n3_has_a_finite_gradient_at_zero():
     rows = torch.zeros(ENTITIES, DIM, requires_grad=True)
     scorer = SCORERS["complex"](RELATIONS, DIM)
     torch.nn.init.zeros_(scorer.relations)
-    objective = Objective(scorer, SoftmaxLoss(), SIDES, Regularizers(n3=1.0))
+    objective = TripleObjective(scorer, SoftmaxLoss(), SIDES, Regularizers(n3=1.0))
     batch = random_batch(1, 2, 3)
     for gradient in torch.autograd.grad(objective(rows, batch), (rows, scorer.relations)):
         assert gradient.isfinite().all()
@@ -291,7 +294,7 @@ def test_n3_has_a_finite_gradient_at_zero():
 @pytest.mark.parametrize("unique", [0, 3])
 def test_no_triples_give_a_zero_loss_and_zero_gradients(name, unique):
     scorer = make(name)
-    objective = Objective(scorer, SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
+    objective = TripleObjective(scorer, SoftmaxLoss(), SIDES, Regularizers(0.1, 0.1))
     empty = torch.zeros(0, 0, dtype=torch.int64)
     batch = Triples(empty, empty, empty, empty.double(), dict.fromkeys(SIDES, empty))
     rows = torch.randn(unique, DIM, dtype=torch.float64, requires_grad=True)
@@ -328,7 +331,7 @@ def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
     known = FilterIndex([index], ENTITIES, RELATIONS) if filtered else None
     sampler = NegativeSampler(ENTITIES, 5, seed=3)
     torch.manual_seed(0)
-    table, objective = normal_rows(), Objective(make(reciprocal=True), SoftmaxLoss())
+    table, objective = normal_rows(), TripleObjective(make(reciprocal=True), SoftmaxLoss())
     of = {}
     for world in (1, 2, 3, 7):
         total = 0
@@ -373,7 +376,7 @@ def test_candidates_of_few_queries_are_not_copied(monkeypatch, scorer, triples, 
     watch(monkeypatch, made, called)
     batch = random_batch(4, triples, 5)
     batch.weight = batch.weight.float()
-    Objective(made, SoftmaxLoss())(torch.randn(rows, DIM), batch)
+    TripleObjective(made, SoftmaxLoss())(torch.randn(rows, DIM), batch)
     assert called == [expected] * (1 if expected == "encode_rows" else 2)
 
 
@@ -420,7 +423,7 @@ def test_who_takes_rows_as_they_are(monkeypatch, scorer, settings, reason):
         of_objective["regularizers"] = Regularizers(others=[penalty])
     scorer = SCORERS.get(scorer, scorer)(RELATIONS, DIM, **settings)
     torch.nn.init.normal_(scorer.relations)
-    made, called = Objective(scorer, SoftmaxLoss(), **of_objective), []
+    made, called = TripleObjective(scorer, SoftmaxLoss(), **of_objective), []
     watch(monkeypatch, scorer, called)
     if compiled:
         monkeypatch.setattr(torch, "compile", lambda function, mode: function)
@@ -448,7 +451,8 @@ def test_rows_as_they_are_equal_copies(monkeypatch, scorer, reciprocal, sides, s
     batch.weight[:, -3:] = 0  # as of padding
     batch.log_expected = torch.randn(shape[0] * shape[2] * len(sides))
     rows = torch.randn(ENTITIES, DIM, requires_grad=True)
-    objective = Objective(made, SoftmaxLoss(), sides, Regularizers(0.1, 0.2), hardest=4)
+    loss = OfHardest(SoftmaxLoss(), 4)
+    objective = TripleObjective(made, loss, sides, Regularizers(0.1, 0.2))
     found = []
     for takes in (True, False):
         if not takes:
@@ -465,7 +469,7 @@ def test_penalties_are_of_each_row_once(monkeypatch):
     torch.nn.init.normal_(made.relations)
     batch = random_batch(1, 40, 5)
     batch.weight = batch.weight.float()
-    objective, seen = Objective(made, SoftmaxLoss(), SIDES, Regularizers(n3=0.1)), []
+    objective, seen = TripleObjective(made, SoftmaxLoss(), SIDES, Regularizers(n3=0.1)), []
     penalty = N3.penalty
     monkeypatch.setattr(N3, "penalty", lambda *x: seen.append(len(x[1])) or penalty(*x))
     objective(torch.randn(ENTITIES, DIM), batch)

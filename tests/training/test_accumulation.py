@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, largest_difference, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
@@ -44,7 +44,7 @@ VARIANTS = {
 
 @functools.cache
 def the_store() -> Path:
-    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def changes_of(optimizer: str, parts: int) -> dict:

@@ -15,6 +15,7 @@ from training_runs import (
     kernels_of_cuda,
     largest_difference,
     parameters,
+    shared_folder,
     tiny_store,
 )
 from worlds import run_world
@@ -56,7 +57,7 @@ CASES = {
 
 @functools.cache
 def the_store() -> Path:
-    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def variant(store: Path, limit: str, parts: str, folder: Path | None = None) -> Config:

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, largest_difference, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -16,7 +16,7 @@ from kge_torchrec.config import OPTIMIZER_NAMES, ConfigError
 
 @functools.cache
 def the_store() -> Path:
-    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def changes_of(optimizer: str) -> dict:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from oracle_full_candidates import train_dense
-from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
@@ -68,8 +68,7 @@ def variant(store: Path, number: int, engine: str) -> Config:
 
 @functools.cache
 def the_store() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    return tiny_store(folder / "store", entities=23, train=90, held_out=2).path
+    return tiny_store(shared_folder() / "store", entities=23, train=90, held_out=2).path
 
 
 def without_checkpoints(loop: Trainer) -> None:

@@ -24,6 +24,7 @@ from training_runs import (
     largest_difference,
     parameters,
     rank,
+    shared_folder,
     tiny_store,
 )
 from worlds import run_world
@@ -90,8 +91,7 @@ def variant(store: Path, run: str, way: str, folder: Path | None = None, **more)
 
 @functools.cache
 def the_store() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    return tiny_store(folder / "store", entities=23, train=90, held_out=2).path
+    return tiny_store(shared_folder() / "store", entities=23, train=90, held_out=2).path
 
 
 def without_checkpoints(loop: Trainer) -> None:

@@ -37,7 +37,7 @@ TORCHREC_TRAVELS = {"entities__deduplicate": False, "train__pipeline": "sparse_d
 CASES = {
     "sampled": ({}, {}),
     "sampled, carried by TorchRec": (TORCHREC_TRAVELS, {}),
-    "kvssample": ({"negatives__regime": "kvssample"}, {}),
+    "kvssample": ({"negatives__regime": "kvssample", "loss__n3": 0.1}, {}),
     "clipped": (
         {"train__clip_norm": 1.0, "train__clip_value": 1.0},
         {"unique in pending.sums": 1, "_unique2 in pending.sums": 1},

@@ -11,7 +11,7 @@ from pathlib import Path
 import oracle_full_candidates
 import oracle_training
 import pytest
-from training_runs import config_of, fit, parameters, tiny_store
+from training_runs import config_of, fit, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import Config, RunConfig
@@ -34,8 +34,7 @@ CASES = {
 
 @functools.cache
 def the_store() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    return tiny_store(folder / "store", entities=13, train=70, held_out=2).path
+    return tiny_store(shared_folder() / "store", entities=13, train=70, held_out=2).path
 
 
 @functools.cache

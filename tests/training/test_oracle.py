@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from oracle_training import train_dense
-from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import OPTIMIZER_NAMES, Config, RunConfig
@@ -66,8 +66,7 @@ def variant(store: Path, number: int) -> Config:
 
 @functools.cache
 def the_store() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    return tiny_store(folder / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def without_checkpoints(loop: Trainer) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import oracle_full_candidates
 import oracle_training
 import pytest
-from training_runs import config_of, fit, largest_difference, parameters, tiny_store
+from training_runs import config_of, fit, largest_difference, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError
@@ -59,8 +59,7 @@ def variant(name: str, engine: str, folder: Path | None = None) -> Config:
 
 @functools.cache
 def the_store() -> Path:
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    return tiny_store(folder / "store", entities=23, train=70, held_out=2).path
+    return tiny_store(shared_folder() / "store", entities=23, train=70, held_out=2).path
 
 
 def rank_trains(

@@ -12,7 +12,15 @@ import torch
 import torch.distributed as dist
 from scorer_cases import EVERY
 from torch.distributed.tensor import DTensor
-from training_runs import config_of, fit, largest_difference, parameters, rank, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    rank,
+    shared_folder,
+    tiny_store,
+)
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
@@ -20,8 +28,8 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.models.losses import SoftmaxLoss
-from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import assembly
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
@@ -37,7 +45,7 @@ WAYS = {
 
 @functools.cache
 def the_store() -> Path:
-    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def without_checkpoints(loop: Trainer) -> None:
@@ -217,7 +225,7 @@ def test_every_scorer_has_finite_gradients_near_those_of_float32(case, precision
     for dtype in (torch.float32, precision):
         leaves = [part.clone().requires_grad_() for part in rows]
         anchor, target, candidates = leaves
-        objective = Objective(scorer, SoftmaxLoss(), precision=dtype, relation_weight=0.1)
+        objective = TripleObjective(scorer, SoftmaxLoss(), precision=dtype, relation_weight=0.1)
         scorer.zero_grad()
         loss = objective._loss_of_side(
             anchor, relation, target, candidates, counted, weight, "tail"

@@ -11,7 +11,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from oracle_training import suits, train_dense
-from training_runs import config_of, fit, largest_difference, parameters, random_triples
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    random_triples,
+    shared_folder,
+)
 from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, RunConfig
@@ -37,7 +44,7 @@ ON_FOUR = ("seen", "types of a share")
 @functools.cache
 def the_store() -> Path:
     """Relations of some entities each, types for four entities of five; and wrong triples."""
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
+    folder = shared_folder()
     random = np.random.default_rng(5)
     relation = random.integers(5, size=100)
     ends = (6 * relation + random.integers(11, size=(2, 100))) % 31

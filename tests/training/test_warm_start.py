@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import safetensors.numpy
 import torch
-from training_runs import config_of, parameters, tiny_store
+from training_runs import config_of, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -31,7 +31,7 @@ LABELS = [*(f"e{i}" for i in range(30, 4, -1)), "elsewhere", "e two\\words"]  # 
 
 @functools.cache
 def the_store() -> Path:
-    return tiny_store(Path(tempfile.mkdtemp(prefix="kge_tests_")) / "store").path
+    return tiny_store(shared_folder() / "store").path
 
 
 def some_vectors(width: int = 8) -> np.ndarray:

@@ -12,7 +12,14 @@ import numpy as np
 import oracle_full_candidates
 import oracle_training
 import pytest
-from training_runs import config_of, fit, largest_difference, parameters, random_triples
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    parameters,
+    random_triples,
+    shared_folder,
+)
 from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, RunConfig
@@ -44,8 +51,7 @@ def the_store() -> Path:
         (*triple, float(weight) ** 3 + 0.01)
         for triple, weight in zip(random_triples(23, 3, 90), random.random(90) * 2, strict=True)
     ]
-    folder = Path(tempfile.mkdtemp(prefix="kge_tests_"))
-    return prepare_triples({"train": triples}, folder / "store").path
+    return prepare_triples({"train": triples}, shared_folder() / "store").path
 
 
 def variant(name: str, folder: Path | None = None) -> Config:

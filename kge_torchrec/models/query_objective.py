@@ -1,0 +1,85 @@
+"""Training queries, with any number of answers, against sampled entities.
+
+Shapes: U unique entities of the batch, D numbers a row, Q queries, M answers, K sampled entities a
+side; q and m of one side.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.models.model import Objective, take_rows
+from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.models.scorers.queries import QueryScorer
+
+
+class SampledQueries(Protocol):
+    """What the objective reads of a batch; everything side after side."""
+
+    entities: Tensor  # (Q + M + sides K): anchors, answers, sampled entities
+    relation: Tensor  # (Q,)
+    query: Tensor  # (M,) which query of its side an answer belongs to
+    known: Tensor  # (Q, K) bool: answers among the entities sampled for the query's side
+    weight: Tensor  # (): share of a query in the global mean
+    queries: tuple[int, ...]  # of each side
+    answers: tuple[int, ...]  # of each side
+    deduplicated: bool  # False: there is a row for each of ``entities``, in their order
+
+
+class QueryObjective(Objective):
+    """Mean over the batch's queries of a loss over their answers, plus regularizers.
+
+    Answers are penalised by their mean, as if each query were one triple.
+    """
+
+    scorer: QueryScorer
+
+    def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:
+        """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
+        if batch.relation.numel() == 0:
+            return self.nothing(rows)
+        sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
+        ids = batch.entities
+        taken = take_rows(rows, ids, sizes) if batch.deduplicated else rows.split(sizes)
+        count = len(self.sides)
+        parts = zip(
+            taken[:count],
+            batch.relation.split(batch.queries),
+            taken[count : 2 * count],
+            batch.query.split(batch.answers),
+            taken[2 * count :],
+            batch.known.split(batch.queries),
+            self.sides,
+            strict=True,
+        )
+        return sum(self._loss_of_side(*part) for part in parts) * batch.weight
+
+    def _loss_of_side(
+        self,
+        anchor: Tensor,
+        relation: Tensor,
+        answer: Tensor,
+        query: Tensor,
+        sampled: Tensor,
+        known: Tensor,
+        side: Side,
+    ) -> Tensor:
+        """The sum over the queries of one side; anchor (q, D), answer (m, D), sampled (K, D)."""
+        if relation.numel() == 0:
+            return self.nothing(sampled)
+        with self.autocast(anchor.device):
+            rows = [self.entity_dropout(x) for x in (anchor, answer, sampled)]
+            scores = self.scorer.score_answers(rows[0], relation, rows[1], query, rows[2], side)
+        positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
+        total = self.loss(positive, query, negative, ~known).sum()
+        if self.penalizes:
+            # bincount would wait for a GPU to tell it the largest.
+            answers = query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))
+            share = 1 / answers.index_select(0, query)
+            total = total + self.penalty_of_entities(anchor).sum()
+            total = total + self.penalty_of_relations(relation, side).sum()
+            total = total + (self.penalty_of_entities(answer) * share).sum()
+        return total
