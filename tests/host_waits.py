@@ -18,7 +18,7 @@ _WAITS = {
     "nonzero", "argwhere", "masked_select", "unique", "unique_consecutive", "bincount",
     "equal", "allclose",
 }  # fmt: skip
-_COPIES = {"tensor", "as_tensor", "from_numpy"}
+_COPIES = {"tensor", "as_tensor", "new_tensor", "from_numpy"}
 # The same below Python, where a library's own operators call them.
 _OPERATIONS = {
     "_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "bincount",

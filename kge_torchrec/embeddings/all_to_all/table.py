@@ -105,7 +105,7 @@ class HandrolledTable(nn.Module):
             rows = _Lookup.apply(self._anchor, self, ids)
         else:
             rows, _ = self.fetch(ids)
-        return {ENTITY: JaggedTensor(rows, lengths=ids.ids.new_tensor([rows.shape[0]]))}
+        return {ENTITY: JaggedTensor(rows, lengths=ids.ids.new_full((1,), rows.shape[0]))}
 
     def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
         """(M, D) rows of the ids; and what was asked of this rank.
