@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor, promote_types
+from torch import Tensor
 
 from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.model import Objective, relation_prediction, take_rows
@@ -224,7 +224,7 @@ class TripleObjective(Objective):
         sampling, Bengio and Senecal 2008).
         """
         positive, negative = (
-            x.to(promote_types(x.dtype, torch.float32)) for x in (positive, negative)
+            x.to(torch.promote_types(x.dtype, torch.float32)) for x in (positive, negative)
         )
         if log_expected is not None:
             negative = negative - log_expected[:, None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import tracemalloc
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -192,6 +193,25 @@ def test_dropout_is_the_same_when_scores_are_computed_again(case):
     assert largest_difference(kept, twice) < 1e-5
     objective.eval()
     assert largest_difference(kept, gradients(objective, 1 << 20)) > 1e-3
+
+
+@pytest.mark.parametrize("has_rows", [True, False])
+def test_ranks_tell_each_other_normalizers_whole(monkeypatch, has_rows):
+    """One of 3,000, in float32, has steps of 2e-4."""
+    other = torch.tensor([[3000.0001], [0.0], [0.0]], dtype=torch.float64)
+    own = full_candidates._Backward.__new__(full_candidates._Backward)
+    own.loss, own.world, own.joined = FullSoftmax(4), 2, None
+    own.seen = [other.clone()] if has_rows else []
+    own.batch, own.shard = SimpleNamespace(queries=1), SimpleNamespace(rows=torch.zeros(1, 2))
+
+    def all_gather(every, sent):
+        every[0].copy_(sent)
+        every[1].copy_(other.to(sent.dtype))
+
+    monkeypatch.setattr(full_candidates.dist, "all_gather", all_gather)
+    own._join()
+    expected = 3000.0001 + (math.log(2) if has_rows else 0)
+    assert abs(own.joined[0].item() - expected) < 1e-9
 
 
 def rank_trains(store, folder, changes) -> dict:
