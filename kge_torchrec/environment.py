@@ -23,7 +23,12 @@ from pathlib import Path
 from kge_torchrec.errors import KGEError
 
 # Versions released together: torch's first two numbers -> (torchrec, fbgemm) first two numbers.
-KNOWN_SETS = {"2.13": ("1.8", "1.8"), "2.11": ("1.6", "1.6")}
+KNOWN_SETS = {
+    "2.14": ("1.9", "1.9"),
+    "2.13": ("1.8", "1.8"),
+    "2.12": ("1.7", "1.7"),
+    "2.11": ("1.6", "1.6"),
+}
 _FBGEMM = ("fbgemm-gpu", "fbgemm-gpu-cpu")
 _NOISY = (
     "torchrec",

@@ -8,7 +8,7 @@ late, several times a step.
     with_exchange       processes that exchange rows and gradients by it
     CollectiveWatch     sees collectives as torch's operators, for whoever counts those
 
-PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
+PyTorch from 2.13 on asks a group for ``all_to_all_single``, 2.11 for ``alltoall_base``.
 
 Shapes: W ranks.
 """
@@ -254,6 +254,9 @@ _BY_GLOO = (
     "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced",
     "allreduce_coalesced", "alltoall", "barrier", "broadcast", "gather", "monitored_barrier",
     "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter", "send",
+    # of PyTorch 2.14 and later
+    "all_gather_single_coalesced", "gather_into_tensor", "gather_single",
+    "reduce_scatter_single_coalesced",
 )  # fmt: skip
 
 

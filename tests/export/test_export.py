@@ -6,6 +6,7 @@ import json
 import os
 import resource
 import signal
+from importlib import metadata
 
 import numpy as np
 import pytest
@@ -89,7 +90,7 @@ def test_the_files_and_what_they_say(run, export):
     assert "Re(sum_k h_k r_k conj(t_k))" in found["parameters"]["score"]
     assert found["model"] == run.config.to_dict()["model"]
     assert found["results"] == run.results
-    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["torch"] == metadata.version("torch")
     files = {path.name: path.stat().st_size for path in export.iterdir()}
     assert found["files"] == {k: v for k, v in files.items() if k != "model.json"}
 
