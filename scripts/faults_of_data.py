@@ -197,4 +197,11 @@ DATA_FAULTS = [
         "(_mix(right[i] ^ key) & mask)",
         "tests/data/test_order.py -k what_it_was",
     ),
+    Fault(
+        "a batch's relations lie apart, which a GPU waits for",
+        "data/loader.py",
+        "np.ascontiguousarray(relation).reshape",
+        "relation.reshape",
+        "tests/training/test_host_waits.py -k travels",
+    ),
 ]

@@ -4,6 +4,7 @@ from faults import Fault
 
 BIASED, FULL = "models/scorers/biased.py", "training/full_candidates.py"
 TRIPLES, PROJECTED = "models/triple_products.py", "models/projected_pairs.py"
+FUSED = "models/fused_distances.py"
 
 FAULTS = [
     Fault("answers of head queries have the bias of tails", BIASED,
@@ -142,4 +143,17 @@ FAULTS = [
     Fault("HousE measures copies of rows", "models/scorers/rotational.py",
           "return self._by_kernels(query, rows, index)", "pass",
           "tests/models/test_projected_pairs.py -k copied"),
+    Fault("what is across a hyperplane is not along it at all", FUSED,
+          "(difference - (along + left) * normal)", "(difference - along * normal)",
+          "tests/models/test_distance.py -k formulas"),
+    Fault("a map's gradient has the wrong sign", FUSED,
+          "_sum_of_slopes(kind, -difference, grad, known, maps, 2, rows[:, None])",
+          "_sum_of_slopes(kind, difference, grad, known, maps, 2, rows[:, None])",
+          "tests/models/test_distance.py -k formulas"),
+    Fault("a GPU sorts relations to add up their gradients", "models/ops.py",
+          'is_here = block_device(table) == "cpu"', "is_here = True",
+          "tests/planning/test_objective_cost.py -k agree"),
+    Fault("a compiler writes out every block of pairs", "models/ops.py",
+          "step = max(step, -(-count // _COMPILED_BLOCKS))", "pass",
+          "tests/models/test_distance.py -k few_blocks"),
 ]  # fmt: skip

@@ -273,7 +273,7 @@ class BatchBuilder(EpochBatches[Batch]):
         return Batch(
             ids=as_feature(torch.from_numpy(unique if self.deduplicate else ids), self.bags),
             entities=torch.from_numpy(entities),
-            relation=torch.from_numpy(relation.reshape(chunks, triples)),
+            relation=torch.from_numpy(np.ascontiguousarray(relation).reshape(chunks, triples)),
             weight=torch.from_numpy(weight),
             known_head=masks["head"],
             known_tail=masks["tail"],

@@ -3,33 +3,26 @@
 Distances keep their digits.  The product form of the Euclidean distance loses digits where
 distances are small, and ranking would then disagree with the scores of single triples; it is for
 training alone, ``squares_by_products``, many times as fast.  On a CPU
-distances have kernels of their own, ``pair_scores``.  On CUDA the backward of ``torch.cdist`` has
-all (b, K, D) differences in memory, and its forward a thread block for every pair, so that training
-takes ``fused`` there: of each formula Inductor makes one kernel that reads queries and rows and
-writes its sums alone.  Ranking stays with kernels that compute a pair alike wherever it stands, for
-ties to remain ties.
+distances have kernels of their own, ``pair_scores``; training on CUDA takes ``fused_distances``.
+Ranking stays with kernels that compute a pair alike wherever it stands, for ties to remain ties.
 
 Shapes: C chunks, b queries, K candidates, U rows, D numbers (D/2 complex ones) a row.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import shutil
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kge_torchrec.models.fused_distances import fused, is_fused
 from kge_torchrec.models.ops import (
     BLOCK_NUMBERS,
     EPSILON,
     Comparison,
-    Distance,
     Mapped,
     block_device,
     pairwise,
@@ -160,10 +153,12 @@ def mapped(
 
     rows: (C, K, D), or (U, D) of which index, (C, K) int64, picks those of each chunk.
     """
+    if index is not None and not has_kernels(query):
+        rows, index = pick(rows, index), None
+    if is_fused(query):
+        return fused(kind, query, rows, maps)
     if has_kernels(query):
         return _pair_scores(kind, query, rows, index, maps)
-    if index is not None:
-        rows = pick(rows, index)
     return pairwise(MAPPED[kind], [query, maps], [rows], query.shape[-1])
 
 
@@ -200,92 +195,6 @@ def _pair_scores(*given: Any) -> Tensor:
     from kge_torchrec.models.pair_scores import pair_scores  # numba takes its time to load
 
     return pair_scores(*given)
-
-
-def is_fused(query: Tensor) -> bool:
-    """Whether ``fused`` is to be taken: training on CUDA, where Triton can compile."""
-    if query.device.type != "cuda":
-        return False
-    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and _has_compiler())
-
-
-@cache
-def _has_compiler() -> bool:
-    """Triton needs a C compiler for what launches its kernels."""
-    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
-    return bool(found) and importlib.util.find_spec("triton") is not None
-
-
-def fused(distance: Distance, query: Tensor, rows: Tensor) -> Tensor:
-    """(C, b, D), (C, K, D) -> (C, b, K), by kernels that torch compiles at their first use.
-
-    "moduli" is the sum of the moduli of D/2 complex numbers.  Half precision is computed in
-    float32, as autocast has it of torch.cdist.
-    """
-    query, rows = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (query, rows))
-    return _Fused.apply(query, rows, distance)
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, query: Tensor, rows: Tensor, distance: Distance) -> Tensor:
-        value = _kernel(_value)(distance, query, rows)
-        ctx.save_for_backward(query, rows, value)
-        ctx.distance = distance
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        given = ctx.distance, *ctx.saved_tensors, grad
-        return _kernel(_gradient_of_query)(*given), _kernel(_gradient_of_rows)(*given), None
-
-
-def _kernel(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The formula, compiled; in the middle of compiling it becomes part of what is compiled."""
-    return formula if torch.compiler.is_compiling() else _compiled(formula)
-
-
-@cache
-def _compiled(formula: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    return torch.compile(formula)
-
-
-def _value(distance: Distance, query: Tensor, rows: Tensor) -> Tensor:
-    difference = query[:, :, None] - rows[:, None]
-    if distance == "manhattan":
-        return difference.abs().sum(-1)
-    if distance == "euclidean":
-        return difference.square().sum(-1).sqrt()
-    return _moduli(difference).sum(-1)
-
-
-def _gradient_of_query(
-    distance: Distance, query: Tensor, rows: Tensor, value: Tensor, grad: Tensor
-) -> Tensor:
-    return _slopes(distance, query[:, :, None] - rows[:, None], value, grad).sum(2)
-
-
-def _gradient_of_rows(
-    distance: Distance, query: Tensor, rows: Tensor, value: Tensor, grad: Tensor
-) -> Tensor:
-    # The differences anew, and the other way round, lest they be kept as common to both.
-    return _slopes(distance, rows[:, None] - query[:, :, None], value, grad).sum(1)
-
-
-def _slopes(distance: Distance, difference: Tensor, value: Tensor, grad: Tensor) -> Tensor:
-    """Gradients by the differences, (C, b, K, D); never in memory once compiled."""
-    if distance == "manhattan":
-        return grad[..., None] * difference.sign()
-    if distance == "euclidean":  # 0 where rows are equal, as torch.cdist has it
-        return torch.where(value > 0, grad / value, 0)[..., None] * difference
-    per_number = grad[..., None] / _moduli(difference)
-    return per_number[..., None].expand(*per_number.shape, 2).flatten(-2) * difference
-
-
-def _moduli(difference: Tensor) -> Tensor:
-    """(..., D) -> (..., D/2)"""
-    real, imaginary = difference[..., 0::2], difference[..., 1::2]
-    return (real.square() + imaginary.square() + EPSILON).sqrt()
 
 
 def complex_distance(query: Tensor, rows: Tensor) -> Tensor:

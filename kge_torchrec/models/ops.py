@@ -33,6 +33,7 @@ Factor = Literal["real", "complex", "conjugate"]
 EPSILON = 1e-12  # under the root of a modulus, as in RotatE.similarity
 # Numbers of a block's intermediates: what stays in a CPU's L2 cache, enough work for a GPU.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}
+_COMPILED_BLOCKS = 4
 _planned_for = ContextVar("planned_for", default="cuda")
 
 
@@ -67,6 +68,8 @@ def pairwise(
     rows = [x[:, None] for x in rows]
     numbers = BLOCK_NUMBERS[block_device(queries[0])]
     step = max(1, numbers // max(1, chunks * rows[0].shape[2] * width))
+    if torch.compiler.is_compiling():  # which writes each block out
+        step = max(step, -(-count // _COMPILED_BLOCKS))
     parts = []
     for start in range(0, max(1, count), step):
         block = [x[:, start : start + step, None] for x in queries]
@@ -104,7 +107,8 @@ def rotated(rows: Tensor, phase: Tensor) -> Tensor:
     """Each number turned by an angle: (..., D), (..., D/2) -> (..., D)."""
     if torch.compiler.is_compiling():
         return _times(parts(rows), (phase.cos(), phase.sin()), conjugate=False)
-    return as_real(as_complex(rows) * torch.polar(torch.ones_like(phase), phase))
+    # torch.polar's gradient has a kernel that CUDA compiles when it first comes to it.
+    return as_real(as_complex(rows) * torch.complex(phase.cos(), phase.sin()))
 
 
 def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: bool) -> Tensor:
@@ -113,6 +117,16 @@ def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: 
     if conjugate:
         y = -y
     return torch.stack([real * x - imaginary * y, real * y + imaginary * x], -1).flatten(-2)
+
+
+def lookup(table: Tensor, ids: Tensor) -> Tensor:
+    """Rows of a dense table that many ids repeat: (R, D), (...) int64 -> (..., D).
+
+    A GPU adds their gradients one to another as they come; embedding's own would sort the ids
+    first, by some twenty kernels.
+    """
+    is_here = block_device(table) == "cpu"
+    return nn.functional.embedding(ids, table) if is_here else pick(table, ids)
 
 
 def pick(rows: Tensor, index: Tensor) -> Tensor:

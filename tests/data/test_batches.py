@@ -322,7 +322,8 @@ def test_every_field_is_pinned_and_recorded():
 def test_to_cuda_and_back():
     batch = next(builder(make_triples(9), known=known_of(make_triples(9))).epoch(0))
     pinned = batch.pin_memory()
-    assert all(value.is_pinned() for value in fields_of(pinned).values())
+    # Nothing has no memory to pin.
+    assert all(value.is_pinned() for value in fields_of(pinned).values() if value.numel())
     moved = pinned.to(torch.device("cuda"), non_blocking=True)
     moved.record_stream(torch.cuda.current_stream())
     torch.cuda.synchronize()

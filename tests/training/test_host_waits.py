@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib import metadata
 from pathlib import Path
 from unittest.mock import patch
 
@@ -17,6 +18,7 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 
+TORCHREC = tuple(map(int, metadata.version("torchrec").split(".")[:2]))
 # What stays on the host on a GPU too, or is of the CPU's own table.
 ON_THE_HOST = {
     "keyed.step", "backend.step",  # number of the dense optimizer's step, which torch keeps there
@@ -29,12 +31,17 @@ ON_THE_HOST = {
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
 OF_DIRECT_TRAVEL = {"tolist in direct._wait_impl": 2, "tensor in direct._wait_impl": 1}
-OF_TRAVEL = {
-    "tolist in dist_data._safe_tolist_2d": 2,
-    "tolist in jagged_tensor._safe_tolist": 5,
-    "tensor in runtime_forwards.__call__": 3,
-    "tensor in dist_data._get_recat": 1,
-}
+OF_TRAVEL = {"tensor in runtime_forwards.__call__": 3, "tensor in dist_data._get_recat": 1} | (
+    {
+        "tolist in dist_data._wait_impl": 1,
+        "tolist in jagged_tensor._maybe_compute_length_per_key": 2,
+    }
+    if TORCHREC < (1, 7)
+    else {
+        "tolist in dist_data._safe_tolist_2d": 2,
+        "tolist in jagged_tensor._safe_tolist": 5,
+    }
+)
 TORCHREC_TRAVELS = {"entities__deduplicate": False, "train__pipeline": "sparse_dist"}  # as on GPUs
 CASES = {
     "sampled": ({}, {}),
@@ -78,6 +85,9 @@ def rank_counts(store: Path, run: Path) -> dict[str, dict[str, int]]:
         for name, (changes, _) in CASES.items():
             session = Session(config_of(store, run, **changes), RunFolder(run), ranks)
             loop = Trainer(session, session.restore(), None)
+            for part in vars(next(loop.batches.epoch(0))).values():
+                # What lies otherwise is copied to a GPU by way of memory that is not pinned.
+                assert not torch.is_tensor(part) or part.is_contiguous(), name
             batches = loop.batches.epoch(0)
             for _ in range(2):  # the first one sets things up
                 loop.pipeline.progress(batches)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES as SIDES
 from kge_torchrec.data import Side as Side
-from kge_torchrec.models.ops import Dropout
+from kge_torchrec.models.ops import Dropout, lookup
 from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
 
 # What so many real numbers make, in the message for a model.dim that is no multiple of them.
@@ -155,7 +155,7 @@ class Scorer(nn.Module):
 
         drop: with dropout, in training; penalties are taken without.
         """
-        rows = self.relation_norm(nn.functional.embedding(ids, self.relations))
+        rows = self.relation_norm(lookup(self.relations, ids))
         return self.input_dropout(self.relation_dropout(rows)) if drop else rows
 
     @property
@@ -229,7 +229,7 @@ class Scorer(nn.Module):
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
         """The relation rows that a query uses, for regularizers: (...) ids -> (..., W)."""
         relation, _ = self.direct(relation, side)
-        return nn.functional.embedding(relation, self.relations)
+        return lookup(self.relations, relation)
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:

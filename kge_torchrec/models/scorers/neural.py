@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least
-from kge_torchrec.models.ops import pairwise
+from kge_torchrec.models.ops import lookup, pairwise
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer
@@ -151,7 +151,7 @@ class Shallom(QueryScorer):
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
         """Without dropout: the rows are weights of the output layer."""
-        return self.relation_norm(nn.functional.embedding(ids, self.relations))
+        return self.relation_norm(lookup(self.relations, ids))
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Half:
         ours, theirs = self._halves(side)

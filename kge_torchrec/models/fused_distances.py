@@ -1,0 +1,206 @@
+"""Distances of all pairs where training runs on CUDA, by kernels that Inductor makes.
+
+The backward of ``torch.cdist`` has all (b, K, D) differences in memory there, and its forward a
+thread block for every pair; the formulas written out would have several such tensors, block after
+block.  Here each sum is one kernel, which reads queries and rows and writes its (C, b, K), (C, b,
+D) or (C, K, D) alone.  Inductor does keep a tensor of pairs that several others need and that is
+computed from more than four numbers: so each gradient is a function of its own, differences are
+taken anew for each, and what comes in has been computed before.
+
+Shapes: C chunks, b queries, K candidates, D numbers (D/2 complex ones) a row.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kge_torchrec.models.ops import EPSILON, Distance, Mapped
+
+Kind = Distance | Mapped
+
+
+def is_fused(query: Tensor) -> bool:
+    """Whether ``fused`` is to be taken: training on CUDA, where Triton can compile."""
+    if query.device.type != "cuda":
+        return False
+    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and _has_compiler())
+
+
+@cache
+def _has_compiler() -> bool:
+    """Triton needs a C compiler for what launches its kernels."""
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    return bool(found) and importlib.util.find_spec("triton") is not None
+
+
+def fused(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None) -> Tensor:
+    """(C, b, D), (C, K, D) -> (C, b, K), by kernels that torch compiles at their first use.
+
+    maps: (C, b, D), of the kinds that are ``Mapped``.  "moduli" is the sum of the moduli of D/2
+    complex numbers.  Half precision is computed in float32, as autocast has it of torch.cdist.
+    """
+    inputs = [query, rows] if maps is None else [query, rows, maps]
+    inputs = [x.to(torch.promote_types(x.dtype, torch.float32)) for x in inputs]
+    if torch.compiler.is_compiling():
+        inputs = [in_memory(x) for x in inputs]
+    return _Fused.apply(kind, *inputs)
+
+
+@torch.library.custom_op("kge_torchrec::in_memory", mutates_args=())
+def in_memory(x: Tensor) -> Tensor:
+    """A copy, whose numbers Inductor reads: it would compute x anew for every pair."""
+    return x.clone()
+
+
+@in_memory.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+in_memory.register_autograd(lambda ctx, grad: grad)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, kind: Kind, *inputs: Tensor) -> Tensor:
+        value, known = _kernel(_value)(kind, *inputs)
+        ctx.save_for_backward(known, *inputs)
+        ctx.kind = kind
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        known, *inputs = ctx.saved_tensors
+        given = ctx.kind, grad, known, *inputs
+        return None, *(_kernel(gradient)(*given) for gradient in _GRADIENTS[: len(inputs)])
+
+
+def _kernel(formula: Callable[..., Any]) -> Callable[..., Any]:
+    """The formula, compiled; in the middle of compiling it becomes part of what is compiled."""
+    return formula if torch.compiler.is_compiling() else _compiled(formula)
+
+
+@cache
+def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(formula)
+
+
+def _value(
+    kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """(C, b, K), and what gradients have to know of each pair, (C, b, K) too."""
+    difference = _difference(kind, query, rows, maps)
+    if kind in ("manhattan", "scaled_manhattan"):
+        return difference.abs().sum(-1), None
+    if kind == "moduli":
+        return _moduli(difference).sum(-1), None
+    if kind == "hyperplane_squares":
+        assert maps is not None
+        along = (difference * maps[:, :, None]).sum(-1)
+        return (difference - along[..., None] * maps[:, :, None]).square().sum(-1), along
+    squares = difference.square().sum(-1)
+    if kind == "scaled_squares":
+        return squares, None
+    value = squares.sqrt()
+    return value, value
+
+
+def _difference(kind: Kind, query: Tensor, rows: Tensor, maps: Tensor | None) -> Tensor:
+    """(C, b, K, D); never in memory once compiled."""
+    others = rows[:, None]
+    if maps is not None and kind != "hyperplane_squares":
+        others = maps[:, :, None] * others
+    return query[:, :, None] - others
+
+
+def _gradient_of_query(
+    kind: Kind,
+    grad: Tensor,
+    known: Tensor | None,
+    query: Tensor,
+    rows: Tensor,
+    maps: Tensor | None = None,
+) -> Tensor:
+    difference = _difference(kind, query, rows, maps)
+    return _sum_of_slopes(kind, difference, grad, known, maps, 2)
+
+
+def _gradient_of_rows(
+    kind: Kind,
+    grad: Tensor,
+    known: Tensor | None,
+    query: Tensor,
+    rows: Tensor,
+    maps: Tensor | None = None,
+) -> Tensor:
+    # The differences anew, and the other way round, lest they be kept as common to both.
+    difference = -_difference(kind, query, rows, maps)
+    known = -known if kind == "hyperplane_squares" and known is not None else known
+    factor = None if maps is None or kind == "hyperplane_squares" else maps[:, :, None]
+    return _sum_of_slopes(kind, difference, grad, known, maps, 1, factor)
+
+
+def _gradient_of_maps(
+    kind: Kind, grad: Tensor, known: Tensor | None, query: Tensor, rows: Tensor, maps: Tensor
+) -> Tensor:
+    difference = _difference(kind, query, rows, maps)
+    if kind != "hyperplane_squares":
+        return _sum_of_slopes(kind, -difference, grad, known, maps, 2, rows[:, None])
+    assert known is not None
+    along, normal = known[..., None], maps[:, :, None]
+    # Of normals that are not quite of length 1, what is across is a little along too.
+    left = along * (1 - normal.square().sum(-1, keepdim=True))
+    slopes = -along * (difference - along * normal) - left * difference
+    return (2 * grad[..., None] * slopes).sum(2)
+
+
+_GRADIENTS = _gradient_of_query, _gradient_of_rows, _gradient_of_maps
+
+
+def _sum_of_slopes(
+    kind: Kind,
+    difference: Tensor,
+    grad: Tensor,
+    known: Tensor | None,
+    maps: Tensor | None,
+    dim: int,
+    factor: Tensor | None = None,
+) -> Tensor:
+    """Gradients by the differences, (C, b, K, D), times a factor if any, summed over b or K."""
+    if kind == "moduli":
+        # What both parts share is computed from four numbers, without the factor of grad.
+        moduli = _moduli(difference)
+        units = [difference[..., part::2] / moduli for part in (0, 1)]
+        return torch.stack([(grad[..., None] * unit).sum(dim) for unit in units], -1).flatten(-2)
+    slopes = _slopes(kind, difference, grad, known, maps)
+    return (slopes if factor is None else slopes * factor).sum(dim)
+
+
+def _slopes(
+    kind: Kind, difference: Tensor, grad: Tensor, known: Tensor | None, maps: Tensor | None
+) -> Tensor:
+    if kind in ("manhattan", "scaled_manhattan"):
+        return grad[..., None] * difference.sign()
+    if kind == "scaled_squares":
+        return 2 * grad[..., None] * difference
+    assert known is not None
+    if kind == "euclidean":  # 0 where rows are equal, as torch.cdist has it
+        return torch.where(known > 0, grad / known, 0)[..., None] * difference
+    assert maps is not None
+    along, normal = known[..., None], maps[:, :, None]
+    left = along * (1 - normal.square().sum(-1, keepdim=True))
+    return 2 * grad[..., None] * (difference - (along + left) * normal)
+
+
+def _moduli(difference: Tensor) -> Tensor:
+    """(..., D) -> (..., D/2)"""
+    real, imaginary = difference[..., 0::2], difference[..., 1::2]
+    return (real.square() + imaginary.square() + EPSILON).sqrt()
