@@ -101,11 +101,34 @@ class Lp(Regularizer):
 
 def powers(rows: Tensor, p: float, is_complex: bool) -> Tensor:
     """Sum of |x|^p: (..., D) -> (...)."""
-    if not is_complex:
-        return rows.abs().pow(p).sum(-1)
-    real, imaginary = parts(rows)
-    # |z|^2 first: its gradient is finite at z = 0, that of |z| is not.
-    return (real.square() + imaginary.square() + 1e-30).pow(p / 2).sum(-1)
+    return _Powers.apply(rows, p) if is_complex else rows.abs().pow(p).sum(-1)
+
+
+class _Powers(torch.autograd.Function):
+    """Of moduli, whose gradient p |z|^(p - 2) z takes fewer passes than those of its parts."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, p: float) -> Tensor:
+        real, imaginary = parts(rows)
+        # Not 0, of which there are no powers below 0: those of z = 0 are multiplied by z.
+        squares = real.square().addcmul_(imaginary, imaginary).add_(1e-30)
+        ctx.save_for_backward(rows, squares)
+        ctx.p = p
+        return _power(squares, p).sum(-1)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        rows, squares = ctx.saved_tensors
+        slope = _power(squares, ctx.p - 2) * (ctx.p * grad)[..., None]
+        numbers = rows.unflatten(-1, (-1, 2))
+        return (numbers * slope[..., None]).flatten(-2), None
+
+
+def _power(squares: Tensor, p: float) -> Tensor:
+    """Of the root, which takes a third of the time where p is N3's 3 or its slope's 1."""
+    if p == 3:
+        return squares * squares.sqrt()
+    return squares.sqrt() if p == 1 else squares.pow(p / 2)
 
 
 class TripleRegularizer(Regularizer):
