@@ -397,7 +397,7 @@ FAULTS = [
           "self.temperature * negative.detach()", "self.temperature * negative",
           "tests/models/test_losses.py"),
     Fault("N3 of the parts of a complex number", "models/regularizers.py",
-          "if not is_complex:", "if True:", "tests/models"),
+          "if is_complex else", "if False else", "tests/models"),
     Fault("rows start by their place in the shard", "embeddings/init.py",
           "SeedSequence((seed, _STREAM, chunk))",
           "SeedSequence((seed, _STREAM, chunk - start // CHUNK_ROWS))",

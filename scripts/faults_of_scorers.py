@@ -156,4 +156,7 @@ FAULTS = [
     Fault("a compiler writes out every block of pairs", "models/ops.py",
           "step = max(step, -(-count // _COMPILED_BLOCKS))", "pass",
           "tests/models/test_distance.py -k few_blocks"),
+    Fault("N3's slope is one of N3 itself", "models/regularizers.py",
+          "_power(squares, ctx.p - 2)", "_power(squares, ctx.p)",
+          "tests/training/test_penalties_and_biases.py"),
 ]  # fmt: skip
