@@ -8,7 +8,7 @@ late, several times a step.
     with_exchange       processes that exchange rows and gradients by it
     CollectiveWatch     sees collectives as torch's operators, for whoever counts those
 
-PyTorch from 2.13 on asks a group for ``all_to_all_single``, 2.11 for ``alltoall_base``.
+PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
 
 Shapes: W ranks.
 """

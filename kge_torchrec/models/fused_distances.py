@@ -156,8 +156,7 @@ def _gradient_of_maps(
         return _sum_of_slopes(kind, -difference, grad, known, maps, 2, rows[:, None])
     assert known is not None
     along, normal = known[..., None], maps[:, :, None]
-    # Of normals that are not quite of length 1, what is across is a little along too.
-    left = along * (1 - normal.square().sum(-1, keepdim=True))
+    left = _left_along(along, normal)
     slopes = -along * (difference - along * normal) - left * difference
     return (2 * grad[..., None] * slopes).sum(2)
 
@@ -196,8 +195,13 @@ def _slopes(
         return torch.where(known > 0, grad / known, 0)[..., None] * difference
     assert maps is not None
     along, normal = known[..., None], maps[:, :, None]
-    left = along * (1 - normal.square().sum(-1, keepdim=True))
+    left = _left_along(along, normal)
     return 2 * grad[..., None] * (difference - (along + left) * normal)
+
+
+def _left_along(along: Tensor, normal: Tensor) -> Tensor:
+    """Of what is across: none, but by a normal that is not quite of length 1."""
+    return along * (1 - normal.square().sum(-1, keepdim=True))
 
 
 def _moduli(difference: Tensor) -> Tensor:
