@@ -32,7 +32,7 @@ QUIET = {
     "model.init_scale": 0.5,
     "negatives.count": 6,
     "train.batch_size": 32,
-    "train.epochs": 4,
+    "train.epochs": 2,
     "train.lr": 0.05,
     "train.eps": 1e-4,
     "evaluation.every": 0,
@@ -71,6 +71,11 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
     where = {"data.path": str(store), "run.dir": folder and str(folder)}
     return config_from_dict({**where, **QUIET, **dotted})
+
+
+def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
+    """``config_of`` with four epochs, for runs that are to end early and go on."""
+    return config_of(store, folder, **{"train__epochs": 4, **changes})
 
 
 def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) -> Session:

@@ -24,7 +24,8 @@ def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
 def test_any_pieces_resume_as_any_others(tmp_path, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}
-    whole = run_world(1, trains, store, tmp_path / "whole", changes, 1 << 20)[0]
+    all_epochs = changes | {"train__epochs": 4}
+    whole = run_world(1, trains, store, tmp_path / "whole", all_epochs, 1 << 20)[0]
     for ranks, epochs, rows in ((2, 1, 3), (4, 2, 5), (1, 3, 1), (2, 4, 1000)):
         more = changes | {"train__epochs": epochs}
         found = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import config_of, fit, largest_difference, rank, tiny_store
+from training_runs import fit, largest_difference, longer_config, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -43,7 +43,7 @@ def truncate(run: Path, name: str) -> None:
 
 @pytest.mark.parametrize("keep", [1, 2, 9])
 def test_the_last_ones_are_kept(store, tmp_path, keep):
-    fit(config_of(store, tmp_path, checkpoint__keep=keep))
+    fit(longer_config(store, tmp_path, checkpoint__keep=keep))
     assert names(tmp_path) == FOUR[-keep:]
 
 
@@ -52,7 +52,7 @@ def test_the_best_is_kept_besides(store, tmp_path):
         mrr = iter([0.9, 0.5, 0.6, 0.7])
         loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
 
-    config = config_of(store, tmp_path, checkpoint__keep=1, evaluation__every=1)
+    config = longer_config(store, tmp_path, checkpoint__keep=1, evaluation__every=1)
     session = fit(config, make_the_first_best)
     assert names(tmp_path) == [FOUR[0], FOUR[-1]]
     with processes("cpu"):
@@ -67,12 +67,12 @@ def test_the_best_is_kept_besides(store, tmp_path):
 
 
 def test_only_the_end_without_an_interval(store, tmp_path):
-    fit(config_of(store, tmp_path, checkpoint__every_epochs=0))
+    fit(longer_config(store, tmp_path, checkpoint__every_epochs=0))
     assert names(tmp_path) == FOUR[-1:]
 
 
 def test_within_an_epoch(store, tmp_path):
-    fit(config_of(store, tmp_path, checkpoint__every_steps=2, checkpoint__keep=5))
+    fit(longer_config(store, tmp_path, checkpoint__every_steps=2, checkpoint__keep=5))
     steps = [int(name.split("-")[1]) for name in names(tmp_path)]
     assert steps == [14, 15, 17, 19, 20]
 
@@ -83,8 +83,8 @@ def test_none_at_all(store, tmp_path, patience):
     more = {"evaluation__every": 1, "evaluation__patience": patience}
     if patience:  # no validation is better than the first
         more |= {"train__lr": 1e-30}
-    kept = api.train(config_of(store, tmp_path / "kept", **more))
-    run = api.train(config_of(store, tmp_path / "none", checkpoint__keep=0, **more))
+    kept = api.train(longer_config(store, tmp_path / "kept", **more))
+    run = api.train(longer_config(store, tmp_path / "none", checkpoint__keep=0, **more))
     assert not (run.path / "checkpoints").exists()
     assert (
         kept.results["train"]["epochs"] == run.results["train"]["epochs"] == (2 if patience else 4)
@@ -92,13 +92,13 @@ def test_none_at_all(store, tmp_path, patience):
     assert kept.results["valid"] == run.results["valid"]
     assert run.results["checkpoint"] == {"name": None, "epoch": run.results["train"]["epochs"]}
     assert run.results["test"] == api.train(
-        config_of(store, tmp_path / "last", **{**more, "evaluation__every": 0},
+        longer_config(store, tmp_path / "last", **{**more, "evaluation__every": 0},
                   train__epochs=run.results["train"]["epochs"])
     ).results["test"]  # fmt: skip
 
 
 def test_a_run_without_any_says_so(store, tmp_path):
-    run = api.train(config_of(store, tmp_path, checkpoint__keep=0, train__epochs=1))
+    run = api.train(longer_config(store, tmp_path, checkpoint__keep=0, train__epochs=1))
     words = r"has no checkpoint, since checkpoint.keep 0 writes none"
     for use in (run.evaluate, lambda: run.predict(head="e0", relation="r0"),
                 lambda: api.resume(tmp_path), lambda: run.export(tmp_path / "out"),
@@ -107,12 +107,12 @@ def test_a_run_without_any_says_so(store, tmp_path):
             use()
     run.close()
     with pytest.raises(ConfigError, match=r"checkpoint.keep: 0 leaves run.resume auto nothing"):
-        config_of(store, tmp_path, checkpoint__keep=0, run__resume="auto")
+        longer_config(store, tmp_path, checkpoint__keep=0, run__resume="auto")
 
 
 def test_a_run_goes_on_without_writing_more(store, tmp_path):
     """From checkpoints of before; a best model that is gone is not looked for."""
-    api.train(config_of(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
+    api.train(longer_config(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
     before = names(tmp_path)
     run = api.resume(tmp_path, {"checkpoint.keep": 0, "train.epochs": 4, "evaluation.metric": "mr"})
     assert names(tmp_path) == before
@@ -131,20 +131,20 @@ def test_numbers_are_looked_at_without_checkpoints(store, tmp_path):
         loop._validate = validate_and_spoil
 
     with pytest.raises(NonFiniteParameters):
-        fit(config_of(store, tmp_path, checkpoint__keep=0, evaluation__every=1), spoil)
+        fit(longer_config(store, tmp_path, checkpoint__keep=0, evaluation__every=1), spoil)
 
 
 def test_leftovers_of_a_kill_while_writing_go(store, tmp_path):
     leftover = tmp_path / "checkpoints" / ".partial-step-000000000003"
     leftover.mkdir(parents=True)
     (leftover / "__0_0.distcp").write_bytes(b"half")
-    fit(config_of(store, tmp_path, checkpoint__keep=9))
+    fit(longer_config(store, tmp_path, checkpoint__keep=9))
     assert names(tmp_path) == FOUR
 
 
 def test_a_damaged_newest_one_is_left_out_with_a_warning(store, tmp_path, caplog):
-    whole = fit(config_of(store, tmp_path / "a", checkpoint__keep=1))
-    config = config_of(store, tmp_path / "b", train__schedule="linear", checkpoint__keep=9)
+    whole = fit(longer_config(store, tmp_path / "a", checkpoint__keep=1))
+    config = longer_config(store, tmp_path / "b", train__schedule="linear", checkpoint__keep=9)
     whole = fit(config)
     truncate(tmp_path / "b", FOUR[-1])
     with caplog.at_level(logging.WARNING):
@@ -156,10 +156,10 @@ def test_a_damaged_newest_one_is_left_out_with_a_warning(store, tmp_path, caplog
 
 def test_damaged_ones_do_not_push_good_ones_out(store, tmp_path):
     """The one written after falling back is older by name than the damaged one."""
-    config = config_of(store, tmp_path, checkpoint__keep=2)
+    config = longer_config(store, tmp_path, checkpoint__keep=2)
     fit(config)
     truncate(tmp_path, FOUR[-1])
-    shorter = config_of(store, tmp_path, checkpoint__keep=1, checkpoint__every_steps=3)
+    shorter = longer_config(store, tmp_path, checkpoint__keep=1, checkpoint__every_steps=3)
     seen = []
     fit(shorter, lambda loop: watch_saves(loop, lambda: seen.append(names(tmp_path))))
     assert seen == [["step-000000000018"], [FOUR[-1]]]
@@ -176,7 +176,7 @@ def watch_saves(loop: Trainer, look) -> None:
 
 
 def test_all_damaged(store, tmp_path):
-    config = config_of(store, tmp_path)
+    config = longer_config(store, tmp_path)
     fit(config)
     for name in FOUR[-2:]:
         truncate(tmp_path, name)
@@ -185,7 +185,7 @@ def test_all_damaged(store, tmp_path):
 
 
 def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
-    config = config_of(store, tmp_path, checkpoint__keep=1)
+    config = longer_config(store, tmp_path, checkpoint__keep=1)
     fit(config)
     folder = tmp_path / "checkpoints" / FOUR[-1]
     (folder / "progress.json").unlink()
@@ -204,10 +204,10 @@ def select_the_second(loop: Trainer) -> None:
 def test_a_damaged_best_one_gives_way_to_the_newest(store, tmp_path, caplog):
     """At the end of a resumed run, and for evaluation, prediction and export."""
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    fit(config_of(store, tmp_path, **options), select_the_second)
+    fit(longer_config(store, tmp_path, **options), select_the_second)
     assert names(tmp_path) == [FOUR[1], FOUR[3]]
     truncate(tmp_path, FOUR[1])
-    config_of(store, tmp_path, **options).save(tmp_path / "config.yaml")
+    longer_config(store, tmp_path, **options).save(tmp_path / "config.yaml")
     run = api.resume(tmp_path)
     assert run.results["checkpoint"] == {"name": FOUR[3], "epoch": 4}
     assert caplog.text.count(f"{FOUR[1]} in") == 1 and "trying another one" in caplog.text
@@ -226,7 +226,7 @@ def rank_fills_the_disk(store: Path, run: Path) -> tuple[str, bool]:
             resource.setrlimit(resource.RLIMIT_FSIZE, (2048, resource.RLIM_INFINITY))
 
     try:
-        fit(config_of(store, run), lambda loop: loop.callbacks.append(limit))
+        fit(longer_config(store, run), lambda loop: loop.callbacks.append(limit))
     except CheckpointError as error:
         return str(error), getattr(error, "on_every_rank", False)
     finally:
@@ -236,7 +236,7 @@ def rank_fills_the_disk(store: Path, run: Path) -> tuple[str, bool]:
 
 def rank_restores(store: Path, run: Path) -> int:
     with processes("cpu") as ranks:
-        session = Session(config_of(store, run), RunFolder(run), ranks)
+        session = Session(longer_config(store, run), RunFolder(run), ranks)
         return session.restore().epoch
 
 
@@ -252,13 +252,13 @@ def test_a_full_disk_ends_every_rank_and_leaves_the_earlier_ones(store, tmp_path
 def test_a_folder_that_cannot_be_made(store, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match=r"(?s)could not be written.*intact: none"):
-        fit(config_of(store, tmp_path))
+        fit(longer_config(store, tmp_path))
 
 
 @pytest.mark.parametrize("entities", [37, 40])
 def test_a_store_that_changed_under_a_run(tmp_path, entities):
     path = tmp_path / "store"
-    run = api.train(config_of(tiny_store(path).path, tmp_path / "run", train__epochs=1))
+    run = api.train(longer_config(tiny_store(path).path, tmp_path / "run", train__epochs=1))
     run.evaluate()
     run.close()
     path.rename(tmp_path / "old")
@@ -272,13 +272,13 @@ def test_a_store_that_changed_under_a_run(tmp_path, entities):
 def test_saving_changes_nothing(store, tmp_path):
     """TorchRec makes optimizer state by a step, which must not count."""
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1}
-    often = fit(config_of(store, tmp_path / "a", checkpoint__every_steps=1, **options))
-    once = fit(config_of(store, tmp_path / "b", checkpoint__every_epochs=0, **options))
+    often = fit(longer_config(store, tmp_path / "a", checkpoint__every_steps=1, **options))
+    once = fit(longer_config(store, tmp_path / "b", checkpoint__every_epochs=0, **options))
     assert largest_difference(often.parameters, once.parameters) == 0
 
 
 def test_the_random_state_comes_back(store, tmp_path):
-    session = fit(config_of(store, tmp_path))
+    session = fit(longer_config(store, tmp_path))
     with processes("cpu"):
         torch.manual_seed(1)
         session.checkpoints.save(session.backend.state(), session.restore())

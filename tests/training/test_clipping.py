@@ -78,7 +78,7 @@ def rank_trains_all(store: Path, folder: Path) -> dict:
         config = variant(store, limit, parts, folder / f"{limit}-{parts}")
         with kernels_of_cuda(parts == "fbgemm"):
             session = fit(config, without_checkpoints)
-        assert session.backend.state()["table_step"] == 20  # micro-batches are none
+        assert session.backend.state()["table_step"] == 10  # micro-batches are none
         found[limit, parts] = session.parameters
     return found
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, fit, rank, tiny_store
+from training_runs import fit, longer_config, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec.distributed.processes import processes
@@ -32,7 +32,7 @@ def rank_breaks(store: Path, run: Path, log_every: int) -> tuple[str, int]:
 
         loop.pipeline.progress = broken
 
-    config = config_of(store, run, train__log_every=log_every, checkpoint__every_steps=2)
+    config = longer_config(store, run, train__log_every=log_every, checkpoint__every_steps=2)
     with pytest.raises(NonFiniteLoss) as caught:
         fit(config, break_it)
     with processes("cpu") as ranks:
@@ -50,7 +50,7 @@ def test_epoch_step_and_rank_are_named_on_every_rank(store, tmp_path, log_every)
 def test_a_rate_far_too_high(store, tmp_path):
     options = {"train__optimizer": "sgd", "loss__n3": 1.0}
     with pytest.raises(NonFiniteLoss, match=r"at epoch 1, step \d, rank 0.*smaller train.lr"):
-        fit(config_of(store, tmp_path, train__lr=1e30, **options))
+        fit(longer_config(store, tmp_path, train__lr=1e30, **options))
     assert not (tmp_path / "checkpoints").exists()
 
 
@@ -77,7 +77,7 @@ def poison(loop: Trainer, step: int, of: str) -> None:
 
 def rank_is_poisoned(store: Path, run: Path, step: int, of: str) -> tuple[str, int]:
     engine = "handrolled" if of == "state" else "torchrec"
-    config = config_of(store, run, entities__engine=engine, train__optimizer="adam")
+    config = longer_config(store, run, entities__engine=engine, train__optimizer="adam")
     with pytest.raises(NonFiniteParameters) as caught:
         fit(config, lambda loop: poison(loop, step, of))
     with processes("cpu") as ranks:

@@ -74,7 +74,7 @@ def without_checkpoints(loop: Trainer) -> None:
 
 
 def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]) -> dict:
-    """Start and end of variants: four epochs of five steps, the last one of two triples."""
+    """Start and end of variants: two epochs of five steps, the last one of two triples."""
     out = {}
     for number in numbers:
         config = variant(store, number)
@@ -122,7 +122,7 @@ def dense(number: int) -> dict:
         if number not in TWICE
     ],
 )
-def test_twenty_steps_equal_the_dense_oracle(number, world_size):
+def test_ten_steps_equal_the_dense_oracle(number, world_size):
     rest = number not in TWICE
     found, expected = trained(world_size, rest=rest)[number], dense(number)
     assert largest_difference(found["start"], trained(2, rest=rest)[number]["start"]) == 0

@@ -84,7 +84,7 @@ def test_scaling_changes_no_bit(way, world_size):
     for found in trained(world_size):
         (plain, none), (scaled, scale) = found[way, "fp32"], found[way, "scaled"]
         assert largest_difference(plain, scaled) == 0
-        assert none == {} and scale == {"value": 65536.0, "good_steps": 20, "skipped": 0}
+        assert none == {} and scale == {"value": 65536.0, "good_steps": 10, "skipped": 0}
 
 
 @pytest.mark.parametrize("way, world_size", ONE_AND_TWO)
@@ -174,8 +174,8 @@ def test_an_overflow_skips_the_step_on_all_ranks_alike(tmp_path, world_size, whe
     first, *others = run_world(world_size, rank_overflows, the_store(), tmp_path, where)
     for way in WAYS:
         assert first[way, "same"] and first[way, "tensors"] > 6
-        assert first[way, "scale"] == {"value": 32768.0, "good_steps": 12, "skipped": 1}
-        assert first[way, "steps"] == 19
+        assert first[way, "scale"] == {"value": 32768.0, "good_steps": 2, "skipped": 1}
+        assert first[way, "steps"] == 9
         assert all(value.isfinite().all() for value in first[way, "end"].values())
         for other in others:
             assert largest_difference(first[way, "end"], other[way, "end"]) == 0

@@ -7,7 +7,14 @@ from pathlib import Path
 from unittest.mock import patch
 
 import pytest
-from training_runs import QUIET, config_of, fit, largest_difference, rank, tiny_store
+from training_runs import (
+    config_of,
+    fit,
+    largest_difference,
+    longer_config,
+    rank,
+    tiny_store,
+)
 from worlds import run_world
 
 from kge_torchrec import api
@@ -60,7 +67,7 @@ def rank_sees_an_old_listing(store: Path, run: Path) -> tuple[int, dict]:
 
     Path.glob = stale
     try:
-        config = config_of(store, run, train__epochs=4)
+        config = longer_config(store, run)
         with processes("cpu") as ranks:
             epoch = Session(config, RunFolder(run), ranks).restore().epoch
         with api.open_run(run) as opened:
@@ -70,7 +77,7 @@ def rank_sees_an_old_listing(store: Path, run: Path) -> tuple[int, dict]:
 
 
 def test_all_ranks_load_the_checkpoint_that_rank_0_sees(store, tmp_path):
-    run = api.train(config_of(store, tmp_path / "run"))
+    run = api.train(longer_config(store, tmp_path / "run"))
     expected = run.evaluate()
     run.close()
     for epoch, results in run_world(2, rank_sees_an_old_listing, store, run.path):
@@ -137,12 +144,12 @@ def test_an_old_checkpoint_that_cannot_be_removed_stays(store, tmp_path, monkeyp
     def refuse(path, *_: object, **__: object) -> None:
         raise OSError(16, "Device or resource busy", str(path))
 
-    whole = fit(config_of(store, tmp_path / "a")).parameters
+    whole = fit(longer_config(store, tmp_path / "a")).parameters
     monkeypatch.setattr("kge_torchrec.training.checkpoints.shutil.rmtree", refuse)
-    found = fit(config_of(store, tmp_path / "b")).parameters
+    found = fit(longer_config(store, tmp_path / "b")).parameters
     assert largest_difference(whole, found) == 0
     assert "could not be removed" in caplog.text and "Device or resource busy" in caplog.text
-    assert len(list((tmp_path / "b" / "checkpoints").iterdir())) == QUIET["train.epochs"]
+    assert len(list((tmp_path / "b" / "checkpoints").iterdir())) == 4
 
 
 class Unsendable(Exception):

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import fit, largest_difference, longer_config, tiny_store
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
@@ -61,7 +61,7 @@ def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None 
 
         loop.pipeline.progress = progress_or_die
 
-    return fit(config_of(store, run, **changes), kill).parameters
+    return fit(longer_config(store, run, **changes), kill).parameters
 
 
 def killed(world_size: int, store: Path, run: Path, changes: dict) -> None:
@@ -137,8 +137,8 @@ def test_a_real_process_killed_at_any_time(tmp_path, when):
     keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
             "train__optimizer": "adam", "evaluation__every": 10}  # fmt: skip
     keys["checkpoint__every_steps"] = 4 if when == "step" else 0
-    expected = api.train(config_of("countries", tmp_path / "whole", **keys))
-    config = config_of("countries", tmp_path / "run", **keys)
+    expected = api.train(longer_config("countries", tmp_path / "whole", **keys))
+    config = longer_config("countries", tmp_path / "run", **keys)
     config.save(tmp_path / "config.yaml")
     command = [sys.executable, "-m", "kge_torchrec", "train"]
     process = subprocess.Popen([*command, str(tmp_path / "config.yaml")], cwd=root())
@@ -173,7 +173,7 @@ def test_before_the_first_checkpoint_it_starts_anew(store, tmp_path):
 
 
 def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
-    run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
+    run = api.train(longer_config(store, tmp_path / "short", train__epochs=2))
     lines = metrics(run.path)
     assert metrics(api.resume(run.path).path)[:-1] == lines[:-1]
     longer = api.resume(run.path, {"train.epochs": 4})
@@ -184,7 +184,7 @@ def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
         15,
         20,
     ]
-    whole = api.train(config_of(store, tmp_path / "long"))
+    whole = api.train(longer_config(store, tmp_path / "long"))
     assert longer.results["test"] == whole.results["test"]
 
 
@@ -193,7 +193,7 @@ def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
     [("model.dim", 16), ("model.scorer", "distmult"), ("train.optimizer", "sgd"), ("seed", 3)],
 )
 def test_what_a_checkpoint_depends_on_cannot_change(store, tmp_path, key, value):
-    run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
+    run = api.train(longer_config(store, tmp_path / "run", train__epochs=1))
     with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change on resume"):
         api.resume(run.path, {key: value})
     assert api.resume(run.path).config == run.config
@@ -202,7 +202,7 @@ def test_what_a_checkpoint_depends_on_cannot_change(store, tmp_path, key, value)
 def test_no_files_are_left_in_the_temporary_folder(store, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
+    api.train(longer_config(store, tmp_path / "run", train__epochs=1)).close()
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -221,10 +221,10 @@ def scripted(values: dict[str, list[float]]):
 def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, capsys):
     """A mean rank is never below an MRR: compared with each other nothing would be better."""
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    fit(config_of(store, tmp_path, train__epochs=2, **options), scripted({"mrr": [0.2, 0.4]}))
+    fit(longer_config(store, tmp_path, train__epochs=2, **options), scripted({"mrr": [0.2, 0.4]}))
     ranks = {"mr": [18.5, 20.0, 12.0, 15.0]}
     options |= {"evaluation__metric": "mr", "run__progress": True}
-    session = fit(config_of(store, tmp_path, train__epochs=6, **options), scripted(ranks))
+    session = fit(longer_config(store, tmp_path, train__epochs=6, **options), scripted(ranks))
     assert "selected by mrr so far and are by mr" in capsys.readouterr().err
     progress = session.checkpoints.progress(session.checkpoints.names()[-1])
     assert (progress.best_metric, progress.best_checkpoint) == (12.0, "step-000000000025")
@@ -239,9 +239,9 @@ def test_mean_ranks_are_better_when_lower(metric, better, worse):
 
 def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    sample = config_of(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
+    sample = longer_config(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
     fit(sample, scripted({"mrr": [0.9, 0.8]}))
-    whole = config_of(store, tmp_path, train__epochs=4, **options)
+    whole = longer_config(store, tmp_path, train__epochs=4, **options)
     session = fit(whole, scripted({"mrr": [0.3, 0.2]}))
     assert session.checkpoints.best() == "step-000000000015"
 
@@ -249,6 +249,6 @@ def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):
 @pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
 def test_sides_cannot_change_where_an_epoch_passes_through_queries(store, tmp_path, regime):
     keys = {"negatives__regime": regime, "model__reciprocal": False, "train__epochs": 1}
-    run = api.train(config_of(store, tmp_path / "run", **keys))
+    run = api.train(longer_config(store, tmp_path / "run", **keys))
     with pytest.raises(ConfigError, match=r"negatives.sides is 'both' in this run and cannot"):
         api.resume(run.path, {"negatives.sides": "tail", "train.epochs": 2})
