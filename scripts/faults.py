@@ -387,7 +387,7 @@ FAULTS = [
     # batches and losses
     Fault("weights of a rank's triples without the ranks", "data/loader.py",
           "(self.world_size / size)", "(1 / size)",
-          "tests/training/test_oracle.py -k twenty_steps"),
+          "tests/training/test_oracle.py -k ten_steps"),
     Fault("every epoch has the same order", "data/shuffle.py",
           "spawn_key=(epoch,)", "spawn_key=(0,)", "tests/data/test_order.py"),
     Fault("softmax smooths without the positive", "models/losses.py",
