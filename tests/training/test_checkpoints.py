@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import fit, largest_difference, longer_config, rank, tiny_store
+from training_runs import config_of, fit, largest_difference, longer_config, rank, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api
@@ -98,7 +98,7 @@ def test_none_at_all(store, tmp_path, patience):
 
 
 def test_a_run_without_any_says_so(store, tmp_path):
-    run = api.train(longer_config(store, tmp_path, checkpoint__keep=0, train__epochs=1))
+    run = api.train(config_of(store, tmp_path, checkpoint__keep=0, train__epochs=1))
     words = r"has no checkpoint, since checkpoint.keep 0 writes none"
     for use in (run.evaluate, lambda: run.predict(head="e0", relation="r0"),
                 lambda: api.resume(tmp_path), lambda: run.export(tmp_path / "out"),
@@ -112,7 +112,7 @@ def test_a_run_without_any_says_so(store, tmp_path):
 
 def test_a_run_goes_on_without_writing_more(store, tmp_path):
     """From checkpoints of before; a best model that is gone is not looked for."""
-    api.train(longer_config(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
+    api.train(config_of(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
     before = names(tmp_path)
     run = api.resume(tmp_path, {"checkpoint.keep": 0, "train.epochs": 4, "evaluation.metric": "mr"})
     assert names(tmp_path) == before
@@ -258,7 +258,7 @@ def test_a_folder_that_cannot_be_made(store, tmp_path):
 @pytest.mark.parametrize("entities", [37, 40])
 def test_a_store_that_changed_under_a_run(tmp_path, entities):
     path = tmp_path / "store"
-    run = api.train(longer_config(tiny_store(path).path, tmp_path / "run", train__epochs=1))
+    run = api.train(config_of(tiny_store(path).path, tmp_path / "run", train__epochs=1))
     run.evaluate()
     run.close()
     path.rename(tmp_path / "old")

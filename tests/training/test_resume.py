@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
-from training_runs import fit, largest_difference, longer_config, tiny_store
+from training_runs import config_of, fit, largest_difference, longer_config, tiny_store
 from worlds import WorldError, run_world
 
 from kge_torchrec import api
@@ -173,7 +173,7 @@ def test_before_the_first_checkpoint_it_starts_anew(store, tmp_path):
 
 
 def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
-    run = api.train(longer_config(store, tmp_path / "short", train__epochs=2))
+    run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
     lines = metrics(run.path)
     assert metrics(api.resume(run.path).path)[:-1] == lines[:-1]
     longer = api.resume(run.path, {"train.epochs": 4})
@@ -193,7 +193,7 @@ def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
     [("model.dim", 16), ("model.scorer", "distmult"), ("train.optimizer", "sgd"), ("seed", 3)],
 )
 def test_what_a_checkpoint_depends_on_cannot_change(store, tmp_path, key, value):
-    run = api.train(longer_config(store, tmp_path / "run", train__epochs=1))
+    run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
     with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change on resume"):
         api.resume(run.path, {key: value})
     assert api.resume(run.path).config == run.config
@@ -202,7 +202,7 @@ def test_what_a_checkpoint_depends_on_cannot_change(store, tmp_path, key, value)
 def test_no_files_are_left_in_the_temporary_folder(store, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
-    api.train(longer_config(store, tmp_path / "run", train__epochs=1)).close()
+    api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
     assert not list((tmp_path / "tmp").iterdir())
 
 
@@ -221,10 +221,10 @@ def scripted(values: dict[str, list[float]]):
 def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, capsys):
     """A mean rank is never below an MRR: compared with each other nothing would be better."""
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    fit(longer_config(store, tmp_path, train__epochs=2, **options), scripted({"mrr": [0.2, 0.4]}))
+    fit(config_of(store, tmp_path, train__epochs=2, **options), scripted({"mrr": [0.2, 0.4]}))
     ranks = {"mr": [18.5, 20.0, 12.0, 15.0]}
     options |= {"evaluation__metric": "mr", "run__progress": True}
-    session = fit(longer_config(store, tmp_path, train__epochs=6, **options), scripted(ranks))
+    session = fit(config_of(store, tmp_path, train__epochs=6, **options), scripted(ranks))
     assert "selected by mrr so far and are by mr" in capsys.readouterr().err
     progress = session.checkpoints.progress(session.checkpoints.names()[-1])
     assert (progress.best_metric, progress.best_checkpoint) == (12.0, "step-000000000025")
@@ -239,7 +239,7 @@ def test_mean_ranks_are_better_when_lower(metric, better, worse):
 
 def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
-    sample = longer_config(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
+    sample = config_of(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
     fit(sample, scripted({"mrr": [0.9, 0.8]}))
     whole = longer_config(store, tmp_path, **options)
     session = fit(whole, scripted({"mrr": [0.3, 0.2]}))
