@@ -74,7 +74,7 @@ def config_of(store: Path | str, folder: Path | str | None = None, **changes: An
 
 
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
-    """``config_of`` with four epochs: for runs that end early and go on, and where roundings add up."""
+    """``config_of`` with four epochs: where runs end early and go on, or where roundings add up."""
     return config_of(store, folder, **{"train__epochs": 4, **changes})
 
 
