@@ -15,7 +15,7 @@ import torch
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
-from kge_torchrec.data.report import notes
+from kge_torchrec.diagnosis.relation_overlap import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,
@@ -28,7 +28,7 @@ from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
 from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
-from kge_torchrec.training.session import Session, remove_prepared, selection_of
+from kge_torchrec.training.session import Session, data_notes, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
@@ -232,6 +232,7 @@ def _fit(
     from kge_torchrec.training.trainer import Trainer  # which a trained run can do without
 
     ranks, folder = session.processes, session.folder
+    notes = _notes(session)
     if has_torchrec():  # whose planner says what a run holds
         from kge_torchrec.planning.run_plan import write_run_plan
 
@@ -239,7 +240,7 @@ def _fit(
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
     try:
         progress = Trainer(session, progress, log, callbacks).run()
-        results = _final_results(session, progress, rank_test)
+        results = _final_results(session, progress, rank_test) | {"notes": notes}
 
         def write() -> None:
             assert log is not None  # on the first rank
@@ -250,6 +251,22 @@ def _fit(
     finally:
         if log is not None:
             log.close()
+
+
+def _notes(session: Session) -> list[str]:
+    """Return what to know about the data, and print it if the run shows its progress.  Collective.
+
+    The leaks are those that `data check` counts.
+    """
+    store = session.store
+    found = on_first_rank(
+        session.processes,
+        lambda: [*data_notes(session.config.data, store), *leak_notes(store)],
+    )
+    if session.show:
+        for note in found:
+            print(f"note: {note}", file=sys.stderr)
+    return found
 
 
 def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
@@ -280,7 +297,6 @@ def _final_results(session: Session, progress: TrainState, rank_test: bool) -> d
             "name": name_of(ranked) if session.config.checkpoint.keep else None,
             "epoch": ranked.epoch,
         },
-        "notes": notes(session.store.report),
     }
 
 

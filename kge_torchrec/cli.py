@@ -11,9 +11,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any
 
 from kge_torchrec.commands import (
+    as_flag,
     ask,
     calibrate,
     classify,
@@ -75,18 +75,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _tell(error: KGEError | OSError) -> None:
     """Says what went wrong, once for all ranks where they all know."""
     if isinstance(error, KGEError):
-        error.spell(_as_flag)
+        error.spell(as_flag)
     if is_first_rank():
         print(f"kge-torchrec: {error}", file=sys.stderr)
     elif not getattr(error, "on_every_rank", False):
         print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
-
-
-def _as_flag(name: str, value: Any) -> str:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, list):
-        value = ",".join(map(str, value))
-    return flag if value is True else f"{flag} {value}"
 
 
 def _run(arguments: list[str]) -> int:

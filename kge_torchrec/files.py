@@ -14,7 +14,8 @@ from typing import Any
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes or replaces a file."""
+    """Writes or replaces a file; a symbolic link stays, and the file behind it is replaced."""
+    path = path.resolve()
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text, encoding="utf-8")

@@ -101,7 +101,7 @@ def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Tab
     if output is None:
         yield _text_writer(format, sys.stdout)
         return
-    path = Path(output)
+    path = Path(output).resolve()  # a symbolic link stays
     partial = path.with_name(f".{path.name}.partial")
     try:
         if format == "parquet":

@@ -88,6 +88,16 @@ def tell_problems(report: FileReport, path: str) -> int:
     return int(bool(report.problems))
 
 
+def as_flag(name: str, value: Any) -> str:
+    """A setting of the Python interface as the option of a verb."""
+    option = name.replace("_", "-")
+    if isinstance(value, bool):
+        return f"--{option}" if value else f"--no-{option}"
+    if isinstance(value, list):
+        value = ",".join(map(str, value))
+    return f"--{option} {value}"
+
+
 def is_first_rank() -> bool:
     """Whether this process prints for all of torchrun's."""
     return os.environ.get("RANK", "0") == "0"

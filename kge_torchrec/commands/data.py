@@ -6,7 +6,8 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_format, add_verb
+from kge_torchrec.commands import add_format, add_verb, as_flag
+from kge_torchrec.commands.prepare import add_reading, reading_of
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -19,7 +20,10 @@ def add(verbs: Verbs) -> None:
     actions = data.add_subparsers(required=True, metavar="check", title="what to do")
     check = add_verb(actions, "check", does, run, alone=True)
     check.add_argument(
-        "data", metavar="DATA", help="a store, a directory or file of triples, or countries"
+        "data",
+        nargs="+",
+        metavar="DATA",
+        help="a store; or a directory, files or a graph by name, as prepare takes them",
     )
     check.add_argument(
         "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
@@ -33,12 +37,14 @@ def add(verbs: Verbs) -> None:
         "(default: 0.8)",
     )
     add_format(check)
+    add_reading(check)
 
 
 def run(parsed: argparse.Namespace) -> int:
     with loading_torch():
         from kge_torchrec.diagnosis.data_check import check_data, table
 
-    found = check_data(parsed.data, parsed.output, parsed.threshold)
+    data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
+    found = check_data(data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed))
     print(json.dumps(found) if parsed.format == "json" else table(found))
     return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import add_verb
+from kge_torchrec.commands import add_verb, as_flag
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -25,70 +25,95 @@ def add(verbs: Verbs) -> None:
     prepare.add_argument(
         "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"
     )
-    prepare.add_argument(
-        "--ratio",
-        nargs=3,
-        type=float,
-        default=(0.9, 0.05, 0.05),
-        metavar=("TRAIN", "VALID", "TEST"),
-        help="shares, where the files name no split (default: 0.9 0.05 0.05)",
-    )
-    prepare.add_argument("--seed", type=int, default=0, help="of the split by ratio")
-    prepare.add_argument(
-        "--header",
-        choices=("auto", "yes", "no"),
-        default="auto",
-        help="whether text files start with a header (default: auto, known by its words)",
-    )
+    add_reading(prepare)
     prepare.add_argument(
         "--allow-unseen-relations",
         action="store_true",
         help="accept relations that occur in valid or test only",
     )
-    prepare.add_argument(
+    prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
+    prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+
+def add_reading(verb: argparse.ArgumentParser) -> None:
+    """The options of how files are read, which are not there in what is parsed unless given."""
+    reading = verb.add_argument_group("how files are read", argument_default=argparse.SUPPRESS)
+    reading.add_argument(
+        "--ratio",
+        nargs=3,
+        type=float,
+        metavar=("TRAIN", "VALID", "TEST"),
+        help="shares, where the files name no split (default: 0.9 0.05 0.05)",
+    )
+    reading.add_argument("--seed", type=int, help="of the split by ratio (default: 0)")
+    header = reading.add_mutually_exclusive_group()
+    header.add_argument(
+        "--has-header",
+        action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
+        help="text files start with a header, or with a triple (default: known by its words)",
+    )
+    header.add_argument(
+        "--header",
+        choices=("auto", "yes", "no"),
+        help="the same: yes is --has-header, no is --no-has-header",
+    )
+    reading.add_argument(
         "--literals",
         choices=("drop", "keep"),
-        default="drop",
         help="of RDF: leave out triples whose object is a literal, or make entities of "
         "literals (default: drop)",
     )
-    prepare.add_argument(
+    reading.add_argument(
         "--columns",
         type=lambda text: text.split(","),
         metavar="HEAD,RELATION,TAIL[,WEIGHT]",
         help="what the header of text and Parquet files calls them; others are left out (default: "
         "known by their words)",
     )
-    prepare.add_argument(
+    reading.add_argument(
         "--weights",
         action=argparse.BooleanOptionalAction,
+        default=argparse.SUPPRESS,
         help="every training triple has a weight, a fourth column with or without a name; or none "
         "is read (default: one that the header calls weight, confidence, ...)",
     )
-    prepare.add_argument(
+    reading.add_argument(
         "--types-from",
         metavar="RELATION",
         help="its tails are types of its heads, such as rdf:type, for negatives.among and "
         "evaluation.candidates types",
     )
-    prepare.add_argument(
+    reading.add_argument(
         "--type-triples",
         choices=("drop", "keep"),
-        default="drop",
         help="take its triples out of the graph, or leave them in (default: drop)",
     )
-    prepare.add_argument(
+    reading.add_argument(
         "--reader", metavar="MODULE:CLASS", help="reads the files (default: by their names)"
     )
-    prepare.add_argument(
+    reading.add_argument(
         "--reader-options",
         type=_yaml_dict,
-        default={},
         metavar="{NAME: VALUE}",
         help="settings of that reader",
     )
-    prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
-    prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
+
+
+_READING = ("ratio", "seed", "has_header", "literals", "columns", "weights", "types_from",
+            "type_triples")  # fmt: skip
+
+
+def reading_of(parsed: argparse.Namespace) -> dict[str, Any]:
+    """The given options of `add_reading`, as `prepare` takes them."""
+    from kge_torchrec.data.readers import make_reader
+
+    given = vars(parsed)
+    reading = {name: given[name] for name in _READING if name in given}
+    if given.get("header", "auto") != "auto":
+        reading["has_header"] = given["header"] == "yes"
+    reader = make_reader(given.get("reader"), given.get("reader_options", {}), "--reader-options")
+    return reading if reader is None else {**reading, "reader": reader}
 
 
 def _yaml_dict(text: str) -> dict[str, Any]:
@@ -102,28 +127,19 @@ def _yaml_dict(text: str) -> dict[str, Any]:
 
 def run(parsed: argparse.Namespace) -> int:
     from kge_torchrec.data.prepare import prepare
-    from kge_torchrec.data.readers import make_reader
+    from kge_torchrec.data.report import notes
 
     sources = parsed.sources[0] if len(parsed.sources) == 1 else parsed.sources
     store = prepare(
         sources,
         parsed.output,
-        ratio=parsed.ratio,
-        seed=parsed.seed,
-        has_header={"auto": None, "yes": True, "no": False}[parsed.header],
+        **reading_of(parsed),
         allow_unseen_relations=parsed.allow_unseen_relations,
-        literals=parsed.literals,
-        columns=parsed.columns,
-        weights=parsed.weights,
-        types_from=parsed.types_from,
-        type_triples=parsed.type_triples,
-        reader=make_reader(parsed.reader, parsed.reader_options, "--reader-options"),
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,
+        log_notes=False,
     )
-    from kge_torchrec.data.report import notes
-
     print(store)
-    for note in notes(store.report, "--literals keep"):
+    for note in notes(store, as_flag):
         print(f"note: {note}")
     return 0

@@ -32,7 +32,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.assembly import examples_per_epoch
-from kge_torchrec.training.session import open_store
+from kge_torchrec.training.session import data_notes, open_store
 
 FORMAT_VERSION = 1
 INTERRUPTED = "it was interrupted"
@@ -257,11 +257,15 @@ def _open_store(config: Config, folder: Path) -> TripleStore:
     """Prepared once, for all worlds."""
     alone = Processes(0, 1, 1, torch.device("cpu"))
     try:
-        return open_store(config.data, config.seed, folder / "store", alone, config.run.progress)
+        store = open_store(config.data, config.seed, folder / "store", alone, config.run.progress)
     except Exception:
         if not any(folder.iterdir()):
             folder.rmdir()
         raise
+    if config.run.progress:
+        for note in data_notes(config.data, store):
+            print(f"note: {note}", file=sys.stderr)
+    return store
 
 
 def _ranks(world_size: int) -> str:

@@ -1,19 +1,26 @@
 """TSV and CSV files to record batches, streamed; faulty rows are named by file and line."""
 
 import csv
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
 from kge_torchrec.data.streams import (
     COLUMNS,
+    ROWS,
     WEIGHT,
     ColumnChoice,
+    FirstLine,
     OnBytes,
+    OnFirstLine,
+    again,
+    is_triple_after_all,
     lines,
     open_bytes,
     places,
@@ -51,24 +58,33 @@ def read_delimited(
     has_header: bool | None = None,
     on_bytes: OnBytes | None = None,
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
+    on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the string columns head, relation, tail, and float32 weight where there is one.
 
     Tabs separate fields that are taken as they are; with commas, fields may be quoted (RFC 4180).
-    ``has_header=None`` recognises a header by its words (`streams.roles`). Blank lines are skipped.
+    ``has_header=None`` recognises a header by its words (`streams.roles`), unless the following
+    rows have them as labels (`streams.is_triple_after_all`). Blank lines are skipped.
+    ``on_first_line`` gets how the first line was read, unless ``has_header`` is False or ``choice``
+    names the columns.
 
     Raises:
         DataError: naming file and line: an empty file, a row without exactly the file's number of
-            fields or with an empty one, a weight that is not positive and finite, invalid UTF-8.
+            fields or with a label that is refused (`labels.fault_of`), a weight that is not
+            positive and finite, invalid UTF-8.
     """
-    layout = _layout(path, delimiter, has_header, choice)
-    count = 0
+    layout, first = _layout(path, delimiter, has_header, choice)
+    if on_first_line and first is not None:
+        on_first_line(first)
+    count, last = 0, ""
     try:
         with open_bytes(path, on_bytes) as stream:
             for batch in _open_csv(stream, delimiter, layout):
-                if any(pc.min(pc.binary_length(column)).as_py() == 0 for column in batch.columns):
-                    raise pa.ArrowInvalid("empty field")
-                count += batch.num_rows
+                if any(first_fault(column) is not None for column in batch.columns):
+                    raise pa.ArrowInvalid("no label")
+                if batch.num_rows:
+                    count += batch.num_rows
+                    last = "".join(column[-1].as_py() for column in batch.columns)
                 yield _with_numbers(batch)
     except (pa.ArrowInvalid, NotAWeight) as error:
         # The first: nothing follows the header, not even a line end.
@@ -78,6 +94,8 @@ def read_delimited(
         raise unreadable(path, error) from error
     if count == 0:
         raise DataError(f"{path}: no triples after the header")
+    if "\n" in last and (fault := _fault(path, delimiter, layout)):
+        raise fault  # a quote that nobody closed has taken in the rest of the file
 
 
 def _with_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
@@ -150,29 +168,61 @@ def _reason(error: csv.Error) -> str:
     return str(error)
 
 
-def _layout(path: Path, delimiter: str, has_header: bool | None, choice: ColumnChoice) -> _Layout:
-    """By the first row.  Raises DataError for one that fits nothing."""
-    for line, fields in _rows(path, delimiter):
-        if choice.names is not None:
-            found = choice.named(fields)
-            if found is None or has_header is False:
-                why = (
-                    choice.lacking(fields) if found is None else "files without a header have none"
-                )
-                raise DataError(f"{path}:{line}: columns by name: {why}")
-            return _Layout(found, line)
-        if has_header is not False:
-            found = choice.named(fields)
-            if found is not None:
-                return _Layout(found, line)
-            _check_header(path, line, fields, delimiter)
-        weighted = choice.weights is True and len(fields) == 4
-        layout = _Layout([*COLUMNS, WEIGHT] if weighted else [*COLUMNS], line if has_header else 0)
-        if has_header and weighted:  # a header of words that are not known, above numbers
-            return layout
+def _layout(
+    path: Path, delimiter: str, has_header: bool | None, choice: ColumnChoice
+) -> tuple[_Layout, FirstLine | None]:
+    """By the first row, and how it was read, if that was a guess.
+
+    Raises DataError for a row that fits nothing.
+    """
+    rows = _rows(path, delimiter)
+    line, fields = next(rows, (0, []))
+    if not line:
+        raise DataError(f"{path}: empty file: no triples")
+    found = None if has_header is False and choice.names is None else choice.named(fields)
+    if choice.names is not None:
+        if found is None or has_header is False:
+            why = choice.lacking(fields) if found is None else "files without a header have none"
+            raise DataError(f"{path}:{line}: columns by name: {why}")
+        return _Layout(found, line), None
+    repeated, looked_at = ([], 0) if has_header is not None else _again(fields, rows)
+    if found is not None and (
+        has_header or len(found) > 3 or not is_triple_after_all(repeated)  # no weight is a word
+    ):
+        return _Layout(found, line), _header(path, line, fields, found)
+    if has_header is not False:
+        _check_header(path, line, fields, delimiter)
+    weighted = choice.weights is True and len(fields) == 4
+    columns: list[str | None] = [*COLUMNS, WEIGHT] if weighted else [*COLUMNS]
+    layout = _Layout(columns, line if has_header else 0)
+    if not (has_header and weighted):  # a header of words that are not known, above numbers
         _check_row(path, line, fields, delimiter, layout, hint=choice.weights is None)
-        return layout
-    raise DataError(f"{path}: empty file: no triples")
+    if has_header:
+        return layout, _header(path, line, fields, columns)
+    if has_header is False:
+        return layout, None
+    return layout, FirstLine(str(path), line, _clipped(fields), None, _clipped(repeated), looked_at)
+
+
+def _again(fields: list[str], rows: Iterable[tuple[int, list[str]]]) -> tuple[list[str], int]:
+    """Which fields of a first row the next ones have as labels, and how many those are."""
+    following: list[list[str]] = []
+    with suppress(DataError):  # which is raised with its place where the rows are read
+        for _, row in islice(rows, ROWS):
+            if max(map(len, row)) > LONGEST:
+                break
+            following.append(row)
+    return again(fields[:3], following), len(following)
+
+
+def _header(path: Path, line: int, fields: list[str], columns: list[str | None]) -> FirstLine:
+    fields = _clipped(fields)
+    names = {meant: field for meant, field in zip(columns, fields, strict=True) if meant}
+    return FirstLine(str(path), line, fields, names)
+
+
+def _clipped(fields: list[str]) -> list[str]:
+    return [field if len(field) <= 40 else f"{field[:37]}..." for field in fields]
 
 
 def _check_header(path: Path, line: int, fields: list[str], delimiter: str) -> None:
@@ -215,8 +265,9 @@ def _check_row(
     for column, field in zip(layout.columns, fields, strict=True):
         if column is None:
             continue
-        if not field:
-            raise DataError(f"{path}:{line}: the {column} is empty")
+        fault = fault_of(field)
+        if fault is not None:
+            raise DataError(f"{path}:{line}: the {column} {fault}")
         if "\r" in field:
             raise DataError(f"{path}:{line}: carriage return inside the {column}")
         if column == WEIGHT and not _is_weight(field):

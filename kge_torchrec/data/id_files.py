@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.streams import COLUMNS, OnBytes, bare_name, lines, open_bytes, unreadable
 from kge_torchrec.errors import DataError
 
@@ -67,7 +67,7 @@ def _labels(path: Path, layout: Layout) -> pa.Array:
         columns = dict(reversed(columns.items()))
     batches = _table(path, layout, columns)
     table = pa.Table.from_batches(batches, pa.schema(list(columns.items())))
-    if pc.any(pc.equal(table["label"], "")).as_py():
+    if first_fault(table["label"].combine_chunks()) is not None:
         raise _fault(path, layout, tuple(columns), {}) or DataError(f"{path}: a label is empty")
     ids = table["id"].to_numpy()
     order = np.argsort(ids)
@@ -141,8 +141,9 @@ def _fault(
             if not text:
                 continue
             if column == "label":
-                if not field:
-                    return DataError(f"{path}:{number}: the label is empty")
+                fault = fault_of(field)
+                if fault is not None:
+                    return DataError(f"{path}:{number}: the label {fault}")
             elif not _is_number(field):
                 return DataError(f"{path}:{number}: the {column} is no number: {field!r}")
             elif int(field) >= sizes.get(column, 1 << 63):

@@ -1,13 +1,17 @@
 """N-Triples files to record batches, parsed by one vectorised regular expression."""
 
+import re
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
 from kge_torchrec.data.delimited import BLOCK_BYTES
+from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.prefetch import map_prefetched
 from kge_torchrec.data.streams import COLUMNS, OnBytes, lines, open_bytes, unreadable
 from kge_torchrec.errors import DataError
@@ -35,19 +39,21 @@ def read_ntriples(
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the string columns head, relation, tail.
 
-    IRIs lose their angle brackets; blank nodes, and literals with language or type, stay as
-    written; escapes are not decoded. Comments and blank lines are skipped.
+    IRIs lose their angle brackets and escapes, blank nodes stay as written. Literals keep language
+    and type and are in canonical form, with escapes for quotes, backslashes and control characters
+    alone. Comments and blank lines are skipped.
 
     on_literals: hears of the number of triples whose object is a literal, which are left out;
         None keeps them.
 
     Raises:
-        DataError: naming file and line: a malformed line, invalid UTF-8; or no triples at all.
+        DataError: naming file and line: a malformed line or escape, a label that is refused
+            (`labels.fault_of`), invalid UTF-8; or no triples at all.
     """
-    count = 0
+    count, parse = 0, partial(_parse, keeps_literals=on_literals is None)
     try:
         with open_bytes(path, on_bytes) as stream:
-            for triples, is_literal in map_prefetched(_parse, _texts(path, stream)):
+            for triples, is_literal in map_prefetched(parse, _texts(path, stream)):
                 count += triples.num_rows
                 literals = pc.sum(is_literal).as_py()
                 if on_literals and literals:
@@ -86,10 +92,13 @@ def _open_lines(path: Path, stream: pa.NativeFile) -> arrow_csv.CSVStreamingRead
     )
 
 
-def _parse(block: tuple[Path, pa.Array, int]) -> tuple[pa.RecordBatch, pa.Array]:
+def _parse(
+    block: tuple[Path, pa.Array, int], keeps_literals: bool
+) -> tuple[pa.RecordBatch, pa.Array]:
     """The triples of some lines, and which of them have a literal."""
     path, text, first_line = block
     parts = pc.extract_regex(text, TRIPLE)
+    rows = np.arange(len(text))  # that the triples are in
     if parts.null_count:
         unparsed = pc.is_null(parts)
         faulty = pc.and_(unparsed, pc.invert(pc.match_substring_regex(text, NO_TRIPLE)))
@@ -97,12 +106,87 @@ def _parse(block: tuple[Path, pa.Array, int]) -> tuple[pa.RecordBatch, pa.Array]
         if position >= 0:
             raise _malformed(path, first_line + position, text[position].as_py())
         parts = parts.filter(pc.invert(unparsed))
+        rows = np.flatnonzero(~unparsed.to_numpy(zero_copy_only=False))
     head, head_node, relation, tail, tail_node, literal = parts.flatten()
     nothing = pa.scalar("", pa.large_string())
     head = pc.binary_join_element_wise(head, head_node, nothing)
     tail = pc.binary_join_element_wise(tail, tail_node, literal, nothing)
     is_literal = pc.greater(pc.binary_length(literal), 0)
-    return pa.record_batch([head, relation, tail], list(COLUMNS)), is_literal
+    columns = [head, relation, tail]
+    try:
+        if pc.any(pc.match_substring_regex(text, _NOT_PLAIN)).as_py():
+            columns[:2] = [_decoded(column) for column in columns[:2]]
+            columns[2] = _decoded(tail, None if keeps_literals else is_literal)
+        for name, column in zip(COLUMNS, columns, strict=True):
+            position = first_fault(column)
+            if position is not None:
+                raise _BadLabel(position, f"the {name} {fault_of(column[position].as_py())}")
+    except _BadLabel as error:
+        line = first_line + int(rows[error.position])
+        raise DataError(f"{path}:{line}: {error}") from None
+    return pa.record_batch(columns, list(COLUMNS)), is_literal
+
+
+class _BadLabel(ValueError):
+    """The label at a position is not one."""
+
+    def __init__(self, position: int, why: str):
+        super().__init__(why)
+        self.position = position
+
+
+# An escape; or a control character, which a literal in canonical form has as an escape.
+_NOT_PLAIN = r"[\\\x00-\x1f\x7f]"
+_ESCAPE = re.compile(r"\\(u[0-9A-Fa-f]{4}|U[0-9A-Fa-f]{8}|.?)")
+_SHORT = {"t": "\t", "b": "\b", "n": "\n", "r": "\r", "f": "\f", '"': '"', "'": "'", "\\": "\\"}
+_CANONICAL = {ord(char): f"\\u{ord(char):04X}" for char in (*map(chr, range(32)), "\x7f")}
+_CANONICAL |= {ord(char): f"\\{short}" for short, char in _SHORT.items() if short != "'"}
+
+
+def _decoded(column: pa.Array, left_out: pa.Array | None = None) -> pa.Array:
+    """Labels with their escapes decoded, each different one once.  left_out: (N,) stay as they are.
+
+    Raises _BadLabel for the first with an escape that stands for nothing.
+    """
+    escaped = pc.match_substring_regex(column, _NOT_PLAIN)
+    if left_out is not None:
+        escaped = pc.and_(escaped, pc.invert(left_out))
+    labels = column.filter(escaped).dictionary_encode()
+    plain = []
+    for label in labels.dictionary.to_pylist():
+        try:
+            plain.append(_without_escapes(label))
+        except ValueError as error:
+            raise _BadLabel(pc.index(column, label).as_py(), str(error)) from None
+    return pc.replace_with_mask(column, escaped, pa.array(plain, column.type).take(labels.indices))
+
+
+def _without_escapes(label: str) -> str:
+    """Raises ValueError for an escape that stands for nothing, or not for a character of an IRI."""
+    if label.startswith("_:"):
+        return label
+    if not label.startswith('"'):
+        return _ESCAPE.sub(lambda found: _character(found, iri=True), label)
+    end = label.rindex('"')
+    plain = _ESCAPE.sub(lambda found: _character(found, iri=False), label[1:end])
+    ending = _ESCAPE.sub(lambda found: _character(found, iri=True), label[end + 1 :])
+    return f'"{plain.translate(_CANONICAL)}"{ending}'
+
+
+def _character(found: re.Match[str], iri: bool) -> str:
+    """What an escape stands for."""
+    code = found[1]
+    if len(code) > 1:
+        number = int(code[1:], 16)
+        is_text = number < 0x110000 and not 0xD800 <= number < 0xE000
+        if is_text and not (iri and (number <= ord(" ") or chr(number) in '<>"\\')):
+            return chr(number)
+    elif code in _SHORT and not iri:
+        return _SHORT[code]
+    raise ValueError(
+        f"the escape {found[0]!r} stands for no character "
+        + ("of an IRI" if iri else r"(\uXXXX, \UXXXXXXXX and \t \b \n \r \f \" \' \\ do)")
+    )
 
 
 def _malformed(path: Path, line: int, text: str) -> DataError:

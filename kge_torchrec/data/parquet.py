@@ -4,14 +4,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
+from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.streams import (
     COLUMNS,
     WEIGHT,
     ColumnChoice,
+    FirstLine,
     OnBytes,
+    OnFirstLine,
     is_weight_name,
     places,
     unclear,
@@ -26,20 +28,27 @@ def read_parquet(
     path: Path,
     on_bytes: OnBytes | None = None,
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
+    on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Batches of the string columns head, relation, tail, and float32 weight where there is one.
 
     Columns are found by name where head, relation and tail are among them (or one synonym of each,
     see `streams.places`), otherwise a file of exactly three columns is taken in its order.
-    Integers become their decimal text.
+    Integers become their decimal text.  ``on_first_line`` gets the columns that were taken, where
+    neither their names nor ``choice`` leave no doubt.
 
     Raises:
-        DataError: no Parquet file, no rows, other columns, a null or empty field (with its row),
-            a weight that is not positive and finite, bytes that are not UTF-8.
+        DataError: no Parquet file, no rows, other columns, a field that is null or no label (with
+            its row), a weight that is not positive and finite, bytes that are not UTF-8.
     """
     try:
         with pq.ParquetFile(path) as file:
-            names = column_names(str(path), file.schema_arrow.names, choice)
+            fields = file.schema_arrow.names
+            names = column_names(str(path), fields, choice)
+            guessed = choice.names is None and {*fields} - {WEIGHT} != {*COLUMNS}
+            if on_first_line and guessed:
+                named = dict(zip((*COLUMNS, WEIGHT), names, strict=False))
+                on_first_line(FirstLine(str(path), None, fields, named))
             total = file.metadata.num_rows
             if total == 0:
                 raise DataError(f"{path}: empty file: no triples")
@@ -112,10 +121,10 @@ def _strings(path: str, column: pa.Array, name: str, first_row: int) -> pa.Array
         raise DataError(
             f"{path}: column {name!r} of type {column.type} is not text: {error}"
         ) from error
-    missing = pc.fill_null(pc.equal(pc.binary_length(text), 0), True)
-    position = pc.index(missing, True).as_py()
-    if position >= 0:
-        raise DataError(f"{path}: row {first_row + position + 1}: column {name!r} is empty")
+    position = first_fault(text)
+    if position is not None:
+        fault = fault_of(text[position].as_py() or "")
+        raise DataError(f"{path}: row {first_row + position + 1}: column {name!r} {fault}")
     return text
 
 

@@ -6,6 +6,7 @@ split are split at random; all of it in bounded memory but for the ids.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -15,7 +16,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from tqdm import tqdm
 
 from kge_torchrec.data import SIDES
@@ -24,6 +24,7 @@ from kge_torchrec.data.countries import EMBEDDED, country_splits
 from kge_torchrec.data.division import by_split, check_ratio, divide
 from kge_torchrec.data.encoding import Encoded, encode
 from kge_torchrec.data.filter_index import SideIndex, build_side
+from kge_torchrec.data.labels import fault_of, first_fault, lookalikes
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,
@@ -35,13 +36,14 @@ from kge_torchrec.data.readers import (
 )
 from kge_torchrec.data.sort import repeats
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
-from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice
+from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice, FirstLine
 from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
     from kge_torchrec.data.type_triples import TypeTriples
 
+log = logging.getLogger(__name__)
 Batches = Iterable[tuple[str, pa.RecordBatch]]
 LITERALS = ("drop", "keep")
 
@@ -62,6 +64,7 @@ def prepare(
     reader: Reader | None = None,
     overwrite: bool = False,
     progress: bool = True,
+    log_notes: bool = True,
 ) -> TripleStore:
     """Reads triples from files and writes a store to ``output``, whole or not at all.
 
@@ -73,7 +76,8 @@ def prepare(
         output: the store's directory, replaced if it is a store and ``overwrite`` is set.
         ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
             name no split; every entity and relation is kept in train.
-        has_header: whether text files start with a header; None recognises one by its words.
+        has_header: whether text files start with a header; None recognises one by its words, unless
+            the next lines have them as labels.
         allow_unseen_relations: accept relations that have no training triple.
         literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date,
             a number) and counts them; "keep" makes an entity of every literal.
@@ -88,13 +92,16 @@ def prepare(
         reader: reads files of a format that is not ours; None goes by their names.  For graphs by
             name it must be None, as must ``has_header``, and ``columns`` but for hf.
         progress: show a progress bar, if standard error is a terminal.
+        log_notes: log what to know about the data (`report.notes`) as warnings: how first lines
+            were read, repeated triples, labels that look alike, sizes that say little, ...
 
     A triple repeated within a split is kept once, with the largest of its weights. Entities without
     a training triple and triples shared by splits stay; the store's ``report`` counts them all:
     ``triples`` and ``duplicates`` by split ("whole" for what was read undivided),
     ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
-    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), and where they
-    came from: ``sources``, ``split`` (ratio and seed, or None), ``types`` (relation, and counts).
+    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
+    among labels, ``numbers`` that are entities, and where they came from: ``sources``, their
+    ``first_lines``, ``split`` (ratio and seed, or None), ``types`` (relation, and counts).
 
     Raises:
         DataError: bad input, named by file and line.
@@ -110,7 +117,8 @@ def prepare(
     from kge_torchrec.data.type_triples import TypeTriples
 
     dropped: Counter[str] = Counter()
-    notes: dict[str, Any] = {"literals": dropped}  # filled in while reading
+    first_lines: list[FirstLine] = []
+    notes: dict[str, Any] = {"literals": dropped, "first_lines": first_lines}  # filled in later
     batches: Batches
     is_embedded = sources == EMBEDDED and not Path(EMBEDDED).exists()
     if is_embedded or is_named(sources):
@@ -127,7 +135,7 @@ def prepare(
         files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
         notes["sources"] = {split: [str(path) for path in paths] for split, paths in files.items()}
         counted = dropped if literals == "drop" else None
-        batches = _read(files, has_header, counted, reader, choice, progress)
+        batches = _read(files, has_header, counted, first_lines, reader, choice, progress)
     if WHOLE in notes["sources"]:
         notes["split"] = {"ratio": list(ratio), "seed": seed}
     return _prepare(
@@ -135,6 +143,7 @@ def prepare(
         Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
         needs_weights=weights is True or len(choice.names or ()) == 4,
         type_triples=None if types_from is None else TypeTriples(types_from, type_triples),
+        log_notes=log_notes,
     )  # fmt: skip
 
 
@@ -201,10 +210,11 @@ def extend_store(
         files = find_sources(new, SUFFIXES if reader is None else reader.suffixes)
         named = {split: [str(path) for path in paths] for split, paths in files.items()}
         dropped: Counter[str] = Counter()
-        notes |= {"sources": named, "literals": dropped}
+        first_lines: list[FirstLine] = []
+        notes |= {"sources": named, "literals": dropped, "first_lines": first_lines}
         left_out = dropped if literals == "drop" else None
         choice = ColumnChoice.of(columns, None)
-        batches = _read(files, has_header, left_out, reader, choice, progress)
+        batches = _read(files, has_header, left_out, first_lines, reader, choice, progress)
     return _prepare(
         batches,
         Path(output),
@@ -216,6 +226,7 @@ def extend_store(
         notes,
         type_triples=TypeTriples.of_extended(base),
         base=base,
+        log_notes=False,  # which the new run's training prints
     )
 
 
@@ -243,6 +254,7 @@ def _prepare(
     needs_weights: bool = False,
     type_triples: TypeTriples | None = None,
     base: TripleStore | None = None,
+    log_notes: bool = True,
 ) -> TripleStore:
     """base: whose labels and triples come first."""
     if type_triples is not None:
@@ -280,22 +292,35 @@ def _prepare(
             "literals": {},
             "weights": summary(weights),
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
+            "lookalikes": {
+                kind: found
+                for kind, labels in (("entities", entities), ("relations", relations))
+                if (found := lookalikes(labels))
+            },
+            "numbers": reports.numeric_tails(entities, relations, triples),
             "split": None,
             **notes,
         }
         write_store(directory, entities, relations, triples, indices, report, weights, types)
-    return TripleStore.open(output)
+    store = TripleStore.open(output)
+    for note in reports.notes(store) if log_notes else ():
+        log.warning(note)
+    return store
 
 
 def _read(
     files: Mapping[str, list[Path]],
     has_header: bool | None,
     dropped: Counter[str] | None,
+    first_lines: list[FirstLine],
     reader: Reader | None,
     choice: ColumnChoice,
     progress: bool,
 ) -> Batches:
-    """Batches with their split; counts the literals left out in ``dropped``, None keeps them."""
+    """Batches with their split; counts the literals left out in ``dropped``, None keeps them.
+
+    Adds how the first line of each file was read to ``first_lines``.
+    """
     total = sum(path.stat().st_size for paths in files.values() for path in paths)
     with tqdm(
         total=total, desc="read", unit="B", unit_scale=True, disable=_hidden(progress)
@@ -303,7 +328,7 @@ def _read(
         for split in (*SPLITS, WHOLE):
             on_literals = None if dropped is None else partial(_count, dropped, split)
             for path in files.get(split, ()):
-                options = has_header, bar.update, on_literals, reader, choice
+                options = has_header, bar.update, on_literals, reader, choice, first_lines.append
                 for batch in read_triples(path, *options):
                     yield split, batch
 
@@ -341,6 +366,10 @@ def _after(
 def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None = None) -> Encoded:
     known = () if base is None else (base.entities.array, base.relations.array)
     found = encode(batches, *known)
+    for kind, labels in (("an entity", found.entities), ("a relation", found.relations)):
+        position = first_fault(labels)  # of what no reader of files has checked
+        if position is not None:
+            raise DataError(f"the label of {kind} {fault_of(labels[position].as_py() or '')}")
     triples = found.triples
     if WHOLE not in triples:
         for split in SPLITS:
@@ -425,10 +454,11 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
     except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
         raise DataError(f"{split}: labels must be strings: {error}") from error
     for role in COLUMNS:
-        missing = pc.fill_null(pc.equal(pc.binary_length(table[role]), 0), True)
-        position = pc.index(missing, True).as_py()
-        if position >= 0:
-            raise DataError(f"{split}: triple {position}: the {role} is empty")
+        column = table[role].combine_chunks()
+        position = first_fault(column)
+        if position is not None:
+            fault = fault_of(column[position].as_py() or "")
+            raise DataError(f"{split}: triple {position}: the {role} {fault}")
     if WEIGHT in given.column_names:
         try:
             weights = parse_weights(given[WEIGHT].combine_chunks())

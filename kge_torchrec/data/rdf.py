@@ -14,6 +14,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.streams import COLUMNS, OnBytes, bare_name, open_bytes, unreadable
 from kge_torchrec.errors import DataError
 
@@ -72,6 +73,10 @@ def read_rdf(
                     pa.array([label(getattr(q, part)) for q in kept], pa.large_string())
                     for part in ("subject", "predicate", "object")
                 ]
+                for name, column in zip(COLUMNS, columns, strict=True):
+                    position = first_fault(column)
+                    if position is not None:
+                        raise DataError(f"{path}: a {name} {fault_of(column[position].as_py())}")
                 yield pa.record_batch(columns, list(COLUMNS))
     except SyntaxError as error:
         place = f"{path}:{error.lineno}" if error.lineno else f"{path}"

@@ -14,13 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.id_files import layout_of, read_id_files
+from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.rdf import FORMATS, read_rdf
-from kge_torchrec.data.streams import COMPRESSIONS, WEIGHT, ColumnChoice, OnBytes, bare_name
+from kge_torchrec.data.streams import (
+    COMPRESSIONS,
+    WEIGHT,
+    ColumnChoice,
+    OnBytes,
+    OnFirstLine,
+    bare_name,
+)
 from kge_torchrec.data.weights import NotAWeight, parse_weights
 from kge_torchrec.errors import DataError
 
@@ -71,6 +78,7 @@ def read_triples(
     on_literals: Callable[[int], object] | None = None,
     reader: Reader | None = None,
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
+    on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
     """Record batches of the large_string columns head, relation, tail; never the whole file.
 
@@ -83,6 +91,7 @@ def read_triples(
     ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
     the n bytes just read, ``on_literals(n)`` of n triples of RDF that were left out because
     their object is a literal; None keeps them.  ``reader``: reads it, whatever its name.
+    ``on_first_line`` gets what was guessed of a header or of columns, if anything was.
 
     Raises:
         DataError: a missing file, an unknown format, or bad input, named by file and line.
@@ -102,7 +111,7 @@ def read_triples(
     if suffix in DELIMITERS:
         from kge_torchrec.data.delimited import read_delimited
 
-        return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice)
+        return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice, on_first_line)
     if suffix == ".nt":
         from kge_torchrec.data.ntriples import read_ntriples
 
@@ -112,7 +121,7 @@ def read_triples(
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
         from kge_torchrec.data.parquet import read_parquet
 
-        return read_parquet(path, on_bytes, choice)
+        return read_parquet(path, on_bytes, choice, on_first_line)
     raise DataError(
         f"{path}: unknown format {path.suffix!r}; known are {', '.join(SUFFIXES)}, "
         f"all but .parquet also compressed ({', '.join(COMPRESSIONS)})"
@@ -135,8 +144,11 @@ def _checked(
                 f"tail: {error}"
             ) from error
         for name, column in zip(_COLUMNS.names, columns.columns, strict=True):
-            if pc.any(pc.fill_null(pc.equal(pc.binary_length(column), 0), True)).as_py():
-                raise DataError(f"{path}: its reader gave a triple whose {name} is empty")
+            labels = column.combine_chunks()
+            position = first_fault(labels)
+            if position is not None:
+                fault = fault_of(labels[position].as_py() or "")
+                raise DataError(f"{path}: its reader gave a triple whose {name} {fault}")
         if weights and WEIGHT in batch.schema.names:
             try:
                 columns = columns.append_column(WEIGHT, parse_weights(batch[WEIGHT]))

@@ -1,14 +1,17 @@
 """What `prepare` found out about the data."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data.filter_index import FilterIndex, SideIndex
+from kge_torchrec.data.labels import numbers
 from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.sort import id_counts
+from kge_torchrec.data.sort import CHUNK, id_counts
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.streams import FirstLine, roles
 
 EXAMPLES = 5
 
@@ -67,40 +70,189 @@ def leaks(
     return found
 
 
-def notes(report: Mapping[str, Any], keep_literals: str = "data.literals keep") -> list[str]:
+def numeric_tails(
+    entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Relations whose tails are mostly numbers, as the values of an attribute are.
+
+    Ids that are numbers are none of those: a number counts if it is never a head, in a triple
+    whose head is no number.
+    """
+    is_number = numbers(entities)
+    if not is_number.any():
+        return {}
+    is_value = is_number.copy()
+    chunks = [
+        rows[start : start + CHUNK]
+        for rows in triples.values()
+        for start in range(0, len(rows), CHUNK)
+    ]
+    for rows in chunks:
+        is_value[rows[:, 0]] = False
+    count, total = np.zeros((2, len(relations)), np.int64)
+    for rows in chunks:
+        heads, of, tails = rows.T
+        total += np.bincount(of, minlength=len(relations))
+        values = is_value[tails] & ~is_number[heads]
+        count += np.bincount(of[values], minlength=len(relations))
+    found = np.flatnonzero((count > 0) & (2 * count >= total))
+    if not len(found):
+        return {}
+    examples = (rows[(rows[:, 1] == found[0]) & is_value[rows[:, 2]], 2] for rows in chunks)
+    return {
+        "relations": relations.take(pa.array(found)).to_pylist(),
+        "triples": int(count[found].sum()),
+        "example": entities[int(next(filter(len, examples))[0])].as_py(),
+    }
+
+
+Spell = Callable[[str, Any], str]
+FEW = 100  # triples that say little of a model
+NAMED = 3  # of many, in a note
+
+
+def notes(store: TripleStore, spell: Spell | None = "{}={!r}".format) -> list[str]:
     """What a person should know about the data before reading results, a sentence each.
 
-    keep_literals: what that person types to keep them.
+    spell: how that person types a setting of `prepare`, by (name, value); None where nothing can
+        be set any more.
     """
-    out = []
-    for split, found in (report.get("unseen_entities") or {}).items():
-        out.append(
-            f"{split}: {found['entities']:,} entities never occur in train; their "
-            f"{found['triples']:,} triples stay in"
+    return [*reading_notes(store, spell), *_splits(store.report)]
+
+
+def reading_notes(store: TripleStore, spell: Spell | None) -> list[str]:
+    """Those of `notes` that are about files, labels and sizes, not about what splits share."""
+    report = store.report
+    return [
+        *_first_lines(report.get("first_lines") or (), spell),
+        *_sizes(store),
+        *_labels(report),
+        *_columns(report, spell),
+    ]
+
+
+def _first_lines(lines: Sequence[Sequence[Any]], spell: Spell | None) -> Iterator[str]:
+    """How first lines were read, those of several files that are alike in one sentence."""
+    alike: dict[tuple[Any, ...], list[FirstLine]] = {}
+    for values in lines:
+        line = FirstLine(*values)
+        key = str(line.columns), line.line is None, _is_strange(line), bool(roles(line.fields))
+        alike.setdefault(key, []).append(line)
+    for line, *others in alike.values():
+        more = f" ({len(others):,} more files alike)" if others else ""
+        said, hints = _as_columns(line) if line.columns is not None else _as_triple(line)
+        place = line.file if line.line is None else f"{line.file}:{line.line}"
+        remedies = [f"{spell(name, value)} {does}" for name, value, does in hints] if spell else []
+        yield "; ".join([f"{place}{more}: {said}", *remedies])
+
+
+Hints = list[tuple[str, Any, str]]
+
+
+def _as_columns(line: FirstLine) -> tuple[str, Hints]:
+    assert line.columns is not None
+    named = ", ".join(f"{role} {name!r}" for role, name in line.columns.items())
+    left = [repr(field) for field in line.fields if field not in line.columns.values()]
+    rest = f"; left out: {', '.join(left)}" if left else ""
+    choose = ("columns", ["HEAD", "RELATION", "TAIL"], "reads others")
+    if line.line is None:
+        return f"columns are read as {named}{rest}", [choose]
+    triple = ("has_header", False, "reads it as a triple")
+    return f"this line is read as a header: {named}{rest}", [triple, choose]
+
+
+def _as_triple(line: FirstLine) -> tuple[str, Hints]:
+    said = f"this line is read as a triple: {', '.join(map(repr, line.fields))}"
+    if roles(line.fields):
+        again = " and ".join(map(repr, line.again))
+        said += f", which could name columns, but {again} are labels in later lines"
+    elif _is_strange(line):
+        said += f", none of which occurs in the next {line.rows:,} triples"
+    return said, [("has_header", True, "reads it as a header")]
+
+
+def _is_strange(line: FirstLine) -> bool:
+    """Whether a triple may be a header of unknown words: no other triple has one of its labels."""
+    return line.columns is None and line.rows >= 10 and not line.again
+
+
+def _sizes(store: TripleStore) -> Iterator[str]:
+    """What is too small to train on or to judge by."""
+    counts = {split: len(store.split(split)) for split in SPLITS}
+    split = store.report.get("split")
+    if store.num_entities == 1:
+        yield "there is 1 entity: every rank is 1, and nothing can be learned"
+    missing = {
+        "valid": "no checkpoint can be the best, the last one is taken",
+        "test": "nothing is ranked",
+    }
+    for place, (name, effect) in enumerate(missing.items(), 1):
+        if counts[name] or (split and not split["ratio"][place]):
+            continue
+        why = "give some to be judged by"
+        if split:
+            why = "train needs them all, to have every entity and relation; give more triples"
+        yield f"{name} has no triples: {effect}; {why}"
+    few = [f"{name} has {count:,}" for name, count in counts.items() if 0 < count < FEW]
+    if few:
+        yield f"too few triples for figures to mean much: {', '.join(few)}"
+
+
+def _labels(report: Mapping[str, Any]) -> Iterator[str]:
+    for kind, found in (report.get("lookalikes") or {}).items():
+        examples = " and ".join(map(repr, found["examples"][0]))
+        yield (
+            f"{found['labels']:,} {kind} differ by no more than blanks at the end or by Unicode's "
+            f"form from others, such as {examples}, and are {kind} of their own; if they mean the "
+            "same, trim the labels in the files and write them in one form (NFC)"
         )
-    for split, count in (report.get("duplicates") or {}).items():
-        if count:
-            out.append(f"{split}: {count:,} duplicate triples were dropped")
+    found = report.get("numbers")
+    if found:
+        relations = found["relations"]
+        named = ", ".join(map(repr, relations[:NAMED]))
+        more = f" and {len(relations) - NAMED:,} more" if len(relations) > NAMED else ""
+        yield (
+            f"numbers are entities: {found['triples']:,} triples of {named}{more} have a number as "
+            f"tail, such as {found['example']!r}, and numbers that lie close have nothing in "
+            "common; take those triples out of the files (data.literals drops literals of RDF only)"
+        )
+
+
+def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
+    """What became of literals, weights and types."""
     for split, count in (report.get("literals") or {}).items():
-        out.append(
-            f"{split}: {count:,} triples with a literal as object were dropped; {keep_literals} "
-            "takes them"
-        )
+        keep = f"; {spell('literals', 'keep')} takes them" if spell else ""
+        yield f"{split}: {count:,} triples with a literal as object were dropped{keep}"
     for split, found in (report.get("weights") or {}).items():
-        out.append(
+        yield (
             f"{split}: triples weigh from {found['min']:.4g} to {found['max']:.4g}, on average "
-            f"{found['mean']:.4g}; data.weights says what for"
+            f"{found['mean']:.4g}; training ignores that unless data.weights is loss or sampling"
         )
     types = report.get("types")
     if types:
-        out.append(
+        yield (
             f"types: {types['triples']:,} triples of {types['relation']} say {types['types']:,} "
             f"types of {types['entities']:,} entities, and "
             + ("stay in" if types["use"] == "keep" else "were taken out")
         )
+
+
+def _splits(report: Mapping[str, Any]) -> Iterator[str]:
+    """What is repeated, and what is not in train."""
+    for split, found in (report.get("unseen_entities") or {}).items():
+        yield (
+            f"{split}: {found['entities']:,} entities never occur in train, such as "
+            f"{found['examples'][0]!r}; their {found['triples']:,} triples stay in"
+        )
+    for split, count in (report.get("duplicates") or {}).items():
+        if count:
+            yield f"{split}: {count:,} duplicate triples were dropped"
     for splits, count in (report.get("shared") or {}).items():
         if count:
-            out.append(f"{splits}: {count:,} triples occur in both")
-    for split, found in (report.get("unseen_relations") or {}).items():
-        out.append(f"{split}: relations without a training triple: {', '.join(found)}")
-    return out
+            first, second = splits.split("-")
+            yield (
+                f"{splits}: {count:,} triples occur in both; those of {second} are ranked all the "
+                f"same, which flatters the results: take them out of {first} or {second}"
+            )
+    for split, relations in (report.get("unseen_relations") or {}).items():
+        yield f"{split}: relations without a training triple: {', '.join(relations)}"

@@ -203,6 +203,7 @@ def check_writable(output: Path, overwrite: bool) -> None:
 def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
     """A temporary directory beside ``output`` that takes its place when the block succeeds."""
     check_writable(output, overwrite)
+    output = output.resolve()  # a symbolic link stays: the store is put where it leads
     output.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix=f".{output.name}.partial-", dir=output.parent))
     try:

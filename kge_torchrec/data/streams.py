@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -136,7 +137,7 @@ def is_weight_name(field: str) -> bool:
 
 def _plain(field: str) -> str:
     """A column name without what does not matter around it."""
-    return field.strip().lstrip("#:").strip()
+    return field.strip().lstrip("#:?").strip()
 
 
 _WORDS = {
@@ -148,14 +149,30 @@ _WORDS = {
     "tail_entity entity2 entity_2 e2 node2",
 }
 _ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
+# Names that are less usual: one of these words, and perhaps what is in the column.
+_MORE = {
+    "head": "start x u lhs entity (entity|node|e|n|arg|term|concept)_?1",
+    "relation": "prop attribute attr link (edge|rel|relation|relationship|link)_type",
+    "tail": "end y v rhs value (entity|node|e|n|arg|term|concept)_?2",
+}
+_KINDS = "id|entity|node|name|label|uri|iri|idx|index|key"
+_PATTERNS = {
+    role: re.compile(rf"({'|'.join((_WORDS[role] + ' ' + more).split())})(_?({_KINDS}))?")
+    for role, more in _MORE.items()
+}
 
 
 def role(field: str) -> str | None:
     """``head``, ``relation`` or ``tail`` if the column name means one of them.
 
-    Case, surrounding blanks and a leading ``#`` or ``:`` do not matter.
+    Case, surrounding blanks, a leading ``#``, ``:`` or ``?`` and a group in brackets after the name
+    (Neo4j's ``:START_ID(Person)``) do not matter; "Head Entity" and "headEntity" are "head_entity".
     """
-    return _ROLES.get(_plain(field).lower())
+    name = re.sub(r"\(.*\)$", "", _plain(field))
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s.-]+", "_", name).lower()
+    if name in _ROLES:
+        return _ROLES[name]
+    return next((role for role, names in _PATTERNS.items() if names.fullmatch(name)), None)
 
 
 def roles(fields: Sequence[str]) -> list[str] | None:
@@ -172,13 +189,13 @@ def roles(fields: Sequence[str]) -> list[str] | None:
 def places(names: Sequence[str]) -> list[int] | None:
     """Positions of head, relation and tail among any number of column names, or None.
 
-    They are those called exactly so, or else the only ones that mean them.
+    They are those called exactly so, or else the only ones that mean them by a usual word, or else
+    the only ones that mean them by any name.
     """
-    if all(names.count(wanted) == 1 for wanted in COLUMNS):
-        return [names.index(wanted) for wanted in COLUMNS]
-    meant = [role(name) for name in names]
-    if all(meant.count(wanted) == 1 for wanted in COLUMNS):
-        return [meant.index(wanted) for wanted in COLUMNS]
+    usual = [_ROLES.get(_plain(name).lower()) for name in names]
+    for meant in (names, usual, [role(name) for name in names]):
+        if all(meant.count(wanted) == 1 for wanted in COLUMNS):
+            return [meant.index(wanted) for wanted in COLUMNS]
     return None
 
 
@@ -190,3 +207,44 @@ def unclear(names: Sequence[str]) -> str:
             return f"{' and '.join(map(repr, found))} both stand for the {wanted}"
     missing = [wanted for wanted, found in meant.items() if not found]
     return f"no column stands for the {' or the '.join(missing)}"
+
+
+class FirstLine(NamedTuple):
+    """How the first line of a text file was read, or which columns of a Parquet file were.
+
+    columns: the name of head, relation, tail (and weight), as the file has it; None: the line is a
+        triple.
+    again: fields of the line that occur as labels in the following rows.
+    rows: how many following rows were looked at.
+    """
+
+    file: str
+    line: int | None  # None in Parquet
+    fields: list[str]
+    columns: dict[str, str] | None
+    again: Sequence[str] = ()
+    rows: int = 0
+
+
+OnFirstLine = Callable[[FirstLine], object]
+ROWS = 1000  # that are compared with the first line
+
+
+def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The fields of a first line that later rows have as labels, were it a triple.
+
+    An entity counts in both columns of entities, a relation in its own.
+    """
+    seen: set[tuple[bool, str]] = set()
+    for row in rows:
+        seen.update((place == 1, field) for place, field in enumerate(row))
+    return [field for place, field in enumerate(fields) if (place == 1, field) in seen]
+
+
+def is_triple_after_all(again: Sequence[str]) -> bool:
+    """Whether a line of column names is a triple, by those of its fields that are labels later.
+
+    A single word, such as "type" or "head", may be a column name and a label too; not so two of
+    three, nor a name with a number, such as "node1".
+    """
+    return len(again) > 1 or any(map(str.isdigit, "".join(again)))

@@ -120,6 +120,7 @@ def _write(
 ) -> Encoded:
     import pyarrow.parquet as pq  # starts threads
 
+    output = output.resolve()
     partial = output.with_name(f".{output.name}.partial")
     writer: Any = None
     count, bar = 0, tqdm(desc="texts", unit="", unit_scale=True, leave=False)

@@ -7,7 +7,7 @@ minutes and a few times their memory.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,11 +17,11 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from kge_torchrec import files
-from kge_torchrec.config import DataConfig
 from kge_torchrec.config.checks import check
 from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
-from kge_torchrec.data.readers import SPLITS
-from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers import SPLITS, Sources
+from kge_torchrec.data.report import Spell, reading_notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.diagnosis.relation_overlap import (
     THRESHOLD,
@@ -29,30 +29,43 @@ from kge_torchrec.diagnosis.relation_overlap import (
     PairIndex,
     find_overlaps,
     leaking,
+    loops_of,
 )
-from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.training.session import open_store
+from kge_torchrec.errors import DataError
 
 LINES = 10  # of relations in a table
 
 
 def check_data(
-    path: str | Path, output: str | Path | None = None, threshold: float = THRESHOLD
+    path: Sources,
+    output: str | Path | None = None,
+    threshold: float = THRESHOLD,
+    *,
+    spell: Spell = "{}={!r}".format,
+    **reading: Any,
 ) -> dict[str, Any]:
     """Counts, repeats, leaks between splits and degrees of a graph of triples.
 
-    path: a prepared store, or what ``data.path`` of a config takes: a directory, a file, countries.
+    path: a prepared store, or what `prepare` takes: a directory, a file, several, countries.
     output: a folder that gets ``data-check.json`` and ``degrees.png``; None writes nothing.
     threshold: share of the triples of either that makes two relations duplicates or inverses.
+    spell: how the notes write a setting of ``reading``, by (name, value).
+    reading: how files are read, as `prepare` takes it: has_header, columns, ratio, seed, ...
 
-    Returns "entities", "relations", "triples" by split, "repeated" triples by split and by pair of
-    splits, "unseen" entities and relations, "loops", "overlaps" (relations that are duplicates,
-    inverses or symmetric), "leaks" of valid and test, "categories" of relations and "degrees".
+    Returns "notes" (how first lines were read, ...), "entities", "relations", "triples" by split,
+    "repeated" triples by split and by pair of splits, "unseen" entities and relations, "loops",
+    "overlaps" (relations that are duplicates, inverses or symmetric), "leaks" of valid and test,
+    "categories" of relations and "degrees".
     Raises DataError on bad input, ConfigError for a threshold outside (0, 1].
     """
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
-    with _opened(path) as store:
-        found = {"data": str(path), **_check(store, threshold)}
+    with _opened(path, reading) as store:
+        remedies = None if _is_store(path) else spell
+        found = {
+            "data": str(path) if isinstance(path, str | Path) else ", ".join(map(str, path)),
+            "notes": reading_notes(store, remedies),
+            **_check(store, threshold),
+        }
     if output is not None:
         folder = Path(output)
         folder.mkdir(parents=True, exist_ok=True)
@@ -61,24 +74,31 @@ def check_data(
     return found
 
 
+def _is_store(path: Sources) -> bool:
+    return isinstance(path, str | Path) and (Path(path) / META).is_file()
+
+
 @contextmanager
-def _opened(path: str | Path) -> Iterator[TripleStore]:
+def _opened(path: Sources, reading: Mapping[str, Any]) -> Iterator[TripleStore]:
     """The store there, or one made of the files there for as long as it is looked at."""
-    if (Path(path) / META).is_file():
+    if isinstance(path, str | Path) and _is_store(path):
+        if reading:
+            raise DataError(
+                f"{path} is a store, whose files have been read: leave out {', '.join(reading)}, "
+                "or check the files"
+            )
         yield TripleStore.open(path)
         return
-    import torch
-
-    alone = Processes(0, 1, 1, torch.device("cpu"))
-    config = DataConfig(path=str(path), allow_unseen_relations=True)  # which it counts
     with tempfile.TemporaryDirectory() as folder:
-        yield open_store(config, 0, Path(folder) / "store", alone, progress=True)
+        made = Path(folder) / "store"
+        # Unseen relations are counted here.
+        yield prepare(path, made, allow_unseen_relations=True, log_notes=False, **reading)
 
 
 def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
     found = cardinalities(store)
     index = PairIndex(store.train, store.num_entities, store.num_relations)
-    loops = _loops(store)
+    loops = loops_of(store.train, store.num_relations)
     overlaps = find_overlaps(index, found["triples"], loops, threshold)
     names = store.relations.labels
 
@@ -123,15 +143,6 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
     }
 
 
-def _loops(store: TripleStore) -> np.ndarray:
-    """(R,) int64: triples of train whose head is their tail."""
-    loops = np.zeros(store.num_relations, np.int64)
-    for start in range(0, len(store.train), CHUNK):
-        head, relation, tail = store.train[start : start + CHUNK].T
-        loops += np.bincount(relation[head == tail], minlength=store.num_relations)
-    return loops
-
-
 def _degrees(store: TripleStore) -> dict[str, Any]:
     """Of the entities in train: how many triples have them as head or tail."""
     degrees, entities = store.degrees().histogram()
@@ -156,6 +167,7 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         f"{found['data']}: {found['entities']:,} entities, {found['relations']:,} relations; "
         + ", ".join(f"{split} {count:,}" for split, count in triples.items()),
+        *(f"note: {note}" for note in found["notes"]),
         "",
         _line("triples repeated within a split", _counts(found["repeated"]["within"])),
         _line("triples in two splits", _counts(found["repeated"]["across"])),

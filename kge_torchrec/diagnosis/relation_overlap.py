@@ -21,9 +21,11 @@ from itertools import chain
 
 import numpy as np
 
-from kge_torchrec.data.sort import pack, sorted_rows
+from kge_torchrec.data.sort import CHUNK, id_counts, pack, sorted_rows
+from kge_torchrec.data.store import TripleStore
 
 THRESHOLD = 0.8
+LARGEST = 2_000_000  # training triples that `leak_notes` looks at, in a second or two
 _MERGED = 1 << 22  # keys counted together
 
 
@@ -180,3 +182,37 @@ def leaking(index: PairIndex, overlaps: Overlaps, triples: np.ndarray) -> dict[s
             key = own.astype(np.int64) * overlaps.base + here
             found["redundant"][rows[np.isin(key, overlaps.redundant)]] = True
     return found
+
+
+def loops_of(train: np.ndarray, num_relations: int) -> np.ndarray:
+    """(R,) int64: triples of each relation, of ``train`` (T, 3), whose head is their tail."""
+    loops = np.zeros(num_relations, np.int64)
+    for start in range(0, len(train), CHUNK):
+        head, relation, tail = train[start : start + CHUNK].T
+        loops += np.bincount(relation[head == tail], minlength=num_relations)
+    return loops
+
+
+def leak_notes(store: TripleStore) -> list[str]:
+    """Say for valid and test how many triples follow from train, a sentence each."""
+    held_out = {split: store.split(split) for split in ("valid", "test") if len(store.split(split))}
+    if not held_out:
+        return []
+    if len(store.train) > LARGEST:
+        return [
+            f"with more than {LARGEST:,} training triples nobody has looked for valid and test "
+            "triples that follow from train; `kge-torchrec data check` does"
+        ]
+    index = PairIndex(store.train, store.num_entities, store.num_relations)
+    sizes = id_counts(store.train[:, 1], store.num_relations)
+    overlaps = find_overlaps(index, sizes, loops_of(store.train, store.num_relations))
+    notes = []
+    for split, triples in held_out.items():
+        count = int(leaking(index, overlaps, triples)["redundant"].sum())
+        if count:
+            notes.append(
+                f"{split}: {count:,} of {len(triples):,} triples ({count / len(triples):.1%}) "
+                "follow from train by a relation that is symmetric, or an inverse or duplicate of "
+                "another; `kge-torchrec data check` names these relations"
+            )
+    return notes

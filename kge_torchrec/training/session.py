@@ -14,6 +14,7 @@ import numpy as np
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
+from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.data.weights import check_weights
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
@@ -288,10 +289,16 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             type_triples=config.type_triples,
             reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,
+            log_notes=False,  # `data_notes` has them
         )
     except DataError as error:
         error.spell(_as_key)
         raise
+
+
+def data_notes(config: DataConfig, store: TripleStore) -> list[str]:
+    """Return what to know about the data, with the keys that change how files are read."""
+    return notes(store, None if (Path(config.path) / META).is_file() else _as_key)
 
 
 def _as_key(name: str, value: Any) -> str:

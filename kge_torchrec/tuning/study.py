@@ -42,7 +42,7 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes
-from kge_torchrec.training.session import open_store
+from kge_torchrec.training.session import data_notes, open_store
 from kge_torchrec.tuning.space import SearchSpace, default_space
 
 HALVING = ("epochs", "subgraphs", "none")
@@ -106,6 +106,8 @@ class Study:
                     raise ConfigError(
                         "data.path: tune compares trials by valid, and there are no valid triples"
                     )
+                for note in data_notes(config.data, store):
+                    log.warning(note)
                 space = space or SearchSpace(default_space(config, store.num_entities))
                 _write(path, config, space, settings)
         study = cls(path)

@@ -120,7 +120,8 @@ def test_any_bytes_are_triples_or_a_fault_with_its_place(
     [
         ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: not readable as CSV: carriage return inside a field"),
         ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: not readable as CSV: carriage return inside"),
-        ({"x.csv": b'a,r,b\n\n"c","r","'}, "x.csv:3: not readable as CSV: a quote is not closed"),
+        ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:4: not readable as CSV: a quote is not closed"),
+        ({"x.csv": b'a,r,b\n\n"c","r","'}, "x.csv:3: the tail is white space alone"),
         ({"x.csv": b'"' + b"q" * 140_000}, "x.csv:1: not readable as CSV: a field of more than"),
         ({"x.tsv": b"head\trelation\ttail"}, "x.tsv: no triples after the header"),
         ({"x.parquet": parquet_bytes({"h": ["a", "b"], "r": ["a", "b"], "t": broken_text()})},

@@ -123,9 +123,9 @@ def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
     assert labelled(store, "test") == [("b", "r", "a")]
     assert (store.num_entities, store.num_relations) == (4, 1)
     assert TripleStore.open(store.path).report["literals"] == {"train": 4, "test": 1}
-    assert report_notes(store.report)[-2:] == [
-        "train: 4 triples with a literal as object were dropped; data.literals keep takes them",
-        "test: 1 triples with a literal as object were dropped; data.literals keep takes them",
+    assert report_notes(store)[-2:] == [
+        "train: 4 triples with a literal as object were dropped; literals='keep' takes them",
+        "test: 1 triples with a literal as object were dropped; literals='keep' takes them",
     ]
     assert main(["prepare", str(data), "-o", str(tmp_path / "kept"), "--literals", "keep"]) == 0
     kept = TripleStore.open(tmp_path / "kept")

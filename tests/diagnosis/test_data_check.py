@@ -105,6 +105,7 @@ def test_repeats_unseen_and_degrees_by_hand(tmp_path, capsys):
     text = capsys.readouterr().out
     for words in ("4 entities", "train 1", "train-valid 1", "1 in 1 triples", "new 1"):
         assert words in text
+    found["notes"][0] = found["notes"][0].replace("has_header=True", "--has-header")
     assert json.loads((output / "data-check.json").read_text()) == found
     assert (output / "degrees.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["data", "check", str(tmp_path), "--format", "json"]) == 0
