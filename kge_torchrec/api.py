@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -35,6 +36,8 @@ from kge_torchrec.training.warm_start import begin
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
+
+log = logging.getLogger(__name__)
 
 # What the tensors of a checkpoint and the position in the data mean depends on these.
 FIXED = (
@@ -232,7 +235,7 @@ def _fit(
     from kge_torchrec.training.trainer import Trainer  # which a trained run can do without
 
     ranks, folder = session.processes, session.folder
-    notes = _notes(session)
+    notes = _notes(session, tells=rank_test)
     if has_torchrec():  # whose planner says what a run holds
         from kge_torchrec.planning.run_plan import write_run_plan
 
@@ -253,19 +256,20 @@ def _fit(
             log.close()
 
 
-def _notes(session: Session) -> list[str]:
-    """Return what to know about the data, and print it if the run shows its progress.  Collective.
+def _notes(session: Session, tells: bool) -> list[str]:
+    """Return what to know about the data, its leaks as `data check` counts them.  Collective.
 
-    The leaks are those that `data check` counts.
+    tells: print the notes, or log them as warnings where the run shows no progress.
     """
-    store = session.store
+    store, ranks = session.store, session.processes
     found = on_first_rank(
-        session.processes,
-        lambda: [*data_notes(session.config.data, store), *leak_notes(store)],
+        ranks, lambda: [*data_notes(session.config.data, store), *leak_notes(store)]
     )
-    if session.show:
-        for note in found:
+    for note in found if tells and ranks.is_first else ():
+        if session.show:
             print(f"note: {note}", file=sys.stderr)
+        else:
+            log.warning(note)
     return found
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
@@ -142,12 +143,45 @@ def test_a_run_without_checkpoint_or_results(tmp_path):
             _ = run.results
 
 
-def test_without_test_triples(tmp_path):
+def test_without_test_triples(tmp_path, capsys):
     store = prepare_triples({"train": random_triples(9, 2, 40)}, tmp_path / "store")
-    with api.train(config_of(store.path, tmp_path / "run", train__epochs=1)) as run:
+    config = config_of(store.path, tmp_path / "run", train__epochs=1, run__progress=True)
+    with api.train(config) as run:
         assert run.results["test"] is None
+        assert "note: valid and test: no triples, so that nothing is" in capsys.readouterr().err
         with pytest.raises(ConfigError, match="has no test triples"):
             run.evaluate()
+
+
+def test_training_says_what_is_wrong_with_the_data_in_a_line_each(tmp_path, caplog):
+    """Also to a caller who wants no progress; not to a search, which starts many."""
+    pairs = [(f"e{i}", "knows", f"e{i + 1}") for i in range(60)]
+    splits = {
+        "train": [*pairs, *((t, r, h) for h, r, t in pairs[5:]), ("e1", "likes", "e7 ")],
+        "valid": [(t, r, h) for h, r, t in pairs[3:5]],
+        "test": [(t, r, h) for h, r, t in pairs[:3]] + [pairs[0], ("new", "likes", "e7")],
+    }
+    data = tmp_path / "data"
+    data.mkdir()
+    for split, rows in splits.items():
+        (data / f"{split}.tsv").write_text("".join("\t".join(row) + "\n" for row in rows))
+    config = config_of(data, tmp_path / "run", train__epochs=1)
+    with api.train(config) as run:
+        said = run.results["notes"]
+    assert said == [message for message in caplog.messages if message in said]
+    expected = [
+        ".tsv:1 (2 more files alike): this line is read as a triple",
+        "too few triples for figures to mean much: valid has 2, test has 5",
+        "2 entities differ from another one only by blanks",
+        "test: 1 entities never occur in train, such as 'new'",
+        "train-test: 1 triples occur in both; those of test are ranked all the same",
+        "2 of 2 valid triples (100.0%) and 3 of 5 test triples (60.0%) follow from train",
+    ]
+    assert len(said) == len(expected)
+    assert all(words in note for words, note in zip(expected, said, strict=True))
+    caplog.clear()
+    api.train(replace(config, run=replace(config.run, dir=str(tmp_path / "other"))), (), False)
+    assert caplog.messages == []
 
 
 @pytest.mark.parametrize("resumes, changes", [(False, {}), (True, {}), (False, {"entities__engine":

@@ -38,6 +38,16 @@ def test_a_folder_that_cannot_take_its_name_leaves_what_was_there(tmp_path, monk
     assert (target / "content").read_text() == "before"
 
 
+def test_a_symbolic_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    link = tmp_path / "results.json"
+    link.symlink_to(tmp_path / "elsewhere" / "there.json")
+    for text in ("first", "second"):
+        files.write_text(link, text)
+        assert link.is_symlink() and link.read_text() == text
+    assert [path.name for path in tmp_path.joinpath("elsewhere").iterdir()] == ["there.json"]
+
+
 def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
     file = tmp_path / "results.json"
     files.write_json(file, {"mrr": 0.5})

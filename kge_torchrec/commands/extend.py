@@ -91,8 +91,6 @@ def _report(made: Run) -> None:
 
     results = made.results
     extended = results["extended"]
-    for note in results["notes"]:
-        print(f"note: {note}")
     if results["test"] is not None:
         print(f"\ntest\n{results_table(results['test'])}")
     print(f"\nnew: {', '.join(f'{count:,} {what}' for what, count in extended['new'].items())}")

@@ -93,8 +93,6 @@ def _report(run: Run) -> None:
     if not is_first_rank():
         return
     results = run.results
-    for note in results["notes"]:
-        print(f"note: {note}")
     if results["test"] is not None:
         table = results_table(results["test"])  # which says so where candidates are restricted
         restricted = "candidates" in results["test"]

@@ -20,12 +20,15 @@ def fault_of(label: str) -> str | None:
     if not label:
         return "is empty"
     if label.isspace():
-        return f"is white space alone: {label[:20]!r}"
+        return f"is white space alone, {label[:20]!r}; name it, or take its triple out"
     if "\0" in label:
         return f"holds a NUL byte: {label[:40]!r}; is the file damaged, or UTF-16?"
     size = len(label.encode())
     if size > LONGEST:
-        return f"has {size:,} bytes, and labels at most {LONGEST:,}: {label[:40]!r}..."
+        return (
+            f"has {size:,} bytes, and a label at most {LONGEST:,}: {label[:40]!r}...; is a line "
+            "end or a delimiter missing?"
+        )
     return None
 
 

@@ -63,7 +63,7 @@ def read_rdf(
         with io.BufferedReader(open_bytes(path, on_bytes), 1 << 20) as stream:
             parser = pyoxigraph.parse(stream, format=form)
             while quads := list(islice(parser, BATCH_ROWS)):
-                count += len(quads)
+                before, count = count, count + len(quads)
                 kept = quads
                 if on_literals is not None:
                     kept = [q for q in quads if not isinstance(q.object, pyoxigraph.Literal)]
@@ -76,7 +76,9 @@ def read_rdf(
                 for name, column in zip(COLUMNS, columns, strict=True):
                     position = first_fault(column)
                     if position is not None:
-                        raise DataError(f"{path}: a {name} {fault_of(column[position].as_py())}")
+                        fault = fault_of(column[position].as_py())
+                        number = before + quads.index(kept[position]) + 1
+                        raise DataError(f"{path}: triple {number:,}: the {name} {fault}")
                 yield pa.record_batch(columns, list(COLUMNS))
     except SyntaxError as error:
         place = f"{path}:{error.lineno}" if error.lineno else f"{path}"

@@ -182,17 +182,14 @@ def _sizes(store: TripleStore) -> Iterator[str]:
     split = store.report.get("split")
     if store.num_entities == 1:
         yield "there is 1 entity: every rank is 1, and nothing can be learned"
-    missing = {
-        "valid": "no checkpoint can be the best, the last one is taken",
-        "test": "nothing is ranked",
-    }
-    for place, (name, effect) in enumerate(missing.items(), 1):
-        if counts[name] or (split and not split["ratio"][place]):
-            continue
-        why = "give some to be judged by"
+    wanted = [True, *split["ratio"][1:]] if split else [True] * 3
+    missing = [s for s, share in zip(SPLITS, wanted, strict=True) if share and not counts[s]]
+    if missing:
+        effect = "nothing is ranked" if "test" in missing else "the last checkpoint is the best"
+        why = "name files so, or give one file, which is divided"
         if split:
-            why = "train needs them all, to have every entity and relation; give more triples"
-        yield f"{name} has no triples: {effect}; {why}"
+            why = "train needs all triples, to have every entity and relation; give more"
+        yield f"{' and '.join(missing)}: no triples, so that {effect}; {why}"
     few = [f"{name} has {count:,}" for name, count in counts.items() if 0 < count < FEW]
     if few:
         yield f"too few triples for figures to mean much: {', '.join(few)}"
@@ -200,11 +197,13 @@ def _sizes(store: TripleStore) -> Iterator[str]:
 
 def _labels(report: Mapping[str, Any]) -> Iterator[str]:
     for kind, found in (report.get("lookalikes") or {}).items():
-        examples = " and ".join(map(repr, found["examples"][0]))
+        alike = found["examples"][0]
+        # What looks the same on a screen is shown by its codes.
+        shown = repr if len({label.strip() for label in alike}) == 1 else ascii
         yield (
-            f"{found['labels']:,} {kind} differ by no more than blanks at the end or by Unicode's "
-            f"form from others, such as {examples}, and are {kind} of their own; if they mean the "
-            "same, trim the labels in the files and write them in one form (NFC)"
+            f"{found['labels']:,} {kind} differ from another one only by blanks at the ends or by "
+            f"Unicode's form, such as {' and '.join(map(shown, alike))}: each is one of its own; "
+            "if they mean the same, trim the labels in the files and write them in one form (NFC)"
         )
     found = report.get("numbers")
     if found:

@@ -59,7 +59,7 @@ def check_data(
     Raises DataError on bad input, ConfigError for a threshold outside (0, 1].
     """
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
-    with _opened(path, reading) as store:
+    with _opened(path, reading, spell) as store:
         remedies = None if _is_store(path) else spell
         found = {
             "data": str(path) if isinstance(path, str | Path) else ", ".join(map(str, path)),
@@ -79,14 +79,12 @@ def _is_store(path: Sources) -> bool:
 
 
 @contextmanager
-def _opened(path: Sources, reading: Mapping[str, Any]) -> Iterator[TripleStore]:
+def _opened(path: Sources, reading: Mapping[str, Any], spell: Spell) -> Iterator[TripleStore]:
     """The store there, or one made of the files there for as long as it is looked at."""
     if isinstance(path, str | Path) and _is_store(path):
         if reading:
-            raise DataError(
-                f"{path} is a store, whose files have been read: leave out {', '.join(reading)}, "
-                "or check the files"
-            )
+            options = " ".join(spell(name, value) for name, value in reading.items())
+            raise DataError(f"{path} is a store, whose files have been read: leave out {options}")
         yield TripleStore.open(path)
         return
     with tempfile.TemporaryDirectory() as folder:

@@ -194,7 +194,7 @@ def loops_of(train: np.ndarray, num_relations: int) -> np.ndarray:
 
 
 def leak_notes(store: TripleStore) -> list[str]:
-    """Say for valid and test how many triples follow from train, a sentence each."""
+    """Return a sentence on how many triples of valid and test follow from train, if any do."""
     held_out = {split: store.split(split) for split in ("valid", "test") if len(store.split(split))}
     if not held_out:
         return []
@@ -206,13 +206,15 @@ def leak_notes(store: TripleStore) -> list[str]:
     index = PairIndex(store.train, store.num_entities, store.num_relations)
     sizes = id_counts(store.train[:, 1], store.num_relations)
     overlaps = find_overlaps(index, sizes, loops_of(store.train, store.num_relations))
-    notes = []
+    found = []
     for split, triples in held_out.items():
         count = int(leaking(index, overlaps, triples)["redundant"].sum())
         if count:
-            notes.append(
-                f"{split}: {count:,} of {len(triples):,} triples ({count / len(triples):.1%}) "
-                "follow from train by a relation that is symmetric, or an inverse or duplicate of "
-                "another; `kge-torchrec data check` names these relations"
-            )
-    return notes
+            share = count / len(triples)
+            found.append(f"{count:,} of {len(triples):,} {split} triples ({share:.1%})")
+    if not found:
+        return []
+    return [
+        f"{' and '.join(found)} follow from train by a relation that is symmetric, or an inverse "
+        "or duplicate of another; `kge-torchrec data check` names these relations"
+    ]

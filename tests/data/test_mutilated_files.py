@@ -10,6 +10,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
+from kge_torchrec.data.labels import LONGEST
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.errors import DataError
 
@@ -57,6 +58,7 @@ FOLDERS = [
 ]
 TOKENS = [
     b"\r", b"\r\n", b"\n", b'"', b'""', b",", b"\t", b"\0", b"\1", b"\xff", b"\xef\xbb\xbf", b" ",
+    b"\\u00e9", b"\\uD800", b"\\U0011", "e\u0301".encode(), "\u00a0".encode(), b"q" * 70_000,
     b"-1", b"9" * 20, b"9" * 5000, "²".encode(), "٣".encode(), "\u2028".encode(), b"<", b">",
     b"\\", b"_:", b".", b"#", b"head,relation,tail,weight\n", b"q" * 140_000,
 ]  # fmt: skip
@@ -89,7 +91,9 @@ def outcome(folder, files: dict[str, bytes], has_header=None) -> str:
         assert re.match(r"[\w.]+:\d+: ", fault) or re.search(WHOLE, fault), fault
         return fault
     rows = [tuple(row.values()) for batch in batches for row in batch.to_pylist()]
-    assert rows and all(isinstance(label, str) and label for row in rows for label in row)
+    labels = [label for row in rows for label in row]
+    assert rows and all(isinstance(label, str) and label.strip() for label in labels)
+    assert not any("\0" in label or len(label.encode()) > LONGEST for label in labels)
     return ""
 
 
@@ -120,12 +124,23 @@ def test_any_bytes_are_triples_or_a_fault_with_its_place(
     [
         ({"x.csv": b"a\rb,r,c\n"}, "x.csv:1: not readable as CSV: carriage return inside a field"),
         ({"x.csv": b"a,r,b\nc\rd,r\n"}, "x.csv:2: not readable as CSV: carriage return inside"),
-        ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:4: not readable as CSV: a quote is not closed"),
+        ({"x.csv": b'a,r,b\n\n"c","r","d\ne,r,f\n'}, "x.csv:4: not readable as CSV: a quote is"),
         ({"x.csv": b'a,r,b\n\n"c","r","'}, "x.csv:3: the tail is white space alone"),
         ({"x.csv": b'"' + b"q" * 140_000}, "x.csv:1: not readable as CSV: a field of more than"),
         ({"x.tsv": b"head\trelation\ttail"}, "x.tsv: no triples after the header"),
         ({"x.parquet": parquet_bytes({"h": ["a", "b"], "r": ["a", "b"], "t": broken_text()})},
          "x.parquet: row 2: column 't' is not UTF-8"),
+        ({"x.tsv": b"a\tr\tb\n" + b"a\tr\t" + b"q" * (33 << 20) + b"\n"},
+         "x.tsv:2: the tail has 34,603,008 bytes"),
+        ({"x.tsv": "a\tr\tb\nc\tr\t\u3000\u2028\n".encode()}, "x.tsv:2: the tail is white space"),
+        ({"x.csv": b"a,r,b\nc\0,r,d\n"}, "x.csv:2: the head holds a NUL byte: 'c\\x00'"),
+        ({"x.csv": b'"' + b"q" * 70_000 + b'",r,b\n'}, "x.csv:1: the head has 70,000 bytes"),
+        ({"x.nt": b"# c\n<a> <r> <b> .\n<a\0> <r> <b> .\n"}, "x.nt:3: the head holds a NUL"),
+        ({"x.nt": "<a> <r> <b> .\n\n<a> <r> <\u00a0> .\n".encode()}, "x.nt:3: the tail is white"),
+        ({"x.parquet": parquet_bytes({"h": ["a", "b"], "r": ["a", "\t"], "t": ["a", "b"]})},
+         "x.parquet: row 2: column 'r' is white space alone"),
+        (LIBKGE | {"entity_ids.del": b"0\ta\n1\t \n2\tc\n"},
+         "entity_ids.del:2: the label is white space alone"),
         (LIBKGE | {"train.del": b"\n"}, "train.del: empty file: no triples"),
         (LIBKGE | {"train.del": "0\t٣\t1\n".encode()}, "train.del:1: the relation is no number"),
         (LIBKGE | {"entity_ids.del": b"\n"}, "entity_ids.del: empty file"),

@@ -219,6 +219,39 @@ def test_unseen_relations_are_refused_unless_allowed(tmp_path):
     assert labelled(store, "valid") == splits["valid"]
 
 
+@pytest.mark.parametrize(
+    "splits, said",
+    [
+        ({"train": [("a", "r", "a")]}, "there is 1 entity: every rank is 1, and nothing can be"),
+        ({"train": TRAIN}, "valid and test: no triples, so that nothing is ranked; name files so"),
+        ({"train": TRAIN, "valid": TRAIN}, "test: no triples, so that nothing is ranked; name"),
+        ({"train": TRAIN, "test": TRAIN}, "valid: no triples, so that the last checkpoint is the"),
+        ({"train": TRAIN, "test": TRAIN[:1]}, "too few triples for figures to mean much: train "
+         "has 3, test has 1"),
+    ],
+)  # fmt: skip
+def test_what_is_too_small_is_said(tmp_path, caplog, splits, said):
+    prepare_triples(splits, tmp_path / "store")
+    assert sum(said in message for message in caplog.messages) == 1
+
+
+def test_what_is_large_enough_is_not_called_small(tmp_path):
+    rows = [(f"e{i}", "r", f"e{i + j}") for i in range(100) for j in range(4)]
+    splits = {"train": rows[:200], "valid": rows[200:300], "test": rows[300:]}
+    store = prepare_triples(splits, tmp_path / "store")
+    assert [note for note in report_notes(store) if "never occur" not in note] == []
+    one = prepare(write(tmp_path / "x.tsv", rows), tmp_path / "one", ratio=(1, 0, 0))
+    assert len(report_notes(one)) == 1  # how line 1 was read; nobody asked for valid and test
+
+
+def test_one_triple_a_thousand_times_is_no_graph(tmp_path):
+    store = prepare(write(tmp_path / "x.tsv", TRAIN[:1] * 500), tmp_path / "store")
+    said = report_notes(store)
+    assert said[1].endswith("train needs all triples, to have every entity and relation; give more")
+    assert said[2:] == ["too few triples for figures to mean much: train has 1",
+                        "whole: 499 duplicate triples were dropped"]  # fmt: skip
+
+
 # Splitting one file
 
 
@@ -294,6 +327,16 @@ def test_overwriting(tmp_path):
     assert len(new.train) == 1
     assert len(old.train) == 3  # still mapped by whoever opened it
     assert names(tmp_path / "deep") == ["store"]
+
+
+def test_a_symbolic_link_stays(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere" / "store")
+    for rows in (TRAIN, TRAIN[:1]):
+        store = prepare_triples({"train": rows}, tmp_path / "link", overwrite=True)
+        assert (tmp_path / "link").is_symlink() and len(store.train) == len(rows)
+        assert names(tmp_path / "elsewhere") == ["store"]
+    assert names(tmp_path) == ["elsewhere", "link"]
 
 
 def test_other_data_is_never_overwritten(tmp_path):

@@ -96,6 +96,11 @@ def test_labels_are_those_of_ntriples(tmp_path_factory, rows):
         ("x.ttl", "@prefix : <http://x/> .\n:a :r :b .\n:a :r .\n", ":3: not readable as Turtle"),
         ("x.ttl", "<a> <b> <c> .", ":1: not readable as Turtle"),
         ("x.ttl", "", ": empty file: no triples"),
+        (
+            "x.ttl",
+            f"<http://a> <http://r> 'x', <http://c>, <http://{'q' * 70_000}> .",
+            ": triple 3: the tail has 70,007 bytes",
+        ),
         ("x.rdf", "<a", ": not readable as RDF/XML: "),
         ("x.jsonld", "{", ":1: not readable as JSON-LD"),
         ("x.jsonld", '{"@context": "https://schema.org/", "name": "x"}', "remote context"),

@@ -312,6 +312,68 @@ _:n1 <http://x/r> "1"^^<http://x/int> .
     ]
 
 
+ESCAPED = r"""<http://x/caf\u00e9> <http://x/r\u00E9> <http://x/\U0001F600\u007B> .
+<http://x/café> <http://x/ré> <http://x/😀{> .
+<http://x/café> <http://x/r> "l\u00e9\u0022\n\u000A\t"@fr .
+<http://x/caf\u00e9> <http://x/r> "lé\"\u000a\n\u0009"@fr .
+_:n\u00e9 <http://x/r> "x"^^<http://x/\u00e9> .
+"""
+
+
+@pytest.mark.parametrize("block", [100, 1 << 20])
+def test_what_is_escaped_is_what_is_not(tmp_path, monkeypatch, block):
+    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", block)
+    path, dropped = write(tmp_path / "x.nt", ESCAPED.encode()), []
+    first = ("http://x/café", "http://x/ré", "http://x/😀{")
+    second = ("http://x/café", "http://x/r", r'"lé\"\n\n\t"@fr')
+    last = (r"_:n\u00e9", "http://x/r", '"x"^^<http://x/é>')
+    assert rows_of(path) == [first, first, second, second, last]
+    assert rows_of(path, on_literals=dropped.append) == [first, first]
+    assert sum(dropped) == 3
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff")),
+    name=st.text("aé😀~", min_size=1), escape=st.lists(st.booleans(), min_size=5),
+)  # fmt: skip
+def test_any_text_is_one_label_however_it_is_escaped(tmp_path_factory, text, name, escape):
+    """And that of the reader of Turtle, which takes N-Triples too."""
+
+    def written(text: str, ways: list[bool]) -> str:
+        pairs = zip(text, ways * len(text), strict=False)
+        must = '\\"\n\r'
+        return "".join(f"\\U{ord(c):08X}" if way or c in must else c for c, way in pairs)
+
+    pytest.importorskip("pyoxigraph")
+    folder, other = tmp_path_factory.mktemp("nt"), [not way for way in escape]
+    lines = [
+        f'<http://{written(name, w)}> <http://r> "{written(text, w)}" .\n' for w in (escape, other)
+    ]
+    for suffix in ("nt", "ttl"):
+        write(folder / f"x.{suffix}", "".join(lines).encode())
+    rows = rows_of(folder / "x.nt")
+    assert rows[0] == rows[1] and rows == rows_of(folder / "x.ttl")
+
+
+@pytest.mark.parametrize(
+    "term", [r"\u12", r"\uD800", r"\U00110000", r"\n", r"\x", r"\u0020", r"\u003E", "\\", r"\u005C"]
+)
+def test_an_escape_that_stands_for_nothing_is_a_fault(tmp_path, monkeypatch, term):
+    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 100)
+    for line in (
+        f"<http://{term}a> <r> <b> .",
+        f"<a> <http://{term}a> <b> .",
+        f"<a> <r> <{term}a> .",
+    ):
+        content = f"# c\n<a> <b> <c> .\n\n{line}\n<a> <b> <c> .\n"
+        fault = fault_of(write(tmp_path / "x.nt", content.encode()))
+        assert fault.startswith(f"{tmp_path}/x.nt:4: the escape '\\\\") and "of an IRI" in fault
+    path = write(tmp_path / "x.nt", rb'<a> <b> "\uD800" .')
+    assert fault_of(path).startswith(f"{path}:1: the escape '\\\\uD800' stands for no character")
+    assert rows_of(write(path, path.read_bytes() + b"\n<a> <b> <c> .\n"), on_literals=int)
+
+
 @pytest.mark.parametrize(
     "line",
     ["<a> <b> <c>", "<a> <b> .", "a b c .", "<a> _:b <c> .", '<a> <b> "c .', '"a" <b> <c> .', "x",

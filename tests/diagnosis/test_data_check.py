@@ -11,7 +11,9 @@ import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.diagnosis import relation_overlap
 from kge_torchrec.diagnosis.data_check import check_data
+from kge_torchrec.errors import DataError
 
 
 def graph(seed: int, relations: int = 6) -> dict[str, list]:
@@ -66,7 +68,8 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
-def test_overlaps_and_leaks_are_the_oracles(tmp_path, seed, threshold):
+def test_overlaps_and_leaks_are_the_oracles(tmp_path, monkeypatch, seed, threshold):
+    monkeypatch.setattr(relation_overlap, "CHUNK", 32)
     splits = graph(seed)
     prepare_triples(splits, tmp_path / "store")
     found = check_data(tmp_path / "store", threshold=threshold)
@@ -110,6 +113,55 @@ def test_repeats_unseen_and_degrees_by_hand(tmp_path, capsys):
     assert (output / "degrees.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["data", "check", str(tmp_path), "--format", "json"]) == 0
     assert json.loads(capsys.readouterr().out) == found
+
+
+def test_training_is_told_of_the_same_leaks(tmp_path, monkeypatch):
+    pairs = [(f"e{i}", "knows", f"e{i + 1}") for i in range(40)]
+    turned = [(t, r, h) for h, r, t in pairs]
+    splits = {"train": pairs + turned[5:], "valid": turned[:2], "test": turned[2:5] + pairs[:1]}
+    store = prepare_triples(splits, tmp_path / "store")
+    found = check_data(store.path)["leaks"]
+    parts = [
+        f"{leak['redundant']:,} of {len(store.split(split)):,} {split} triples "
+        f"({leak['redundant_share']:.1%})"
+        for split, leak in found.items()
+    ]
+    assert all(leak["redundant"] for leak in found.values())
+    (said,) = relation_overlap.leak_notes(store)
+    assert said.startswith(f"{parts[0]} and {parts[1]} follow from train by a relation")
+    monkeypatch.setattr(relation_overlap, "LARGEST", len(store.train) - 1)
+    (said,) = relation_overlap.leak_notes(store)
+    assert "nobody has looked for" in said and "`kge-torchrec data check` does" in said
+    alone = prepare_triples({"train": pairs}, tmp_path / "alone")
+    assert relation_overlap.leak_notes(alone) == []
+
+
+def test_data_check_reads_files_as_prepare_does(tmp_path, capsys):
+    file, other = tmp_path / "train.csv", tmp_path / "test.csv"
+    file.write_text("who,since,how,whom\na,1999,r,b\nb,2000,r,c\n")
+    other.write_text("who,since,how,whom\nb,1,r,a\n")
+    command = ["data", "check", str(file), str(other), "--columns", "who,how,whom"]
+    assert main([*command, "--format", "json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["triples"] == {"train": 2, "valid": 0, "test": 1}
+    assert found == check_data([file, other], columns=["who", "how", "whom"])
+    (tmp_path / "x.csv").write_text("x_id,rel,y_id\na,r,b\nb,r,c\n")
+    for options, triples in ([], 2), (["--no-has-header"], 3), (["--ratio", ".5", "0", ".5"], 2):
+        assert main(["data", "check", str(tmp_path / "x.csv"), "--format", "json", *options]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert sum(found["triples"].values()) == triples
+    assert main(["data", "check", str(tmp_path / "x.csv")]) == 0
+    said = capsys.readouterr().out
+    assert "x.csv:1: this line is read as a header: head 'x_id', relation 'rel'" in said
+    assert "; --no-has-header reads it as a triple" in said
+
+
+def test_a_store_is_not_read_in_another_way(tmp_path, capsys):
+    store = prepare_triples({"train": graph(0)["train"]}, tmp_path / "store")
+    assert main(["data", "check", str(store.path), "--has-header", "--columns", "a,b,c"]) == 1
+    assert "have been read: leave out --has-header --columns a,b,c" in capsys.readouterr().err
+    with pytest.raises(DataError, match="leave out literals='keep'"):
+        check_data(store.path, literals="keep")
 
 
 def test_bad_input_of_data_check_is_told(tmp_path, capsys):
