@@ -181,7 +181,7 @@ def test_training_says_what_is_wrong_with_the_data_in_a_line_each(tmp_path, capl
     assert all(words in note for words, note in zip(expected, said, strict=True))
     caplog.clear()
     api.train(replace(config, run=replace(config.run, dir=str(tmp_path / "other"))), (), False)
-    assert caplog.messages == []
+    assert not {*said} & {*caplog.messages}
 
 
 @pytest.mark.parametrize("resumes, changes", [(False, {}), (True, {}), (False, {"entities__engine":

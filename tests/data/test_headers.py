@@ -114,6 +114,13 @@ def test_labels_that_name_no_columns_are_a_triple(tmp_path_factory, body):
     assert rows == body and lines[0].columns is None and lines[0].fields == list(body[0])
 
 
+def test_a_name_counts_in_the_columns_of_its_kind_alone(tmp_path):
+    """An entity of the relation's name says nothing of the relation, nor the other way round."""
+    body = [("type", "source", "b"), ("a", "target", "type")]
+    rows, lines = read(tmp_path / "x.csv", [("source", "type", "target"), *body])
+    assert rows == body and lines[0].columns is not None
+
+
 def test_a_numbered_name_that_is_a_label_once_is_a_triple(tmp_path):
     facts = [("node1", "label", "node2"), ("node2", "likes", "node3")]
     assert read(tmp_path / "x.csv", facts)[0] == facts
