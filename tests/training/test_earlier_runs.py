@@ -48,6 +48,7 @@ def test_a_run_that_trained_one_side_opens_with_a_word_on_it(tmp_path, caplog):
     store = tiny_store(tmp_path / "store").path
     run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
     rewrite(run, lambda values: values["negatives"].update(sides="tail"))
+    caplog.clear()  # of what training has said of the data
     with caplog.at_level(logging.WARNING, "kge_torchrec"), api.open_run(run.path) as old:
         assert old.evaluate() == run.results["test"]
         assert len(old.predict(head="e0", relation="r0", k=3)) == 3
