@@ -100,7 +100,7 @@ def export_model(
     try:
         on_first_rank(ranks, folder.begin)
         if format in FOREIGN:
-            found = _write_foreign(session, folder, format, parameters)
+            found = _write_foreign(session, folder, format, parameters, progress)
         else:
             table_format = _TABLES.get(format, format)
             found = _write_ours(session, folder, table_format, parameters, earlier)
@@ -152,7 +152,11 @@ def _write_ours(
 
 
 def _write_foreign(
-    session: Session, folder: ExportFolder, format: str, parameters: dict[str, Tensor]
+    session: Session,
+    folder: ExportFolder,
+    format: str,
+    parameters: dict[str, Tensor],
+    progress: TrainState,
 ) -> _Written:
     ranks, store, model = session.processes, session.store, session.config.model
     target, shard = FOREIGN[format], session.backend.shard()
@@ -164,8 +168,9 @@ def _write_foreign(
     def write() -> str:
         scorer = build_scorer(model, store.num_relations)
         scorer.load_state_dict(parameters)
-        labels = store.entities, store.relations
-        return target.write(folder, WholeModel(model, scorer.eval(), rows, *labels, _data(session)))
+        labels, name = (store.entities, store.relations), _data(session)
+        whole = WholeModel(model, scorer.eval(), rows, *labels, name, progress.epoch)
+        return target.write(folder, whole)
 
     loading = on_first_rank(ranks, write)
     sizes = store.num_entities, store.num_relations
