@@ -44,7 +44,7 @@ from kge_torchrec.export.description import (
     describe_foreign,
 )
 from kge_torchrec.export.foreign import WholeModel
-from kge_torchrec.export.formats import FORMATS
+from kge_torchrec.export.formats import FORMATS, npy_file
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer, build_scorer
@@ -205,12 +205,20 @@ def _write_dense(
     folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
     folder.append(ENTITIES, label_lines(entities))
     folder.append(RELATIONS, label_lines(store.relations))
+    rows = _relation_table(parameters).numpy()
+    forth, back = rows[: store.num_relations], rows[store.num_relations :]
     if table_format == "parquet":
-        name = next(name for name in parameters if name.split(".")[-1] == "relations")
-        rows = parameters[name].numpy()
-        forth, back = rows[: store.num_relations], rows[store.num_relations :]
         vectors = {"vector": forth} | ({"inverse": back} if len(back) else {})
         folder.append("relations.parquet", vectors_file(store.relations.array, vectors))
+    elif table_format == "npy":
+        folder.append("relations.npy", npy_file(forth))
+        if len(back):
+            folder.append("inverse_relations.npy", npy_file(back))
+
+
+def _relation_table(parameters: dict[str, Tensor]) -> Tensor:
+    """The scorer's relations, a row each, those of the inverses last."""
+    return next(rows for name, rows in parameters.items() if name.split(".")[-1] == "relations")
 
 
 def write_entities(
