@@ -51,7 +51,7 @@ def describe(
         "parameters": {
             "file": PARAMETERS,
             "score": _formula(scorer, model),
-            "relations": _meaning_of_relations(num_relations, model.reciprocal),
+            "relations": _meaning_of_relations(num_relations, model.reciprocal, table_format),
         },
         "labels": {
             "entities": ENTITIES,
@@ -188,10 +188,16 @@ def _text(of: Any) -> str:
     return inspect.getdoc(of) or ""
 
 
-def _meaning_of_relations(count: int, reciprocal: bool) -> str:
-    if not reciprocal:
-        return "row r is relation r"
-    return f"row r is relation r; head queries (?, r, t) are asked as (t, r + {count}, ?)"
+def _meaning_of_relations(count: int, reciprocal: bool, table_format: str) -> str:
+    text = "row r is relation r"
+    if reciprocal:
+        text += f"; head queries (?, r, t) are asked as (t, r + {count}, ?)"
+    if table_format == "npy":
+        text += "; relations.npy has the rows of relations"
+        text += ", inverse_relations.npy those of their inverses" if reciprocal else ""
+    if table_format == "parquet":
+        text += "; relations.parquet has the same rows"
+    return text
 
 
 class ExportFolder:

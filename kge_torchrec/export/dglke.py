@@ -1,5 +1,8 @@
 """A folder in DGL-KE's layout, as `dglke_train` saves a model: two arrays, config.json, two maps.
 
+config.json has the keys of DGL-KE 0.1.2 (``model``, ``emb_size``) and those that later commits
+read (``model_name``, ``hidden_dim``).
+
 DGL-KE's complex numbers are all real parts, then all imaginary ones.  Its scores of distances are
 gamma - distance, with gamma 0 here.  RotatE's relations are phases times
 (gamma + 2) / (D / 2) / pi, by which DGL-KE divides them again.
@@ -9,17 +12,18 @@ Source: DGL-KE's save_model and InferModel (https://github.com/awslabs/dgl-ke).
 
 from __future__ import annotations
 
+import csv
 import io
 import json
 import math
 from collections.abc import Callable
 
-import numpy as np
-import torch
 from torch import Tensor
 
+from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import ForeignFormat, WholeModel, halves, id_lines
+from kge_torchrec.export.foreign import ForeignFormat, WholeModel, halves, single_lines
+from kge_torchrec.export.formats import npy_file
 
 EPSILON = 2.0  # DGL-KE's EMB_INIT_EPS
 LOADING = """\
@@ -60,12 +64,15 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     entities, relations = of_entities(model.entities), of_relations(model.relations)
     stem = f"{model.data}_{name}"
     for kind, table in (("entity", entities), ("relation", relations)):
-        folder.append(f"{stem}_{kind}.npy", _npy(table))
+        folder.append(f"{stem}_{kind}.npy", npy_file(table.numpy()))
     doubled = name == "RotatE"  # an entity has twice the numbers of a relation
+    size = model.config.dim // 2 if doubled else model.config.dim
     config = {
         "dataset": model.data,
         "model": name,
-        "emb_size": model.config.dim // 2 if doubled else model.config.dim,
+        "model_name": name,
+        "emb_size": size,
+        "hidden_dim": size,
         "gamma": 0.0,
         "double_ent": doubled,
         "double_rel": False,
@@ -73,8 +80,8 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
         "rmap_file": "relations.tsv",
     }
     folder.append("config.json", [f"{json.dumps(config, indent=4)}\n".encode()])
-    folder.append("entities.tsv", [id_lines(model.entity_labels)])
-    folder.append("relations.tsv", [id_lines(model.relation_labels)])
+    folder.append("entities.tsv", [_map(model.entity_labels)])
+    folder.append("relations.tsv", [_map(model.relation_labels)])
     names = {"{entities}": f"{stem}_entity", "{relations}": f"{stem}_relation"}
     text = LOADING
     for place, file in names.items():
@@ -82,11 +89,12 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     return text
 
 
-def _npy(table: Tensor) -> list[bytes | memoryview]:
-    header = io.BytesIO()
-    array = np.ascontiguousarray(table.to(torch.float32).numpy())
-    np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(array))
-    return [header.getvalue(), array.data]
+def _map(vocabulary: Vocabulary) -> bytes:
+    """Lines "id<tab>label", with csv's quotes where a label has a tab or a quote."""
+    out = io.StringIO()
+    lines = csv.writer(out, delimiter="\t", lineterminator="\n")
+    lines.writerows(enumerate(single_lines(vocabulary, "DGL-KE")))
+    return out.getvalue().encode()
 
 
 FORMAT = ForeignFormat("DGL-KE", tuple(MODELS), False, False, write)

@@ -30,6 +30,7 @@ class WholeModel:
     scorer: with its parameters, ready to score.
     rows: (N, D) float32, as training has them.
     data: a short name of the graph, of letters, digits, dots, dashes and underscores.
+    epoch: the number of epochs that it was trained for.
     """
 
     config: ModelConfig
@@ -38,6 +39,7 @@ class WholeModel:
     entity_labels: Vocabulary
     relation_labels: Vocabulary
     data: str
+    epoch: int = 0
 
     @cached_property
     @torch.no_grad()
@@ -99,15 +101,21 @@ def labels_of(vocabulary: Vocabulary) -> list[str]:
     return vocabulary.array.to_pylist()
 
 
-def one_line(label: str) -> str:
-    """A label for files of lines and tabs, which have no way to write these characters."""
-    return label.replace("\t", " ").replace("\r", " ").replace("\n", " ")
+def single_lines(vocabulary: Vocabulary, program: str) -> list[str]:
+    """All labels in order of id, each line break a space: LibKGE and DGL-KE read a label per line.
 
-
-def id_lines(vocabulary: Vocabulary) -> bytes:
-    """A line "id<tab>label" each, as LibKGE and DGL-KE number what they know."""
-    lines = (f"{i}\t{one_line(label)}\n" for i, label in enumerate(labels_of(vocabulary)))
-    return "".join(lines).encode()
+    Raises ExportError if two labels would become the same.
+    """
+    seen: dict[str, str] = {}
+    for label in labels_of(vocabulary):
+        line = label.replace("\r", " ").replace("\n", " ")
+        other = seen.setdefault(line, label)
+        if other != label:
+            raise ExportError(
+                f"the labels {other!r} and {label!r} would both be {line!r} for {program}, which "
+                "has no line breaks within a label; pykeen, npy and safetensors hold them"
+            )
+    return list(seen)
 
 
 def saved(value: Any) -> memoryview:

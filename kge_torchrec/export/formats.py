@@ -90,8 +90,14 @@ def open_table(file: Path, table_format: str, num_entities: int, dim: int) -> np
     return table
 
 
-def _raw(rows: np.ndarray, labels: pa.Array) -> Iterable[memoryview]:
+def _raw(rows: np.ndarray, labels: pa.Array | None = None) -> Iterable[memoryview]:
     yield np.ascontiguousarray(rows, NUMBER).data
+
+
+def npy_file(table: np.ndarray) -> Pieces:
+    """A whole small .npy file of numbers (n, m)."""
+    yield _npy_header(*table.shape)
+    yield from _raw(table)
 
 
 def _npy_header(num_entities: int, dim: int) -> bytes:

@@ -24,10 +24,9 @@ from kge_torchrec.export.foreign import (
     ForeignFormat,
     WholeModel,
     halves,
-    id_lines,
     labels_of,
-    one_line,
     saved,
+    single_lines,
 )
 
 CHECKPOINT = "checkpoint_best.pt"
@@ -46,15 +45,23 @@ MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
 }
 LOADING = """\
 ```python
+import torch
+from kge import Config, Dataset
 from kge.model import KgeModel
 from kge.util.io import load_checkpoint
 
-model = KgeModel.create_from(load_checkpoint("checkpoint_best.pt"))
+torch.serialization.add_safe_globals([Config])  # PyTorch 2.6 and later load no other classes
+checkpoint = load_checkpoint("checkpoint_best.pt")
+dataset = Dataset.create(Config.create_from(checkpoint), preload_data=False, folder="dataset")
+model = KgeModel.create_from(checkpoint, dataset)
 ```
 
-`dataset/` is a dataset folder of LibKGE without triples; put it, with files of triples, under
-LibKGE's `data/` as `{data}` to evaluate or train on. The checkpoint holds a `kge.config.Config`,
-which `torch.load` of PyTorch 2.6 and later refuses unless it is told `weights_only=False`.
+`dataset/` is a dataset folder of LibKGE without triples. To evaluate, put it under LibKGE's `data/`
+as `{data}` and add `train.del`, `valid.del` and `test.del`:
+
+```sh
+TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 kge test .
+```
 """
 
 
@@ -77,18 +84,24 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     }
     config = _config(name, options | widths, dataset, model.config.reciprocal)
     labels = {"entity": model.entity_labels, "relation": model.relation_labels}
-    meta = {f"{kind}_ids": [one_line(x) for x in labels_of(of)] for kind, of in labels.items()}
+    meta = {f"{kind}_ids": labels_of(of) for kind, of in labels.items()}
     with _config_class() as config_class:
         checkpoint = {
             "type": "package",
             "model": (state, {}),
+            "epoch": model.epoch,
+            "job_id": None,
+            "valid_trace": [],
             "config": config_class(config),
             "dataset": _dataset_part(dataset, meta),
         }
         folder.append(CHECKPOINT, [saved(checkpoint)])
     folder.append("config.yaml", [yaml.safe_dump(config).encode()])
     for kind, of in labels.items():
-        folder.append(f"dataset/{kind}_ids.del", [id_lines(of)])
+        lines = enumerate(single_lines(of, "LibKGE"))
+        folder.append(
+            f"dataset/{kind}_ids.del", ["".join(f"{i}\t{line}\n" for i, line in lines).encode()]
+        )
     files = {f"{kind}_ids": {"filename": f"{kind}_ids.del", "type": "map"} for kind in labels}
     text = yaml.safe_dump({"dataset": dataset | {"files": files}})
     folder.append("dataset/dataset.yaml", [text.encode()])
@@ -101,6 +114,7 @@ def _config(
     """The options of a LibKGE config that differ from its defaults."""
     model = RECIPROCAL if reciprocal else name
     config = {"model": model, "import": [name], name: options, "dataset": dataset}
+    config["job"] = {"device": "cpu"}  # load_checkpoint sets it, and adds no option
     if reciprocal:
         config[RECIPROCAL] = {"base_model": {"type": name}}
         config["import"] = [name, RECIPROCAL]

@@ -44,7 +44,7 @@ from kge_torchrec.export.description import (
     describe_foreign,
 )
 from kge_torchrec.export.foreign import WholeModel
-from kge_torchrec.export.formats import FORMATS
+from kge_torchrec.export.formats import FORMATS, npy_file
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer, build_scorer
@@ -100,7 +100,7 @@ def export_model(
     try:
         on_first_rank(ranks, folder.begin)
         if format in FOREIGN:
-            found = _write_foreign(session, folder, format, parameters)
+            found = _write_foreign(session, folder, format, parameters, progress)
         else:
             table_format = _TABLES.get(format, format)
             found = _write_ours(session, folder, table_format, parameters, earlier)
@@ -152,7 +152,11 @@ def _write_ours(
 
 
 def _write_foreign(
-    session: Session, folder: ExportFolder, format: str, parameters: dict[str, Tensor]
+    session: Session,
+    folder: ExportFolder,
+    format: str,
+    parameters: dict[str, Tensor],
+    progress: TrainState,
 ) -> _Written:
     ranks, store, model = session.processes, session.store, session.config.model
     target, shard = FOREIGN[format], session.backend.shard()
@@ -164,8 +168,9 @@ def _write_foreign(
     def write() -> str:
         scorer = build_scorer(model, store.num_relations)
         scorer.load_state_dict(parameters)
-        labels = store.entities, store.relations
-        return target.write(folder, WholeModel(model, scorer.eval(), rows, *labels, _data(session)))
+        labels, name = (store.entities, store.relations), _data(session)
+        whole = WholeModel(model, scorer.eval(), rows, *labels, name, progress.epoch)
+        return target.write(folder, whole)
 
     loading = on_first_rank(ranks, write)
     sizes = store.num_entities, store.num_relations
@@ -200,12 +205,20 @@ def _write_dense(
     folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
     folder.append(ENTITIES, label_lines(entities))
     folder.append(RELATIONS, label_lines(store.relations))
+    rows = _relation_table(parameters).numpy()
+    forth, back = rows[: store.num_relations], rows[store.num_relations :]
     if table_format == "parquet":
-        name = next(name for name in parameters if name.split(".")[-1] == "relations")
-        rows = parameters[name].numpy()
-        forth, back = rows[: store.num_relations], rows[store.num_relations :]
         vectors = {"vector": forth} | ({"inverse": back} if len(back) else {})
         folder.append("relations.parquet", vectors_file(store.relations.array, vectors))
+    elif table_format == "npy":
+        folder.append("relations.npy", npy_file(forth))
+        if len(back):
+            folder.append("inverse_relations.npy", npy_file(back))
+
+
+def _relation_table(parameters: dict[str, Tensor]) -> Tensor:
+    """The scorer's relations, a row each, those of the inverses last."""
+    return next(rows for name, rows in parameters.items() if name.split(".")[-1] == "relations")
 
 
 def write_entities(

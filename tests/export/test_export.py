@@ -76,7 +76,8 @@ def test_dense_parameters_are_gathered(wrapper):
 
 def test_the_files_and_what_they_say(run, export):
     assert sorted(path.name for path in export.iterdir()) == [
-        "entities.npy", "entities.txt", "model.json", "relations.txt", "scorer.safetensors"
+        "entities.npy", "entities.txt", "inverse_relations.npy", "model.json", "relations.npy",
+        "relations.txt", "scorer.safetensors",
     ]  # fmt: skip
     store = run.session.store
     for name in ("entities", "relations"):
@@ -93,6 +94,22 @@ def test_the_files_and_what_they_say(run, export):
     assert found["packages"]["torch"] == metadata.version("torch")
     files = {path.name: path.stat().st_size for path in export.iterdir()}
     assert found["files"] == {k: v for k, v in files.items() if k != "model.json"}
+
+
+def test_relations_as_arrays_are_in_the_order_of_their_labels(run, export):
+    """Users score with entities.npy and relations.npy alone."""
+    arrays = {path.stem: np.load(path) for path in export.glob("*.npy")}
+    entities, forth, back = (
+        arrays[name].view(np.complex64) for name in ("entities", "relations", "inverse_relations")
+    )
+    assert forth.shape == back.shape == (R, D // 2)
+    model = load_model(export)
+    for number, label in enumerate((export / "relations.txt").read_text("utf-8").splitlines()):
+        of_tails = (entities[3] * forth[number] * entities[5].conj()).real.sum()
+        of_heads = (entities[5] * back[number] * entities[3].conj()).real.sum()
+        assert of_tails == pytest.approx(model.score(3, label, 5).item(), rel=1e-5)
+        assert of_heads == pytest.approx(model.score(3, label, 5, "head").item(), rel=1e-5)
+    assert "inverse_relations.npy" in model.description["parameters"]["relations"]
 
 
 def test_any_checkpoint(run, tmp_path):

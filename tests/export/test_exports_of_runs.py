@@ -1,0 +1,121 @@
+"""Every format holds a run's model, however the run came about: resumed, extended, placed."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import pytest
+import torch
+from foreign_exports import READERS, one_line_each
+from grown_runs import base_config, base_run, new_triples
+from training_runs import parameters, tiny_store
+from worlds import run_world
+
+from kge_torchrec import api, extend, load_model
+from kge_torchrec.commands.export import FORMATS
+from kge_torchrec.errors import ExportError
+
+OURS = FORMATS[: FORMATS.index("pykeen")]
+
+
+def contents(path):
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return {
+        str(file.relative_to(path)): hashlib.sha256(file.read_bytes()).hexdigest() for file in files
+    }
+
+
+def check_every_format(path, folder):
+    """Exports in all formats have the run's labels and rows, and score its triples as it does."""
+    before = contents(path)
+    with api.open_run(path) as run:
+        reciprocal = run.config.model.reciprocal
+        chosen = [name for name in FORMATS if not (reciprocal and name == "dglke")]
+        made = {name: run.export(folder / name, name) for name in chosen}
+        store = run.session.store
+        rows = parameters(run.session)["entities"].numpy()
+        triples = torch.from_numpy(np.concatenate([store.train, store.test]).astype(np.int64))
+        labels = [of.array.to_pylist() for of in (store.entities, store.relations)]
+    models = [load_model(made[name]) for name in OURS]
+    for model in models:
+        assert np.array_equal(model.entities, rows)
+        read = [model.entity_labels, model.relation_labels]
+        assert [of.array.to_pylist() for of in read] == labels
+    head, relation, tail = triples.T
+    for side in ("tail", "head"):
+        ours = models[0].score(head, relation, tail, side).double()
+        for name in set(READERS) & set(chosen):
+            read = READERS[name][1](made[name])
+            assert [read.entities, read.relations] == [
+                one_line_each(of) if name == "dglke" else of for of in labels
+            ]
+            found = read.scores(head, relation, tail, side)
+            torch.testing.assert_close(found, ours, rtol=1e-5, atol=1e-5)
+        scores = torch.export.load(made["torch"] / "scores.pt2").module()
+        one, number, other = head, relation, tail
+        if reciprocal and side == "head":
+            one, number, other = tail, relation + len(labels[1]), head
+        torch.testing.assert_close(scores(one, number, other).double(), ours, rtol=1e-5, atol=1e-5)
+    assert contents(path) == before
+
+
+def awkwardly_named():
+    """New triples whose nine new entities have labels that text formats must take care of."""
+    awkward = ['"quoted"@en', 'say "hi"', "a\tb", "new\nline", "a, b; c", "back\\slash\\n",
+               "Österreich", "日本", "e\u0301\u2028x"]  # fmt: skip
+    names = {f"n{i}": label for i, label in enumerate(awkward)}
+    return {
+        split: [tuple(names.get(word, word) for word in triple) for triple in triples]
+        for split, triples in new_triples().items()
+    }
+
+
+def test_an_extended_and_placed_run_in_every_format(tmp_path):
+    placed = extend(base_run(), awkwardly_named(), tmp_path / "run", place=True).path
+    check_every_format(placed, tmp_path)
+
+
+def resume_and_extend(path, output):
+    api.resume(path, {"train.epochs": 3}).close()
+    extend(path, awkwardly_named(), f"{output}/placed", place=True, epochs=1).close()
+
+
+def export_all(path, output, formats):
+    with api.open_run(path) as run:
+        for name in formats:
+            run.export(f"{output}/{name}", name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reciprocal", [False, True])
+def test_a_run_of_many_verbs_in_every_format(tmp_path, reciprocal):
+    """One rank trains and keeps one checkpoint, two resume and place, one extends once more."""
+    config = base_config(
+        tiny_store(tmp_path / "store").path, tmp_path / "run",
+        model__reciprocal=reciprocal, checkpoint__keep=1, evaluation__every=1,
+    )  # fmt: skip
+    api.train(config).close()
+    run_world(2, resume_and_extend, tmp_path / "run", tmp_path)
+    more = {"train": [("later", "r0", "new\nline"), ("e1", "new0", "later")]}
+    extend(tmp_path / "placed", more, tmp_path / "again", epochs=1).close()
+    for name in ("run", "placed", "again"):
+        check_every_format(tmp_path / name, tmp_path / f"exports of {name}")
+    here = tmp_path / "exports of again"
+    formats = sorted(path.name for path in here.iterdir() if path.name in FORMATS)
+    run_world(2, export_all, tmp_path / "again", tmp_path / "two", formats)
+    for name in formats:
+        assert contents(tmp_path / "two" / name) == contents(here / name)
+
+
+def test_a_second_export_into_a_folder_is_refused_or_the_same(run, tmp_path):
+    for name in FORMATS:
+        if name == "dglke":  # this run has inverse relations
+            continue
+        path = run.export(tmp_path / name, name)
+        first = contents(path)
+        with pytest.raises(ExportError, match=r"exists already.*overwrite=True"):
+            run.export(path, name)
+        assert contents(path) == first
+        run.export(path, name, overwrite=True)
+        assert contents(path) == first
