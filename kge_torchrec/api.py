@@ -16,7 +16,7 @@ import torch
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
-from kge_torchrec.data.prepare import InMemory, prepare
+from kge_torchrec.data.prepare import InMemory, prepare_triples
 from kge_torchrec.data.report import notes
 from kge_torchrec.distributed.processes import (
     Processes,
@@ -167,7 +167,7 @@ def _begin(
         if triples is not None:
             unseen = config.data.allow_unseen_relations
             on_first_rank(
-                ranks, lambda: prepare(triples, folder.store, allow_unseen_relations=unseen)
+                ranks, lambda: prepare_triples(triples, folder.store, allow_unseen_relations=unseen)
             )
         session = Session(config, folder, ranks)
         start = begin(session)

@@ -82,7 +82,7 @@ class Run(Answering):
     def entities(self) -> np.ndarray:
         """(N, D) float32, the rows of all entities in order of id, by the best checkpoint.
 
-        A copy of the whole table in memory, on every rank: ``export`` needs a chunk of it at a time.
+        A copy of the whole table in memory, on every rank.  ``export`` needs a chunk at a time.
         """
         shard = self.session.backend.shard()
         return shard.fetch(torch.arange(self.session.store.num_entities)).float().cpu().numpy()
