@@ -117,3 +117,6 @@ else:
             import_module("kge_torchrec.environment").check_packages()
         value = globals()[name] = getattr(import_module(_HOMES[name]), name)
         return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOMES})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import torch
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
+from kge_torchrec.data.prepare import InMemory, prepare
 from kge_torchrec.diagnosis.relation_overlap import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,
@@ -64,6 +66,7 @@ def train(
     config: AnyConfig = None,
     callbacks: Sequence[Callback] = (),
     rank_test: bool = True,
+    triples: Mapping[str, InMemory] | None = None,
 ) -> Run:
     """Trains, ranks test with the best model, and returns the run.
 
@@ -72,11 +75,18 @@ def train(
         validation ("valid"), on every rank, with the values that metrics.jsonl gets.
     rank_test: False leaves test alone, whose results are then None: for searches, which must not
         see it.
+    triples: train on these instead of data.path: {"train": triples, ...}, splits in memory as
+        ``prepare`` takes them.
     Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
     ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
     after SIGTERM or SIGUSR1; RankLost where another rank died.
     """
     config = as_config(config)
+    if triples is not None and config.run.resume != "never":
+        raise ConfigError(
+            "run.resume: triples in memory cannot be compared with those of a run; write a store "
+            "with `prepare` and name it as data.path, or leave run.resume at never"
+        )
     with processes(config.device) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         lock(folder, ranks, held)
@@ -84,7 +94,7 @@ def train(
         if found is not None:
             go_on(folder, found, ranks, callbacks, rank_test=rank_test)
         else:
-            _begin(folder, config, ranks, callbacks, rank_test)
+            _begin(folder, config, ranks, callbacks, rank_test, triples)
         _give_memory_back()
     return Run(folder.path)
 
@@ -149,28 +159,46 @@ def _begin(
     ranks: Processes,
     callbacks: Sequence[Callback],
     rank_test: bool,
+    triples: Mapping[str, InMemory] | None,
 ) -> None:
     """Trains a new run from its start."""
+    if triples is not None:
+        config = replace(config, data=replace(config.data, path=str(folder.store)))
     on_first_rank(ranks, lambda: check_trackers(config.run))
     on_first_rank(ranks, lambda: folder.create(config))
     try:
+        if triples is not None:
+            unseen = config.data.allow_unseen_relations
+            on_first_rank(
+                ranks,
+                lambda: prepare(
+                    triples, folder.store, allow_unseen_relations=unseen, log_notes=False
+                ),
+            )
         session = Session(config, folder, ranks)
         start = begin(session)
     except Exception:
         if ranks.is_first:
             undo(folder)
         raise
-    if session.config != config:  # as it was settled
-        on_first_rank(ranks, lambda: folder.save_config(session.config))
+    if session.config != config:
+        resolved = _resolved(config, session.config)
+
+        def save() -> None:
+            folder.save_config(session.config)
+            folder.save_resolved(resolved)
+
+        on_first_rank(ranks, save)
         if session.show:
-            print(f"picked for this graph: {_picked(config, session.config)}", file=sys.stderr)
+            values = ", ".join(f"{key} {value}" for key, value in resolved.items())
+            print(f"defaults for this graph: {values}", file=sys.stderr)
     _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
 
 
-def _picked(config: Config, settled: Config) -> str:
-    """What null stood for, in words."""
+def _resolved(config: Config, resolved: Config) -> dict[str, Any]:
+    """The values that null stands for, by key."""
     keys = [key for key in PICKED_KEYS if attrgetter(key)(config) is None]
-    return ", ".join(f"{key} {attrgetter(key)(settled)}" for key in keys)
+    return {key: attrgetter(key)(resolved) for key in keys}
 
 
 def go_on(
@@ -315,7 +343,7 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
 def undo(folder: RunFolder) -> None:
     """Removes what a run that never started has written."""
     remove_prepared(folder.store)
-    for name in ("config.yaml", ".lock", folder.frozen.name):
+    for name in ("config.yaml", "resolved.json", ".lock", folder.frozen.name):
         (folder.path / name).unlink(missing_ok=True)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from kge_torchrec.answers.answering import Answering
 from kge_torchrec.answers.calibration import Calibration
@@ -19,6 +20,7 @@ from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
+from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
@@ -56,9 +58,47 @@ class Run(Answering):
     @property
     def results(self) -> dict[str, Any]:
         """What results.json holds."""
-        if not self.folder.results.is_file():
-            raise ConfigError(f"{self.path} has no results yet: its training has not ended")
-        return json.loads(self.folder.results.read_text(encoding="utf-8"))
+        return self.folder.load_results()
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The lines of metrics.jsonl, {"kind": "step" | "epoch" | "valid" | "test", "step", ...}.
+
+        ``pandas.json_normalize(run.history)`` makes a table of them.
+        """
+        return self.folder.load_metrics()
+
+    @property
+    def entity_labels(self) -> Vocabulary:
+        """Labels and ids of the entities, read from the store; no model is loaded."""
+        return self._store.entities
+
+    @property
+    def relation_labels(self) -> Vocabulary:
+        """Labels and ids of the relations, read from the store; no model is loaded."""
+        return self._store.relations
+
+    @property
+    def entities(self) -> np.ndarray:
+        """(N, D) float32, the rows of all entities in order of id, by the best checkpoint.
+
+        A copy of the whole table in memory, on every rank.  ``export`` needs a chunk at a time.
+        """
+        shard = self.session.backend.shard()
+        return shard.fetch(torch.arange(self.session.store.num_entities)).float().cpu().numpy()
+
+    @cached_property
+    def _store(self) -> TripleStore:
+        return TripleStore.open(self.folder.store_of(self.config.data.path))
+
+    def __repr__(self) -> str:
+        model = f"{self.config.model.scorer}, dim {self.config.model.dim}"
+        try:
+            test = self.results["test"]
+        except ConfigError:
+            return f"<Run {self.path}: {model}, no results yet>"
+        mrr = f", test MRR {test['both']['realistic']['mrr']:.4f}" if test else ""
+        return f"<Run {self.path}: {model}{mrr}>"
 
     def evaluate(
         self,

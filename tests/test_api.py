@@ -7,6 +7,7 @@ import json
 import weakref
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ import kge_torchrec
 from kge_torchrec import api, cli
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.errors import UnknownLabelError
+from kge_torchrec.errors import DataError, UnknownLabelError
 from kge_torchrec.training.checkpoints import CheckpointError
 
 
@@ -63,6 +64,47 @@ def test_verbs_from_python(run, capsys):
 def test_public_names_are_there_and_described(name):
     value = getattr(kge_torchrec, name)
     assert value.__name__ == name and value.__doc__
+
+
+def test_names_of_the_package_can_be_listed():
+    assert set(kge_torchrec.__all__) <= set(dir(kge_torchrec))
+
+
+def test_a_run_shows_itself_and_what_it_holds(run, tmp_path):
+    mrr = run.results["test"]["both"]["realistic"]["mrr"]
+    assert repr(run) == f"<Run {run.path}: complex, dim 16, test MRR {mrr:.4f}>"
+    (tmp_path / "config.yaml").write_bytes((run.path / "config.yaml").read_bytes())
+    assert repr(api.open_run(tmp_path)).endswith("complex, dim 16, no results yet>")
+    assert [line["epoch"] for line in run.history if line["kind"] == "valid"] == [2, 4]
+    with api.open_run(run.path) as again:
+        labels = again.entity_labels
+        assert len(labels) == again.session.store.num_entities
+        assert "Austria" in labels and "Atlantis" not in labels and 3 not in labels
+        assert labels[int(labels.ids(["Austria"])[0])] == "Austria"
+        assert repr(again.relation_labels).startswith(
+            f"<Vocabulary of {len(again.relation_labels)}"
+        )
+        rows = again.entities
+        assert rows.shape == (len(labels), 16) and rows.dtype == np.float32
+        found = again.predict(head="Austria", relation="borders", k=1)[0]
+        assert found.label in labels
+
+
+def test_triples_in_memory_are_trained_on(tmp_path):
+    triples = random_triples(12, 2, 60)
+    splits = {"train": triples[:50], "test": triples[50:]}
+    config = config_of("countries", tmp_path / "memory")
+    with api.train(config, triples=splits) as run:
+        assert run.entity_labels[0] == triples[0][0]
+        store = prepare_triples(splits, tmp_path / "store")
+        of_store = api.train(config_of(store.path, tmp_path / "file"))
+        assert run.results["test"] == of_store.results["test"]
+        assert api.resume(run.path, {"train.epochs": 3}).results["train"]["epochs"] == 3
+    with pytest.raises(ConfigError, match="triples in memory cannot be compared"):
+        api.train({"run.resume": "auto", "run.dir": str(tmp_path / "auto")}, triples=splits)
+    with pytest.raises(DataError, match="no training triples"):
+        api.train(config_of("countries", tmp_path / "none"), triples={"train": []})
+    assert not (tmp_path / "none").exists()
 
 
 def some_triple(run: api.Run, split: str) -> tuple[str, str, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -17,13 +18,14 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.run_report.facts import ReportError, RunFacts, differences, names_of
 from kge_torchrec.run_report.trained import entity_map, examples
 
-WILD = "<script>alert('&')</script>"
+WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("report")
-    common = {"train__epochs": 4, "evaluation__every": 2, "train__batch_size": 256}
+    common = {"train__epochs": 4, "evaluation__every": 2, "train__batch_size": 256,
+              "model__init": None}  # fmt: skip
     for name, dim in (("one", 16), ("two", 32)):
         api.train(config_of("countries", folder / name, model__dim=dim, **common)).close()
     return folder
@@ -51,14 +53,14 @@ def test_a_page_about_two_runs(runs, capsys):
     assert tags.names.count("svg") == 4 and tags.loaded == [] and "script" not in tags.names
     for name in ("one", "two"):
         mrr = RunFacts.read(runs / name, name).results["test"]["both"]["realistic"]["mrr"]
-        assert f"<td>{name}</td><td>both</td>" in re.sub(" class=number", "", text)
+        assert f"<td><bdi>{name}</bdi></td><td>both</td>" in re.sub(" class=number", "", text)
         assert f"{mrr:.4f}" in text
-    assert "<td>model.dim</td><td>16</td><td>32</td>" in text
+    assert "<td>model.dim</td><td><bdi>16</bdi></td><td><bdi>32</bdi></td>" in text
     assert "train.epochs" not in text  # the same in both
     titles = re.findall("<h2>(.*?)</h2>", text)
     assert titles == ["Test, filtered and realistic, all entities ranked", "Curves", "Time",
                       "Settings that differ", "By relation", "Map of entities", "Examples",
-                      "Layout of one", "Layout of two"]  # fmt: skip
+                      "Layout of <bdi>one</bdi>", "Layout of <bdi>two</bdi>"]  # fmt: skip
 
 
 def test_without_models_and_results(runs):
@@ -67,8 +69,45 @@ def test_without_models_and_results(runs):
     (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
     (folder / "metrics.jsonl").write_text('{"kind": "step", "step": 1, "loss": 2.0}\n{"kin')
     text = report(folder, folder / "report.html", with_models=False).read_text(encoding="utf-8")
-    assert "half has no test results yet." in text and "Curves" in text
-    assert "Map of entities" not in text and "<td>model.dim</td><td>16</td><td>null</td>" in text
+    assert "half: no test results yet." in text and "Curves" in text
+    assert "Map of entities" not in text and "<td>model.dim</td><td><bdi>16</bdi></td>" in text
+
+
+def test_a_damaged_file_of_results_is_named(runs, capsys):
+    folder = runs / "damaged"
+    folder.mkdir()
+    (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
+    (folder / "results.json").write_text('{"test": ')
+    (folder / "evaluation-test-by-relation.json").write_text("{")
+    assert main(["report", str(folder), "--no-models"]) == 0
+    text = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"{folder / 'results.json'} is damaged" in text
+    with pytest.raises(ConfigError, match=r"results.json is damaged.*train --resume .* writes it"):
+        _ = api.open_run(folder).results
+
+
+def test_resolved_defaults_stand_apart_from_own_settings(runs, tmp_path):
+    text = report(runs / "one", tmp_path / "page.html", with_models=False).read_text("utf-8")
+    own, resolved = (
+        text.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
+        for title in ("Settings of your own", "Defaults for this graph")
+    )
+    assert "<td>train.batch_size</td>" in own and "<td>model.init</td>" in resolved
+    assert "<td>model.init</td>" not in own and "<td>train.batch_size</td>" not in resolved
+    facts = RunFacts.read(runs / "one", "one")
+    assert facts.was_resolved("model.init")
+    changed = replace(facts, config=config_of("countries", runs / "one", model__init="uniform"))
+    assert not changed.was_resolved("model.init")  # somebody set another value since
+
+
+def test_charts_are_described_and_take_the_color_of_the_page(runs, tmp_path):
+    text = report([runs / "one", runs / "two"], tmp_path / "page.html").read_text("utf-8")
+    charts = re.findall("<svg(.*?)</svg>", text, re.DOTALL)
+    assert len(charts) == 4
+    for chart in charts:
+        assert re.match(' role="img" aria-label="[^"]{20,}"', chart)
+        assert "#000000" not in chart and "#ffffff" not in chart and "currentColor" in chart
+    assert "prefers-color-scheme: dark" in text
 
 
 def test_labels_are_text(tmp_path):
@@ -78,6 +117,10 @@ def test_labels_are_text(tmp_path):
     api.train(config_of(store.path, tmp_path / "run", model__dim=8)).close()
     text = report(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
     assert "script" not in Tags(text).names and "&lt;script&gt;" in text
+    for label in re.findall(r"&lt;script&gt;[^<]*", text.split("<h2>Examples</h2>")[1]):
+        assert f"<bdi>{label}</bdi>" in text
+    with api.open_run(tmp_path / "run") as run:
+        run.evaluate(by=["relation"])  # draws labels as well
 
 
 def test_examples_and_map_are_of_the_model(runs):

@@ -49,7 +49,7 @@ LITERALS = ("drop", "keep")
 
 
 def prepare(
-    sources: Sources,
+    sources: Sources | Mapping[str, InMemory],
     output: str | Path,
     *,
     ratio: Sequence[float] = (0.9, 0.05, 0.05),
@@ -72,7 +72,11 @@ def prepare(
         sources: a directory with train, valid and test files, one file, or a list of files (see
             `find_sources` for the names and `read_triples` for the formats); or a data set of a
             library by name, such as "pykeen:fb15k237" (see `catalogues`); or "countries", the graph
-            inside the package, where no file has that name.
+            inside the package, where no file has that name; or splits in memory: "train" and
+            optionally "valid" and "test", each a list of (head, relation, tail) strings, an array
+            of strings (T, 3), or a pyarrow table or data frame of three string columns, in this
+            order unless they have these names.  All but arrays may have the triple's weight as a
+            fourth.
         output: the store's directory, replaced if it is a store and ``overwrite`` is set.
         ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
             name no split; every entity and relation is kept in train.
@@ -90,7 +94,7 @@ def prepare(
         type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and only
             those of train say types.
         reader: reads files of a format that is not ours; None goes by their names.  For graphs by
-            name it must be None, as must ``has_header``, and ``columns`` but for hf.
+            name and in memory it must be None, as must ``has_header``, and ``columns`` but for hf.
         progress: show a progress bar, if standard error is a terminal.
         log_notes: log what to know about the data (`report.notes`) as warnings: how first lines
             were read, repeated triples, labels that look alike, sizes that say little, ...
@@ -120,14 +124,19 @@ def prepare(
     first_lines: list[FirstLine] = []
     notes: dict[str, Any] = {"literals": dropped, "first_lines": first_lines}  # filled in later
     batches: Batches
-    is_embedded = sources == EMBEDDED and not Path(EMBEDDED).exists()
-    if is_embedded or is_named(sources):
-        _refuse(sources, has_header=has_header, reader=reader)
-    if is_embedded:
-        _refuse(sources, columns=columns)
+    if isinstance(sources, Mapping):
+        _refuse("these triples are in memory", has_header, reader, columns)
+        unknown = set(sources) - set(SPLITS)
+        if unknown or "train" not in sources:
+            raise DataError(f"splits {sorted(sources)}: give train, and optionally valid and test")
+        batches = _in_memory(sources)
+        notes["sources"] = {}
+    elif sources == EMBEDDED and not Path(EMBEDDED).exists():
+        _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
         batches = _in_memory(country_splits())
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
+        _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
         splits, of_library = open_named(str(sources), choice)
         batches = of_library
         notes["sources"] = {split: [str(sources)] for split in splits}
@@ -154,22 +163,13 @@ def prepare_triples(
     allow_unseen_relations: bool = False,
     overwrite: bool = False,
 ) -> TripleStore:
-    """Like `prepare` for triples in memory.
-
-    Args:
-        splits: "train" and optionally "valid" and "test", each a list of (head, relation, tail)
-            strings, an array of strings (T, 3), or a pyarrow table of three string columns; lists
-            and tables may have a fourth field, the triple's weight.
-
-    Raises:
-        DataError, StoreError: as `prepare`.
-    """
-    unknown = set(splits) - set(SPLITS)
-    if unknown or "train" not in splits:
-        raise DataError(f"splits {sorted(splits)}: give train, and optionally valid and test")
-    batches = _in_memory(splits)
-    return _prepare(
-        batches, Path(output), (1, 0, 0), 0, allow_unseen_relations, overwrite, False, {}
+    """`prepare` for triples in memory, without a progress bar."""
+    return prepare(
+        splits,
+        output,
+        allow_unseen_relations=allow_unseen_relations,
+        overwrite=overwrite,
+        progress=False,
     )
 
 
@@ -194,8 +194,7 @@ def extend_store(
     The report's ``extends`` says where the new begins: numbers of ``entities``, ``relations``,
     ``triples`` (train) and ``valid`` of ``base``.
 
-    new: as ``sources`` of `prepare`, or splits in memory as `prepare_triples` takes them.  The rest
-        as for `prepare`.
+    new: as ``sources`` of `prepare`.  The rest as for `prepare`.
 
     Raises:
         DataError, StoreError: as `prepare`, and where nothing is new.
@@ -230,10 +229,14 @@ def extend_store(
     )
 
 
-def _refuse(sources: Sources, **of_files: Any) -> None:
-    for name, value in of_files.items():
+def _refuse(
+    why: str, has_header: bool | None, reader: Reader | None, columns: Sequence[str] | None = None
+) -> None:
+    """Raises DataError for options of files."""
+    options = {"has_header": has_header, "reader": reader, "columns": columns}
+    for name, value in options.items():
         if value is not None:
-            raise DataError(f"{sources} is a graph by name, not a file: leave out {name}")
+            raise DataError(f"{why}: leave out {name}")
 
 
 def _in_memory(splits: Mapping[str, InMemory]) -> Batches:
@@ -436,7 +439,7 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
     )
 
 
-InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]
+InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a data frame
 
 
 def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
@@ -469,8 +472,11 @@ def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
 
 
 def _table(split: str, rows: InMemory) -> pa.Table:
-    if isinstance(rows, pa.Table):
-        columns = rows.columns
+    if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
+        rows = pa.table(rows)
+        by_name = set(COLUMNS) <= set(rows.column_names)
+        names = [*COLUMNS, *({WEIGHT} & set(rows.column_names))] if by_name else rows.column_names
+        columns = rows.select(names).columns
     elif isinstance(rows, np.ndarray):
         columns = [pa.array(column) for column in rows.T]
     else:

@@ -285,6 +285,16 @@ class Vocabulary:
     def __len__(self) -> int:
         return len(self._labels)
 
+    def __getitem__(self, id: int) -> str:
+        return self._labels[id].as_py()
+
+    def __contains__(self, label: object) -> bool:
+        return isinstance(label, str) and bool(self.find([label])[0] >= 0)
+
+    def __repr__(self) -> str:
+        some = ", ".join(map(repr, self._labels[:3].to_pylist()))
+        return f"<Vocabulary of {len(self):,} labels: {some}{', ...' if len(self) > 3 else ''}>"
+
     @property
     def array(self) -> pa.Array:
         """All labels in order of id, a pyarrow array (N,)."""

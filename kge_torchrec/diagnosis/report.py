@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,49 +12,59 @@ from kge_torchrec import files
 from kge_torchrec.ranking.metrics import ranked_among
 
 LINES = 30  # of a table, and bars of a picture; the file has all groups
-COLUMNS = ("mrr", "hits@1", "hits@10")
+# Columns of the table: a side of the triple and what is shown of it.
+_CELLS = [
+    ("both", "queries"), ("both", "mrr"),
+    ("head", "mrr"), ("head", "hits@10"), ("tail", "mrr"), ("tail", "hits@10"),
+]  # fmt: skip
 COLOURS = {"head": "#0072B2", "tail": "#D55E00"}  # Okabe and Ito
 _WIDEST = 48  # of a label
 
 
 def table(name: str, found: dict[str, Any]) -> str:
-    """The realistic metrics of head and tail prediction, one line a group.
+    """The realistic metrics of head and tail prediction, one line per group.
 
-    found: what ``grouped`` gave.
+    The table fits the terminal, or 80 columns where there is none: long labels lose their start.
+
+    Args:
+        name: Of the grouping.
+        found: What ``grouped`` returned.
     """
     shown = found["groups"][:LINES]
-    width = max([len(short_label(group["group"])) for group in shown] + [len(name)])
-    sides = ("head", "tail", "both")
-    head = f"{name:<{width}}" + "".join(
-        f"{side + ' ' + column:>{_width(side, column)}}"
-        for side in sides
-        for column in ("queries", *(COLUMNS if side != "both" else ("mrr",)))
-        if side != "both" or column != "queries"
-    )
-    lines = [f"by {name}: {found['about']}; {ranked_among(found['total'])}", head, "-" * len(head)]
+    widest = max([len(group["group"]) for group in shown] + [len(name)])
+    room = shutil.get_terminal_size().columns - 9 * len(_CELLS)
+    width = min(widest, max(room, 12), _WIDEST)
+    sides = [side for side, _ in _CELLS]
+    titles = [column.replace("hits@", "H@").replace("mrr", "MRR") for _, column in _CELLS]
+    lines = [
+        f"by {name}: {found['about']}; {ranked_among(found['total'])}",
+        " " * width + "".join(f"{side:>9}" for side in sides),
+        f"{name:<{width}}" + "".join(f"{title:>9}" for title in titles),
+        "-" * (width + 9 * len(_CELLS)),
+    ]
     for group in shown:
-        cells = []
-        for side in sides:
-            of_side = group[side]
-            ranked = of_side.get("realistic", {})
-            if side != "both":
-                cells.append(f"{of_side['queries']:>{_width(side, 'queries')},}")
-            for column in COLUMNS if side != "both" else ("mrr",):
-                value = f"{ranked[column]:.4f}" if ranked else "-"
-                cells.append(f"{value:>{_width(side, column)}}")
-        lines.append(f"{short_label(group['group']):<{width}}" + "".join(cells))
+        cells = [_cell(group[side], column) for side, column in _CELLS]
+        label = short_label(group["group"], width)
+        lines.append(f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
     if len(found["groups"]) > LINES:
         lines.append(f"and {len(found['groups']) - LINES:,} more groups, in the file")
     return "\n".join(lines)
 
 
-def _width(side: str, column: str) -> int:
-    return len(side) + len(column) + 3
+def _cell(of_side: dict[str, Any], column: str) -> str:
+    if column == "queries":
+        return f"{of_side['queries']:,}"
+    return f"{of_side['realistic'][column]:.4f}" if "realistic" in of_side else "-"
 
 
-def short_label(label: str) -> str:
-    """The end of a long label, where they differ."""
-    return label if len(label) <= _WIDEST else f"...{label[3 - _WIDEST :]}"
+def short_label(label: str, width: int = _WIDEST) -> str:
+    """The end of a label longer than ``width`` characters: labels tend to differ there."""
+    return label if len(label) <= width else f"...{label[3 - width :]}"
+
+
+def chart_label(label: str) -> str:
+    """``short_label`` for matplotlib, which takes text between two dollar signs for a formula."""
+    return short_label(label).replace("$", r"\$")
 
 
 def write(folder: Path, split: str, candidates: str, by: dict[str, dict[str, Any]]) -> list[Path]:
@@ -82,7 +93,7 @@ def _draw(title: str, found: dict[str, Any], file: Path) -> None:
         places = [place + offset for place in range(len(groups))]
         axes.barh(places, values, 0.38, color=COLOURS[side], label=f"{side} prediction")
     axes.axvline(total, color="#666666", lw=1, label=f"all queries, {total:.4f}")
-    labels = [f"{short_label(group['group'])}  ({group['both']['queries']:,})" for group in groups]
+    labels = [f"{chart_label(group['group'])}  ({group['both']['queries']:,})" for group in groups]
     axes.set_yticks(range(len(groups)), labels, fontsize="small")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.errors import KGEError
 from kge_torchrec.training.run_folder import RunFolder
+
+log = logging.getLogger(__name__)
 
 # What differs between any two runs, and says nothing of them.
 _OF_A_START = ("run.", "threads", "device")
@@ -23,8 +27,12 @@ class ReportError(KGEError):
 class RunFacts:
     """Of one run.
 
-    metrics: the lines of metrics.jsonl; results: results.json, or None while it trains; layout:
-        plan.txt.
+    Attributes:
+        metrics: The lines of metrics.jsonl.
+        results: results.json; None while the run trains, or where the file is damaged.
+        damaged: Says why results.json cannot be read; empty if it can, or is not there.
+        layout: plan.txt.
+        resolved: resolved.json, the values that null stood for, by key.
     """
 
     name: str
@@ -33,6 +41,8 @@ class RunFacts:
     metrics: list[dict[str, Any]]
     results: dict[str, Any] | None
     layout: str
+    resolved: dict[str, Any] = field(default_factory=dict)
+    damaged: str = ""
 
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
@@ -40,14 +50,27 @@ class RunFacts:
         folder = RunFolder(path)
         config = folder.load_config()
         plan = folder.path / "plan.txt"
+        results, damaged = None, ""
+        try:
+            results = folder.load_results()
+        except ConfigError as error:
+            if folder.results.is_file():
+                damaged = str(error)
+                log.warning("the report goes without the results: %s", error)
         return cls(
             name=name,
             path=folder.path,
             config=config,
-            metrics=_lines(folder.metrics),
-            results=_json(folder.results),
+            metrics=folder.load_metrics(),
+            results=results,
             layout=plan.read_text(encoding="utf-8") if plan.is_file() else "",
+            resolved=folder.load_resolved(),
+            damaged=damaged,
         )
+
+    def was_resolved(self, key: str) -> bool:
+        """Whether the key's value is what null stood for, and nobody has changed it since."""
+        return key in self.resolved and self.resolved[key] == attrgetter(key)(self.config)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
         """Lines of "step", "epoch" or "valid"; of an epoch that was trained twice the last."""
@@ -72,7 +95,14 @@ class RunFacts:
 
     def groups(self, by: str) -> dict[str, Any] | None:
         """What ``evaluate --by`` has written of test, if it did."""
-        return _json(self.path / f"evaluation-test-by-{by}.json")
+        file = self.path / f"evaluation-test-by-{by}.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            log.warning("%s is damaged (%s); the report does without it", file, error)
+            return None
 
 
 def names_of(paths: list[Path]) -> list[str]:
@@ -95,37 +125,11 @@ def names_of(paths: list[Path]) -> list[str]:
 def differences(runs: list[RunFacts]) -> list[tuple[str, list[Any]]]:
     """Keys whose values differ among the runs, or of one run alone from the default, with both."""
     configs = [run.config for run in runs]
-    values = [_flat(config) for config in (configs if len(runs) > 1 else [*configs, Config()])]
-    keys = [key for key in all_keys() if not key.startswith(_OF_A_START)]
-    return [
-        (key, [of_run[key] for of_run in values])
-        for key in keys
-        if any(of_run[key] != values[0][key] for of_run in values)
-    ]
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    nested = config.to_dict()
-    flat = {}
-    for key in all_keys():
-        value: Any = nested
-        for part in key.split("."):
-            value = value[part]
-        flat[key] = value
-    return flat
-
-
-def _lines(file: Path) -> list[dict[str, Any]]:
-    if not file.is_file():
-        return []
+    if len(runs) == 1:
+        configs.append(Config())
     found = []
-    for line in file.read_text(encoding="utf-8").splitlines():
-        try:
-            found.append(json.loads(line))
-        except ValueError:  # a kill cut it short
-            continue
+    for key in all_keys():
+        values = [attrgetter(key)(config) for config in configs]
+        if not key.startswith(_OF_A_START) and any(value != values[0] for value in values):
+            found.append((key, values))
     return found
-
-
-def _json(file: Path) -> dict[str, Any] | None:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None

@@ -26,15 +26,26 @@ log = logging.getLogger(__name__)
 
 _METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mr")
 _STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1000px; margin: 2em auto;
-       padding: 0 1em; }
-h1 { font-size: 1.6em; } h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid #ddd; }
-table { border-collapse: collapse; margin: .5em 0; } .scroll { overflow-x: auto; }
-th, td { text-align: left; padding: .2em .8em; border-bottom: 1px solid #eee; }
+:root { color-scheme: light dark; --text: #222; --page: #fff; --quiet: #666; --line: #ddd;
+        --code: #f6f6f6; --right: #00714d; }
+@media (prefers-color-scheme: dark) {
+  :root { --text: #ddd; --page: #16181c; --quiet: #a0a0a0; --line: #3a3d43; --code: #22252b;
+          --right: #4fd1a5; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
+       max-width: 1000px; margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere; }
+h1 { font-size: 1.6em; }
+h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line); }
+table { border-collapse: collapse; margin: .5em 0; }
+.scroll, .chart { overflow-x: auto; }
+th, td { text-align: left; padding: .2em .8em; border-bottom: 1px solid var(--line);
+         overflow-wrap: normal; }
 td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-pre { background: #f6f6f6; padding: .8em; overflow-x: auto; font-size: 13px; }
-svg { max-width: 100%; height: auto; } .right { color: #00714d; font-weight: 600; }
-.small { color: #666; font-size: 13px; }
+pre { background: var(--code); padding: .8em; overflow-x: auto; font-size: 13px; }
+svg { width: 100%; min-width: 640px; height: auto; fill: currentColor; }
+svg text { unicode-bidi: isolate; }
+.right { color: var(--right); font-weight: 600; } .small { color: var(--quiet); font-size: 13px; }
+@media (max-width: 480px) { body { margin: 1em auto; } th, td { padding: .2em .4em; } }
 """
 
 
@@ -73,12 +84,12 @@ def _document(title: str, parts: Iterable[str]) -> str:
 
 def _head(runs: list[RunFacts]) -> str:
     of = ", ".join(
-        f"{run.config.model.scorer} of {run.config.model.dim} numbers on "
+        f"{run.config.model.scorer} (dim {run.config.model.dim}) on "
         f"{Path(run.config.data.path).name}"
         for run in runs
     )
-    names = " and ".join(run.name for run in runs)
-    return f"<h1>{escape(names)}</h1><p>{escape(of)}</p>"
+    names = " and ".join(_isolated(run.name) for run in runs)
+    return f"<h1>{names}</h1><p>{_isolated(of)}</p>"
 
 
 def _of_folders(runs: list[RunFacts]) -> Iterator[str]:
@@ -87,18 +98,40 @@ def _of_folders(runs: list[RunFacts]) -> Iterator[str]:
         yield _section("Curves", charts.curves(runs))
     if any(sum(run.seconds().values()) for run in runs):
         yield _section("Time", charts.times(runs))
+    yield from _settings(runs)
+
+
+def _settings(runs: list[RunFacts]) -> Iterator[str]:
+    """What the configs say, values that were resolved for the graph apart from the user's own."""
     changed = differences(runs)
-    what = "Settings that differ" if len(runs) > 1 else "Settings other than the defaults"
-    columns = [run.name for run in runs] if len(runs) > 1 else [runs[0].name, "default"]
-    rows = [[key, *(_shown(value) for value in values)] for key, values in changed]
-    yield _section(what, _table(["key", *columns], rows) if rows else "<p>None.</p>")
+    if len(runs) > 1:
+        rows = [
+            [key, *(_value(run, key, value) for run, value in zip(runs, values, strict=True))]
+            for key, values in changed
+        ]
+        table = _table(["key", *(_isolated(run.name) for run in runs)], rows)
+        yield _section("Settings that differ", table if rows else "<p>None.</p>")
+        return
+    (run,) = runs
+    own = [(key, value) for key, (value, _) in changed if not run.was_resolved(key)]
+    table = _table(["key", "value"], [[key, _isolated(_shown(value))] for key, value in own])
+    yield _section("Settings of your own", table if own else "<p>None.</p>")
+    if run.resolved:
+        rows = [[k, _isolated(_shown(v))] for k, v in run.resolved.items() if run.was_resolved(k)]
+        said = "<p class='small'>Values of keys that you left open (null):</p>"
+        yield _section("Defaults for this graph", said + _table(["key", "value"], rows))
+
+
+def _value(run: RunFacts, key: str, value: Any) -> str:
+    mark = " <span class='small'>(default for this graph)</span>" if run.was_resolved(key) else ""
+    return _isolated(_shown(value)) + mark
 
 
 def _results(runs: list[RunFacts]) -> str:
     rows, notes = [], []
     for run in runs:
         if run.results is None or run.results["test"] is None:
-            notes.append(f"{run.name} has no test results yet.")
+            notes.append(f"{run.name}: {run.damaged or 'no test results yet'}.")
             continue
         test, train = run.results["test"], run.results["train"]
         notes += [f"{run.name}: {ranked_among(test)}."] if "candidates" in test else []
@@ -107,11 +140,12 @@ def _results(runs: list[RunFacts]) -> str:
         for side in ("head", "tail", "both"):
             values = [_metric(name, test[side]["realistic"][name]) for name in _METRICS]
             of_run = [str(train["epochs"]), f"{train['seconds']:,.1f}", memory]
-            rows.append([run.name, side, *values, *(of_run if side == "both" else [""] * 3)])
+            last = of_run if side == "both" else [""] * 3
+            rows.append([_isolated(run.name), side, *values, *last])
     head = ["run", "side", "MRR", "Hits@1", "Hits@3", "Hits@10", "mean rank", "epochs",
-            "seconds of training", "peak memory a rank"]  # fmt: skip
+            "seconds of training", "peak memory per rank"]  # fmt: skip
     table = _table(head, rows, numbers_from=2) if rows else ""
-    said = "".join(f"<p class='small'>{escape(note)}</p>" for note in notes)
+    said = "".join(f"<p class='small'>{_isolated(note)}</p>" for note in notes)
     return _section("Test, filtered and realistic, all entities ranked", table + said)
 
 
@@ -142,38 +176,45 @@ def _examples(found: list[Example]) -> str:
     rows = []
     for example in found:
         answers = ", ".join(
-            f"<span class='right'>{escape(answer.label)}</span>"
+            f"<span class='right'>{_isolated(answer.label)}</span>"
             if answer.label == example.tail
-            else escape(answer.label) + (" <small>(known)</small>" if answer.known else "")
+            else _isolated(answer.label) + (" <small>(known)</small>" if answer.known else "")
             for answer in example.answers
         )
-        rows.append([escape(example.head), escape(example.relation), escape(example.tail), answers])
+        triple = example.head, example.relation, example.tail
+        rows.append([*(_isolated(label) for label in triple), answers])
     if not rows:
         return ""
-    table = _table(["head", "relation", "tail", "best answers"], rows, is_html=True)
-    said = "Test triples drawn at random; the best answers of the first run to (head, relation, ?)."
+    table = _table(["head", "relation", "tail", "best answers"], rows)
+    said = "Random test triples, and the best answers of the first run to (head, relation, ?)."
     return _section("Examples", f"<p class='small'>{said}</p>{table}")
 
 
 def _layouts(runs: list[RunFacts]) -> Iterator[str]:
     for run in runs:
         if run.layout:
-            yield _section(f"Layout of {run.name}", f"<pre>{escape(run.layout)}</pre>")
+            title = f"Layout of {_isolated(run.name)}"
+            yield _section(title, f"<pre tabindex='0'>{escape(run.layout)}</pre>")
 
 
 def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
+    """title, content: HTML."""
+    return f"<section><h2>{title}</h2>{content}</section>"
 
 
-def _table(
-    head: list[str], rows: list[list[str]], numbers_from: int | None = None, is_html: bool = False
-) -> str:
+def _isolated(text: str) -> str:
+    """Text as HTML; if it reads from right to left, only it does."""
+    return f"<bdi>{escape(text)}</bdi>"
+
+
+def _table(head: list[str], rows: list[list[str]], numbers_from: int | None = None) -> str:
+    """Cells are HTML; those from column ``numbers_from`` on are aligned on the right."""
+
     def line(cells: list[str], tag: str) -> str:
         parts = []
         for place, cell in enumerate(cells):
             is_number = numbers_from is not None and place >= numbers_from
-            text = cell if is_html else escape(cell)
-            parts.append(f"<{tag}{' class=number' if is_number else ''}>{text}</{tag}>")
+            parts.append(f"<{tag}{' class=number' if is_number else ''}>{cell}</{tag}>")
         return f"<tr>{''.join(parts)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)

@@ -2,6 +2,7 @@
 
 It holds:
     config.yaml      every setting of the run
+    resolved.json    the values that null stood for in its first config, by key
     plan.txt         how the table is laid out over the ranks, what they hold, send and take
     plan.json        the same, to train another run with (run.plan)
     store/           the prepared triples, unless the config names a store
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from kge_torchrec.training.trackers import Tracker
 
 log = logging.getLogger(__name__)
+
+_RESOLVED = "resolved.json"
 
 
 class RunFolder:
@@ -138,6 +141,40 @@ class RunFolder:
     def write_results(self, results: dict[str, Any]) -> None:
         """Writes results.json, whole or not at all."""
         files.write_json(self.results, results)
+
+    def load_results(self) -> dict[str, Any]:
+        """Return results.json.  Raises ConfigError if there is none, or a damaged one."""
+        try:
+            return json.loads(self.results.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.path} has no results yet: its training has not ended"
+            ) from None
+        except ValueError as error:
+            raise ConfigError(
+                f"{self.results} is damaged ({error}); `train --resume {self.path}` writes it again"
+            ) from error
+
+    def load_metrics(self) -> list[dict[str, Any]]:
+        """Return the lines of metrics.jsonl; one that a kill cut short is left out."""
+        if not self.metrics.is_file():
+            return []
+        found = []
+        for line in self.metrics.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(json.loads(line))
+        return found
+
+    def save_resolved(self, values: dict[str, Any]) -> None:
+        """Writes resolved.json, whole or not at all."""
+        files.write_json(self.path / _RESOLVED, values)
+
+    def load_resolved(self) -> dict[str, Any]:
+        """Return resolved.json, or nothing where an older version did not write it."""
+        try:
+            return json.loads((self.path / _RESOLVED).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            return {}
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -14,13 +14,15 @@ import numpy as np
 import optuna
 import yaml
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 
 from kge_torchrec import files
+from kge_torchrec.diagnosis.report import chart_label
 from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import Study, seconds_of
 
-COLOURS = {"complete": "#0072B2", "pruned": "#999999", "fail": "#D55E00"}  # Okabe and Ito
+COLOURS = {"complete": "#0072B2", "pruned": "#999999"}  # Okabe and Ito
 FEWEST = 6  # trials from which on the importance of a key says anything
 
 
@@ -148,6 +150,7 @@ def _page(study: Study, found: dict[str, Any]) -> str:
     return "\n".join([*lines, *_history(found)]) + "\n"
 
 
+_TITLES = {"complete": "Completed", "pruned": "Dropped early", "fail": "Failed"}
 _WORDS = {"complete": "completed", "pruned": "dropped early", "fail": "failed"}
 
 
@@ -165,20 +168,32 @@ def _importance(importance: dict[str, float]) -> list[str]:
 
 
 def _history(found: dict[str, Any]) -> list[str]:
-    keys = list(dict.fromkeys(key for trial in found["trials"] for key in trial["values"]))
-    names = ["trial", found["metric"], "", "s", *(f"`{key}`" for key in keys)]
-    lines = ["## Trials", "", f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
-    for trial in found["trials"]:
+    """A table per state: values of dropped trials do not compare with those of completed ones."""
+    lines = ["## Trials", ""]
+    for state, title in _TITLES.items():
+        trials = [trial for trial in found["trials"] if trial["state"] == state]
+        if trials:
+            lines += [f"### {title}", "", *_table_of(trials, state, found["metric"]), ""]
+    return lines[:-1]
+
+
+def _table_of(trials: list[dict[str, Any]], state: str, metric: str) -> list[str]:
+    keys = list(dict.fromkeys(key for trial in trials for key in trial["values"]))
+    more = {"complete": "best so far", "pruned": "dropped at", "fail": "reason"}[state]
+    names = ["trial", metric, more, "seconds", *(f"`{key}`" for key in keys)]
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    better, best = min if metric == "mr" else max, None
+    for trial in trials:
         value = trial["value"] if trial["value"] is not None else trial["last"]
-        state = _WORDS[trial["state"]]
-        if trial["state"] == "pruned":
-            state += f" at {trial['reached']}"
-        if "error" in trial:
-            state += f": {_escaped(trial['error'])}"
+        if state == "complete":
+            best = value if best is None else better(best, value)
+            said = f"{best:.4f}"
+        else:
+            said = str(trial["reached"]) if state == "pruned" else _escaped(trial.get("error", ""))
         cells = [
             str(trial["number"]),
             "" if value is None else f"{value:.4f}",
-            state,
+            said,
             f"{trial['seconds']:.0f}",
             *(_cell(trial["values"].get(key, "")) for key in keys),
         ]
@@ -195,31 +210,41 @@ def _escaped(text: str) -> str:
 
 
 def _draw_history(study: Study, trials: list[FrozenTrial], file: Path) -> None:
-    """The metric of every trial, where it ended, and the best so far."""
-    figure = Figure(layout="constrained", figsize=(7, 4.2))
-    axes = figure.add_subplot()
-    for state, colour in COLOURS.items():
-        places, values = [], []
-        for trial in trials:
-            of = list(trial.intermediate_values.values())
-            value = of[-1] if of and trial.state is not TrialState.COMPLETE else trial.value
-            if trial.state.name.lower() == state and value is not None:
-                places.append(trial.number)
-                values.append(value)
-        if places:
-            axes.plot(places, values, "o", ms=5, color=colour, label=_WORDS[state])
-    done = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    """Completed trials with the best so far; below them those that were dropped early."""
+    metric = f"valid {study.settings.metric}"
+    values = {
+        state: {
+            t.number: v for t in trials if t.state is state and (v := _last_value(t)) is not None
+        }
+        for state in (TrialState.COMPLETE, TrialState.PRUNED)
+    }
+    done, dropped = values.values()
+    figure = Figure(layout="constrained", figsize=(7, 6 if dropped else 4.2))
+    rows = figure.subplots(2 if dropped else 1, 1, sharex=True, squeeze=False)[:, 0]
+    rows[0].plot(list(done), list(done.values()), "o", ms=5, color=COLOURS["complete"],
+                 label="completed")  # fmt: skip
     if done:
         best = np.minimum if study.settings.metric == "mr" else np.maximum
-        so_far = best.accumulate([float(trial.value or 0) for trial in done])
-        places = [trial.number for trial in done]
-        axes.step(places, so_far, where="post", color="#009E73", label="best so far")
-    axes.set(xlabel="trial", ylabel=f"valid {study.settings.metric}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis="y", alpha=0.3)
-    if axes.lines:
-        axes.legend(frameon=False)
+        so_far = best.accumulate(list(done.values()))
+        rows[0].step(list(done), so_far, where="post", color="#009E73", label="best so far")
+        figure.legend(loc="outside upper right", ncols=2, frameon=False)
+    rows[0].set(title=f"{chart_label(study.path.name)}: completed trials", ylabel=metric)
+    if dropped:
+        rows[1].plot(list(dropped), list(dropped.values()), "x", ms=5, color=COLOURS["pruned"])
+        rows[1].set(title="dropped early, by their value then", ylabel=metric)
+    rows[-1].set(xlabel="trial")
+    for axes in rows:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", alpha=0.3)
     figure.savefig(file, dpi=150)
+
+
+def _last_value(trial: FrozenTrial) -> float | None:
+    """The value of a completed trial, or the last one before it was dropped."""
+    if trial.state is TrialState.COMPLETE:
+        return trial.value
+    return next(reversed(trial.intermediate_values.values()), None)
 
 
 def _draw_importance(importance: dict[str, float], file: Path) -> None:
@@ -227,6 +252,6 @@ def _draw_importance(importance: dict[str, float], file: Path) -> None:
     axes = figure.add_subplot()
     axes.barh(list(importance), list(importance.values()), color="#0072B2")
     axes.invert_yaxis()
-    axes.set(xlabel="share")
+    axes.set(title="Importance of the keys (PED-ANOVA)", xlabel="share")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=150)

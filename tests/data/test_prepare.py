@@ -353,6 +353,28 @@ def test_other_data_is_never_overwritten(tmp_path):
 # Triples in memory
 
 
+class Frame:
+    """A data frame as pandas and polars hand it over."""
+
+    def __init__(self, **columns):
+        self.table = pa.table(columns)
+
+    def __arrow_c_stream__(self, requested_schema=None):
+        return self.table.__arrow_c_stream__(requested_schema)
+
+
+def test_columns_of_data_frames_are_taken_by_their_names_or_in_order(tmp_path):
+    heads, relations, tails = map(list, zip(*TRAIN, strict=True))
+    named = Frame(note=heads, tail=tails, weight=[1.0, 2.0, 3.0], relation=relations, head=heads)
+    store = prepare({"train": named}, tmp_path / "named", progress=False)
+    assert labelled(store, "train") == TRAIN and list(store.weights()) == [1, 2, 3]
+    ordered = Frame(a=heads, b=relations, c=tails)
+    assert labelled(prepare({"train": ordered}, tmp_path / "ordered"), "train") == TRAIN
+    for option in ({"has_header": True}, {"columns": ["a", "b", "c"]}):
+        with pytest.raises(DataError, match=f"in memory: leave out {next(iter(option))}"):
+            prepare({"train": ordered}, tmp_path / "refused", **option)
+
+
 @pytest.mark.parametrize(
     "rows",
     [

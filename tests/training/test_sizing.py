@@ -123,4 +123,4 @@ def test_a_plan_is_of_the_number_that_training_takes(capsys):
 def test_a_run_says_what_was_picked(store, tmp_path, capsys):
     config = config_of(store, tmp_path, train__batch_size=None, train__epochs=1, run__progress=True)
     api.train(config).close()
-    assert "picked for this graph: train.batch_size 128\n" in capsys.readouterr().err
+    assert "defaults for this graph: train.batch_size 128\n" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
 from optuna.trial import TrialState
@@ -57,7 +58,17 @@ def test_a_study_writes_its_page_and_the_best_config(study):
     page = (folder / "report.md").read_text()
     for words in ("6 trials", "test was not looked at", "`train.lr`", "history.png", "PED-ANOVA"):
         assert words in page
-    assert page.count("\n| ") > 6
+    _, *tables = page.split("## Trials")[1].split("\n### ")
+    assert [table.split("\n")[0] for table in tables] == ["Completed", "Dropped early"][
+        : len(tables)
+    ]
+    rows = [
+        [cell.strip() for cell in line.split("|")[1:-1]]
+        for line in tables[0].splitlines()[4:]
+        if line
+    ]
+    best = np.maximum.accumulate([float(row[1]) for row in rows])
+    assert [float(row[2]) for row in rows] == best.tolist() and len(rows) == len(done)
     for name in ("history", "importance"):
         assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
