@@ -51,8 +51,8 @@ DATA_FAULTS = [
     Fault(
         "options of files are not heard where there is no file",
         "data/prepare.py",
-        '        if value is not None:\n            raise DataError(f"{sources} is a graph',
-        '        if not name:\n            raise DataError(f"{sources} is a graph',
+        '        if value is not None:\n            raise DataError(f"{why}',
+        '        if not name:\n            raise DataError(f"{why}',
         "tests/data/test_countries.py -k by_name",
     ),
     Fault(

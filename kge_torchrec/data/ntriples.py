@@ -28,8 +28,8 @@ TRIPLE = (
 )
 NO_TRIPLE = r"^[ \t]*(?:#.*)?$"
 
-# A byte that no valid file holds, so that each line is one field.
-_NO_DELIMITER = "\x01"
+# Labels with this byte are refused, so that each line of a valid file is one field.
+_NO_DELIMITER = "\x00"
 
 
 def read_ntriples(

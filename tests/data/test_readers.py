@@ -5,7 +5,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import delimited
@@ -333,6 +333,7 @@ def test_what_is_escaped_is_what_is_not(tmp_path, monkeypatch, block):
 
 
 @settings(deadline=None, max_examples=50)
+@example(text="\x01\x7f\t", name="a", escape=[False] * 5)
 @given(
     text=st.text(st.characters(codec="utf-8", exclude_characters="\ufffe\uffff")),
     name=st.text("aé😀~", min_size=1), escape=st.lists(st.booleans(), min_size=5),
