@@ -28,8 +28,8 @@ TRIPLE = (
 )
 NO_TRIPLE = r"^[ \t]*(?:#.*)?$"
 
-# Labels with this byte are refused, so that each line of a valid file is one field.
-_NO_DELIMITER = "\x00"
+# A byte that files hardly hold, so that each line is one field; in a literal it must be escaped.
+_NO_DELIMITER = "\x01"
 
 
 def read_ntriples(
@@ -208,5 +208,7 @@ def _fault(path: Path) -> DataError | None:
                 f"{error.start + 1} of the line); convert the file to UTF-8"
             )
         if _NO_DELIMITER in text:
-            return _malformed(path, number, text)
+            return DataError(
+                f"{path}:{number}: not an N-Triples line: write the character U+0001 as \\u0001"
+            )
     return None

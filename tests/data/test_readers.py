@@ -343,7 +343,7 @@ def test_any_text_is_one_label_however_it_is_escaped(tmp_path_factory, text, nam
 
     def written(text: str, ways: list[bool]) -> str:
         pairs = zip(text, ways * len(text), strict=False)
-        must = '\\"\n\r'
+        must = '\\"\n\r\x01'
         return "".join(f"\\U{ord(c):08X}" if way or c in must else c for c, way in pairs)
 
     pytest.importorskip("pyoxigraph")
