@@ -14,6 +14,7 @@ import os
 import re
 import runpy
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -156,12 +157,37 @@ def loading_torch() -> Iterator[None]:
         return
     gc.disable()
     try:
-        yield
+        with announced("loading torch"):
+            yield
     finally:
         gc.freeze()
         gc.enable()
         if "torch" in sys.modules:
             flush_denormals()
+
+
+@contextmanager
+def announced(what: str) -> Iterator[None]:
+    """Shows ``what`` on a terminal while the block runs, from its second second on."""
+    if not sys.stderr.isatty():
+        yield
+        return
+    shown = threading.Event()
+
+    def show() -> None:
+        shown.set()
+        print(f"{what} ...", end="", file=sys.stderr, flush=True)
+
+    timer = threading.Timer(1.0, show)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
+        if shown.is_set():
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def flush_denormals() -> None:

@@ -2,13 +2,17 @@
 
 import ast
 import ctypes
+import io
 import logging
 import os
 import re
 import runpy
 import subprocess
 import sys
+import threading
+import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,6 +26,7 @@ from kge_torchrec.environment import (
     KNOWN_SETS,
     PackageSetError,
     allow_tf32,
+    announced,
     check_packages,
     keep_large_blocks,
     quiet_dependencies,
@@ -372,3 +377,29 @@ def test_who_rounds_factors(monkeypatch, tiles, dots, rounds):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots, raising=False)
     assert environment.rounds_as_it_multiplies() == rounds
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize("place", [Terminal, io.StringIO])
+def test_what_takes_long_is_announced_on_a_terminal_and_removed(monkeypatch, place):
+    err = place()
+    monkeypatch.setattr("sys.stderr", err)
+    monkeypatch.setattr(threading, "Timer", partial(_soon, threading.Timer))
+    with announced("loading"):
+        while place is Terminal and not err.getvalue():
+            time.sleep(0.001)
+    assert err.getvalue() == ("loading ...\r\x1b[K" if place is Terminal else "")
+    with pytest.raises(OSError), announced("loading"):
+        raise OSError
+    monkeypatch.setattr(threading, "Timer", partial(_soon, threading.Timer, seconds=60))
+    with announced("quick"):
+        pass
+    assert "quick" not in err.getvalue()
+
+
+def _soon(timer, _, call, seconds=0):
+    return timer(seconds, call)

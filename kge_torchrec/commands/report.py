@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_verb
-from kge_torchrec.environment import loading_torch
+from kge_torchrec.environment import announced, loading_torch
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -32,5 +32,7 @@ def run(parsed: argparse.Namespace) -> int:
         from kge_torchrec.run_report.page import report
 
     output = parsed.output or f"{parsed.folders[0]}/report.html"
-    print(report(parsed.folders, output, with_models=not parsed.no_models))
+    with announced("writing the report"):
+        page = report(parsed.folders, output, with_models=not parsed.no_models)
+    print(page)
     return 0

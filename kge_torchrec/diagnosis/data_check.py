@@ -180,12 +180,12 @@ def table(found: dict[str, Any]) -> str:
     degrees = found["degrees"]
     lines.append(
         _line(
-            "triples of train an entity is in",
-            "mean {mean:,.1f}, median {median:,}, 90% {p90:,}, 99% {p99:,}, most {max:,}".format(
-                **degrees
-            ),
+            "training triples per entity",
+            "mean {mean:,.1f}, median {median:,}".format(**degrees),
         )
     )
+    percentiles = "90% {p90:,}, 99% {p99:,}, most {max:,}".format(**degrees)
+    lines.append(_line("training triples per entity, percentiles", percentiles))
     for name, of in found["categories"].items():
         many = f"{of['relations']:,} with {of['triples']:,} triples of train"
         lines.append(_line(f"relations {name}", many))
@@ -199,7 +199,7 @@ def _leaks(found: dict[str, Any]) -> list[str]:
     lines = [] if found["leaks"] else ["no valid or test triples to leak"]
     for split, leak in found["leaks"].items():
         for name, what in (
-            ("redundant", "told by train: inverse, duplicate or symmetric relation"),
+            ("redundant", "leaks by inverse, duplicate or symmetry"),
             ("linked", "entities linked in train, same direction"),
             ("linked_reversed", "entities linked in train, other direction"),
         ):
@@ -221,7 +221,7 @@ def _relations(kind: str, overlaps: list[dict[str, Any]], threshold: float) -> l
 
 
 def _line(what: str, value: str) -> str:
-    return f"{what:<66} {value}"
+    return f"{what:<49} {value}"
 
 
 def _counts(of: dict[str, int]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.trained import TrainedModel
 from kge_torchrec.environment import (
     allow_tf32,
+    announced,
     keep_large_blocks,
     quiet_dependencies,
     set_threads,
@@ -56,7 +57,8 @@ FILTERS = {
 def _engine(
     config: Config, store: TripleStore, processes: Processes, plan_may_differ: bool
 ) -> EmbeddingBackend:
-    with quiet_dependencies():  # loads TorchRec
+    loading = announced("loading TorchRec") if processes.is_first else nullcontext()
+    with quiet_dependencies(), loading:
         from kge_torchrec.training.assembly import build_backend, with_usable_plan
 
     if plan_may_differ:
