@@ -11,6 +11,7 @@ Shapes: N entities, R relations (without inverses), D numbers per entity.
 from __future__ import annotations
 
 import copy
+import itertools
 import os
 import shutil
 import zlib
@@ -48,7 +49,7 @@ from kge_torchrec.training.state import TrainState
 if TYPE_CHECKING:
     from kge_torchrec.training.session import Session
 
-_FILE = "grown.bin"
+_FILE = "grown{}.bin"  # "" for a run's first extension, then "-2", "-3" and so on
 _MODEL, _STATE = "engine.model.", "engine.optimizer.state."
 
 
@@ -80,6 +81,8 @@ class GrownCheckpoint:
         make_empty(self._partial)
         for file in sorted(source.glob("*.bin")):
             _same_file(file, self._partial / file.name)
+        # A linked file is the source run's as well: new rows get a file of their own.
+        self._file = _free_name(self._partial)
         self._end, self._rows = 0, old.entities
 
     def add_rows(self, rows: Tensor) -> None:
@@ -113,7 +116,7 @@ class GrownCheckpoint:
             if found is not None:
                 self._grow(name, entry, grown[found], is_state=name.startswith(_STATE))
         if self._end:
-            files.sync(self._partial / _FILE)
+            files.sync(self._file)
         finish(
             self._partial,
             self._target,
@@ -152,13 +155,19 @@ class GrownCheckpoint:
         entry["size"] = list(after.shape)
 
     def _piece(self, numbers: Tensor, offset: list[int]) -> dict[str, Any]:
-        """Appended to the file of what is new."""
+        """Writes numbers behind those that are new already; returns their entry of the index."""
         content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        with (self._partial / _FILE).open("ab") as file:
+        with self._file.open("ab" if self._end else "xb") as file:
             file.write(content)
         start, self._end = self._end, self._end + len(content)
-        place = {"file": _FILE, "start": start, "crc32": zlib.crc32(content)}
+        place = {"file": self._file.name, "start": start, "crc32": zlib.crc32(content)}
         return {"offset": offset, "size": list(numbers.shape), **place}
+
+
+def _free_name(folder: Path) -> Path:
+    """A file for new rows beside those of earlier extensions."""
+    names = (_FILE.format(f"-{n}" if n > 1 else "") for n in itertools.count(1))
+    return next(folder / name for name in names if not (folder / name).exists())
 
 
 def _same_file(file: Path, copy: Path) -> None:
