@@ -18,7 +18,6 @@ from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.answers.corruptions import Among
 from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.model import AnsweringModel
-from kge_torchrec.answers.predictions import FEW
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
@@ -210,13 +209,14 @@ class Run(Answering):
     def new_links(
         self,
         relation: str,
-        k: int = FEW,
+        k: int | None = None,
         candidates: str = "all",
         above: float | None = None,
         loops: bool = False,
     ) -> list[Link]:
         """The k best triples of a relation that the data does not hold, best first.
 
+        k: None stands for 10, or for all triples where ``above`` is given.
         candidates: heads and tails are all entities, or those "seen" with the relation on their
             side in train, which is what makes large graphs feasible: every pair is scored.
         above: only those with at least this score.

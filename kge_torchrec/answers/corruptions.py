@@ -40,10 +40,15 @@ def labelled(
     """For each side the triples of a split, and ``count`` corruptions of each.
 
     The same on every rank.  limit: a sample of so many triples if the split has more.
-    Raises DataError for a split without triples, ConfigError for an unknown ``among``.
+    Raises DataError for a split without triples, ConfigError for an unknown ``among``, a
+    limit below 1 and a negative seed.
     """
     if among not in AMONG:
         raise ConfigError(f"among must be one of {', '.join(AMONG)}, got {among!r}")
+    if limit < 1:
+        raise ConfigError(f"limit must be an integer >= 1, got {limit}")
+    if seed < 0:
+        raise ConfigError("seed must be an integer >= 0")
     random = np.random.default_rng(seed)
     triples = np.asarray(store.split(split), np.int64)
     if not len(triples):

@@ -105,7 +105,8 @@ class _Builder:
 def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
     import faiss
 
-    partial = path.with_name(f".{path.name}.partial")
+    target = path.resolve()  # a symbolic link stays
+    partial = target.with_name(f".{target.name}.partial")
     try:
         try:
             faiss.write_index(builder.index, str(partial))
@@ -114,6 +115,6 @@ def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str
         files.sync(partial)
         model.entities.save(path.with_name(about["labels"]))
         files.write_json(path.with_name(f"{path.name}.json"), about)
-        partial.replace(path)
+        partial.replace(target)
     finally:
         partial.unlink(missing_ok=True)

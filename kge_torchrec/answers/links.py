@@ -1,8 +1,8 @@
 """The best triples of a whole relation that the data does not hold: top-k over all its pairs.
 
-Heads are taken in batches and tails in blocks of the shard, so that one block of scores and the k
-best triples are in memory, of N x N pairs.  Each of these costs a score, so the time grows with the
-square of the entities unless candidates are restricted.
+Heads are taken in batches and tails in blocks of the shard, so that one block of scores and the
+triples to return are in memory, of N x N pairs.  Each of these costs a score, so the time grows
+with the square of the entities unless candidates are restricted.
 
 Shapes: B heads of a batch, n tails of a block, k triples.
 """
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.answers.model import AnsweringModel, Label
-from kge_torchrec.answers.predictions import FEW, check_count
+from kge_torchrec.answers.predictions import Choice
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
@@ -48,8 +48,8 @@ class Triples(NamedTuple):
     scores: np.ndarray  # (M,) float32
 
     @classmethod
-    def best(cls, parts: list[Triples], k: int) -> Triples:
-        """The k best of several."""
+    def best(cls, parts: list[Triples], k: int | None) -> Triples:
+        """Return the k best of several, or all of them."""
         heads, tails, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.lexsort((tails, heads, -scores))[:k]
         return cls(heads[order], tails[order], scores[order])
@@ -61,13 +61,14 @@ NOTHING = Triples(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.f
 def new_links(
     model: AnsweringModel,
     relation: Label,
-    k: int = FEW,
+    k: int | None = None,
     candidates: str = "all",
     above: float | None = None,
     loops: bool = False,
 ) -> list[Link]:
     """The k best triples of a relation that no split holds, scored as the tail's query.
 
+    k: None stands for 10, or for all triples where ``above`` is given.
     candidates: heads and tails are all entities, or those "seen" with the relation on their side
         in train.
     above: only triples with at least this score.
@@ -76,7 +77,7 @@ def new_links(
     NaN is no score.  Raises ConfigError for options that make no sense, UnknownLabelError and
     IndexError as ``predict`` does.
     """
-    check_count(k)
+    limit = Choice(k, above=above).limit
     if candidates not in CANDIDATES:
         raise ConfigError(f"candidates must be one of {', '.join(CANDIDATES)}, got {candidates!r}")
     store = model.known("new links")
@@ -84,11 +85,11 @@ def new_links(
     only: Candidates | None = None
     if candidates == "seen":
         only = on_all_ranks(model.processes, lambda: SeenCandidates(store, model.shard.row_range))
-    best = _Best(k, -np.inf if above is None else above)
+    best = _Best(limit, -np.inf if above is None else above)
     with scoring(model.scorer):
         for heads in _heads(model, number, candidates):
             _score(model, heads, number, only, loops, best)
-    found = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], k)
+    found = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], limit)
     (label,) = model.relations.labels([number])
     columns = (
         model.entities.labels(found.heads),
@@ -149,11 +150,17 @@ def _score(
 
 
 class _Best:
-    """The k best triples so far of those with at least a score."""
+    """The k best triples so far of those with at least a score; all of them for k None."""
 
-    def __init__(self, k: int, above: float):
+    def __init__(self, k: int | None, above: float):
         self._k, self._above = k, above
-        self.triples = NOTHING
+        self._parts = [NOTHING]
+
+    @property
+    def triples(self) -> Triples:
+        """The triples so far, best first."""
+        self._parts = [Triples.best(self._parts, self._k)]
+        return self._parts[0]
 
     def offer(self, heads: Tensor, first: int, scores: Tensor) -> None:
         """heads: (B,); scores: (B, n) of them with the tails from ``first`` on."""
@@ -164,12 +171,15 @@ class _Best:
         of_row = heads.numpy()[row.cpu().numpy()]
         found = scores[row, column].cpu().numpy()
         new = Triples(of_row, first + column.cpu().numpy(), found)
-        self.triples = Triples.best([self.triples, new], self._k)
+        self._parts.append(new)
 
     def _least(self, scores: Tensor) -> float:
         """A score that k triples reach, of those so far or of the block."""
-        if len(self.triples.scores) == self._k:
-            return max(self._above, float(self.triples.scores[-1]))
+        if self._k is None:
+            return self._above
+        so_far = self.triples.scores
+        if len(so_far) == self._k:
+            return max(self._above, float(so_far[-1]))
         if scores.numel() <= self._k:
             return self._above
         values = scores.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)

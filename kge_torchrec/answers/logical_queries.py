@@ -75,6 +75,8 @@ def read_query(path: str | Path, model: AnsweringModel) -> Node:
         raise DataError(f"{path}: cannot be read: {error}") from error
     except ValueError as error:
         raise DataError(f"{path}: no JSON: {error}") from error
+    except RecursionError:
+        raise QueryError(f"{path}: more than {DEEPEST} steps inside each other") from None
     return parse_query(value, model)
 
 
@@ -108,13 +110,13 @@ class _Parser:
                 )
         raise QueryError(
             f"{place}: expected the label of an entity or an object with the keys relation and "
-            f"from, relation and to, and, or; got {json.dumps(value)[:80]}"
+            f"from, relation and to, and, or; got {_shown(value)}"
         )
 
     def _step(self, value: dict[str, Any], place: str, depth: int) -> Step:
         relation = value["relation"]
         if not isinstance(relation, str):
-            raise QueryError(f"{place}.relation: expected a label, got {json.dumps(relation)[:80]}")
+            raise QueryError(f"{place}.relation: expected a label, got {_shown(relation)}")
         side: Side = "tail" if "from" in value else "head"
         key = "from" if side == "tail" else "to"
         number = int(self._model.relation_ids(relation))
@@ -139,5 +141,15 @@ class _Parser:
 
     def _list(self, parts: Any, place: str) -> list[Any]:
         if not isinstance(parts, list) or not parts:
-            raise QueryError(f"{place}: expected a list of queries, got {json.dumps(parts)[:80]}")
+            raise QueryError(f"{place}: expected a list of queries, got {_shown(parts)}")
         return parts
+
+
+def _shown(value: Any) -> str:
+    """A value as a message shows it: JSON, or Python where it is no JSON."""
+    try:
+        return json.dumps(value)[:80]
+    except (TypeError, ValueError):
+        return repr(value)[:80]
+    except RecursionError:
+        return "JSON that is nested too deeply"

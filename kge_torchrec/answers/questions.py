@@ -56,9 +56,9 @@ def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Ite
     missing: how many of head, relation and tail a line must leave out: 1 of a query, 0 of a
         triple.
 
-    Raises DataError if the file cannot be read.
+    Raises DataError if the file cannot be read, or has no line besides those.
     """
-    suggestions = SUGGESTIONS
+    suggestions, is_empty = SUGGESTIONS, True
     for batch in _batches(lines(Path(path)), BATCH):
         problems: list[Problem] = []
         parsed = [line for line in _parsed(batch, missing, problems) if line is not None]
@@ -67,7 +67,11 @@ def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Ite
         bad = {problem.line for problem in unknown}
         good = np.array([line.number not in bad for line in parsed], bool)
         numbers = np.array([line.number for line in parsed], np.int64)
+        is_empty = is_empty and not (problems or parsed)
         yield Questions(numbers[good], ids[good], sorted(problems + unknown))
+    if is_empty:
+        kind = "queries, such as Austria<tab>borders<tab>?" if missing else "triples"
+        raise DataError(f"{path} is empty: write lines of {kind}")
 
 
 def _batches(numbered: Iterable[tuple[int, bytes]], size: int) -> Iterator[list[tuple[int, bytes]]]:
@@ -109,6 +113,8 @@ def _of_json(text: str) -> tuple[str | None, ...]:
         value = json.loads(text)
     except ValueError as error:
         raise DataError(f"no JSON object: {error}") from None
+    except RecursionError:
+        raise DataError("the JSON object is nested too deeply") from None
     for name, label in value.items():
         if name not in PARTS:
             raise DataError(f"unknown key {name!r}; there are {', '.join(PARTS)}")

@@ -119,7 +119,7 @@ def _relation(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         links = trained.new_links(
             parsed.relation,
-            10 if parsed.top is None else parsed.top,
+            parsed.top,
             parsed.candidates,
             parsed.above,
             parsed.loops,

@@ -211,3 +211,16 @@ def test_nobody_is_a_member_of_nothing(run):
     nobody = {"and": ["e1", "e2"]}
     assert run.ask(nobody) == run.ask({"relation": "r0", "from": nobody}) == []
     assert np.isclose(run.ask({"and": ["e1", "e1"]})[0].score, 1)
+
+
+def test_json_nested_too_deeply_for_python(model, tmp_path):
+    deep, query = 100_000, {"and": [["e1"]]}
+    (tmp_path / "q").write_text('{"and": [' * deep + '"e1"' + "]}" * deep)
+    with pytest.raises(QueryError, match="q: more than 50 steps inside each other"):
+        model.ask(tmp_path / "q")
+    for _ in range(deep):
+        query = [query]
+    with pytest.raises(QueryError, match="got JSON that is nested too deeply"):
+        model.ask(query)
+    with pytest.raises(QueryError, match=r"got \{'e1'\}"):
+        model.ask({"e1"})

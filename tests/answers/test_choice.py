@@ -36,6 +36,8 @@ def test_ten_unless_one_says_otherwise(run):
     assert len(run.predict("e1", "r1")) == 10
     with pytest.raises(ConfigError, match="above must be a number"):
         run.predict("e1", "r1", above=float("nan"))
+    with pytest.raises(ConfigError, match="above must be a number"):
+        run.new_links("r1", above=float("nan"))
     with pytest.raises(ConfigError, match="k must be"):
         run.predict("e1", "r1", k=0, above=1.0)
 
@@ -73,7 +75,9 @@ def test_new_links_by_brute_force(run, monkeypatch, heads, loops):
     every = run.new_links("r1", 5000, loops=loops)
     assert as_tuples(every) == expected
     middle = expected[100][2]
-    assert as_tuples(run.new_links("r1", 5000, above=middle, loops=loops)) == expected[:101]
+    assert as_tuples(run.new_links("r1", above=middle, loops=loops)) == expected[:101]
+    assert as_tuples(run.new_links("r1", 7, above=middle, loops=loops)) == expected[:7]
+    assert as_tuples(run.new_links("r1", loops=loops)) == expected[:10]
 
 
 def test_new_links_among_those_seen(run):

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kge_torchrec.answers import classification, corruptions
 from kge_torchrec.answers.classification import Scored, best_threshold, thresholds_of
 from kge_torchrec.config import ConfigError
 
@@ -40,3 +41,23 @@ def test_accuracy_is_what_the_thresholds_get_right(run):
     assert run.classify(seed=1) != found
     with pytest.raises(ConfigError, match="among must be one of seen, all"):
         run.classify("types")
+
+
+def test_valid_and_test_have_corruptions_of_their_own(run, monkeypatch):
+    seeds = {}
+
+    def labelled(store, split, count, among, seed, limit):
+        seeds.setdefault(seed, set()).add(split)
+        return corruptions.labelled(store, split, count, among, seed, limit)
+
+    monkeypatch.setattr(classification, "labelled", labelled)
+    run.classify(seed=0)
+    run.classify(seed=1)
+    assert sorted(len(splits) for splits in seeds.values()) == [1, 1, 1, 1]
+
+
+def test_a_limit_or_seed_that_makes_no_sense(run):
+    for options, words in (({"limit": -4}, "limit must be an integer >= 1, got -4"),
+                           ({"seed": -1}, "seed must be an integer >= 0")):  # fmt: skip
+        with pytest.raises(ConfigError, match=words):
+            run.classify(**options)

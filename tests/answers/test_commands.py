@@ -64,6 +64,9 @@ def test_new_links_of_a_relation(trained, run, say):
     found = [json.loads(line) for line in say(*query)[1].splitlines()]
     expected = run.new_links("r1", 10)
     assert [(x["head"], x["tail"]) for x in found] == [(x.head, x.tail) for x in expected]
+    above = expected[-1].score - 1
+    every = say(*query, "--above", above)[1].splitlines()
+    assert len(every) == len(run.new_links("r1", 5000, above=above)) > 10
     seen = say(*query, "--candidates", "seen", "--top", 2, "--loops")[1].splitlines()
     assert [json.loads(line)["tail"] for line in seen] == [
         x.tail for x in run.new_links("r1", 2, "seen", loops=True)

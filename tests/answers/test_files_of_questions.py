@@ -143,3 +143,21 @@ def test_labels_with_tabs_stay_one_field():
 
     values = ["a\tb\\c\n", None, 1.5, 3, ["a", "b"], []]
     assert _texts(values, repr) == ["a\\tb\\\\c\\n", "", "1.5", "3", "a, b", ""]
+
+
+@pytest.mark.parametrize("text", ["", "\n \n", "head\trelation\ttail\n"])
+def test_a_file_without_a_question_is_refused(model, tmp_path, text):
+    (tmp_path / "q").write_text(text)
+    with pytest.raises(DataError, match="q is empty: write lines of queries, such as"):
+        model.answer_file(tmp_path / "q", tmp_path / "out")
+    with pytest.raises(DataError, match="q is empty: write lines of triples"):
+        model.score_file(tmp_path / "q", tmp_path / "out")
+    assert os.listdir(tmp_path) == ["q"]
+
+
+def test_json_nested_too_deeply_is_a_bad_line(model, tmp_path):
+    deep = '{"head": ' + "[" * 100_000 + "]" * 100_000 + "}"
+    (tmp_path / "q").write_text(f"{deep}\ne1\tr0\t?\n")
+    report = model.answer_file(tmp_path / "q", tmp_path / "out")
+    assert report.answered == 1
+    assert report.problems == [(1, "the JSON object is nested too deeply")]

@@ -47,6 +47,17 @@ def test_kinds_that_are_trained_or_refused(model, tmp_path):
     assert np.isfinite(faiss.read_index(str(tmp_path / "hnsw")).reconstruct(3)).all()
 
 
+def test_a_symbolic_link_to_an_index_stays(model, tmp_path):
+    faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "disk" / "index")
+    for kind in ("Flat", "HNSW32"):
+        model.write_index(tmp_path / "link", kind)
+        assert (tmp_path / "link").is_symlink()
+        assert faiss.read_index(str(tmp_path / "disk" / "index")).ntotal == 37
+    assert json.loads((tmp_path / "link.json").read_text())["kind"] == "HNSW32"
+
+
 def test_without_faiss(model, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     with pytest.raises(KGEError, match=r"pip install 'kge-torchrec\[index\]'"):
