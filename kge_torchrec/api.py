@@ -29,7 +29,13 @@ from kge_torchrec.environment import has_torchrec
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
-from kge_torchrec.training.checkpoints import Checkpoints, name_of, no_checkpoint
+from kge_torchrec.training.checkpoints import (
+    CheckpointError,
+    Checkpoints,
+    name_of,
+    no_checkpoint,
+)
+from kge_torchrec.training.growth import extension_results
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, data_notes, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
@@ -99,11 +105,20 @@ def train(
     return Run(folder.path)
 
 
-def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Callback] = ()) -> Run:
+def resume(
+    path: str | Path,
+    overrides: Overrides = (),
+    callbacks: Sequence[Callback] = (),
+    force: bool = False,
+) -> Run:
     """Goes on with a run as if it had never stopped, on any number of ranks.
 
-    overrides: dotted keys to change from here on, such as {"train.epochs": 200}.  Raises
-    ConfigError for a key that the checkpoint depends on, besides what ``train`` raises.
+    overrides: dotted keys to change from here on, such as {"train.epochs": 200}.
+    force: start at epoch 1 if all checkpoints that were written are gone.
+
+    A run that ended before its first checkpoint starts again.  Raises ConfigError for a key that
+    the checkpoint depends on, and CheckpointError where all checkpoints are gone, besides what
+    ``train`` raises.
     """
     folder = RunFolder(path)
     before, config = folder.load_config(), folder.load_config(overrides)
@@ -114,7 +129,7 @@ def resume(path: str | Path, overrides: Overrides = (), callbacks: Sequence[Call
         before, config = ranks.broadcast((before, config))  # a host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
-        go_on(folder, config, ranks, callbacks, before)
+        go_on(folder, config, ranks, callbacks, before, force=force)
         _give_memory_back()
     return Run(folder.path)
 
@@ -181,18 +196,24 @@ def _begin(
         if ranks.is_first:
             undo(folder)
         raise
-    if session.config != config:
-        resolved = _resolved(config, session.config)
-
-        def save() -> None:
-            folder.save_config(session.config)
-            folder.save_resolved(resolved)
-
-        on_first_rank(ranks, save)
-        if session.show:
-            values = ", ".join(f"{key} {value}" for key, value in resolved.items())
-            print(f"defaults for this graph: {values}", file=sys.stderr)
+    _save_resolved(config, session)
     _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
+
+
+def _save_resolved(config: Config, session: Session) -> None:
+    """Writes and prints the values that null stood for in a config.  Collective."""
+    if session.config == config:
+        return
+    resolved = _resolved(config, session.config)
+
+    def save() -> None:
+        session.folder.save_resolved(resolved)
+        session.folder.save_config(session.config)
+
+    on_first_rank(session.processes, save)
+    if session.show:
+        values = ", ".join(f"{key} {value}" for key, value in resolved.items())
+        print(f"defaults for this graph: {values}", file=sys.stderr)
 
 
 def _resolved(config: Config, resolved: Config) -> dict[str, Any]:
@@ -208,18 +229,44 @@ def go_on(
     callbacks: Sequence[Callback],
     before: Config | None = None,
     rank_test: bool = True,
+    force: bool = False,
 ) -> None:
-    """Trains on from the newest checkpoint.  before: the config so far, if it may be another."""
+    """Trains on from the newest checkpoint, or from the start where none was written yet.
+
+    before: the config so far, if it may be another.  force: also where checkpoints were written
+    and all are gone.
+    """
     on_first_rank(ranks, lambda: check_trackers(config.run))
     before = before or config
     new_plan = config.run.plan != before.run.plan
+    starts_anew = not Checkpoints(folder.checkpoints, ranks).names()
+    if starts_anew:
+        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, config, force))
     session = Session(config, folder, ranks, plan_may_differ=not new_plan)
-    progress = session.restore()
+    progress = begin(session) if starts_anew else session.restore()
+    if starts_anew and before == config:
+        _save_resolved(config, session)
     if progress.best_metric is not None and not progress.selection:  # by an older version
         progress.selection = selection_of(before, session.store)
     if session.config != before:
         on_first_rank(ranks, lambda: folder.save_config(session.config))
     _fit(session, progress, callbacks, progress.global_step, rank_test)
+
+
+def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> None:
+    """Raises CheckpointError unless a run without checkpoints may start at epoch 1."""
+    if folder.extension.is_file():
+        raise CheckpointError(
+            f"{folder.path} has no checkpoint, and its first one held the rows of the run that it "
+            "extends; extend that run again into another folder"
+        )
+    recorded = Checkpoints.recorded(folder.path)
+    if recorded is not None and config.checkpoint.keep and not force:
+        raise CheckpointError(
+            f"all checkpoints of {folder.path} are gone, the newest of which was "
+            f"{recorded['newest']}: put them back, or start at epoch 1 by "
+            f"`train --resume {folder.path} --force`"
+        )
 
 
 def _give_memory_back() -> None:
@@ -276,7 +323,8 @@ def _fit(
         def write() -> None:
             assert log is not None  # on the first rank
             log.write("test", progress.global_step, results)
-            folder.write_results(results)
+            ranked = results["checkpoint"]["name"]
+            folder.write_results(results | extension_results(folder, ranked))
 
         on_first_rank(ranks, write)
     finally:
@@ -343,7 +391,7 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
 def undo(folder: RunFolder) -> None:
     """Removes what a run that never started has written."""
     remove_prepared(folder.store)
-    for name in ("config.yaml", "resolved.json", ".lock", folder.frozen.name):
+    for name in ("config.yaml", "resolved.json", ".lock", folder.frozen.name, "extended.json"):
         (folder.path / name).unlink(missing_ok=True)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()

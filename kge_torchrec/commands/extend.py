@@ -103,8 +103,10 @@ def _report(made: Run) -> None:
     if train["epochs"]:
         epochs = f"{train['epochs']} epoch{'s' * (train['epochs'] != 1)}"
         print(f"trained {epochs} in {train['seconds']:.1f} s")
-    print(
-        f"old entities: {drift['unchanged']:,} of {drift['rows']:,} rows unchanged, moved by "
-        f"{drift['mean']:.2%} of their length on average, {drift['max']:.2%} at most, cosine "
-        f"{drift['cosine']:.4f}\nrun folder: {made.path}"
-    )
+    if drift is not None:
+        print(
+            f"old entities: {drift['unchanged']:,} of {drift['rows']:,} rows unchanged, moved by "
+            f"{drift['mean']:.2%} of their length on average, {drift['max']:.2%} at most, cosine "
+            f"{drift['cosine']:.4f}"
+        )
+    print(f"run folder: {made.path}")

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _USAGE = """\
 kge-torchrec train CONFIG [--key.sub value ...] [--plan plan.json]
-       kge-torchrec train --resume RUN [--key.sub value ...]"""
+       kge-torchrec train --resume RUN [--force] [--key.sub value ...]"""
 _DESCRIPTION = """\
 Trains, ranks the test triples with the best model and writes the folder of the run, which
 evaluate, predict and export take.
@@ -26,6 +26,7 @@ evaluate, predict and export take.
   --key.sub value     changes a key of it; all keys, with meaning and default, are below
   --resume RUN        goes on with the run in that folder as if it had never stopped, on any
                       number of ranks; keys given besides hold from here on
+  --force             with --resume: starts at epoch 1 if all checkpoints of the run are gone
   --plan plan.json    lays the table out by a file that `kge-torchrec plan -o` wrote; the same as
                       --run.plan
 
@@ -76,13 +77,13 @@ def _resume(arguments: list[str]) -> int:
 
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("train --resume needs the folder of a run")
-    folder, overrides = arguments[0], arguments[1:]
+    folder, overrides = arguments[0], [word for word in arguments[1:] if word != "--force"]
     load_config(None, overrides)  # complains about unknown keys before anything starts
     with loading_torch():
         config_of(folder)
         from kge_torchrec import api
 
-    _report(api.resume(folder, overrides))
+    _report(api.resume(folder, overrides, force="--force" in arguments))
     return 0
 
 

@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,7 +34,7 @@ from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.trained_run import Run
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError, Checkpoints
-from kge_torchrec.training.growth import GrownCheckpoint, entity_rows
+from kge_torchrec.training.growth import GrownCheckpoint
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -73,8 +73,10 @@ def extend(
 
     Old labels keep their ids, rows and optimizer state; rows of new ones start as a run of this
     graph and seed draws them, with no state.  results.json of the new run has an entry "extended":
-    what is new, how far old rows have moved, and what placing took.  Under torchrun all ranks call
-    it.  Raises DataError, ConfigError or CheckpointError, besides what training raises.
+    what is new, how far old rows have moved, and what placing took.  An output that was killed on
+    the way is started over until its first checkpoint is complete; from then on ``resume`` trains
+    it on.  Under torchrun all ranks call it.  Raises DataError, ConfigError or CheckpointError,
+    besides what training raises.
     """
     source, folder = RunFolder(run), RunFolder(output)
     before = source.load_config()
@@ -85,13 +87,12 @@ def extend(
         try:
             with quiet_dependencies():
                 made.store_and_checkpoint(new_triples, checkpoint, allow_unseen_relations)
-                placed = made.place() if place else None
+                made.complete(made.place() if place else None)
         except BaseException:
             if ranks.is_first:
                 made.undo()
             raise
         api.go_on(folder, config, ranks, callbacks)
-        made.report(placed)
     return Run(folder.path)
 
 
@@ -175,8 +176,11 @@ class _Extension:
     def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
         data = self.before.data
         base = TripleStore.open(self.source.store_of(data.path))
-        self.folder.create(self.config)
+        if self.folder.is_half_extended:
+            self._clear()
+        self.folder.check_free()
         self._began = True
+        self.folder.save_extension({"from": str(self.source.path.resolve())})
         extend_store(
             base,
             new,
@@ -246,51 +250,33 @@ class _Extension:
         self._write(rows, scorer)
         return placed
 
-    def report(self, placed: Placement | None) -> None:
-        """Into results.json of the new run."""
+    def complete(self, placed: Placement | None) -> None:
+        """Makes a run of the folder: without config.yaml it is none, however far it came."""
 
         def write() -> None:
-            results = Run(self.folder.path).results
-            now = self.folder.checkpoints / results["checkpoint"]["name"]
-            results["extended"] = {
-                "from": str(self.source.path),
-                "checkpoint": self.grown_from.name,
-                "new": self.new,
-                "placed": None if placed is None else asdict(placed),
-                "drift": _drift_of(self.grown_from, now, self.old.entities),
-            }
-            self.folder.write_results(results)
+            self.folder.save_extension(
+                {
+                    "from": str(self.source.path.resolve()),
+                    "checkpoint": self.grown_from.name,
+                    "entities": self.old.entities,
+                    "new": self.new,
+                    "placed": None if placed is None else asdict(placed),
+                }
+            )
+            self.folder.save_resolved(self.source.load_resolved())
+            self.folder.save_config(self.config)
 
         on_first_rank(self.processes, write)
 
     def undo(self) -> None:
         """Removes what there is of a run that could not be started."""
         if self._began:
-            shutil.rmtree(self.folder.checkpoints, ignore_errors=True)
+            self._clear()
             api.undo(self.folder)
 
-
-def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
-    """How far the first rows of two checkpoints lie apart, in the memory of a few pieces.
-
-    Returns {"rows", "unchanged": rows that are the same bit for bit, "mean", "max": Euclidean
-    distances as shares of the row's length before, "cosine": the mean over rows}.  Raises Damaged
-    or OSError for what cannot be read.
-    """
-    unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
-    for one in entity_rows(before, rows):
-        other = torch.cat(list(entity_rows(after, start + len(one), start)))
-        unchanged += int((one == other).all(1).sum())
-        one, other = one.double(), other.double()
-        moved = (other - one).norm(dim=1) / one.norm(dim=1).clamp_min(1e-30)
-        distances += float(moved.sum())
-        largest = max(largest, float(moved.max()))
-        cosines += float(torch.cosine_similarity(one, other).sum())
-        start += len(one)
-    return {
-        "rows": rows,
-        "unchanged": unchanged,
-        "mean": distances / rows,
-        "max": largest,
-        "cosine": cosines / rows,
-    }
+    def _clear(self) -> None:
+        """Removes what ``extend`` has made, but the lock and the mark of a run under way."""
+        shutil.rmtree(self.folder.store, ignore_errors=True)
+        for store in self.folder.path.glob(f".{self.folder.store.name}.partial-*"):
+            shutil.rmtree(store, ignore_errors=True)
+        shutil.rmtree(self.folder.checkpoints, ignore_errors=True)

@@ -28,6 +28,7 @@ from kge_torchrec.training.state import TrainState
 
 FORMAT_VERSION = 2  # 1 was torch's own format
 BEST, NEWEST = "best", "newest"  # in place of a checkpoint's name
+_RECORD = "checkpoints.json"  # in the run's folder, which says what is gone
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
 log = logging.getLogger(__name__)
 
@@ -84,7 +85,13 @@ class Checkpoints:
         except Exception as error:
             _pass_on_lost_ranks(error)
             raise CheckpointError(self._not_written(name, partial, error)) from error
-        on_first_rank(ranks, lambda: self._prune(name, progress.best_checkpoint))
+
+        def record_and_prune() -> None:
+            record = {"newest": name, "best": progress.best_checkpoint}
+            files.write_json(self.folder.parent / _RECORD, record)
+            self._prune(name, progress.best_checkpoint)
+
+        on_first_rank(ranks, record_and_prune)
         return name
 
     def load(self, engine_state: dict[str, Any], name: str) -> TrainState:
@@ -146,29 +153,68 @@ class Checkpoints:
         except (OSError, Damaged):
             return None
 
-    def best(self) -> str | None:
-        """The best checkpoint by name, as the newest whole one has it; it may be gone or damaged.
+    @staticmethod
+    def recorded(run: Path) -> dict[str, Any] | None:
+        """Names of the "newest" and the "best" checkpoint that a run has written.
 
-        None without one.
+        None if it has written none yet.  Runs of older versions have the ranked one of their
+        results.json.
         """
-        every = (self.progress(name) for name in reversed(self.names()))
+        try:
+            return json.loads((run / _RECORD).read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            pass
+        try:
+            results = json.loads((run / "results.json").read_text(encoding="utf-8"))
+            name = results["checkpoint"]["name"]
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+        return None if name is None else {"newest": name, "best": name}
+
+    def best(self) -> str | None:
+        """The best checkpoint by name; it may be gone or damaged.  None without one.
+
+        The newest whole one says which it is, or the run's record where a newer one is gone.
+        """
+        names = self.names()
+        recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
+        if recorded and names and recorded["newest"] > names[-1]:
+            return recorded["best"]
+        every = (self.progress(name) for name in reversed(names))
         return next((progress.best_checkpoint for progress in every if progress), None)
 
-    def find(self, which: str) -> Path:
-        """The best one, the newest without one; the newest; or the one of a name.
+    def order(self, which: str) -> list[str]:
+        """Names of checkpoints to try, in order: the best first, or the newest, or the one asked.
 
-        Raises CheckpointError without checkpoints, or without one of that name.
+        Warns where the best or the newest is gone.  Raises CheckpointError without checkpoints, or
+        without one of that name.
         """
         names = self.names()
         if not names:
             raise no_checkpoint(self.folder.parent, self.keep)
-        best = self.best() if which == BEST else None
-        name = best if best in names else names[-1] if which in (BEST, NEWEST) else which
-        if name not in names:
-            raise CheckpointError(
-                f"{self.folder.parent} has no checkpoint {name!r}; it has {', '.join(names)}"
-            )
-        return self.folder / name
+        if which not in (BEST, NEWEST):
+            if which not in names:
+                raise CheckpointError(
+                    f"{self.folder.parent} has no checkpoint {which!r}; it has {', '.join(names)}"
+                )
+            return [which]
+        recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
+        best, newest = self.best(), max(names[-1], recorded["newest"] if recorded else "")
+        wanted = (best or newest) if which == BEST else newest
+        found = wanted if wanted in names else names[-1]
+        if self.processes.is_first and found != wanted:
+            log.warning(
+                "the %s checkpoint of %s, %s, is gone; %s takes its place",
+                BEST if wanted == best else NEWEST, self.folder.parent, wanted, found,
+            )  # fmt: skip
+        return [found, *(name for name in reversed(names) if name != found)]
+
+    def find(self, which: str) -> Path:
+        """The best one, the newest without one; the newest; or the one of a name.
+
+        Raises and warns as ``order``.
+        """
+        return self.folder / self.order(which)[0]
 
     def _check_data(self, progress: TrainState) -> None:
         if self.data and progress.data and progress.data != self.data:

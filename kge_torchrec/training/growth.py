@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 import os
 import shutil
 import zlib
@@ -47,7 +48,10 @@ from kge_torchrec.training.checkpoints import (
 from kge_torchrec.training.state import TrainState
 
 if TYPE_CHECKING:
+    from kge_torchrec.training.run_folder import RunFolder
     from kge_torchrec.training.session import Session
+
+log = logging.getLogger(__name__)
 
 _FILE = "grown{}.bin"  # "" for a run's first extension, then "-2", "-3" and so on
 _MODEL, _STATE = "engine.model.", "engine.optimizer.state."
@@ -206,6 +210,51 @@ def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]
         if low < high:
             rows = read_piece(checkpoint, name, dtype_of(entry), piece)
             yield rows[low - first : high - first]
+
+
+def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, Any]:
+    """What results.json says of an extended run: {"extended": ...}; {} for any other run.
+
+    checkpoint: the one that was ranked, by name.
+    The drift is None where the run that it comes from cannot be read any more.
+    """
+    extension = folder.load_extension()
+    if extension is None:
+        return {}
+    drift, size = None, extension.pop("entities")
+    before = Path(extension["from"]) / "checkpoints" / extension["checkpoint"]
+    if checkpoint is not None:
+        try:
+            drift = _drift_of(before, folder.checkpoints / checkpoint, size)
+        except (OSError, Damaged) as error:
+            log.warning("how far old rows moved is not known: %s", error)
+    return {"extended": {**extension, "drift": drift}}
+
+
+def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
+    """How far the first rows of two checkpoints lie apart, in the memory of a few pieces.
+
+    Returns {"rows", "unchanged": rows that are the same bit for bit, "mean", "max": Euclidean
+    distances as shares of the row's length before, "cosine": the mean over rows}.  Raises Damaged
+    or OSError for what cannot be read.
+    """
+    unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
+    for one in entity_rows(before, rows):
+        other = torch.cat(list(entity_rows(after, start + len(one), start)))
+        unchanged += int((one == other).all(1).sum())
+        one, other = one.double(), other.double()
+        moved = (other - one).norm(dim=1) / one.norm(dim=1).clamp_min(1e-30)
+        distances += float(moved.sum())
+        largest = max(largest, float(moved.max()))
+        cosines += float(torch.cosine_similarity(one, other).sum())
+        start += len(one)
+    return {
+        "rows": rows,
+        "unchanged": unchanged,
+        "mean": distances / rows,
+        "max": largest,
+        "cosine": cosines / rows,
+    }
 
 
 def freeze(session: Session) -> None:

@@ -10,7 +10,9 @@ It holds:
     tensorboard/     the same, for TensorBoard
     trackers.json    what Weights & Biases and MLflow call the run, if they are told of it
     checkpoints/     see kge_torchrec.training.checkpoints
+    checkpoints.json the newest and the best checkpoint that were written, by name
     results.json     final results
+    extended.json    of an extended run: the run that it comes from, and what is new
     frozen.npy       which entities no step moves, where model.init_frozen says so
     .lock            which process trains in it, while one does
 """
@@ -79,6 +81,10 @@ class RunFolder:
         return self.path / "frozen.npy"
 
     @property
+    def extension(self) -> Path:
+        return self.path / "extended.json"
+
+    @property
     def results(self) -> Path:
         return self.path / "results.json"
 
@@ -87,8 +93,20 @@ class RunFolder:
         """Whether a run was started here, however far it came."""
         return (self.path / "config.yaml").is_file()
 
+    @property
+    def is_half_extended(self) -> bool:
+        """Whether ``extend`` was killed here before it had made a run."""
+        return self.extension.is_file() and not self.holds_run and not self.metrics.exists()
+
     def create(self, config: Config) -> None:
         """Makes the folder and writes the config.  Raises ConfigError if a run is in it."""
+        self._check_complete()
+        self.check_free()
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.save_config(config)
+
+    def check_free(self) -> None:
+        """Raises ConfigError unless a new run can be made here."""
         if self.holds_run:
             raise ConfigError(
                 f"run.dir: {self.path} holds a run already; go on with it by "
@@ -101,8 +119,13 @@ class RunFolder:
                 f"run.dir: {self.store} exists already, and a run keeps its own triples there; "
                 "name another folder for the run"
             )
-        self.path.mkdir(parents=True, exist_ok=True)
-        self.save_config(config)
+
+    def _check_complete(self) -> None:
+        if self.is_half_extended:
+            raise ConfigError(
+                f"{self.path} is no run yet: `kge-torchrec extend` was killed before it had "
+                "written the first checkpoint; give the same command again, which starts over"
+            )
 
     def save_config(self, config: Config) -> None:
         """Writes config.yaml, whole or not at all."""
@@ -133,6 +156,7 @@ class RunFolder:
         )
 
     def _config_file(self) -> Path:
+        self._check_complete()
         file = self.path / "config.yaml"
         if not file.is_file():
             raise ConfigError(f"{self.path} is no run folder: it has no config.yaml")
@@ -168,6 +192,16 @@ class RunFolder:
     def save_resolved(self, values: dict[str, Any]) -> None:
         """Writes resolved.json, whole or not at all."""
         files.write_json(self.path / _RESOLVED, values)
+
+    def save_extension(self, values: dict[str, Any]) -> None:
+        """Writes extended.json, whole or not at all."""
+        files.write_json(self.extension, values)
+
+    def load_extension(self) -> dict[str, Any] | None:
+        """Return extended.json; None for a run that was not made by ``extend``."""
+        if not self.extension.is_file():
+            return None
+        return json.loads(self.extension.read_text(encoding="utf-8"))
 
     def load_resolved(self) -> dict[str, Any]:
         """Return resolved.json, or nothing where an older version did not write it."""

@@ -31,12 +31,7 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import Ranks, metrics
-from kge_torchrec.training.checkpoints import (
-    BEST,
-    NEWEST,
-    Checkpoints,
-    no_checkpoint,
-)
+from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -156,11 +151,10 @@ class Session:
 
     def restore(self) -> TrainState:
         """Everything from the newest readable checkpoint, to train on; a new start without one."""
-        names = self.checkpoints.names()
-        if not names:
+        if not self.checkpoints.names():
             return TrainState(data=self.store.fingerprint)
         state = self.backend.state()
-        _, progress = self.checkpoints.load_first(state, names[::-1])
+        _, progress = self.checkpoints.load_first(state, self.checkpoints.order(NEWEST))
         self.backend.load_state(state)
         scale = self.backend.unwrapped_model.scale
         if isinstance(scale, LossScale):
@@ -175,22 +169,9 @@ class Session:
         no readable checkpoint, or not the one of that name.
         """
         state = {"model": self.backend.parameter_state()}
-        _, progress = self.checkpoints.load_first(state, self._candidates(which))
+        _, progress = self.checkpoints.load_first(state, self.checkpoints.order(which))
         self.backend.load_parameter_state(state["model"])
         return progress
-
-    def _candidates(self, which: str) -> list[str]:
-        """Checkpoints to try, in order."""
-        if which not in (BEST, NEWEST):
-            return [self.checkpoints.find(which).name]
-        names = self.checkpoints.names()
-        if not names:
-            raise no_checkpoint(self.folder.path, self.config.checkpoint.keep)
-        newest_first = names[::-1]
-        if which == NEWEST:
-            return newest_first
-        best = self.checkpoints.best()
-        return [*([best] if best else []), *(name for name in newest_first if name != best)]
 
     def rank(self, split: str) -> dict[str, Any]:
         """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""

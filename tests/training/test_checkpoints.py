@@ -6,6 +6,7 @@ import logging
 import resource
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from training_runs import config_of, fit, largest_difference, longer_config, ran
 from worlds import run_world
 
 from kge_torchrec import api
+from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import StoreError
@@ -215,6 +217,41 @@ def test_a_damaged_best_one_gives_way_to_the_newest(store, tmp_path, caplog):
     run.export(tmp_path / "export")
     with pytest.raises(CheckpointError, match=rf"{FOUR[1]} .*bytes instead of"):
         run.export(tmp_path / "other", checkpoint=FOUR[1])
+
+
+@pytest.mark.parametrize("best", ["before the newest", "the newest"])
+def test_a_best_one_that_is_gone_is_reported(store, tmp_path, caplog, best):
+    """Also where the newest checkpoint was the best, so that no other one knows of it."""
+    mrr = [0.5, 0.9, 0.6, 0.7] if best == "before the newest" else [0.1, 0.2, 0.3, 0.4]
+    gone, left = (FOUR[1], FOUR[3]) if best == "before the newest" else (FOUR[3], FOUR[2])
+    made = longer_config(store, tmp_path / "run", evaluation__every=1)
+    values = iter([{"both": {"realistic": {"mrr": value}}} for value in mrr])
+    fit(made, lambda loop: setattr(loop.session, "validate", lambda: next(values)))
+    made.save(tmp_path / "run" / "config.yaml")
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / gone)
+    with api.open_run(tmp_path / "run") as run:
+        run.evaluate()
+    assert f"the best checkpoint of {tmp_path / 'run'}, {gone}, is gone; {left}" in caplog.text
+
+
+def test_a_run_without_its_checkpoints_starts_anew_by_force_alone(store, tmp_path, caplog):
+    run = api.train(config_of(store, tmp_path / "run"))
+    expected = run.results["test"]
+    newest = names(run.path)[-1]
+    shutil.rmtree(run.path / "checkpoints" / newest)
+    with processes("cpu") as ranks:
+        session = Session(run.config, RunFolder(run.path), ranks)
+        assert session.restore().epoch == 1
+    assert f"the newest checkpoint of {run.path}, {newest}, is gone" in caplog.text
+    shutil.rmtree(run.path / "checkpoints")
+    auto = replace(run.config, run=replace(run.config.run, resume="auto"))
+    for again in (lambda: api.resume(run.path), lambda: api.train(auto)):
+        with pytest.raises(CheckpointError, match=f"newest of which was {newest}: .*--force"):
+            again()
+    (run.path / "checkpoints.json").unlink()  # as runs of older versions
+    assert main(["train", "--resume", str(run.path)]) == 1
+    assert main(["train", "--resume", str(run.path), "--force"]) == 0
+    assert api.open_run(run.path).results["test"] == expected
 
 
 def rank_fills_the_disk(store: Path, run: Path) -> tuple[str, bool]:

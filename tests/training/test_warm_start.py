@@ -265,3 +265,18 @@ def rank_trains(file: str, folder: Path) -> int:
         Trainer(session, begin(session), None).run()
         ids, known = places()
         return int((parameters(session)["entities"][ids].numpy() != some_vectors()[known]).sum())
+
+
+def test_a_run_killed_before_its_first_checkpoint_starts_from_the_vectors_again(tmp_path):
+    vectors = write(tmp_path, ".npy", some_vectors())
+    given = {"model__init_from": str(vectors), "train__epochs": 1}
+    whole = api.train(config_of(the_store(), tmp_path / "whole", **given))
+
+    def ends(kind: str, values: dict) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        api.train(config_of(the_store(), tmp_path / "run", **given), [ends])
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    again = api.resume(tmp_path / "run")
+    assert torch.equal(rows_of(again), rows_of(whole))

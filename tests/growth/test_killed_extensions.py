@@ -1,0 +1,148 @@
+"""Extensions that are killed: started over, or resumed to what they would have given."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from grown_runs import base_run, new_triples, tensors
+from worlds import WorldError, run_world
+
+from kge_torchrec import api, extend
+from kge_torchrec.cli import main
+from kge_torchrec.errors import KGEError
+from kge_torchrec.training.checkpoints import Checkpoints
+
+# Where the process dies, in order: the name of a function, and on which of its calls.
+STAGES = {
+    "while the store is written": ("kge_torchrec.data.prepare.write_store", 1),
+    "before the first checkpoint": ("kge_torchrec.training.growth.GrownCheckpoint.add_rows", 1),
+    "before the checkpoint has its name": ("kge_torchrec.training.growth.finish", 1),
+    "while the rows are placed": ("kge_torchrec.growth.extend.place", 1),
+    "before the placed rows are written": ("kge_torchrec.training.growth.finish", 2),
+    "before there is a config": ("kge_torchrec.training.run_folder.RunFolder.save_config", 1),
+    "before training": ("kge_torchrec.training.trainer.Trainer.run", 1),
+    "at the end of an epoch": ("kge_torchrec.training.trainer.Trainer._end_epoch", 2),
+    "before the results": ("kge_torchrec.training.run_folder.RunFolder.write_results", 1),
+}
+BEFORE_A_RUN = list(STAGES)[:6]
+GIVEN = {"place": True, "epochs": 3, "overrides": {"checkpoint.every_epochs": 1}}
+
+
+def dies(run: Path, output: Path, place: str, call: int) -> None:
+    """Extends; this process ends in the call-th call of a function."""
+    calls = []
+
+    def die(*_, **__):
+        calls.append(place)
+        if len(calls) == call:
+            os._exit(9)
+        return right(*_, **__)
+
+    owner, _, name = place.rpartition(".")
+    head, _, kind = owner.rpartition(".")
+    owner = getattr(sys.modules[head], kind) if kind[0].isupper() else sys.modules[owner]
+    right = getattr(owner, name)
+    setattr(owner, name, die)
+    extend(run, new_triples(), output, **GIVEN)
+
+
+def killed(output: Path, stage: str) -> None:
+    with pytest.raises(WorldError, match="exit code 9"):
+        run_world(1, dies, base_run(), output, *STAGES[stage])
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory) -> Path:
+    return extend(base_run(), new_triples(), tmp_path_factory.mktemp("whole") / "run", **GIVEN).path
+
+
+def same(one: Path, other: Path) -> None:
+    """Every number of the newest checkpoints, and the results."""
+    a, b = tensors(one), tensors(other)
+    assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
+    mine, its = (json.loads((run / "results.json").read_text()) for run in (one, other))
+    assert mine["test"] == its["test"]
+    assert mine["extended"]["drift"] == its["extended"]["drift"] is not None
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_extension_gives_what_an_undisturbed_one_does(whole, tmp_path, capsys, stage):
+    output = tmp_path / "run"
+    killed(output, stage)
+    assert output.is_dir() and not (output / "results.json").exists()
+    if stage in BEFORE_A_RUN:
+        for verb in (["train", "--resume"], ["evaluate"]):
+            assert main([*verb, str(output)]) == 1
+            assert "give the same command again, which starts over" in capsys.readouterr().err
+        extend(base_run(), new_triples(), output, **GIVEN)
+    else:
+        with pytest.raises(KGEError, match="holds a run already; go on with it by"):
+            extend(base_run(), new_triples(), output, **GIVEN)
+        api.resume(output)
+    same(output, whole)
+
+
+def test_an_extension_whose_first_checkpoint_is_gone_is_not_trained_from_scratch(whole, tmp_path):
+    run = shutil.copytree(whole, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(KGEError, match="extend that run again into another folder"):
+        api.resume(run, force=True)
+
+
+def test_a_failed_restart_leaves_nothing(tmp_path):
+    output = tmp_path / "run"
+    killed(output, "before there is a config")
+    with pytest.raises(KGEError, match="no checkpoint 'step-9'"):
+        extend(base_run(), new_triples(), output, checkpoint="step-9")
+    with pytest.raises(KGEError, match="none of the triples is new"):
+        extend(base_run(), {"train": [next(iter(old_triples()))]}, output)
+    assert not output.exists()
+
+
+def old_triples():
+    store = api.open_run(base_run()).session.store
+    head, relation, tail = map(int, store.train[0])
+    yield store.entities[head], store.relations[relation], store.entities[tail]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--place", "--epochs", "3"], ["--epochs", "3"]], ids=str)
+def test_ten_kills_of_a_real_process_at_any_time(tmp_path, options):
+    """`kge-torchrec extend` killed at random moments, then what its last words ask for."""
+    run, new = base_run(), tmp_path / "new.tsv"
+    new.write_text("".join("\t".join(row) + "\n" for row in new_triples()["train"]))
+    command = [sys.executable, "-m", "kge_torchrec", "extend", str(run), str(new), *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    started = time.monotonic()
+    subprocess.run([*command, "-o", str(tmp_path / "whole")], check=True, env=environment)
+    seconds, draw = time.monotonic() - started, random.Random(0)
+    for turn in range(10):
+        output = tmp_path / f"run{turn}"
+        process = subprocess.Popen([*command, "-o", str(output)], env=environment)
+        time.sleep(seconds * draw.uniform(0.3, 1))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        if main(["train", "--resume", str(output)]):
+            subprocess.run([*command, "-o", str(output)], check=True, env=environment)
+        same(output, tmp_path / "whole")
+
+
+# What a run has written, and what is gone
+
+
+def test_record_of_an_old_run_is_its_results(tmp_path):
+    assert Checkpoints.recorded(tmp_path) is None
+    (tmp_path / "results.json").write_text('{"checkpoint": {"name": "step-1", "epoch": 1}}')
+    assert Checkpoints.recorded(tmp_path) == {"newest": "step-1", "best": "step-1"}
+    (tmp_path / "checkpoints.json").write_text('{"newest": "step-2", "best": null}')
+    assert Checkpoints.recorded(tmp_path)["newest"] == "step-2"
