@@ -33,6 +33,30 @@ def add(verbs: Verbs) -> None:
         metavar="BYTES",
         help="of a request (default: 1048576)",
     )
+    serve.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="answer requests for this name of the machine, too; * for every name (default: "
+        "--host, localhost, 127.0.0.1 and ::1); may be given several times",
+    )
+    serve.add_argument(
+        "--max-connections",
+        type=int,
+        metavar="N",
+        help="open at once (default: 1000, or half of `ulimit -n` if that is less)",
+    )
+    serve.add_argument(
+        "--timeout",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="for a request to arrive, and for its reply to be read (default: 20)",
+    )
+    serve.add_argument(
+        "--access-log", action="store_true", help="print a line per request; it has no limit"
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -40,7 +64,18 @@ def run(parsed: argparse.Namespace) -> int:
         config_of(parsed.folder)
     with loading_torch():
         from kge_torchrec.serving.server import serve
-    serve(parsed.folder, parsed.host, parsed.port, parsed.max_k, parsed.max_body, _tell)
+    serve(
+        parsed.folder,
+        parsed.host,
+        parsed.port,
+        parsed.max_k,
+        parsed.max_body,
+        _tell,
+        allow_hosts=parsed.allow_host,
+        max_connections=parsed.max_connections,
+        timeout=parsed.timeout,
+        access_log=parsed.access_log,
+    )
     return 0
 
 

@@ -1,21 +1,21 @@
-"""The server's addresses: predict, score, nearest, labels, health, a page to try it, its OpenAPI.
+"""The server's addresses: predict, score, nearest, labels, health, metrics, a page, its OpenAPI.
 
 Whatever is asked gets an answer or a 4xx that says what is wrong; 503 while too many wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Annotated, Any
 
+from anyio import CapacityLimiter, to_thread
 from fastapi import Body, FastAPI, Query, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.concurrency import run_in_threadpool
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.nearest import MEANINGS, metric_of
@@ -33,7 +33,13 @@ from kge_torchrec.serving.batching import (
     Unknown,
     vocabulary_of,
 )
+from kge_torchrec.serving.connections import Connections
+from kge_torchrec.serving.label_index import LabelIndex
+from kge_torchrec.serving.metrics import RequestMetrics
+from kge_torchrec.serving.middleware import Entrance, SafeJSON, SmallBodies, problem
 
+KINDS = ("entity", "relation")
+MOST_SUGGESTING = 64  # requests that wait for suggestions; others get their 404 without
 _ABOUT = """\
 Answers of a trained knowledge-graph embedding. An entity or relation is given as its label, or in
 the body of a POST also as its id. Nothing here changes anything.
@@ -41,6 +47,7 @@ the body of a POST also as its id. Nothing here changes anything.
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
     404: {"model": form.NotThere, "description": "an unknown label, with those like it"},
     413: {"model": form.Problem, "description": "the body is too large"},
+    421: {"model": form.Problem, "description": "the server does not answer for this host"},
     422: {"model": form.Problem, "description": "the request makes no sense"},
     503: {"model": form.Problem, "description": "too many requests wait"},
 }
@@ -61,12 +68,21 @@ class Limits:
                 raise ConfigError(f"the limit of {name} must be an integer >= 1, got {value}")
 
 
-def create_app(model: AnsweringModel, name: str, limits: Limits = Limits()) -> FastAPI:
+def create_app(
+    model: AnsweringModel,
+    name: str,
+    limits: Limits = Limits(),
+    hosts: Collection[str] = ("*",),
+    connections: Connections | None = None,
+) -> FastAPI:
     """An ASGI application that answers from a model.
 
     name: of the model, for people.  It answers in a thread, which ends with the application.
+    hosts: names that a Host header may hold.  connections: for the metrics.
     """
     answerer = Answerer(model, limits.batch, limits.waiting)
+    indexes = {kind: LabelIndex(vocabulary_of(model, kind).array) for kind in KINDS}
+    metrics = RequestMetrics()
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -75,12 +91,16 @@ def create_app(model: AnsweringModel, name: str, limits: Limits = Limits()) -> F
 
     app = FastAPI(
         title=name, description=_ABOUT, lifespan=lifespan, docs_url=None, redoc_url=None,
-        responses=_PROBLEMS,
+        responses=_PROBLEMS, default_response_class=SafeJSON,
     )  # fmt: skip
     app.add_middleware(SmallBodies, most=limits.body)
-    _handle_problems(app, model)
+    app.add_middleware(Entrance, hosts=hosts, metrics=metrics)
+    _handle_problems(app, indexes)
     _add_questions(app, answerer, limits)
+    _add_labels(app, model, indexes)
     _add_descriptions(app, answerer, name, limits)
+    _add_metrics(app, answerer, metrics, connections)
+    metrics.paths = frozenset(getattr(route, "path", "") for route in app.routes)
     return app
 
 
@@ -136,22 +156,44 @@ def _add_questions(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
         return await nearest(asked)
 
 
-def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
-    model = answerer.model
-
+def _add_labels(app: FastAPI, model: AnsweringModel, indexes: dict[str, LabelIndex]) -> None:
     def labels(kind: str, asked: form.LabelsAsked) -> form.Labels:
+        if asked.prefix:
+            if not indexes[kind].ready:
+                raise Busy("the labels are being sorted; ask again in a moment")
+            some, count = indexes[kind].beginning_with(asked.prefix, asked.first, asked.count)
+            return form.Labels(labels=some, count=count)
         array = vocabulary_of(model, kind).array
         return form.Labels(
             labels=array[asked.first : asked.first + asked.count].to_pylist(), count=len(array)
         )
 
+    # Not async: FastAPI calls them in threads, as they may read a file.
     @app.get("/entities", summary="Labels of entities")
-    async def entities(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
+    def entities(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
         return labels("entity", asked)
 
     @app.get("/relations", summary="Labels of relations")
-    async def relations(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
+    def relations(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
         return labels("relation", asked)
+
+
+def _add_metrics(
+    app: FastAPI, answerer: Answerer, metrics: RequestMetrics, connections: Connections | None
+) -> None:
+    @app.get("/metrics", include_in_schema=False)
+    async def metrics_of_all() -> PlainTextResponse:
+        gauges = {"kge_questions_waiting": answerer.waiting}
+        if connections is not None:
+            gauges["kge_open_connections"] = connections.open
+            gauges["kge_connections_over_limit_total"] = connections.refused
+            gauges["kge_connections_timed_out_total"] = connections.timed_out
+        text = metrics.text(gauges, answerer.sizes)
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
+
+
+def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
+    model = answerer.model
 
     @app.get("/health", summary="That the server answers, and what of")
     async def health() -> form.Health:
@@ -186,61 +228,29 @@ def _page(text: str) -> Callable[[], Awaitable[HTMLResponse]]:
     return page
 
 
-def _handle_problems(app: FastAPI, model: AnsweringModel) -> None:
+def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:
+    one_at_a_time = CapacityLimiter(1)
+
     @app.exception_handler(Unknown)
     async def unknown(_: Request, error: Unknown) -> JSONResponse:
         close: list[str] = []
-        if isinstance(error.given, str):
-            # In a thread: it looks at many labels.
-            vocabulary = vocabulary_of(model, error.kind)
-            close = await run_in_threadpool(vocabulary.close_to, error.given)
+        waiting = one_at_a_time.statistics().tasks_waiting
+        if isinstance(error.given, str) and waiting < MOST_SUGGESTING:
+            close_to = indexes[error.kind].close_to
+            close = await to_thread.run_sync(close_to, error.given, limiter=one_at_a_time)
         told = {"kind": error.kind, "given": error.given, "suggestions": close}
-        return _problem(404, str(error), **told)
+        return problem(404, str(error), **told)
 
     @app.exception_handler(Busy)
     async def busy(_: Request, error: Busy) -> JSONResponse:
-        return _problem(503, str(error))
+        return problem(503, str(error))
 
     @app.exception_handler(KGEError)
     async def refused(_: Request, error: KGEError) -> JSONResponse:
-        return _problem(422, str(error))
+        return problem(422, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        # Without what was given: that may be no text that could be written back.
+        # Without the input: it may hold text that cannot be written back.
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
-        return _problem(422, "; ".join(problems[:5]).encode("utf-8", "replace").decode())
-
-
-def _problem(status: int, detail: str, **more: Any) -> JSONResponse:
-    return JSONResponse({"detail": detail, **more}, status)
-
-
-class SmallBodies:
-    """Refuses bodies of more than ``most`` bytes, before they are read as JSON."""
-
-    def __init__(self, app: ASGIApp, most: int):
-        self.app, self.most = app, most
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        pieces, size = [], 0
-        while True:  # all of it, so that the answer to a large one can be sent
-            message = await receive()
-            if message["type"] != "http.request":
-                return None
-            piece = message.get("body", b"")
-            size += len(piece)
-            if size > self.most:
-                detail = f"the body has more than {self.most:,} bytes"
-                return await _problem(413, detail)(scope, receive, send)
-            pieces.append(piece)
-            if not message.get("more_body"):
-                break
-        whole: list[Message] = [{"type": "http.request", "body": b"".join(pieces)}]
-
-        async def replay() -> Message:
-            return whole.pop() if whole else await receive()
-
-        await self.app(scope, replay, send)
+        return problem(422, "; ".join(problems[:5]).encode("utf-8", "replace").decode())

@@ -30,6 +30,7 @@ from kge_torchrec.answers.predictions import (
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.serving.metrics import SIZES, Histogram
 
 log = logging.getLogger(__name__)
 KIND_OF: dict[Part, str] = {"head": "entity", "relation": "relation", "tail": "entity"}
@@ -102,16 +103,21 @@ class Answerer:
     def __init__(self, model: AnsweringModel, most: int = 64, room: int = 1024):
         self.model, self.most, self.room = model, most, room
         self.batches = self.answered = 0  # so far
+        self.sizes = Histogram(SIZES)  # of batches
         self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        return self._waiting.qsize()
 
     async def ask(self, question: Question) -> Any:
         """The answer: list[Prediction], list[float] or list[Neighbour].
 
         Raises Busy, Unknown, and KGEError for what the model cannot answer.
         """
-        if self._waiting.qsize() >= self.room:
+        if self.waiting >= self.room:
             raise Busy(f"{self.room} questions wait already; ask again in a moment")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.put((question, future))
@@ -142,6 +148,7 @@ class Answerer:
         except Exception as error:  # whoever asked gets it; the thread goes on
             found = [error] * len(batch)
         self.batches, self.answered = self.batches + 1, self.answered + len(batch)
+        self.sizes.add(len(batch))
         futures = [future for _, future in batch]
         try:
             futures[0].get_loop().call_soon_threadsafe(_hand_over, futures, found)

@@ -7,6 +7,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from kge_torchrec.serving.label_index import COMPARED
+
 MAX_TRIPLES = 10_000  # of one request
 MAX_LABEL = 4_096  # characters
 
@@ -81,10 +83,11 @@ class NearestNamed(NearestAsked):
 
 
 class LabelsAsked(Asked):
-    """A stretch of all labels."""
+    """A stretch of all labels, or of those that begin with a prefix."""
 
     first: Annotated[int, Field(ge=0, lt=2**62)] = 0
     count: Annotated[int, Field(ge=1, le=1000)] = 100
+    prefix: Annotated[str, Field(max_length=COMPARED, description="in either case")] = ""
 
 
 class Scored(BaseModel):
@@ -106,6 +109,7 @@ class Answer(Scored):
     """An answer; known: the split of the data that holds the completed triple."""
 
     known: str | None = None
+    probability: Annotated[float | None, Field(description="null unless calibrated")] = None
 
 
 class Answers(BaseModel):
@@ -128,7 +132,7 @@ class Neighbours(BaseModel):
 
 
 class Labels(BaseModel):
-    """Labels in order of id, and how many there are in all."""
+    """Labels in order of id, with a prefix in order of text; count: how many there are in all."""
 
     labels: list[str]
     count: int

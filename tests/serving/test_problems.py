@@ -175,7 +175,7 @@ def test_runs_and_exports_are_served(run_path, monkeypatch):
     asked = []
 
     def ask(server, sockets):
-        with TestClient(server.config.app) as client:
+        with TestClient(server.config.app, "http://localhost") as client:
             asked.append((client.get("/health").json(), sockets[0].getsockname()))
         assert sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
