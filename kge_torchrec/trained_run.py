@@ -229,12 +229,14 @@ class Run(Answering):
     def calibrate(self, **options: Any) -> Calibration:
         """Fits probabilities to the scores, on valid, and keeps them in calibration.json.
 
-        options: those of ``CalibrationOptions``: method, corruptions, among, positive_share, limit,
-            seed.
+        options: those of ``CalibrationOptions``: method, among, top, corruptions, positive_share,
+            limit, seed.
 
-        From then on predictions have a probability.  Returns the calibration, whose ``about`` has
-        the expected calibration error on test before and after.  Raises KGEError without
-        scikit-learn, ConfigError for bad options, DataError without valid triples.
+        From then on predictions have a probability: the share of true ones among the answers that
+        ``predict`` lists with such a score.  Returns the calibration, whose ``about`` has the
+        expected calibration error over the listed answers to the queries of test, before and after.
+        Raises KGEError without scikit-learn, ConfigError for bad options, DataError without valid
+        triples.
         """
         from kge_torchrec.answers.probabilities import CalibrationOptions, calibrate
 

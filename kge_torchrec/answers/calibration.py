@@ -1,11 +1,10 @@
-"""Probabilities of scores, by a curve that was fitted to held-out triples and corruptions of them.
+"""Probabilities of scores, by a curve that was fitted to held-out true and false triples.
 
     Platt     Platt 1999                p(s) = 1 / (1 + exp(-(slope s + intercept)))
     isotonic  Zadrozny and Elkan 2002   the ascending steps nearest to the labels, joined by lines
 
-A probability means: of triples like those that the curve was fitted to, such a share is true.
-What is like them is chosen with the corruptions and the share of true triples among them (Tabacof
-and Costabello 2020, Probability Calibration for Knowledge Graph Embedding Models).
+A probability means: this share of triples like those that the curve was fitted to is true
+(Tabacof and Costabello 2020, Probability Calibration for Knowledge Graph Embedding Models).
 
 Shapes: M triples.
 """
@@ -27,6 +26,7 @@ Method = Literal["platt", "isotonic"]
 METHODS = ("platt", "isotonic")
 FILE = "calibration.json"
 BOTH = "both"  # the curve of either side, where a triple has one score
+TIE = 1e-4  # of a probability by steps, which differs between the scores of one step
 BINS = 15  # of the expected calibration error, as Guo et al. 2017 have them
 
 
@@ -40,11 +40,17 @@ class Curve:
     probabilities: tuple[float, ...] = ()  # at these
 
     def at(self, scores: np.ndarray) -> np.ndarray:
-        """Scores (M,) -> probabilities (M,) float64; of NaN the lowest there is."""
+        """Scores (M,) -> probabilities (M,) float64; of NaN the lowest there is.
+
+        Larger scores have larger probabilities, by up to ``TIE`` inside a step, so that the order
+        of answers stays that of the scores.
+        """
         scores = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf, posinf=np.inf,
                                neginf=-np.inf)  # fmt: skip
         if self.scores:
-            return np.interp(scores, self.scores, self.probabilities)
+            steps = np.interp(scores, self.scores, self.probabilities)
+            centre, spread = np.median(self.scores), np.std(self.scores) or 1.0
+            return (1 - TIE) * steps + TIE * sigmoid((scores - centre) / spread)
         with np.errstate(invalid="ignore"):  # 0 times infinity
             return sigmoid(np.nan_to_num(self.slope * scores + self.intercept, posinf=np.inf,
                                          neginf=-np.inf))  # fmt: skip
@@ -52,7 +58,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The curves of a run: one, or one for each side that is asked for.
+    """The curves of a run: for heads, relations and tails, or one for both sides of a triple.
 
     step, data: of what was calibrated: steps trained, and the fingerprint of the triples.
     about: how, and how well, for people.
@@ -65,9 +71,10 @@ class Calibration:
     about: Mapping[str, Any]
 
     def probabilities(self, scores: np.ndarray, asked: str) -> np.ndarray:
-        """Of scores (M,) of answers to a query for a head, a tail or (as for a tail) a relation."""
-        side = "head" if asked == "head" else "tail"
-        return self.curves.get(side, self.curves.get(BOTH, Curve())).at(scores)
+        """Return those of scores (M,) of answers to queries for a head, a relation or a tail."""
+        keys = (asked, "tail", BOTH)  # older calibrations have no curve for relations
+        curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
+        return curve.at(scores)
 
     def is_of(self, step: int, data: str) -> bool:
         """Whether parameters after so many steps on this data were calibrated."""
@@ -109,7 +116,10 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndar
     Raises KGEError without scikit-learn, or where all labels are alike.
     """
     if labels.all() or not labels.any():
-        raise KGEError("there is nothing to calibrate by: it takes true triples and corruptions")
+        raise KGEError(
+            "there is nothing to calibrate by: it takes true triples and false ones; train longer, "
+            "or calibrate more answers of each query (top)"
+        )
     try:
         from sklearn.isotonic import IsotonicRegression
         from sklearn.linear_model import LogisticRegression

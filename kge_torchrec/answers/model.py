@@ -10,10 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.data.store import TripleStore, Vocabulary
@@ -72,6 +74,11 @@ class AnsweringModel:
         if self.calibration is None:
             return [None] * len(scores)
         return self.calibration.probabilities(scores, asked).tolist()
+
+    def bar(self, total: int, what: str, unit: str) -> tqdm[Any]:
+        """A bar on the first rank's terminal, for work that takes more than a second."""
+        hidden = None if self.processes.is_first else True  # None: tqdm looks for a terminal
+        return tqdm(total=total, desc=what, unit=unit, disable=hidden, leave=False, delay=1)
 
     def known(self, purpose: str) -> TripleStore:
         """The data.  Raises KGEError, which names the purpose, where there is none."""

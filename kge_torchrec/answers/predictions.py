@@ -136,14 +136,11 @@ def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) ->
     memory of a block of scores and of the answers.
     """
     exclude = None if choice.known else model.known("leaving out what is known").filter_index()
-    if asked == "relation":
-        scores, ids = _relations(model, queries, exclude)
-    elif choice.limit is None:
+    if asked != "relation" and choice.limit is None:
         assert choice.above is not None
         return _all_above(model, asked, queries, exclude, choice.above)
-    else:
-        scores, ids = best(model, asked, queries, choice.limit, exclude)
-    scores, ids = scores[:, : choice.limit], ids[:, : choice.limit]
+    limit = model.num_relations if choice.limit is None else choice.limit
+    scores, ids = find_best(model, asked, queries, limit, exclude)
     wanted = ids >= 0
     if choice.above is not None:
         wanted &= scores >= choice.above
@@ -151,18 +148,20 @@ def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) ->
     return Found(query.numpy(), ids[wanted].numpy(), scores[wanted].numpy())
 
 
-def best(
-    model: AnsweringModel, side: Part, queries: Tensor, k: int, exclude: FilterIndex | None = None
+def find_best(
+    model: AnsweringModel, asked: Part, queries: Tensor, k: int, exclude: FilterIndex | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The k best heads or tails: scores (B, k) float32, best first, and ids (B, k) int64.
+    """Return the k best answers: scores (B, k) float32, best first, and ids (B, k) int64.
 
-    exclude: triples that are not listed.  Where fewer than k are left the rest is -inf and id -1.
+    exclude: triples that are not listed.  Where fewer than k are left the rest has id -1.
     """
-    assert side != "relation"
-    anchors, relations = _asked_with(queries, side)
-    left_out = _answers(exclude, side, anchors, relations)
+    if asked == "relation":
+        scores, ids = _relations(model, queries, exclude)
+        return scores[:, :k], ids[:, :k]
+    anchors, relations = _asked_with(queries, asked)
+    left_out = _answers(exclude, asked, anchors, relations)
     k = min(k, model.num_entities)
-    scores, ids = top_k(model.scorer, model.shard, anchors, relations, side, k, left_out)
+    scores, ids = top_k(model.scorer, model.shard, anchors, relations, asked, k, left_out)
     return scores.cpu(), ids.cpu()
 
 

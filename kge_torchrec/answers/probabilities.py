@@ -1,9 +1,10 @@
-"""Calibrating a run on valid, and how well it went on test."""
+"""Calibrating a run on valid, and measuring the probabilities on test."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -12,123 +13,193 @@ from kge_torchrec.answers.calibration import (
     BOTH,
     METHODS,
     Calibration,
-    Curve,
     Method,
     brier_score,
     expected_calibration_error,
     fit,
     sigmoid,
 )
-from kge_torchrec.answers.corruptions import Among, Labelled, labelled
+from kge_torchrec.answers.candidate_answers import candidate_answers
+from kge_torchrec.answers.corruptions import labelled
 from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.predictions import FEW, PARTS
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.models.scorers.base import SIDES
+
+Among = Literal["listed", "seen", "all"]
+AMONG = ("listed", "seen", "all")
+STEPS_FROM = 1000  # labelled scores, from which on isotonic is the default
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
     """How a run is calibrated.
 
-    method: platt, two numbers, or isotonic, steps (better with 1,000 triples and more).
-    corruptions: of each true triple and side.
-    among: what they are drawn from: entities "seen" with the relation on that side, or "all".
-    positive_share: of true triples among those that will be asked about; weights give both kinds
-        this share, however many corruptions there are.
-    limit: triples of valid and of test that are used at most, a sample.
+    method: platt, two numbers, or isotonic, ascending steps.  None picks isotonic where a curve is
+        fitted to 1,000 scores or more.
+    among: what a probability is relative to.  "listed": the answers that ``predict`` lists, the
+        best of all candidates.  "seen" and "all": true triples beside corruptions, drawn from the
+        entities seen with the relation on that side, or from all entities.
+    top: how many answers ``predict`` lists; None stands for 10.  Of among "listed".
+    corruptions: of each true triple and side; None stands for 4.  Not of among "listed".
+    positive_share: of true triples among those you will ask about; weights give true triples this
+        share.  None stands for 0.5.  Not of among "listed".
+    limit: queries, or triples, of valid and of test that are used at most, a sample.
     seed: of sample and corruptions.
 
-    Raises ConfigError for values that make no sense.
+    Raises ConfigError for values that make no sense, and for options without effect.
     """
 
-    method: Method = "platt"
-    corruptions: int = 4
-    among: Among = "seen"
-    positive_share: float = 0.5
-    limit: int = 100_000
+    method: Method | None = None
+    among: Among = "listed"
+    top: int | None = None
+    corruptions: int | None = None
+    positive_share: float | None = None
+    limit: int = 10_000
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.method not in METHODS:
-            raise ConfigError(f"method must be one of {', '.join(METHODS)}, got {self.method!r}")
-        for name, number in (("corruptions", self.corruptions), ("limit", self.limit)):
-            if number < 1:
+        for name, value, known in (("method", self.method or METHODS[0], METHODS),
+                                   ("among", self.among, AMONG)):  # fmt: skip
+            if value not in known:
+                raise ConfigError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        unused = ("corruptions", "positive_share") if self.among == "listed" else ("top",)
+        for name in unused:
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} has no effect with among {self.among}: leave it out")
+        for name in ("corruptions", "top", "limit"):
+            number = getattr(self, name)
+            if number is not None and number < 1:
                 raise ConfigError(f"{name} must be an integer >= 1, got {number}")
-        if not 0 < self.positive_share < 1:
+        if self.seed < 0:
+            raise ConfigError(f"seed must be an integer >= 0, got {self.seed}")
+        if self.positive_share is not None and not 0 < self.positive_share < 1:
             raise ConfigError(f"positive_share must lie in (0, 1), got {self.positive_share}")
 
-
-def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> Calibration:
-    """Curves fitted to valid; ``about`` has the errors on test before and after.
-
-    Before means: by the sigmoid of the score.  Raises KGEError without scikit-learn, DataError
-    where valid is empty.
-    """
-    store = model.known("calibrating")
-    valid = _scored(model, labelled(store, "valid", *_drawn(options, 0)))
-    has_test = len(store.test) > 0
-    test = _scored(model, labelled(store, "test", *_drawn(options, 1))) if has_test else {}
-    if not model.scorer.reciprocal:  # a triple has one score, so it gets one probability
-        valid = {BOTH: _joined(valid)}
-        test = {BOTH: _joined(test)} if has_test else {}
-
-    def fitted() -> tuple[dict[str, Curve], dict[str, Any]]:
-        curves = {
-            side: fit(options.method, scores, labels, _weights(labels, options.positive_share))
-            for side, (scores, labels) in valid.items()
-        }
-        return curves, _about(options, curves, valid, test)
-
-    curves, about = on_first_rank(model.processes, fitted)
-    return Calibration(options.method, curves, step, store.fingerprint, about)
-
-
-def _drawn(options: CalibrationOptions, part: int) -> tuple[int, Among, int, int]:
-    return options.corruptions, options.among, 2 * options.seed + part, options.limit
+    def filled(self) -> CalibrationOptions:
+        """The same with what None stands for, besides the method."""
+        if self.among == "listed":
+            return replace(self, top=self.top or FEW)
+        share = 0.5 if self.positive_share is None else self.positive_share
+        return replace(self, corruptions=self.corruptions or 4, positive_share=share)
 
 
 Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bool
 
 
-def _scored(model: AnsweringModel, parts: list[Labelled]) -> dict[str, Scored]:
+def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> Calibration:
+    """Fit curves to valid; ``about`` has the errors on test before and after.
+
+    Before means: by the sigmoid of the score.  about["test"] is of the answers that ``predict``
+    lists to the queries of test, however the curves were fitted, and about["test_corruptions"] of
+    the triples of test and their corruptions.
+
+    Raises KGEError without scikit-learn, DataError where valid is empty.
+    """
+    store, options = model.known("calibrating"), options.filled()
+    has_test = len(store.test) > 0
+    listed = _listed(model, "test", options, 1) if has_test else None
+    test: dict[str, Scored] = {}
+    if options.among == "listed":
+        queries, valid = _listed(model, "valid", options, 0)
+        used = {"valid_queries": queries}
+    else:
+        valid = _corrupted(model, "valid", options, 0)
+        used = {"valid_triples": sum(int(labels.sum()) for _, labels in valid.values()) // 2}
+        test = _corrupted(model, "test", options, 1) if has_test else {}
+    if not model.scorer.reciprocal:  # a triple has one score, so it gets one probability
+        valid = _joined(valid)
+
+    def fitted() -> Calibration:
+        method = options.method
+        if method is None:
+            fewest = min(len(labels) for _, labels in valid.values())
+            method = "isotonic" if fewest >= STEPS_FROM else "platt"
+        curves = {
+            asked: fit(method, scores, labels, _weights(labels, options.positive_share))
+            for asked, (scores, labels) in valid.items()
+            if asked != "relation" or _has_both(labels)
+        }
+        about = asdict(replace(options, method=method)) | used
+        made = Calibration(method, curves, step, store.fingerprint, about)
+        if listed is not None:
+            about["test"] = {"queries": listed[0], **_errors(made, listed[1], None)}
+        if test:
+            triples = sum(int(labels.sum()) for _, labels in test.values()) // 2
+            errors = _errors(made, test, options.positive_share)
+            about["test_corruptions"] = {"triples": triples, **errors}
+        return made
+
+    return on_first_rank(model.processes, fitted)
+
+
+def _listed(
+    model: AnsweringModel, split: str, options: CalibrationOptions, part: int
+) -> tuple[int, dict[str, Scored]]:
+    """How many queries of a split were asked, and their listed answers, by what is asked for."""
+    found = {
+        asked: candidate_answers(
+            model, split, asked, options.top or FEW, options.limit, 2 * options.seed + part
+        )
+        for asked in PARTS
+    }
+    scored = {asked: (answers.scores, answers.labels) for asked, answers in found.items()}
+    return sum(answers.queries for answers in found.values()), scored
+
+
+def _corrupted(
+    model: AnsweringModel, split: str, options: CalibrationOptions, part: int
+) -> dict[str, Scored]:
+    """The triples of a split and their corruptions, by side."""
+    assert options.corruptions is not None and options.among != "listed"
+    store, seed = model.known("calibrating"), 2 * options.seed + part
+    parts = labelled(store, split, options.corruptions, options.among, seed, options.limit)
     return {
         side: (model.scores(torch.from_numpy(triples), side).numpy(), labels)
         for side, triples, labels in parts
     }
 
 
-def _joined(parts: dict[str, Scored]) -> Scored:
-    scores, labels = zip(*parts.values(), strict=True)
-    return np.concatenate(scores), np.concatenate(labels)
+def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
+    """Both sides together, and relations apart."""
+    scores, labels = zip(*(scored[side] for side in SIDES), strict=True)
+    rest = {asked: found for asked, found in scored.items() if asked not in SIDES}
+    return {BOTH: (np.concatenate(scores), np.concatenate(labels)), **rest}
 
 
-def _weights(labels: np.ndarray, positive_share: float) -> np.ndarray:
-    """(M,) that give true ones their share of the sum, M."""
+def _has_both(labels: np.ndarray) -> bool:
+    return bool(labels.any()) and not labels.all()
+
+
+def _weights(labels: np.ndarray, positive_share: float | None) -> np.ndarray:
+    """(M,) that give true ones their share of the sum, M; without a share all are 1."""
+    if positive_share is None or not _has_both(labels):
+        return np.ones(len(labels))
     true = labels.mean()
     return np.where(labels, positive_share / true, (1 - positive_share) / (1 - true))
 
 
-def _about(
-    options: CalibrationOptions,
-    curves: dict[str, Curve],
-    valid: dict[str, Scored],
-    test: dict[str, Scored],
+def _errors(
+    made: Calibration, scored: Mapping[str, Scored], positive_share: float | None
 ) -> dict[str, Any]:
-    triples = sum(int(labels.sum()) for _, labels in valid.values()) // 2
-    about = asdict(options) | {"valid_triples": triples}
-    if test:
-        labels = np.concatenate([labels for _, labels in test.values()])
-        before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in test.values()])
-        after = np.concatenate([curves[side].at(scores) for side, (scores, _) in test.items()])
-        weights = _weights(labels, options.positive_share)
-        about["test"] = {
-            "triples": int(labels.sum()) // 2,
-            "expected_calibration_error": {
-                "before": expected_calibration_error(before, labels, weights),
-                "after": expected_calibration_error(after, labels, weights),
-            },
-            "brier_score": {
-                "before": brier_score(before, labels, weights),
-                "after": brier_score(after, labels, weights),
-            },
-        }
-    return about
+    """What probabilities are worth, before and after: means, and errors."""
+    labels = np.concatenate([labels for _, labels in scored.values()])
+    weights = _weights(labels, positive_share)
+    before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in scored.values()])
+    after = np.concatenate(
+        [made.probabilities(scores, asked) for asked, (scores, _) in scored.items()]
+    )
+    found: dict[str, Any] = {
+        "candidates": len(labels),
+        "true": float(np.average(labels, weights=weights)),
+    }
+    for name, measure in (
+        ("mean_probability", lambda p, _, weights: float(np.average(p, weights=weights))),
+        ("expected_calibration_error", expected_calibration_error),
+        ("brier_score", brier_score),
+    ):
+        found[name] = {
+            "before": measure(before, labels, weights), "after": measure(after, labels, weights)
+        }  # fmt: skip
+    return found

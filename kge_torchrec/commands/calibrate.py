@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
 
@@ -20,49 +21,53 @@ def add(verbs: Verbs) -> None:
     calibrate.add_argument(
         "--method",
         choices=("platt", "isotonic"),
-        default="platt",
-        help="a sigmoid of two numbers, or ascending steps (default: platt)",
+        help="a sigmoid of two numbers, or ascending steps (default: isotonic from 1,000 scores "
+        "on, else platt)",
+    )
+    calibrate.add_argument(
+        "--among",
+        choices=("listed", "seen", "all"),
+        default="listed",
+        help="fit to the answers that predict lists to the queries of valid; or to true triples "
+        "beside corruptions, drawn from the entities seen with the relation on that side, or from "
+        "all entities (default: listed)",
+    )
+    calibrate.add_argument(
+        "--top", type=int, metavar="K", help="answers that predict lists (default: 10)"
     )
     calibrate.add_argument(
         "--corruptions",
         type=int,
-        default=4,
         metavar="N",
-        help="of each triple and side, default: 4",
+        help="with --among seen or all: of each triple and side (default: 4)",
     )
-    add_among(calibrate)
     calibrate.add_argument(
         "--positive-share",
         type=float,
-        default=0.5,
         metavar="P",
-        help="of true triples among those you will ask about (default: 0.5)",
+        help="with --among seen or all: of true triples among those you will ask about "
+        "(default: 0.5)",
     )
+    add_sample(calibrate, 10_000)
     add_format(calibrate)
 
 
-def add_among(verb: argparse.ArgumentParser) -> None:
-    """What corruptions are drawn from, and how."""
+def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:
+    """--limit and --seed, of the triples that are used."""
     verb.add_argument(
-        "--among",
-        choices=("seen", "all"),
-        default="seen",
-        help="draw corruptions from the entities that the relation has on that side in train, or "
-        "from all, most of which are plainly wrong (default: seen)",
-    )
-    verb.add_argument(
-        "--limit", type=int, default=100_000, metavar="N",
-        help="triples of valid and of test that are used at most (default: 100000)",
+        "--limit", type=int, default=limit, metavar="N",
+        help=f"triples of valid and of test that are used at most (default: {limit})",
     )  # fmt: skip
-    verb.add_argument("--seed", type=int, default=0, help="of the corruptions (default: 0)")
+    verb.add_argument("--seed", type=int, default=0, help="of the sample (default: 0)")
 
 
 def run(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         made = trained.calibrate(
             method=parsed.method,
-            corruptions=parsed.corruptions,
             among=parsed.among,
+            top=parsed.top,
+            corruptions=parsed.corruptions,
             positive_share=parsed.positive_share,
             limit=parsed.limit,
             seed=parsed.seed,
@@ -74,19 +79,38 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _summary(made: Calibration) -> str:
     about = made.about
-    lines = [f"{made.method}, fitted to {about['valid_triples']:,} triples of valid"]
-    for side, curve in made.curves.items():
+    lines = [f"{made.method}, fitted to {_fitted_to(about)}"]
+    for asked, curve in made.curves.items():
         if made.method == "platt":
-            lines.append(f"  {side}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
+            lines.append(f"  {asked}: p = sigmoid({curve.slope:.6g} score {curve.intercept:+.6g})")
         else:
-            lines.append(f"  {side}: {len(curve.scores):,} points")
+            lines.append(f"  {asked}: {len(curve.scores):,} points")
     if "test" in about:
-        test = about["test"]
-        lines.append(f"on {test['triples']:,} triples of test   sigmoid(score)  calibrated")
-        for name, words in (
-            ("expected_calibration_error", "expected calibration error"),
-            ("brier_score", "Brier score"),
-        ):
-            before, after = test[name]["before"], test[name]["after"]
-            lines.append(f"  {words:<28}{before:>14.4f}{after:>12.4f}")
+        top = about["top"] or 10
+        lines += _errors(
+            about["test"], f"test: {about['test']['queries']:,} queries, {top} best answers each"
+        )
+    if "test_corruptions" in about:
+        triples = about["test_corruptions"]["triples"]
+        lines += _errors(about["test_corruptions"], f"test: {triples:,} triples and corruptions")
     return "\n".join(lines)
+
+
+def _fitted_to(about: Mapping[str, Any]) -> str:
+    if about["among"] == "listed":
+        return f"the {about['top']} best answers to {about['valid_queries']:,} queries of valid"
+    return (
+        f"{about['valid_triples']:,} triples of valid and {about['corruptions']} corruptions each"
+    )
+
+
+def _errors(found: Mapping[str, Any], of: str) -> list[str]:
+    lines = [f"{of:<50} sigmoid(score)  calibrated"]
+    for name, words in (
+        ("mean_probability", f"mean probability ({found['true']:.4f} are true)"),
+        ("expected_calibration_error", "expected calibration error"),
+        ("brier_score", "Brier score"),
+    ):
+        before, after = found[name]["before"], found[name]["after"]
+        lines.append(f"  {words:<48} {before:>14.4f}{after:>12.4f}")
+    return lines

@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
-from kge_torchrec.commands.calibrate import add_among
+from kge_torchrec.commands.calibrate import add_sample
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -17,7 +17,14 @@ def add(verbs: Verbs) -> None:
     does = "tell true triples from false: a threshold a relation from valid, accuracy on test"
     classify = add_verb(verbs, "classify", does, run)
     classify.add_argument("folder", metavar="RUN", help="the folder of a run")
-    add_among(classify)
+    classify.add_argument(
+        "--among",
+        choices=("seen", "all"),
+        default="seen",
+        help="draw corruptions from the entities that the relation has on that side in train, or "
+        "from all, most of which are plainly wrong (default: seen)",
+    )
+    add_sample(classify, 100_000)
     add_format(classify)
 
 

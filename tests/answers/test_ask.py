@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -130,6 +131,18 @@ def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
     found = {m.label: m.score for m in ask(model, parse_query(TWO_STEPS, model), options)}
     label = run.session.store.entities.labels(range(N))
     assert [found[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
+
+
+def test_answers_of_one_probability_come_in_order_of_score(run):
+    """Isotonic calibration gives many entities the same probability."""
+    plain, curve = run.answering_model(), Curve(scores=(-0.1, 0.1), probabilities=(0.2, 0.2))
+    model = replace(plain, calibration=Calibration("isotonic", {"both": curve}, 0, "", {}))
+    found = ask(model, parse_query(NEIGHBOURS, model), AskOptions(k=N, facts="none"))
+    expected = run.predict("e1", "r0", k=N)
+    score = {a.label: a.score for a in expected}
+    assert len(found) == N and found[0].label == expected[0].label
+    in_order = np.array([score[m.label] for m in found])
+    assert np.diff(in_order).max() < 1e-3 and in_order[0] - in_order[-1] > 0.1  # float32 degrees
 
 
 def test_the_way_there_is_told(run):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from kge_torchrec import api, load_model
+from kge_torchrec.answers import probabilities
 from kge_torchrec.answers.calibration import (
     FILE,
     METHODS,
@@ -18,9 +19,11 @@ from kge_torchrec.answers.calibration import (
     expected_calibration_error,
     fit,
 )
+from kge_torchrec.answers.candidate_answers import candidate_answers
 from kge_torchrec.answers.corruptions import Pools, corrupt, labelled
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.data.store import SPLITS
 from kge_torchrec.errors import DataError, KGEError
 
 
@@ -87,11 +90,11 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
     before = own.predict("e1", "r0")
     assert {a.probability for a in before} == {None}
     made = own.calibrate(method=method)
-    assert set(made.curves) == {"head", "tail"}  # of reciprocal relations
+    assert set(made.curves) == {"head", "relation", "tail"}  # of reciprocal relations
     errors = made.about["test"]["expected_calibration_error"]
-    assert 0 <= errors["after"] < 1 and made.about["valid_triples"] == 30
+    assert 0 <= errors["after"] < errors["before"] < 1
     for side, query in (("tail", ("e1", "r0", None)), ("head", (None, "r0", "e1")),
-                        ("tail", ("e1", None, "e2"))):  # fmt: skip
+                        ("relation", ("e1", None, "e2"))):  # fmt: skip
         found = own.predict(*query)
         expected = made.curves[side].at(np.array([a.score for a in found], np.float32))
         assert [a.probability for a in found] == expected.tolist()
@@ -111,6 +114,59 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
     ]
 
 
+def test_answers_are_those_that_predict_lists(own):
+    """Of each distinct query of test: the best ones without what train and valid hold."""
+    model, store = own.answering_model(), own.session.store
+    known = {name: {tuple(t) for t in store.split(name).tolist()} for name in SPLITS}
+    for asked, place in (("head", 0), ("relation", 1), ("tail", 2)):
+        expected = []
+        for query in sorted({(*t[:place], None, *t[place + 1 :]) for t in known["test"]}, key=str):
+            ids = [x if x is None else int(x) for x in query]
+            answers = own.predict(*ids, k=50)
+            vocabulary = model.relations if asked == "relation" else model.entities
+            numbers = vocabulary.ids([a.label for a in answers]).tolist()
+            whole = [tuple(n if x is None else x for x in ids) for n in numbers]
+            left = [(a.score, t in known["test"]) for a, t in zip(answers, whole, strict=True)
+                    if t not in known["train"] | known["valid"]]  # fmt: skip
+            expected += left[:4]
+        found = candidate_answers(model, "test", asked, 4, 1000, 0)
+        pairs = zip(found.scores.tolist(), found.labels.tolist(), strict=True)
+        assert sorted(pairs) == sorted(expected) and found.queries > 5
+        assert candidate_answers(model, "test", asked, 4, 3, 0).queries == 3
+
+
+def test_probabilities_are_the_share_of_true_answers(own):
+    """On the answers themselves to which the curves were fitted."""
+    made = own.calibrate(method="isotonic", top=5)
+    for asked, curve in made.curves.items():
+        answers = candidate_answers(own.answering_model(), "valid", asked, 5, 1000, 0)
+        found = curve.at(answers.scores)
+        assert found.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
+    own_share = made.about["test"]["mean_probability"]["after"]
+    assert abs(own_share - made.about["test"]["true"]) < 0.1
+    other = own.calibrate(among="seen", positive_share=0.5, method="isotonic").about
+    errors = other["test"]["expected_calibration_error"]["after"]
+    assert errors > 0.1 + made.about["test"]["expected_calibration_error"]["after"]
+    assert other["test_corruptions"]["triples"] == 30
+    assert other["test"]["queries"] == made.about["test"]["queries"]
+
+
+def test_isotonic_is_the_default_for_many_scores(own, monkeypatch):
+    assert own.calibrate().method == "platt"
+    monkeypatch.setattr(probabilities, "STEPS_FROM", 10)
+    assert own.calibrate().method == own.calibrate().about["method"] == "isotonic"
+
+
+def test_scores_of_one_step_keep_their_order():
+    curve = Curve(scores=(0.0, 1.0, 1.5, 3.0), probabilities=(0.0, 0.0, 1.0, 1.0))
+    scores = np.array([-1e30, -50, -3, 0, 0.5, 1, 1.2, 1.5, 2, 3, 4])
+    found = curve.at(scores).astype(np.float32)
+    assert np.all(np.diff(found) > 0) and found[0] >= 0 and found[-1] <= 1
+    assert np.abs(found - np.interp(scores, curve.scores, curve.probabilities)).max() <= 1e-4
+    special = curve.at(np.array([-np.inf, np.nan, np.inf]))
+    assert special[0] == special[1] == 0 and special[2] == 1
+
+
 def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
     own.calibrate()
     file = own.path / FILE
@@ -127,9 +183,14 @@ def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
 
 def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
     for options, words in (({"method": "beta"}, "method must be one of platt, isotonic"),
-                           ({"corruptions": 0}, "corruptions must be"),
-                           ({"among": "types"}, "among must be one of seen, all"),
-                           ({"positive_share": 1.0}, "positive_share must lie")):  # fmt: skip
+                           ({"corruptions": 0, "among": "all"}, "corruptions must be"),
+                           ({"among": "types"}, "among must be one of listed, seen, all"),
+                           ({"positive_share": 1.0, "among": "all"}, "positive_share must lie"),
+                           ({"positive_share": 0.1}, "positive_share has no effect with among l"),
+                           ({"corruptions": 2}, "corruptions has no effect with among listed"),
+                           ({"top": 2, "among": "seen"}, "top has no effect with among seen"),
+                           ({"top": 0}, "top must be"), ({"limit": 0}, "limit must be"),
+                           ({"seed": -1}, "seed must be")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             run.calibrate(**options)
     with pytest.raises(KGEError, match="nothing to calibrate by"):

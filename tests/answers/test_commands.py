@@ -106,7 +106,12 @@ def test_calibrate_then_predict(trained, say, tmp_path):
     run = shutil.copytree(trained[0], tmp_path / "run")
     code, out, _ = say("calibrate", run, "--method", "isotonic")
     assert code == 0 and "expected calibration error" in out
-    about = json.loads(say("calibrate", run, "--positive-share", 0.2, "--format", "json")[1])
+    assert max(map(len, out.splitlines())) <= 80
+    flags = ("--among", "seen", "--positive-share", 0.2, "--method", "platt")
+    code, out, _ = say("calibrate", run, *flags)
+    assert code == 0 and max(map(len, out.splitlines())) <= 80
+    assert "30 triples and corruptions" in out
+    about = json.loads(say("calibrate", run, *flags, "--format", "json")[1])
     assert about["method"] == "platt" and about["positive_share"] == 0.2
     query = ("predict", run, "--head", "e1", "--relation", "r0")
     assert say(*query)[1].split()[:5] == ["rank", "label", "score", "known", "probability"]

@@ -13,7 +13,7 @@ from training_runs import config_of
 
 from kge_torchrec import api
 from kge_torchrec.answers import predictions
-from kge_torchrec.answers.predictions import Found, best
+from kge_torchrec.answers.predictions import Found, find_best
 from kge_torchrec.errors import KGEError
 
 PARTS = ("head", "relation", "tail")
@@ -75,7 +75,7 @@ def test_ranks_equal_those_of_evaluation(run):
     triples = triples[random.integers(len(triples), size=500)]
     ranks = session.ranks_of(triples, "test")
     for side, column in (("head", 0), ("tail", 2)):
-        scores, ids = best(model, side, torch.from_numpy(triples), 37)
+        scores, ids = find_best(model, side, torch.from_numpy(triples), 37)
         index = store.filter_index()
         anchors, answers = triples[:, 2 - column], triples[:, column]
         known = index.contains(side, anchors, triples[:, 1], ids.numpy())

@@ -1,0 +1,71 @@
+"""The answers that ``predict`` lists to the queries of a held-out split, true and false.
+
+A query asks for the head, the relation or the tail of a triple of the split.  Its candidates are
+all entities, or relations, without the answers that other splits hold.  The best candidates are
+listed; those that the split holds are true.
+
+Shapes: B queries of a batch, k listed candidates of a query, M of all queries.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.predictions import PARTS, Part, find_best
+from kge_torchrec.data.filter_index import FilterIndex
+from kge_torchrec.data.store import SPLITS
+from kge_torchrec.errors import DataError
+
+QUERIES = 512  # searched together
+RELATION_QUERIES = 1000  # pairs of entities, each of which is scored with all relations
+
+
+class CandidateAnswers(NamedTuple):
+    """The M listed candidates of distinct queries."""
+
+    queries: int
+    scores: np.ndarray  # (M,) float32
+    labels: np.ndarray  # (M,) bool: true answers
+
+
+def candidate_answers(
+    model: AnsweringModel, split: str, asked: Part, top: int, limit: int, seed: int
+) -> CandidateAnswers:
+    """Return the ``top`` best candidates of each query of a split for one part.  Collective.
+
+    limit: of queries, a sample if the split has more; at most ``RELATION_QUERIES`` of relations.
+    Raises DataError for a split without triples.
+    """
+    store = model.known("calibrating")
+    triples = np.array(store.split(split), np.int64)
+    if not len(triples):
+        raise DataError(f"{store.path} has no {split} triples")
+    triples[:, PARTS.index(asked)] = 0
+    queries = np.unique(triples, axis=0)
+    limit = min(limit, RELATION_QUERIES) if asked == "relation" else limit
+    if len(queries) > limit:
+        chosen = np.random.default_rng(seed).choice(len(queries), limit, replace=False)
+        queries = queries[np.sort(chosen)]
+    own = store.filter_index((split,))
+    others = store.filter_index([name for name in SPLITS if name != split])
+    scores, labels = [], []
+    with model.bar(len(queries), f"{split}: {asked}s", "query") as bar:
+        for batch in np.array_split(queries, range(QUERIES, len(queries), QUERIES)):
+            found, ids = find_best(model, asked, torch.from_numpy(batch), top, others)
+            is_listed = ((ids >= 0) & found.isfinite()).numpy()
+            scores.append(found.numpy()[is_listed])
+            labels.append(_are_known(own, asked, batch, ids.numpy())[is_listed])
+            bar.update(len(batch))
+    return CandidateAnswers(len(queries), np.concatenate(scores), np.concatenate(labels))
+
+
+def _are_known(index: FilterIndex, asked: Part, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
+    """(B, k) bool: whether the index holds queries (B, 3) completed by the answers ids (B, k)."""
+    if asked == "relation":
+        known = [index.relations_between(head, tail) for head, _, tail in queries.tolist()]
+        return np.stack([np.isin(row, some) for row, some in zip(ids, known, strict=True)])
+    return index.contains(asked, queries[:, 0 if asked == "tail" else 2], queries[:, 1], ids)
