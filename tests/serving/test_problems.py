@@ -95,6 +95,12 @@ def test_nothing_can_be_written(client, path):
         assert client.request(method, path).status_code == 405
 
 
+def test_the_page_shows_labels_apart_and_suits_small_and_dark_screens(client):
+    page = client.get("/").text
+    for words in ('element("bdi"', '"probability"', "prefix }", "max-width: 30rem", "scheme: dark"):
+        assert words in page
+
+
 def test_pages_load_nothing_from_elsewhere(client):
     for path in ("/", "/docs"):
         found = client.get(path)
