@@ -18,8 +18,10 @@ from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.answers.corruptions import Among
 from kge_torchrec.answers.links import Link, new_links
 from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
-from kge_torchrec.data.store import TripleStore, Vocabulary
+from kge_torchrec.data.prepare import InMemory
+from kge_torchrec.data.store import SPLITS, TripleStore, Vocabulary
 from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
@@ -105,6 +107,7 @@ class Run(Answering):
         by: Sequence[str] = (),
         candidates: str | None = None,
         types: str | Path | None = None,
+        triples: InMemory | str | Path | None = None,
     ) -> dict[str, Any]:
         """Exact filtered ranking of a split with the best checkpoint (the last without one).
 
@@ -113,24 +116,37 @@ class Run(Answering):
             the run folder, as evaluation-SPLIT-by-NAME.json and .png.
         candidates: "all", "seen" or "types", with a file of types; in place of the run's
             evaluation.candidates.
+        triples: rank these instead of a split: triples of labels, as ``prepare`` takes them in
+            memory, or a file of them, as ``score_file`` does.  Answers that they or any split hold
+            are filtered.
 
         Returns {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
         {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}; with ``by`` also {"by": {name: {"about",
-        "total", "groups"}}}; and where candidates were restricted "candidates", which says so.
+        "total", "groups"}}}; where candidates were restricted "candidates", which says so; with
+        ``triples`` also {"triples": {"count", "train", "valid", "test"}}: how many there are, and
+        how many of them are in each split.  Raises DataError for triples that cannot be ranked; the
+        message names the line, or the position in memory.
         """
-        if split not in FILTERS:
-            raise ConfigError(f"split must be one of {', '.join(FILTERS)}, got {split!r}")
+        if not isinstance(split, str) or split not in FILTERS:
+            raise ConfigError(
+                f"split must be one of {', '.join(FILTERS)}, got {split!r:.80}; triples of your "
+                "own are evaluate(triples=...)"
+            )
         check_names(by)
         evaluation = self._evaluation(candidates, types)
-        triples = self.session.store.split(split)
-        if not len(triples):
-            raise ConfigError(f"{self.session.store.path} has no {split} triples")
-        ranks = self.session.ranks_of(triples, split, evaluation)
+        store = self.session.store
+        given = None if triples is None else read_triples(triples, self.answering_model())
+        ids = store.split(split) if given is None else given
+        if not len(ids):
+            raise ConfigError(f"{store.path} has no {split} triples")
+        ranks = self.session.ranks_of(ids, split if given is None else None, evaluation)
         found = metrics(ranks)
+        if given is not None:
+            split, found["triples"] = "triples", _where_known(store, given)
         if by:
             # The ranks are the same on every rank, so one groups them for all.
             found["by"] = on_first_rank(
-                self._processes, lambda: self._grouped(ranks, split, by, evaluation.candidates)
+                self._processes, lambda: self._grouped(ranks, split, ids, by, evaluation.candidates)
             )
         return found
 
@@ -143,12 +159,12 @@ class Run(Answering):
         return replace(own, candidates=kind, types=kept if types is None else str(types))
 
     def _grouped(
-        self, ranks: Ranks, split: str, by: Sequence[str], candidates: str
+        self, ranks: Ranks, split: str, ids: np.ndarray, by: Sequence[str], candidates: str
     ) -> dict[str, Any]:
         from kge_torchrec.diagnosis.report import write  # loads matplotlib
 
         store = self.session.store
-        triples = np.asarray(store.split(split), np.int64)
+        triples = np.asarray(ids, np.int64)
         found = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
         try:
             write(self.path, split, candidates, found)
@@ -336,7 +352,18 @@ def evaluate(
     by: Sequence[str] = (),
     candidates: str | None = None,
     types: str | Path | None = None,
+    triples: InMemory | str | Path | None = None,
 ) -> dict[str, Any]:
     """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
     with open_run(path) as run:
-        return run.evaluate(split, by, candidates, types)
+        return run.evaluate(split, by, candidates, types, triples)
+
+
+def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:
+    """How many triples (T, 3) there are, and how many of them each split holds."""
+    heads, relations, tails = triples.T
+    known = {
+        name: store.filter_index((name,)).contains("tail", heads, relations, tails[:, None])
+        for name in SPLITS
+    }
+    return {"count": len(triples)} | {name: int(found.sum()) for name, found in known.items()}

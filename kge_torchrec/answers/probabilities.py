@@ -144,7 +144,9 @@ def _listed(
         )
         for asked in PARTS
     }
-    scored = {asked: (answers.scores, answers.labels) for asked, answers in found.items()}
+    scored: dict[str, Scored] = {
+        asked: (answers.scores, answers.labels) for asked, answers in found.items()
+    }
     return sum(answers.queries for answers in found.values()), scored
 
 

@@ -1,4 +1,4 @@
-"""Files of questions: a line each, of three columns or a JSON object.
+"""Files of questions, and of triples: a line each, of three columns or a JSON object.
 
     Austria<TAB>borders<TAB>?
     {"head": null, "relation": "has_capital", "tail": "Vienna"}
@@ -21,8 +21,10 @@ import numpy as np
 
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS
+from kge_torchrec.data.prepare import InMemory, batches_of
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.data.streams import lines, roles
+from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 
 UNKNOWN = "?"
@@ -72,6 +74,44 @@ def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Ite
     if is_empty:
         kind = "queries, such as Austria<tab>borders<tab>?" if missing else "triples"
         raise DataError(f"{path} is empty: write lines of {kind}")
+
+
+def read_triples(given: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
+    """Return the ids (T, 3) int64 of triples of labels, in a file or in memory.  Collective.
+
+    Raises DataError unless every one can be used; the message names the first that cannot by its
+    line, or by its position in memory from 0.
+    """
+    return on_first_rank(model.processes, lambda: _triples(given, model))
+
+
+def _triples(given: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
+    if isinstance(given, str | Path):
+        place, batches = f"{given}:", read_questions(given, model, 0)
+    else:
+        place, batches = "triples: triple ", _in_memory(given, model)
+    found, problems = [np.empty((0, 3), np.int64)], []
+    for batch in batches:
+        found.append(batch.ids)
+        problems += batch.problems
+    if problems:
+        others = f" ({len(problems) - 1:,} more like this)" if len(problems) > 1 else ""
+        raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{others}")
+    triples = np.concatenate(found)
+    if not len(triples):
+        raise DataError("triples: there are none to rank")
+    return triples
+
+
+def _in_memory(rows: InMemory, model: AnsweringModel) -> Iterator[Questions]:
+    """Batches of triples of labels, numbered from 0."""
+    first = 0
+    for batch in batches_of("triples", rows):
+        columns = zip(*(batch[part].to_pylist() for part in PARTS), strict=True)
+        parsed = [_Line(number, parts) for number, parts in enumerate(columns, first)]
+        ids, problems = _looked_up(model, parsed, SUGGESTIONS)
+        first += len(parsed)
+        yield Questions(np.arange(first - len(parsed), first), ids, problems)
 
 
 def _batches(numbered: Iterable[tuple[int, bytes]], size: int) -> Iterator[list[tuple[int, bytes]]]:

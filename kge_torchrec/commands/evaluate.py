@@ -16,8 +16,15 @@ def add(verbs: Verbs) -> None:
     does = "rank the triples of a split exactly, among all entities, with a trained run"
     evaluate = add_verb(verbs, "evaluate", does, run)
     evaluate.add_argument("folder", metavar="RUN", help="the folder of a run")
-    evaluate.add_argument(
+    what = evaluate.add_mutually_exclusive_group()
+    what.add_argument(
         "--split", choices=("test", "valid", "train"), default="test", help="default: test"
+    )
+    what.add_argument(
+        "--triples",
+        metavar="FILE",
+        help="rank these instead of a split: lines of head, relation and tail with tabs between, "
+        "or JSON objects; what they or any split hold is filtered",
     )
     evaluate.add_argument(
         "--by",
@@ -44,7 +51,9 @@ def add(verbs: Verbs) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
-        results = trained.evaluate(parsed.split, parsed.by, parsed.candidates, parsed.types)
+        results = trained.evaluate(
+            parsed.split, parsed.by, parsed.candidates, parsed.types, parsed.triples
+        )
 
     if not is_first_rank():
         return 0
@@ -53,12 +62,16 @@ def run(parsed: argparse.Namespace) -> int:
         return 0
     from kge_torchrec.ranking.metrics import results_table
 
-    by = results.pop("by", {})
+    by, counts = results.pop("by", {}), results.pop("triples", None)
     print(results_table(results))
+    if counts is not None:
+        splits = ", ".join(f"{counts[name]:,} in {name}" for name in ("train", "valid", "test"))
+        print(f"{counts['count']:,} triples of {parsed.triples}; of them {splits}")
     if by:
         from kge_torchrec.diagnosis.report import table
 
         for name, found in by.items():
             print(f"\n{table(name, found)}")
-        print(f"\nfiles and pictures: {trained.path}/evaluation-{parsed.split}-by-*")
+        split = parsed.split if parsed.triples is None else "triples"
+        print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
     return 0

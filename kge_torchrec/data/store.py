@@ -20,7 +20,7 @@ import pyarrow.compute as pc
 from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.filter_index import Degrees, FilterIndex, SideIndex
+from kge_torchrec.data.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
@@ -105,12 +105,17 @@ class TripleStore:
         names = Vocabulary.open(self.path / _TYPES, "type").array
         return names, *(_map(self.path / name) for name in _TYPE_ARRAYS)
 
-    def filter_index(self, splits: Sequence[str] = SPLITS) -> FilterIndex:
-        """The filter index over the given splits."""
+    def filter_index(
+        self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
+    ) -> FilterIndex:
+        """The filter index over the given splits, and over other triples (T, 3)."""
         indices: list[dict[str, SideIndex]] = []
         for split in splits:
             self.split(split)
             indices.append({side: self.side_index(split, side) for side in SIDES})
+        if others is not None:
+            sizes = self.num_entities, self.num_relations
+            indices.append({side: build_side(side, others, *sizes) for side in SIDES})
         return FilterIndex(indices, self.num_entities, self.num_relations)
 
     def degrees(self) -> Degrees:

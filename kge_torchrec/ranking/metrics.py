@@ -90,7 +90,7 @@ def results_table(results: dict[str, Any]) -> str:
     lines = [f"{'side':<6}{'ties':<13}" + "".join(f"{name:>10}" for name in COLUMNS)]
     lines.append("-" * len(lines[0]))
     for side, kinds in results.items():
-        for kind, row in kinds.items() if side != "candidates" else ():
+        for kind, row in kinds.items() if side in ("head", "tail", "both") else ():
             lines.append(f"{side:<6}{kind:<13}" + "".join(_cell(row, name) for name in COLUMNS))
     return "\n".join([ranked_among(results)] * ("candidates" in results) + lines)
 

@@ -190,10 +190,14 @@ class Session:
         return metrics(self.ranks_of(self.validation_triples(), "valid"))
 
     def ranks_of(
-        self, triples: np.ndarray, split: str, evaluation: EvaluationConfig | None = None
+        self,
+        triples: np.ndarray,
+        split: str | None,
+        evaluation: EvaluationConfig | None = None,
     ) -> Ranks:
-        """Filtered ranks of triples (T, 3) of a split.  Collective.
+        """Filtered ranks of triples (T, 3) of a split, or of triples of no split.  Collective.
 
+        split: None filters by all splits and by the triples themselves.
         evaluation: in place of the config's, for its candidates and their types.
         """
         from tqdm import tqdm
@@ -203,18 +207,23 @@ class Session:
         evaluation = evaluation or self.config.evaluation
         shard = self.backend.shard()
         candidates = self._restricted(evaluation, shard)
-        total = 2 * len(triples)
+        total, triples = 2 * len(triples), np.asarray(triples, dtype=np.int64)
+        known = self.store.filter_index(FILTERS[split or "test"], None if split else triples)
         with (
             self.whole_scorer() as scorer,
             tqdm(
-                total=total, desc=f"rank {split}", unit="query", disable=self.hide_bars, leave=False
+                total=total,
+                desc=f"rank {split or 'triples'}",
+                unit="query",
+                disable=self.hide_bars,
+                leave=False,
             ) as bar,
         ):
             return rank_triples(
                 scorer,
                 shard,
-                np.asarray(triples, dtype=np.int64),
-                self.store.filter_index(FILTERS[split]),
+                triples,
+                known,
                 candidates=candidates,
                 batch_size=evaluation.batch_size,
                 progress=bar.update,

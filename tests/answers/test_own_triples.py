@@ -1,0 +1,107 @@
+"""Ranks of triples that the user brings: of labels, in memory or in a file."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pyarrow as pa
+import pytest
+
+import kge_torchrec
+from kge_torchrec.cli import main
+from kge_torchrec.config import ConfigError
+from kge_torchrec.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def own(run):
+    """Two triples of one query that no split holds, and one of train."""
+    new = [("e1", "r0", a.label) for a in run.predict("e1", "r0", k=9, known=False)[::4]]
+    (first,) = np.asarray(run.session.store.train[:1])
+    store = run.session.store
+    (head, tail), (relation,) = (
+        store.entities.labels(first[::2]),
+        store.relations.labels(first[1:2]),
+    )
+    return [*new[:2], (head, relation, tail)]
+
+
+def ranks_by_hand(run, triples):
+    """Ranks of heads and tails among what neither the splits nor the triples hold."""
+    found = []
+    for head, relation, tail in triples:
+        for query, truth in (((None, relation, tail), head), ((head, relation, None), tail)):
+            whole = {"head": None, "tail": None}
+            others = 0
+            answers = run.predict(*query, k=37)
+            score = next(a.score for a in answers if a.label == truth)
+            for a in answers:
+                whole = (a.label, relation, tail) if query[0] is None else (head, relation, a.label)
+                is_filtered = a.known is not None or whole in triples
+                others += a.score > score and not is_filtered
+            found.append(others + 1)
+    return found
+
+
+def test_ranks_are_filtered_by_all_splits_and_by_the_triples(run, own, tmp_path):
+    expected = ranks_by_hand(run, own)
+    found = run.evaluate(triples=own)
+    assert found["both"]["realistic"]["mr"] == pytest.approx(np.mean(expected))
+    assert found["both"]["realistic"]["mrr"] == pytest.approx(np.mean(1 / np.array(expected)))
+    assert found["triples"] == {"count": 3, "train": 1, "valid": 0, "test": 0}
+    (tmp_path / "own").write_text("head\trelation\ttail\n" + "".join(
+        "\t".join(triple) + "\n" for triple in own
+    ))  # fmt: skip
+    columns = dict(zip(("head", "relation", "tail"), zip(*own, strict=True), strict=True))
+    for given in (tmp_path / "own", str(tmp_path / "own"), iter(own), np.array(own),
+                  pa.table({name: list(column) for name, column in columns.items()})):  # fmt: skip
+        assert run.evaluate(triples=given) == found
+    grouped = run.evaluate(triples=own, by=["relation"])["by"]["relation"]
+    assert grouped["total"] == {side: found[side] for side in ("head", "tail", "both")}
+
+
+def test_a_split_brought_along_is_ranked_as_the_split(run):
+    store = run.session.store
+    heads, relations, tails = np.asarray(store.test).T
+    labels = store.entities.labels(heads), store.relations.labels(relations), (
+        store.entities.labels(tails)
+    )  # fmt: skip
+    found = run.evaluate(triples=list(zip(*labels, strict=True)))
+    assert found.pop("triples") == {"count": 30, "train": 0, "valid": 0, "test": 30}
+    assert found == run.evaluate("test")
+
+
+def test_triples_that_cannot_be_ranked(run, tmp_path):
+    (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\te11x\n\ne1\tr9\te2\ne1\tr0\n")
+    (tmp_path / "none").write_text("")
+    for given, words in (
+        (tmp_path / "t", r"t:2: unknown entity 'e11x'; did you mean 'e11'.*\(2 more like this\)"),
+        (tmp_path / "none", "none is empty: write lines of triples"),
+        (tmp_path / "nowhere", "nowhere"),
+        ([("e1", "r0", "e2"), ("e1", "r9", "e2")], "triples: triple 1: unknown relation 'r9'"),
+        ([("e1", "r0")], "triples: triple 0 has 2 fields"),
+        ([], "triples: there are none to rank"),
+        ([(1, 0, 2)], "triples: labels must be strings"),
+    ):
+        with pytest.raises(DataError, match=words):
+            run.evaluate(triples=given)
+    with pytest.raises(ConfigError, match=r"split must be one of .* evaluate\(triples=...\)"):
+        run.evaluate([("e1", "r0", "e2")])
+
+
+def test_a_file_of_triples_on_the_command_line(run, own, tmp_path, capsys):
+    file = tmp_path / "own.tsv"
+    file.write_text("".join(json.dumps(dict(zip(("head", "relation", "tail"), triple, strict=True)))
+                            + "\n" for triple in own))  # fmt: skip
+    expected = run.evaluate(triples=own)
+    assert kge_torchrec.evaluate(run.path, triples=file) == expected
+    run.close()
+    assert main(["evaluate", str(run.path), "--triples", str(file), "--format", "json"]) == 0
+    assert json.loads(capsys.readouterr().out) == expected
+    assert main(["evaluate", str(run.path), "--triples", str(file)]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"3 triples of {file}; of them 1 in train, 0 in valid, 0 in test"
+    file.write_text("e1\tr0\tnobody\n")
+    assert main(["evaluate", str(run.path), "--triples", str(file)]) == 1
+    assert f"kge-torchrec: {file}:1: unknown entity 'nobody'" in capsys.readouterr().err
