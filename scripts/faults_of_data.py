@@ -7,17 +7,17 @@ from faults import Fault
 DATA_FAULTS = [
     # weights
     Fault(
-        "weights over the mean of a rank's part",
+        "weights over the mean of a batch",
         "data/loader.py",
-        "self.weights[order(np.arange(start, start + size))].mean(dtype=np.float64)",
-        "self.weights[index].mean(dtype=np.float64)",
+        "self.weights[index] / self._mean_weight",
+        "self.weights[index] / self.weights[index].mean(dtype=np.float64)",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(
-        "weights of a micro-batch instead of the step",
+        "weights of queries over no mean",
         "data/queries.py",
-        "of_step = self._examples.weights[self._places(order, first, first + size)]",
-        "of_step = self._examples.weights[self._places(order, start, stop)]",
+        "self._examples.queries_each * self._mean_weight",
+        "self._examples.queries_each",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(
@@ -154,13 +154,6 @@ DATA_FAULTS = [
         "lag = self.examples * np.arange(each)[:, None] // each",
         "lag = 0 * np.arange(each)[:, None]",
         "tests/data/test_queries.py -k half_an_epoch",
-    ),
-    Fault(
-        "queries of a step weigh as the triples of its first side",
-        "data/queries.py",
-        "of_step = self._examples.weights[self._places(order, first, first + size)]",
-        "of_step = 2 * self._examples.weights[self._places(order, first, first + size)[0]]",
-        "tests/training/test_weighted_triples.py",
     ),
     Fault(
         "texts after the first thousands are not encoded",

@@ -104,11 +104,11 @@ def queries_of_step(order: np.ndarray, positions: range, examples: list) -> list
 
 
 def weights_of(config: Config, store: TripleStore, chosen: list[tuple[int, int]]) -> Tensor | None:
-    """Of the queries of a step."""
+    """Of the queries of a step, over the mean of all training triples."""
     if config.data.weights != "loss":
         return None
-    weights = np.asarray(store.weights("train"))[[triple for triple, _ in chosen]]
-    return torch.from_numpy(weights).double()
+    every = torch.from_numpy(np.array(store.weights("train"))).double()
+    return every[[triple for triple, _ in chosen]] / every.mean()
 
 
 def all_examples(config: Config, store: TripleStore) -> list[list[tuple[Query, list[int]]]]:
@@ -166,7 +166,7 @@ def batch_loss(config, num_relations, entities, dense, queries, others, weights=
         wrong = [i for i in others[query[0]].tolist() if i not in answers]
         losses.append(query_loss(config, num_relations, entities, dense, query, drawn, wrong))
     if weights is not None:
-        return (torch.stack(losses) * weights).sum() / weights.sum()
+        return (torch.stack(losses) * weights).mean()
     return torch.stack(losses).mean()
 
 

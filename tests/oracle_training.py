@@ -179,12 +179,13 @@ def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> 
 
 
 def weights_of(config: Config, store: TripleStore, epoch: int, step: int) -> Tensor:
-    """(B,) of the triples of a step; they sum to 1."""
+    """(B,) of the triples of a step; over an epoch their mean is 1 / B."""
     index = drawn_triples(config, store, epoch, step)
     weights = torch.ones(len(index), dtype=torch.float64)
     if config.data.weights == "loss":
-        weights = torch.from_numpy(np.asarray(store.weights("train"))[index]).double()
-    return weights / weights.sum()
+        every = torch.from_numpy(np.array(store.weights("train"))).double()
+        weights = every[index] / every.mean()
+    return weights / len(index)
 
 
 def answers_of_chunks(rows: np.ndarray, side: str, chunk: np.ndarray, config: Config) -> np.ndarray:

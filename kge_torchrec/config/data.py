@@ -34,8 +34,8 @@ class DataConfig:
         columns: What the header of text and Parquet files calls head, relation and tail, and the
             weight if there is a fourth; null goes by known words.
         weights: What weights of triples, a fourth column, are for: ignore, nothing; loss, a
-            triple's loss counts so much, over the mean of its batch; sampling, an epoch has a
-            triple so often.
+            triple's loss counts in proportion to its weight over the mean of train; sampling, an
+            epoch has a triple in proportion to it.
         types_from: A relation whose tails are types of its heads, such as rdf:type; null: none.
         type_triples: drop takes its triples out of the graph; keep leaves them in, and only those
             of train say types.

@@ -27,6 +27,7 @@ from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle, replayed_size
 from kge_torchrec.data.suited_negatives import SuitedNegatives
 from kge_torchrec.data.weighted_draw import Order, WeightedDraw
+from kge_torchrec.data.weights import mean_of
 
 B = TypeVar("B", bound="Pipelineable")
 
@@ -200,7 +201,7 @@ class BatchBuilder(EpochBatches[Batch]):
         after the drawn ones.  A chunk that the batch cuts short has its own repeated.
     degrees: of the training triples; given, batches say how often a chunk is expected to have each
         of its candidates.
-    weights: (T,) of the triples in the loss; None weighs all alike.
+    weights: (T,) of the triples in the loss, which count over their mean; None weighs all alike.
     draw: which triples an epoch passes through; None takes each once.
     suited: makes negatives of the drawn ones that suit the triples.
     """
@@ -230,6 +231,7 @@ class BatchBuilder(EpochBatches[Batch]):
         suited: SuitedNegatives | None = None,
     ):
         self.triples, self.sampler, self.weights = triples, sampler, weights
+        self._mean_weight = mean_of(weights)
         self.suited = suited
         self.drawn = drawn or dict.fromkeys(SIDES, sampler.count)
         self.in_batch, self.degrees = in_batch, degrees
@@ -268,8 +270,7 @@ class BatchBuilder(EpochBatches[Batch]):
         masks = {side: self._known(side, rows, negatives, chunks) for side in SIDES}
         weight = share.mask.astype(np.float32) * (self.world_size / size)
         if self.weights is not None:
-            mean = self.weights[order(np.arange(start, start + size))].mean(dtype=np.float64)
-            weight *= (self.weights[index] / mean).reshape(weight.shape)
+            weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
         return Batch(
             ids=as_feature(torch.from_numpy(unique if self.deduplicate else ids), self.bags),
             entities=torch.from_numpy(entities),

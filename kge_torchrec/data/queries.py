@@ -34,6 +34,7 @@ from kge_torchrec.data.loader import (
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.shuffle import ROUNDS, draw_distinct
 from kge_torchrec.data.weighted_draw import Order, WeightedDraw
+from kge_torchrec.data.weights import mean_of
 
 _STREAM = 2  # sets these seeds apart from the order, key (epoch,), and the negatives, (epoch, 1)
 
@@ -54,7 +55,7 @@ class QueryBatch(Pipelineable):
     """A whole step, or a micro-batch of it, the same on every rank."""
 
     asked: tuple[SideQueries, ...]  # one a side, those without queries left out
-    weight: float  # of a query, times its own if it has one: 1 / their sum over the whole step
+    weight: float  # of a query, times its own if it has one: 1 / (queries of the whole step * mean)
     seed: int  # of what the model draws
 
     @property
@@ -177,7 +178,7 @@ class QueryBatches(EpochBatches[QueryBatch]):
         replay: tuple[int, float] = (0, 1.0),
         draw: WeightedDraw | None = None,
     ):
-        self._examples = examples
+        self._examples, self._mean_weight = examples, mean_of(examples.weights)
         super().__init__(batch_size, seed, ahead, accumulation, replay, draw)
 
     @property
@@ -192,10 +193,7 @@ class QueryBatches(EpochBatches[QueryBatch]):
         start, stop = (first + size * i // self.accumulation for i in (part, part + 1))
         asked = self._examples.ask(self._places(order, start, stop))
         seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM, step))
-        total: float = size * self._examples.queries_each
-        if self._examples.weights is not None:
-            of_step = self._examples.weights[self._places(order, first, first + size)]
-            total = float(of_step.sum(dtype=np.float64))
+        total = size * self._examples.queries_each * self._mean_weight
         return QueryBatch(
             asked=tuple(of_side for of_side in asked if len(of_side.anchor)),
             weight=1 / total,

@@ -8,7 +8,9 @@ import json
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from kge_torchrec.errors import StoreError, UnknownLabelError
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 1
 META = "meta.json"
+CHECKED_ON_OPEN = 1 << 26  # bytes: opening a store of that size takes some 20 ms longer
 
 
 class TripleStore:
@@ -45,6 +48,9 @@ class TripleStore:
 
     def __init__(self, path: Path, meta: Mapping[str, Any]):
         self.path = path
+        self._checksums: dict[str, int] = meta.get("crc32", {})
+        if sum(meta["files"].values()) <= CHECKED_ON_OPEN:
+            self.check()
         self.num_entities: int = meta["num_entities"]
         self.num_relations: int = meta["num_relations"]
         self.fingerprint: str = meta["fingerprint"]
@@ -74,6 +80,23 @@ class TripleStore:
                     f"{size}; prepare it again"
                 )
         return cls(path, meta)
+
+    def check(self) -> None:
+        """Compares the files with their checksums, once; stores of older versions have none.
+
+        Reads them all.  ``open`` does this for small stores, training and extending for all.
+
+        Raises:
+            StoreError: a file does not hold what was written.
+        """
+        found = _checksums([self.path / name for name in self._checksums])
+        for name, checksum in self._checksums.items():
+            if found[name] != checksum:
+                raise StoreError(
+                    f"{self.path}: damaged store: the checksum of {name} is another than when it "
+                    "was written; prepare it again"
+                )
+        self._checksums = {}
 
     @property
     def size(self) -> GraphSize:
@@ -174,8 +197,23 @@ def write_store(
         "fingerprint": fingerprint(entities, relations, triples),
         "report": report,
         "files": {file.name: file.stat().st_size for file in sorted(directory.iterdir())},
+        "crc32": _checksums(sorted(directory.iterdir())),
     }
     (directory / META).write_text(json.dumps(meta, indent=1, ensure_ascii=False), "utf-8")
+
+
+def _checksums(paths: Sequence[Path]) -> dict[str, int]:
+    """CRC-32 of files by name; several are read at once."""
+
+    def of_file(path: Path) -> int:
+        checksum = 0
+        with path.open("rb") as file:
+            while part := file.read(1 << 22):
+                checksum = zlib.crc32(part, checksum)
+        return checksum
+
+    with ThreadPoolExecutor(4) as threads:
+        return dict(zip((path.name for path in paths), threads.map(of_file, paths), strict=True))
 
 
 def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]) -> str:

@@ -85,6 +85,15 @@ def summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
     }
 
 
+def mean_of(weights: np.ndarray | None) -> float:
+    """The mean of the weights of all training triples; 1 without weights.
+
+    Losses are weighed over this mean rather than over that of a batch, which would make a triple
+    count for more in a batch of light ones, all the more so the smaller the batch is.
+    """
+    return 1.0 if weights is None else float(weights.mean(dtype=np.float64))
+
+
 def check_weights(use: str, weights: Any) -> None:
     """Raises DataError where training is to use weights that a store does not have.
 

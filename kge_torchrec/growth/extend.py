@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from kge_torchrec.growth.placement import Placement, place
 from kge_torchrec.trained_run import Run
 from kge_torchrec.training.checkpoint_index import Damaged
 from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError, Checkpoints
-from kge_torchrec.training.growth import GrownCheckpoint
+from kge_torchrec.training.growth import GrownCheckpoint, check_numbers
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -108,12 +109,13 @@ def _config_of(
     """The run's, for the new folder and its own store."""
     if epochs is None:
         epochs = 0 if place else -(-before.train.epochs // 10)
-    kept = "old" if freeze else "none"
+    kept, model = "old" if freeze else "none", before.model
+    if not model.init_frozen:  # the vectors are in the rows by now
+        model = replace(model, init_from=None, init_width="refuse")
     config = replace(
         before,
         data=replace(before.data, path=str(folder.store)),
-        # vectors from elsewhere are in the rows by now
-        model=replace(before.model, init_from=None, init_width="refuse", init_frozen=False),
+        model=model,
         train=replace(before.train, epochs=epochs, freeze=kept, replay=replay),
         # a plan is of another number of rows
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
@@ -175,7 +177,9 @@ class _Extension:
 
     def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
         data = self.before.data
+        check_numbers(self.grown_from)
         base = TripleStore.open(self.source.store_of(data.path))
+        base.check()
         if self.folder.is_half_extended:
             self._clear()
         self.folder.check_free()
@@ -264,6 +268,9 @@ class _Extension:
                 }
             )
             self.folder.save_resolved(self.source.load_resolved())
+            if self.config.model.init_frozen:  # new entities are trained
+                frozen = np.load(self.source.frozen)
+                self.folder.save_frozen(np.pad(frozen, (0, self.new["entities"])))
             self.folder.save_config(self.config)
 
         on_first_rank(self.processes, write)

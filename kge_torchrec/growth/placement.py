@@ -4,7 +4,9 @@ A new row starts at the mean of what its triples ask for: the mean row of the en
 seen in the same place of the same relation.  A few passes over the triples that touch new rows
 then minimise the run's own loss (and regularizers) over these rows alone, with candidates drawn
 uniformly, by Adam (Kingma and Ba 2015) with a rate that falls linearly to 0.  Rows of new relations
-and of their inverses take part.
+and of their inverses take part.  Where new entities come in several blocks, each block trains its
+own rows and those of the new relations in its triples; at the end the new relations train once more
+on all of their triples, all entities fixed.
 
 In training an entity is also a candidate of all the queries that it does not answer.  Without those
 new rows would score too high everywhere and stand before old answers, so some of the new rows are
@@ -67,11 +69,15 @@ def place(session: Session, old: GraphSize) -> Placement:
     """
     started, triples = time.perf_counter(), 0
     placer = _Placer(session, old)
-    for first in range(old.entities, session.store.num_entities, BLOCK_ROWS):
-        stop = min(first + BLOCK_ROWS, session.store.num_entities)
-        triples += placer.place(first, stop, with_relations=first == old.entities)
-    if session.store.num_entities == old.entities and placer.relations:
-        triples = placer.place(old.entities, old.entities, with_relations=True)
+    every = session.store.num_entities
+    blocks = [(a, min(a + BLOCK_ROWS, every)) for a in range(old.entities, every, BLOCK_ROWS)]
+    for first, stop in blocks:
+        placer.start(first, stop)
+    for first, stop in blocks:
+        triples += placer.place(first, stop)
+    if len(blocks) != 1 and placer.relations:
+        of_relations = placer.place(every, every)
+        triples = triples or of_relations
     return Placement(
         session.store.num_entities - old.entities,
         sum(int((~rows).sum()) for rows in placer.relations.values()),
@@ -105,22 +111,35 @@ class _Placer:
         self.candidates = CANDIDATES if negatives.is_full else negatives.count
         self.old_queries = list(self._old_queries())
 
-    def place(self, first: int, stop: int, with_relations: bool) -> int:
-        """Moves the rows [first, stop) of new entities; returns T."""
-        triples = self._touching(first, stop, with_relations)
+    def start(self, first: int, stop: int) -> None:
+        """Puts the rows [first, stop) of new entities where training of them starts."""
+        ids = torch.arange(first, stop, device=self.device)
+        triples = self._touching(first, stop)
+        self._write(ids, self._start(self.shard.fetch(ids), triples, first))
+
+    def place(self, first: int, stop: int) -> int:
+        """Moves the rows [first, stop) of new entities, and new relations; returns T.
+
+        Without rows: the new relations alone, by all of their triples.
+        """
+        triples = self._touching(first, stop)
         if not len(triples):
             return 0
         ids = torch.arange(first, stop, device=self.device)
-        block = nn.Parameter(self._start(self.shard.fetch(ids), triples, first))
+        block = nn.Parameter(self.shard.fetch(ids))
         groups = [{"params": [block], "base": RATE * self._scale()}]
-        for parameter, rows in self.trained if with_relations else ():
+        for parameter, rows in self.trained:
             groups.append(
                 {"params": [parameter], "base": RATE * _root_mean_square(parameter[rows])}
             )
         self._minimise(block, first, groups, triples)
-        here = self.shard.holds(ids)
-        self.shard.rows[ids[here] - self.shard.first_row] = block.detach()[here]
+        self._write(ids, block.detach())
         return len(triples)
+
+    def _write(self, ids: Tensor, rows: Tensor) -> None:
+        """Puts the rows of some entities into this rank's part of the table."""
+        here = self.shard.holds(ids)
+        self.shard.rows[ids[here] - self.shard.first_row] = rows[here].to(self.shard.rows)
 
     def _minimise(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.0)
@@ -204,13 +223,19 @@ class _Placer:
         own = ((ids >= first) & (ids < first + len(block))).nonzero().squeeze(1)
         return rows.index_copy(0, own, block[ids[own] - first])
 
-    def _touching(self, first: int, stop: int, with_relations: bool) -> np.ndarray:
-        """The new training triples (T, 3) of entities in the block, or of any new relation."""
+    def _touching(self, first: int, stop: int) -> np.ndarray:
+        """The new training triples (T, 3) that train a block.
+
+        Those of its entities; of the first block, which comes before all others, also those of new
+        relations between old entities.  Without rows: all of new relations.
+        """
         triples = np.asarray(self.store.train[self.old.triples :], np.int64)
-        ends = triples[:, 0::2]
+        ends, is_new = triples[:, 0::2], triples[:, 1] >= self.old.relations
+        if first == stop:
+            return triples[is_new]
         wanted = ((ends >= first) & (ends < stop)).any(1)
-        if with_relations:
-            wanted |= triples[:, 1] >= self.old.relations
+        if first == self.old.entities:
+            wanted |= is_new & (ends < first).all(1)
         return triples[wanted]
 
     def _start(self, drawn: Tensor, triples: np.ndarray, first: int) -> Tensor:

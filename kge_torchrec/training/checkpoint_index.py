@@ -93,6 +93,13 @@ def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
     in_threads(read, *zip(*work, strict=True))
 
 
+def is_finite(values: Tensor) -> bool:
+    """Whether no number is NaN or infinity."""
+    if not values.is_floating_point() or values.numel() == 0:
+        return True
+    return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both
+
+
 def first_line(error: BaseException) -> str:
     """What an error says, in a line."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -34,6 +34,8 @@ from kge_torchrec.training.checkpoint_index import (
     Damaged,
     Index,
     dtype_of,
+    in_threads,
+    is_finite,
     pieces_of,
     read_piece,
     read_whole,
@@ -160,6 +162,11 @@ class GrownCheckpoint:
 
     def _piece(self, numbers: Tensor, offset: list[int]) -> dict[str, Any]:
         """Writes numbers behind those that are new already; returns their entry of the index."""
+        if not is_finite(numbers):
+            raise CheckpointError(
+                "the rows of what is new hold NaN or infinity before training has begun; a "
+                "smaller model.init_scale, or extending without placing, may help"
+            )
         content = numbers.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
         with self._file.open("ab" if self._end else "xb") as file:
             file.write(content)
@@ -210,6 +217,24 @@ def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]
         if low < high:
             rows = read_piece(checkpoint, name, dtype_of(entry), piece)
             yield rows[low - first : high - first]
+
+
+def check_numbers(checkpoint: Path) -> None:
+    """Raises CheckpointError unless all numbers of a checkpoint are finite.
+
+    Reads it once, some pieces at a time.  Raises Damaged or OSError for what cannot be read.
+    """
+    index, _ = open_checkpoint(checkpoint)
+    for name, entry in (index or {}).items():
+
+        def check(piece: dict[str, Any], name: str = name, entry: dict[str, Any] = entry) -> None:
+            if not is_finite(read_piece(checkpoint, name, dtype_of(entry), piece)):
+                raise CheckpointError(
+                    f"{checkpoint}: {name} holds NaN or infinity, so nothing can be trained from "
+                    "it; extend another one by --checkpoint NAME"
+                )
+
+        in_threads(check, pieces_of(entry))
 
 
 def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, Any]:

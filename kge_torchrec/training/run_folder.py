@@ -32,6 +32,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
+import numpy as np
 import yaml
 
 from kge_torchrec import files
@@ -188,6 +189,14 @@ class RunFolder:
             with contextlib.suppress(ValueError):
                 found.append(json.loads(line))
         return found
+
+    def save_frozen(self, frozen: np.ndarray) -> None:
+        """Writes frozen.npy, (N,) bool, whole or not at all."""
+        partial = self.path / ".frozen.partial.npy"
+        self.path.mkdir(parents=True, exist_ok=True)
+        np.save(partial, frozen)
+        files.sync(partial)
+        partial.replace(self.frozen)
 
     def save_resolved(self, values: dict[str, Any]) -> None:
         """Writes resolved.json, whole or not at all."""

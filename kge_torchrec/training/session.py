@@ -111,6 +111,7 @@ class Session:
             config.data, config.seed, folder.store, processes, self.show
         )
         if trains:
+            on_first_rank(processes, self.store.check)
             check_weights(config.data.weights, self.store.weights("train"))
             self._check_types(config.evaluation)
         on_cuda = processes.device.type == "cuda"

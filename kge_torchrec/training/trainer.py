@@ -28,6 +28,7 @@ from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among
 from kge_torchrec.training.assembly import build_batches, build_pipeline
+from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.growth import freeze
 from kge_torchrec.training.run_folder import MetricsLog
@@ -360,7 +361,7 @@ def check_finite(state: dict[str, Any], processes: Processes) -> None:
 
     Collective.  One pass over this rank's parts, in no memory of their size.
     """
-    bad = [name for name, part in _local_parts(state) if not _is_finite(part)]
+    bad = [name for name, part in _local_parts(state) if not is_finite(part)]
     found = [names[0] if names else None for names in processes.gather(bad)]
     for rank, name in enumerate(found):
         if name is not None:
@@ -382,9 +383,3 @@ def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
             yield name, part
     elif isinstance(state, Tensor):
         yield name, state
-
-
-def _is_finite(values: Tensor) -> bool:
-    if not values.is_floating_point() or values.numel() == 0:
-        return True
-    return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both

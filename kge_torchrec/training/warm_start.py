@@ -22,7 +22,6 @@ import pyarrow.compute as pc
 import torch
 from torch import Tensor
 
-from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.vectors import ROWS, Vectors, check_finite, ids_of, open_vectors
@@ -108,13 +107,7 @@ class _Reading:
         """Which entities have one, for every start of this run."""
         frozen = np.zeros(self.store.num_entities, bool)
         frozen[self.ids[self.ids >= 0]] = True
-        path = self.session.folder.frozen
-        path.parent.mkdir(parents=True, exist_ok=True)
-        partial = path.with_name(f".{path.name}.partial")
-        with partial.open("wb") as file:
-            np.save(file, frozen)
-        files.sync(partial)
-        partial.replace(path)
+        self.session.folder.save_frozen(frozen)
 
     def _of_run(self, source: Path, checkpoint: Path) -> Vectors:
         run = RunFolder(source)

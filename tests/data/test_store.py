@@ -5,6 +5,8 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from kge_torchrec import train
+from kge_torchrec.data import store as store_module
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import FORMAT_VERSION, TripleStore, Vocabulary
 from kge_torchrec.errors import StoreError, UnknownLabelError
@@ -154,3 +156,35 @@ def test_unknown_label_among_many(monkeypatch):
     assert words.close_to("united_kingdon") == ["United_Kingdom"]
     assert words.close_to("Untied_Kingdom") == ["United_Kingdom"]
     assert words.close_to("/n/000120")[0] == "/m/000120"
+
+
+def flip(file):
+    """One bit of the last byte but seven: of an id, and of no size."""
+    content = bytearray(file.read_bytes())
+    content[-8] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["train.npy", "entities.arrow", "known-test-head-indptr.npy"])
+def test_a_flipped_bit(store, name):
+    flip(store.path / name)
+    with pytest.raises(StoreError, match=rf"damaged store: the checksum of {name} is another"):
+        TripleStore.open(store.path)
+
+
+def test_a_large_store_is_checked_when_it_is_trained_on(store, monkeypatch, tmp_path):
+    monkeypatch.setattr(store_module, "CHECKED_ON_OPEN", 0)
+    flip(store.path / "train.npy")
+    TripleStore.open(store.path)
+    with pytest.raises(StoreError, match=r"the checksum of train.npy is another"):
+        train({"data.path": str(store.path), "run.dir": str(tmp_path / "run")})
+    with pytest.raises(StoreError, match=r"the checksum of train.npy is another"):
+        TripleStore.open(store.path).check()
+
+
+def test_a_store_of_an_older_version_has_no_checksums(store):
+    meta = json.loads((store.path / "meta.json").read_text())
+    del meta["crc32"]
+    (store.path / "meta.json").write_text(json.dumps(meta))
+    flip(store.path / "train.npy")
+    TripleStore.open(store.path).check()

@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 from grown_runs import OLD_ENTITIES, TABLE, base_run, new_triples, tensors
 from training_runs import parameters
 from worlds import run_world
@@ -15,7 +16,7 @@ from kge_torchrec import api, extend, load_model
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import write
+from kge_torchrec.export import changes, write
 from kge_torchrec.export.formats import FORMATS, open_table
 
 
@@ -106,3 +107,12 @@ def test_what_is_refused(grown, tmp_path):
     with api.open_run(path) as run, pytest.raises(ExportError, match="cannot be read"):
         run.export(tmp_path / "out", changed_since=damaged)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_are_compared_by_their_bits(tmp_path, monkeypatch):
+    """0 and -0 are equal numbers and other bits; a NaN is no equal number and the same bits."""
+    before = np.array([[0.0, 1.0], [np.nan, 1.0], [2.0, 3.0]], np.float32)
+    rows = np.array([[-0.0, 1.0], [np.nan, 1.0], [2.0, 3.0], [4.0, 5.0]], np.float32)
+    monkeypatch.setattr(changes, "entity_rows", lambda *_: [torch.from_numpy(before)])
+    earlier = changes.Earlier(tmp_path, len(before))
+    assert earlier._changed(0, rows).tolist() == [True, False, False, True]

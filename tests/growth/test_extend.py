@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
+import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -31,6 +34,8 @@ from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
+from kge_torchrec.growth import extend as extending
+from kge_torchrec.growth import placement
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 
@@ -241,3 +246,48 @@ def test_what_cannot_be_extended_leaves_nothing(tmp_path):
         extend(base, new_triples(), tmp_path / "run", replay=0.5)
     with pytest.raises(KGEError, match=r"train.freeze old: .* is no extended store"):
         fit(base_config(run.parent / "store", tmp_path / "x", train__freeze="old"))
+
+
+def test_what_an_extension_takes_over(tmp_path):
+    """A tenth of the epochs, rounded up, and the list of defaults."""
+    run = base_run(train__batch_size=None)
+    resolved = json.loads((run / "resolved.json").read_text())
+    assert resolved["train.batch_size"]
+    made = extend(run, new_triples(), tmp_path / "run")
+    assert made.config.train.epochs == made.results["train"]["epochs"] == 1
+    assert json.loads((made.path / "resolved.json").read_text()) == resolved
+    for epochs, expected in ((1, 1), (10, 1), (11, 2), (20, 2)):
+        before = base_config(run, None, train__epochs=epochs)
+        config = extending._config_of(before, RunFolder(tmp_path), None, False, 1.0, False, ())
+        assert config.train.epochs == expected
+
+
+def test_a_start_that_is_not_finite_is_refused(tmp_path, monkeypatch):
+    run = shutil.copytree(base_run(), tmp_path / "base")
+    spoil(run)
+    for place in (False, True):
+        with pytest.raises(KGEError, match=r"entity.weight holds NaN or infinity, so nothing can"):
+            extend(run, new_triples(), tmp_path / "run", place=place)
+    diverge = lambda self, block, *_: block.data.fill_(float("nan"))  # noqa: E731
+    monkeypatch.setattr(placement._Placer, "_minimise", diverge)
+    with pytest.raises(KGEError, match=r"rows of what is new hold NaN or infinity"):
+        extend(base_run(), new_triples(), tmp_path / "run", place=True)
+    assert not (tmp_path / "run").exists()
+
+
+def spoil(run: Path) -> None:
+    """Writes a NaN into the newest checkpoint's table, with right checksums."""
+    checkpoint = sorted((run / "checkpoints").iterdir())[-1]
+    index = json.loads((checkpoint / "index.json").read_text())
+    (piece,) = index["tensors"][TABLE]["pieces"]
+    file = checkpoint / piece["file"]
+    content = bytearray(file.read_bytes())
+    content[piece["start"] : piece["start"] + 4] = struct.pack("f", float("nan"))
+    file.write_bytes(content)
+    size = 4 * piece["size"][0] * piece["size"][1]
+    piece["crc32"] = zlib.crc32(content[piece["start"] : piece["start"] + size])
+    text, manifest = json.dumps(index), json.loads((checkpoint / "manifest.json").read_text())
+    (checkpoint / "index.json").write_text(text)
+    manifest["crc32"]["index.json"] = zlib.crc32(text.encode())
+    manifest["files"]["index.json"] = len(text)
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))

@@ -15,6 +15,8 @@ from kge_torchrec import api, extend
 from kge_torchrec.config import Config
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.growth import extend as extending
+from kge_torchrec.growth import placement
 from kge_torchrec.training.run_folder import RunFolder
 
 
@@ -47,9 +49,15 @@ def test_placing_moves_new_rows_alone_and_lowers_their_loss(tmp_path):
     assert placed["triples"] == len(store.train) - store.base.triples
 
 
-def loss_of_new(config: Config, store: TripleStore, found: dict[str, Tensor]) -> float:
-    """Of the new training triples against all entities, by the oracle's formulas."""
+def loss_of_new(
+    config: Config, store: TripleStore, found: dict[str, Tensor], first_relation: int = 0
+) -> float:
+    """Of the new training triples against all entities, by the oracle's formulas.
+
+    first_relation: of those that count.
+    """
     rows = torch.from_numpy(store.train[store.base.triples :].astype(np.int64))
+    rows = rows[rows[:, 1] >= first_relation]
     every = torch.arange(store.num_entities).expand(len(rows), -1)
     relations = found["engine.model.objective.scorer.relations"].double()
     negatives = {"head": every, "tail": every}
@@ -87,3 +95,65 @@ def test_placed_towns_are_near_those_of_their_country(tmp_path, changes):
     assert results["test"]["both"]["realistic"]["mrr"] > 0.4  # of 44 entities, by chance .1
     before, after = (r.evaluate("valid")["both"]["realistic"]["mrr"] for r in (run, placed))
     assert after > 0.8 * before  # a few more entities are right answers there by now
+
+
+def test_new_rows_start_at_the_mean_row_of_their_places(tmp_path, monkeypatch):
+    monkeypatch.setattr(placement._Placer, "_minimise", lambda *_: None)
+    run = base_run()
+    extend(run, new_triples(), tmp_path / "drawn", epochs=0)
+    made = extend(run, new_triples(), tmp_path / "run", place=True)
+    drawn, found = (tensors(tmp_path / name, FIRST)[TABLE] for name in ("drawn", "run"))
+    store = TripleStore.open(made.path / "store")
+    triples, old = store.train.tolist(), store.base.triples
+    for entity in range(OLD_ENTITIES, store.num_entities):
+        places = [(r, column) for *ends, r in ([h, t, r] for h, r, t in triples[old:])
+                  for column, end in enumerate(ends) if end == entity]  # fmt: skip
+        means = []
+        for relation, column in places:
+            seen = [(h, t)[column] for h, r, t in triples[:old] if r == relation]
+            means += [found[seen].mean(0)] if seen else []
+        expected = torch.stack(means).mean(0) if means else drawn[entity]
+        assert (found[entity] - expected).abs().max() < TOLERANCE
+
+
+def test_the_rate_falls_to_nothing_and_old_relations_stand_still(tmp_path, monkeypatch):
+    rates = []
+
+    class Adam(torch.optim.Adam):
+        def step(self, closure=None):
+            rates.append([group["lr"] for group in self.param_groups])
+            return super().step(closure)
+
+    def watched(session, old):
+        before = session.scorer.relations.detach().clone().view(2, 5, -1)
+        placed = placement.place(session, old)
+        after = session.scorer.relations.detach().view(2, 5, -1)
+        assert torch.equal(before[:, :3], after[:, :3])
+        assert not (before[:, 3:] == after[:, 3:]).any()
+        return placed
+
+    monkeypatch.setattr(torch.optim, "Adam", Adam)
+    monkeypatch.setattr(extending, "place", watched)
+    extend(base_run(), new_triples(), tmp_path / "run", place=True)
+    falling = torch.tensor(rates)
+    steps = len(falling)
+    assert steps >= placement.LEAST_STEPS
+    left = 1 - torch.arange(steps) / steps
+    assert torch.allclose(falling, falling[0] * left[:, None])
+
+
+def test_new_relations_are_placed_by_the_entities_of_all_blocks(tmp_path, monkeypatch):
+    """A relation that the first block does not have, and one between two blocks."""
+    names = [f"n{i}" for i in range(12)]
+    new = [(name, "r0", f"e{i}") for i, name in enumerate(names)]
+    new += [(a, "late", f"e{i}") for i, a in enumerate(names[8:])]
+    new += [(names[i], "across", names[11 - i]) for i in range(4)] + [("e1", "old", "e2")]
+
+    def loss_of_relations(rows: int) -> float:
+        monkeypatch.setattr(placement, "BLOCK_ROWS", rows)
+        path = extend(base_run(), {"train": new}, tmp_path / str(rows), place=True).path
+        store, config = TripleStore.open(path / "store"), RunFolder(path).load_config()
+        return loss_of_new(config, store, tensors(path, FIRST), store.base.relations)
+
+    # Placed by the first block alone the ratio is 2.6.
+    assert loss_of_relations(4) < 2.2 * loss_of_relations(12)

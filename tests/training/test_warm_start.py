@@ -15,7 +15,7 @@ import torch
 from training_runs import config_of, parameters, shared_folder, tiny_store
 from worlds import run_world
 
-from kge_torchrec import api
+from kge_torchrec import api, extend
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
@@ -280,3 +280,20 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_vectors_again(
     assert not (tmp_path / "run" / "checkpoints").exists()
     again = api.resume(tmp_path / "run")
     assert torch.equal(rows_of(again), rows_of(whole))
+
+
+def test_frozen_vectors_stay_in_an_extended_run(tmp_path):
+    file = write(tmp_path, ".npy", some_vectors())
+    given = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
+    run = api.train(config_of(the_store(), tmp_path / "run", **given), rank_test=False)
+    file.unlink()
+    ids, known = places()
+    made = extend(run.path, {"train": [("new", "r0", "e1")]}, tmp_path / "later", epochs=2)
+    rows, before = rows_of(made), rows_of(run)
+    assert torch.equal(rows[ids], torch.from_numpy(some_vectors()[known]))
+    assert not (rows[len(before) :] == 0).any() and len(rows) == len(before) + 1
+    others = sorted(set(range(37)) - set(ids))
+    assert not (rows[others] == before[others]).all(1).any()
+    again = extend(made.path, {"train": [("newer", "r0", "new")]}, tmp_path / "again", epochs=1)
+    assert torch.equal(rows_of(again)[ids], rows[ids])
+    assert not torch.equal(rows_of(again)[37], rows[37])  # new at the time, and trained
