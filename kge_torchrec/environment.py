@@ -168,8 +168,8 @@ def loading_torch() -> Iterator[None]:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Shows ``what`` on a terminal while the block runs, from its second second on."""
-    if not sys.stderr.isatty():
+    """Shows ``what`` on the first rank's terminal while the block runs, from its second second on."""
+    if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield
         return
     shown = threading.Event()

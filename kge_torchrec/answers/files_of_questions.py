@@ -7,7 +7,7 @@ memory, however long the file is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -95,9 +95,12 @@ def _each_batch(
     check_output(format, output)
     report, ranks = FileReport(), model.processes
     source = read_questions(path, model, missing)
-    with FirstRankOutput(ranks, format, output) as target:
+    shown = nullcontext() if output is None else model.bar(None, "lines answered", "line")
+    with FirstRankOutput(ranks, format, output) as target, shown as bar:
         for batch in _on_all_ranks(ranks, source):
             report.problems += batch.problems
+            if bar is not None:  # rows on the terminal show the progress themselves
+                bar.update(len(batch.lines) + len(batch.problems))
             if len(batch.lines):
                 report.answered += len(batch.lines)
                 report.rows += target.write(rows_of(batch))

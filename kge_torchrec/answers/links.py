@@ -9,7 +9,6 @@ Shapes: B heads of a batch, n tails of a block, k triples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -86,9 +85,14 @@ def new_links(
     if candidates == "seen":
         only = on_all_ranks(model.processes, lambda: SeenCandidates(store, model.shard.row_range))
     best = _Best(limit, -np.inf if above is None else above)
-    with scoring(model.scorer):
-        for heads in _heads(model, number, candidates):
+    seen = None if only is None else _seen_heads(model, number)
+    total = model.num_entities if seen is None else len(seen)
+    with scoring(model.scorer), model.bar(total, "pairs of all heads", "head") as bar:
+        for first in range(0, total, HEADS):
+            stop = min(first + HEADS, total)
+            heads = torch.arange(first, stop) if seen is None else seen[first:stop]
             _score(model, heads, number, only, loops, best)
+            bar.update(len(heads))
     found = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], limit)
     (label,) = model.relations.labels([number])
     columns = (
@@ -101,24 +105,14 @@ def new_links(
     return [Link(rank, *link) for rank, link in enumerate(zip(*columns, strict=True), 1)]
 
 
-def _heads(model: AnsweringModel, relation: int, candidates: str) -> Iterator[Tensor]:
-    """Batches of the heads to ask with, (B,) int64 ascending."""
-    if candidates == "all":
-        for first in range(0, model.num_entities, HEADS):
-            yield torch.arange(first, min(first + HEADS, model.num_entities))
-        return
-    seen = _seen_heads(model, relation)
-    yield from torch.from_numpy(seen).split(HEADS)
-
-
-def _seen_heads(model: AnsweringModel, relation: int) -> np.ndarray:
+def _seen_heads(model: AnsweringModel, relation: int) -> Tensor:
     """(M,) int64 ascending: the heads of a relation in train."""
     train = model.known("new links").train
     found = [np.empty(0, np.int64)]
     for start in range(0, len(train), 1 << 20):
         chunk = np.asarray(train[start : start + (1 << 20)])
         found.append(np.unique(chunk[chunk[:, 1] == relation, 0]).astype(np.int64))
-    return np.unique(np.concatenate(found))
+    return torch.from_numpy(np.unique(np.concatenate(found)))
 
 
 def _score(

@@ -75,7 +75,7 @@ class AnsweringModel:
             return [None] * len(scores)
         return self.calibration.probabilities(scores, asked).tolist()
 
-    def bar(self, total: int, what: str, unit: str) -> tqdm[Any]:
+    def bar(self, total: int | None, what: str, unit: str) -> tqdm[Any]:
         """A bar on the first rank's terminal, for work that takes more than a second."""
         hidden = None if self.processes.is_first else True  # None: tqdm looks for a terminal
         return tqdm(total=total, desc=what, unit=unit, disable=hidden, leave=False, delay=1)

@@ -25,6 +25,7 @@ from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import FEW, PARTS
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import on_first_rank
+from kge_torchrec.environment import announced
 from kge_torchrec.models.scorers.base import SIDES
 
 Among = Literal["listed", "seen", "all"]
@@ -131,7 +132,11 @@ def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> 
             about["test_corruptions"] = {"triples": triples, **errors}
         return made
 
-    return on_first_rank(model.processes, fitted)
+    def fitted_in_time() -> Calibration:
+        with announced("fitting the curves"):  # loads scikit-learn
+            return fitted()
+
+    return on_first_rank(model.processes, fitted_in_time)
 
 
 def _listed(

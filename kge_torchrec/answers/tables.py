@@ -6,10 +6,12 @@ Written batch by batch; a file is there when it is complete, or not at all.
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,6 +25,8 @@ from kge_torchrec.config import ConfigError
 
 FORMATS = ("table", "tsv", "json", "parquet")
 ROWS = 1 << 16  # rows that become text together
+SHORTEST = 8  # characters that a table leaves of a label
+ELLIPSIS = "\u2026"
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
 
@@ -102,18 +106,18 @@ def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Tab
         yield _text_writer(format, sys.stdout)
         return
     path = Path(output).resolve()  # a symbolic link stays
-    partial = path.with_name(f".{path.name}.partial")
+    hidden = path.with_name(f".{path.name}.partial")
     try:
         if format == "parquet":
-            with _parquet_writer(partial) as write:
+            with _parquet_writer(hidden) as write:
                 yield write
         else:
-            with open(partial, "w", encoding="utf-8", newline="\n") as stream:
+            with open(hidden, "w", encoding="utf-8", newline="\n") as stream:
                 yield _text_writer(format, stream)
-        files.sync(partial)
-        partial.replace(path)
+        files.sync(hidden)
+        hidden.replace(path)
     finally:
-        partial.unlink(missing_ok=True)
+        hidden.unlink(missing_ok=True)
 
 
 @contextmanager
@@ -138,7 +142,11 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[pa.Table], None]]:
 
 
 def _text_writer(format: str, stream: IO[str]) -> Callable[[pa.Table], None]:
-    to_text = {"table": _aligned, "tsv": _separated, "json": _objects}[format]
+    # A table fits the terminal; one in a file or a pipe has whole labels.
+    width = shutil.get_terminal_size().columns if stream.isatty() else None
+    aligned = partial(_aligned, width=width)
+    to_text: Callable[[pa.Table, bool], str]
+    to_text = {"table": aligned, "tsv": _separated, "json": _objects}[format]
     first = True
 
     def write(rows: pa.Table) -> None:
@@ -161,15 +169,24 @@ def _objects(rows: pa.Table, with_header: bool) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows.to_pylist())
 
 
-def _aligned(rows: pa.Table, with_header: bool) -> str:
+def _aligned(rows: pa.Table, with_header: bool, width: int | None = None) -> str:
+    """Rows in columns.  width: labels are cut, the longest first, so that lines have no more."""
     columns = [_texts(column.to_pylist(), "{:.4f}".format) for column in rows.columns]
     names = rows.column_names
     widths = [max(map(len, [name, *column])) for name, column in zip(names, columns, strict=True)]
-    is_text = [pa.types.is_string(x) or pa.types.is_large_string(x) for x in rows.schema.types]
+    is_text = [not (pa.types.is_integer(x) or pa.types.is_floating(x)) for x in rows.schema.types]
+    while width is not None and sum(widths) + 2 * len(widths) - 2 > width:
+        longest = max((w, i) for i, w in enumerate(widths) if is_text[i])[1]
+        if widths[longest] <= SHORTEST:
+            break
+        widths[longest] -= 1
 
     def line(fields: tuple[str, ...] | list[str]) -> str:
         cells = zip(fields, widths, is_text, strict=True)
-        return "  ".join(f"{x:<{w}}" if text else f"{x:>{w}}" for x, w, text in cells).rstrip()
+        return "  ".join(
+            f"{x if len(x) <= w else x[: w - 1] + ELLIPSIS:<{w}}" if text else f"{x:>{w}}"
+            for x, w, text in cells
+        ).rstrip()
 
     lines = [line(names)] if with_header else []
     return "".join(

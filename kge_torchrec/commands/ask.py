@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_output, add_verb, answering, write_records
+from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -48,7 +49,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    with answering(parsed.folder) as trained:
+    with answering(parsed.folder) as trained, announced("answering"):
         found = trained.ask(
             parsed.query,
             k=parsed.top,

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
@@ -63,6 +64,8 @@ def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
+        with announced("loading the run"):
+            trained.answering_model()
         made = trained.calibrate(
             method=parsed.method,
             among=parsed.among,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
 from kge_torchrec.commands.calibrate import add_sample
+from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -29,26 +30,29 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    with opened(parsed.folder) as trained:
+    with opened(parsed.folder) as trained, announced("classifying"):
         found = trained.classify(parsed.among, parsed.seed, parsed.limit)
     if is_first_rank():
-        print(json.dumps(found) if parsed.format == "json" else _table(found))
+        if parsed.format == "json":
+            print(json.dumps(found))
+        else:
+            _print_table(found)
     return 0
 
 
-def _table(found: dict[str, Any]) -> str:
-    relations = found["relations"]
-    width = max(map(len, [*relations, "relation"]))
-    lines = [f"{'relation':<{width}}  {'triples':>8}  {'threshold':>10}  {'accuracy':>8}"]
-    by_size = sorted(relations.items(), key=lambda one: -one[1]["triples"])
-    for label, values in by_size:
-        lines.append(
-            f"{label:<{width}}  {values['triples']:>8,}  {values['threshold']:>10.4f}  "
-            f"{values['accuracy']:>8.4f}"
-        )
+def _print_table(found: dict[str, Any]) -> None:
+    import pyarrow as pa
+
+    from kge_torchrec.answers.tables import written
+
+    by_size = sorted(found["relations"].items(), key=lambda one: -one[1]["triples"])
+    columns = {"relation": pa.array([label for label, _ in by_size], pa.string())}
+    for name in ("triples", "threshold", "accuracy"):
+        columns[name] = pa.array([values[name] for _, values in by_size])
+    with written("table", None) as write:
+        write(pa.table(columns))
     drawn = {"seen": "entities seen with the relation", "all": "all entities"}[found["among"]]
-    lines.append(
+    print(
         f"accuracy {found['accuracy']:.4f} of {found['triples']:,} test triples, each beside a "
-        f"corruption of its head and one of its tail from {drawn}"
+        f"corruption of its\nhead and one of its tail from {drawn}"
     )
-    return "\n".join(lines)

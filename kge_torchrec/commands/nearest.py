@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_output, add_verb, answering, is_first_rank, write_records
 from kge_torchrec.config import ConfigError
+from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -40,11 +41,13 @@ def run(parsed: argparse.Namespace) -> int:
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
     with answering(parsed.folder) as trained:
         if parsed.index is not None:
-            about = trained.write_index(parsed.index, parsed.kind)
+            with announced("writing the index"):
+                about = trained.write_index(parsed.index, parsed.kind)
             if is_first_rank():
                 print(f"{about['entities']:,} entities, {about['metric']}: {parsed.index}")
             return 0
-        found = trained.nearest(parsed.entity, parsed.top)
+        with announced("searching"):
+            found = trained.nearest(parsed.entity, parsed.top)
         meaning = trained.nearness
     from kge_torchrec.answers.nearest import Neighbour
 

@@ -17,6 +17,7 @@ from kge_torchrec.commands import (
     write_records,
 )
 from kge_torchrec.config import ConfigError
+from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -87,7 +88,7 @@ def run(parsed: argparse.Namespace) -> int:
 
 
 def _query(parsed: argparse.Namespace) -> int:
-    with answering(parsed.folder) as trained:
+    with answering(parsed.folder) as trained, announced("answering"):
         answers = trained.predict(
             parsed.head, parsed.relation, parsed.tail, parsed.top, not parsed.new, parsed.above
         )
@@ -117,6 +118,8 @@ def _file(parsed: argparse.Namespace) -> int:
 
 def _relation(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
+        with announced("loading the run"):
+            trained.answering_model()
         links = trained.new_links(
             parsed.relation,
             parsed.top,

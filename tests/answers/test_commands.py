@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
+import threading
 
 import pyarrow.parquet as pq
 import pytest
+from tqdm import tqdm
 
+from kge_torchrec.answers import model
 from kge_torchrec.cli import main
 
 
@@ -120,7 +124,8 @@ def test_calibrate_then_predict(trained, say, tmp_path):
 
 def test_classify(trained, say):
     code, out, _ = say("classify", trained[0], "--among", "all", "--limit", 20)
-    assert code == 0 and "of 20 test triples" in out.splitlines()[-1]
+    assert code == 0 and "of 20 test triples" in out.splitlines()[-2]
+    assert max(map(len, out.splitlines())) <= 80
     found = json.loads(say("classify", trained[0], "--format", "json")[1])
     assert found["triples"] == 30 and len(found["relations"]) == 3
 
@@ -141,3 +146,64 @@ def test_what_makes_no_sense(trained, say):
         code, out, err = say(*arguments)
         assert code == 1 and out == ""
         assert any(part in err for part in words.split("|")), err
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_tables_fit_the_terminal(monkeypatch):
+    from kge_torchrec.answers.links import Link
+    from kge_torchrec.answers.tables import record_rows, written
+
+    monkeypatch.setenv("COLUMNS", "80")
+    links = [Link(rank, "h" * 90, "located in", "t" * rank, -0.5, 0.25) for rank in (1, 70)]
+    texts = {}
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr("sys.stdout", stream)
+        with written("table", None) as write:
+            write(record_rows(links, Link))
+        texts[type(stream)] = stream.getvalue().splitlines()
+    assert [len(line) for line in texts[Terminal]][1:] == [80, 80]
+    assert all("hhh\u2026" in line and "located in" in line for line in texts[Terminal][1:])
+    assert "h" * 90 in texts[io.StringIO][1] and "t" * 70 in texts[io.StringIO][2]
+
+
+@pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "ask", "classify", "nearest"])
+def test_what_takes_long_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
+    """With a second that is over at once, for announcements and for bars."""
+    pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
+    run = shutil.copytree(trained[0], tmp_path / "run")
+    (tmp_path / "q").write_text(json.dumps("e1"))
+    arguments = {
+        "predict": ["predict", run, "--head", "e1", "--relation", "r0"],
+        "links": ["predict", run, "--relation", "r0"],
+        "calibrate": ["calibrate", run],
+        "ask": ["ask", run, tmp_path / "q"],
+        "classify": ["classify", run],
+        "nearest": ["nearest", run, "e1"],
+    }[verb]
+    shown = Terminal()
+    monkeypatch.setattr(threading, "Timer", lambda _, show: AtOnce(show))
+    monkeypatch.setattr(model, "tqdm", lambda **options: tqdm(**{**options, "delay": 0}))
+    monkeypatch.setattr("sys.stderr", shown)
+    assert main([str(argument) for argument in arguments]) == 0
+    expected = {
+        "predict": ["answering ..."], "ask": ["answering ..."], "nearest": ["searching ..."],
+        "links": ["loading the run ...", "pairs of all heads"], "classify": ["classifying ..."],
+        "calibrate": ["loading the run ...", "test: heads", "valid: tails", "fitting the curves"],
+    }  # fmt: skip
+    assert [words for words in expected[verb] if words not in shown.getvalue()] == []
+
+
+class AtOnce:
+    """A timer whose time is over when it starts."""
+
+    def __init__(self, show):
+        self.start = show
+
+    def cancel(self):
+        pass
+
+    join = cancel
