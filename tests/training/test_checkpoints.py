@@ -314,6 +314,16 @@ def test_saving_changes_nothing(store, tmp_path):
     assert largest_difference(often.parameters, once.parameters) == 0
 
 
+@pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
+def test_an_optimizer_state_made_before_the_first_step_is_zero(store, tmp_path, engine):
+    options = {"train__optimizer": "adam", "train__weight_decay": 0.1, "entities__engine": engine}
+    early = fit(
+        longer_config(store, tmp_path / "a", **options), lambda loop: loop.session.backend.state()
+    )
+    late = fit(longer_config(store, tmp_path / "b", **options))
+    assert largest_difference(early.parameters, late.parameters) == 0
+
+
 def test_the_random_state_comes_back(store, tmp_path):
     session = fit(longer_config(store, tmp_path))
     with processes("cpu"):
