@@ -168,7 +168,7 @@ def loading_torch() -> Iterator[None]:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Shows ``what`` on the first rank's terminal while the block runs, from its second second on."""
+    """Shows ``what`` on the first rank's terminal while the block runs, after one second."""
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield
         return

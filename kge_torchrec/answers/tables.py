@@ -145,9 +145,9 @@ def _text_writer(format: str, stream: IO[str]) -> Callable[[pa.Table], None]:
     # A table fits the terminal; one in a file or a pipe has whole labels.
     width = shutil.get_terminal_size().columns if stream.isatty() else None
     aligned = partial(_aligned, width=width)
-    to_text: Callable[[pa.Table, bool], str]
-    to_text = {"table": aligned, "tsv": _separated, "json": _objects}[format]
-    first = True
+    forms: dict[str, Callable[[pa.Table, bool], str]]
+    forms = {"table": aligned, "tsv": _separated, "json": _objects}
+    to_text, first = forms[format], True
 
     def write(rows: pa.Table) -> None:
         nonlocal first
