@@ -64,7 +64,7 @@ FIXED = (
 # How a run is shown and run, which may change when the same command is started again.
 OF_THIS_START = (
     "run.resume", "run.progress", "run.tensorboard", "run.wandb", "run.mlflow",
-    "device", "threads",
+    "device", "threads", "timeout",
 )  # fmt: skip
 
 
@@ -93,7 +93,7 @@ def train(
             "run.resume: triples in memory cannot be compared with those of a run; write a store "
             "with `prepare` and name it as data.path, or leave run.resume at never"
         )
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         lock(folder, ranks, held)
         found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
@@ -124,7 +124,7 @@ def resume(
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
     check_overrides(before, config)
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         lock(folder, ranks, held)
         before, config = ranks.broadcast((before, config))  # a host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
