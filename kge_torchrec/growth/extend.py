@@ -93,7 +93,8 @@ def extend(
             if ranks.is_first:
                 made.undo()
             raise
-        api.go_on(folder, config, ranks, callbacks)
+        with api.interrupts_named(folder, config):
+            api.go_on(folder, config, ranks, callbacks)
     return Run(folder.path)
 
 
