@@ -188,14 +188,6 @@ def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
     assert stop_signal.EXIT_CODE == 75
 
 
-@pytest.fixture
-def ctrl_c():
-    """SIGINT raises, also where tests run in the background of a shell, which has it ignored."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield lambda: signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, before)
-
-
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # torchrun's second is SIGTERM
 def test_a_second_ctrl_c_ends_at_once(second, ctrl_c, capfd):
     with processes("cpu") as ranks:
