@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -39,6 +39,7 @@ from kge_torchrec.training.growth import extension_results
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, data_notes, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.stop_signal import TrainingInterrupted
 from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
 
@@ -64,7 +65,7 @@ FIXED = (
 # How a run is shown and run, which may change when the same command is started again.
 OF_THIS_START = (
     "run.resume", "run.progress", "run.tensorboard", "run.wandb", "run.mlflow",
-    "device", "threads",
+    "device", "threads", "timeout",
 )  # fmt: skip
 
 
@@ -85,7 +86,8 @@ def train(
         ``prepare`` takes them.
     Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
     ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
-    after SIGTERM or SIGUSR1; RankLost where another rank died.
+    after SIGTERM or SIGUSR1; TrainingInterrupted, a KeyboardInterrupt, after Ctrl-C, whose
+    checkpoint is written if training has begun; RankLost where another rank died.
     """
     config = as_config(config)
     if triples is not None and config.run.resume != "never":
@@ -93,9 +95,10 @@ def train(
             "run.resume: triples in memory cannot be compared with those of a run; write a store "
             "with `prepare` and name it as data.path, or leave run.resume at never"
         )
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         lock(folder, ranks, held)
+        held.enter_context(interrupts_named(folder, config))
         found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
         if found is not None:
             go_on(folder, found, ranks, callbacks, rank_test=rank_test)
@@ -124,8 +127,9 @@ def resume(
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
     check_overrides(before, config)
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         lock(folder, ranks, held)
+        held.enter_context(interrupts_named(folder, config))
         before, config = ranks.broadcast((before, config))  # a host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
@@ -141,6 +145,21 @@ def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
         held.enter_context(folder.locked())
 
     on_first_rank(ranks, lock)
+
+
+@contextmanager
+def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
+    """Lets a KeyboardInterrupt say how the run resumes, where there is one to resume."""
+    try:
+        yield
+    except TrainingInterrupted:
+        raise
+    except KeyboardInterrupt as error:
+        if not (folder.holds_run and config.checkpoint.keep):
+            raise
+        raise TrainingInterrupted(
+            f"interrupted; `train --resume {folder.path}` goes on."
+        ) from error
 
 
 def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:

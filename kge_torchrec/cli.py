@@ -64,11 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KGEError, OSError) as error:
         _tell(error)
         return getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:
-        folders = {"train": "RUN", "tune": "STUDY"}
-        verb = next(iter(arguments), "")
-        hint = f"; continue with {verb} --resume {folders[verb]}" if verb in folders else ""
-        print(f"kge-torchrec: interrupted{hint}", file=sys.stderr)
+    except KeyboardInterrupt as error:
+        if is_first_rank():
+            print(f"kge-torchrec: {error or 'interrupted'}", file=sys.stderr)
         return 130
 
 

@@ -316,7 +316,8 @@ class Run(Answering):
     @property
     def _processes(self) -> Processes:
         if self._ranks is None:
-            self._ranks = self._open.enter_context(processes(self.config.device))
+            joined = processes(self.config.device, self.config.timeout)
+            self._ranks = self._open.enter_context(joined)
         return self._ranks
 
     def _load(self, checkpoint: str) -> Session:

@@ -71,6 +71,8 @@ class Config:
         threads: CPU threads a rank; 0 shares the cores out among the ranks of a host.
         transport: What ranks send rows and gradients by; auto is shared_memory where all of them
             run on the CPU of one Linux host, else gloo's sockets, on CUDA NCCL.
+        timeout: Seconds that a rank waits for another one, to start and in each collective, before
+            it ends with an error; rank 0 may prepare a large store meanwhile.
     """
 
     data: DataConfig = field(default_factory=DataConfig)
@@ -88,6 +90,7 @@ class Config:
     device: str = "auto"
     threads: int = 0
     transport: str = "auto"
+    timeout: int = 1800
 
     def __post_init__(self) -> None:
         one_of("size", self.size, SIZES)
@@ -95,6 +98,7 @@ class Config:
         one_of("device", self.device, ("auto", "cpu", "cuda"))
         at_least("threads", self.threads, 0)
         one_of("transport", self.transport, ("auto", "gloo", "shared_memory"))
+        at_least("timeout", self.timeout, 1)
         sparse = self.entities.sparse_options(self.train.optimizer)
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(

@@ -82,7 +82,7 @@ def extend(
     source, folder = RunFolder(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, epochs, freeze, replay, place, overrides)
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         api.lock(folder, ranks, held)
         made = _Extension(source, folder, before, config, ranks)
         try:
@@ -93,7 +93,8 @@ def extend(
             if ranks.is_first:
                 made.undo()
             raise
-        api.go_on(folder, config, ranks, callbacks)
+        with api.interrupts_named(folder, config):
+            api.go_on(folder, config, ranks, callbacks)
     return Run(folder.path)
 
 

@@ -154,6 +154,8 @@ def _run(
         Worker(study, threads, device, only_under=os.getppid() if is_job else None).work(trials)
         for other in others:
             other.wait()
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"interrupted; `tune --resume {study.path}` goes on.") from error
     finally:
         for other in others:
             if other.poll() is None:

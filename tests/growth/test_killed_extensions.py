@@ -92,6 +92,18 @@ def test_a_killed_extension_gives_what_an_undisturbed_one_does(whole, tmp_path, 
     same(output, whole)
 
 
+def test_ctrl_c_while_an_extension_trains_loses_nothing(whole, tmp_path, ctrl_c):
+    def interrupt(kind: str, values: dict) -> None:
+        if kind == "epoch" and values["epoch"] == 2:
+            ctrl_c()
+
+    output = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt, match=f"`train --resume {output}` goes on"):
+        extend(base_run(), new_triples(), output, callbacks=[interrupt], **GIVEN)
+    api.resume(output)
+    same(output, whole)
+
+
 def test_an_extension_whose_first_checkpoint_is_gone_is_not_trained_from_scratch(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")

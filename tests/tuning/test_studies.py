@@ -227,6 +227,17 @@ def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
+def test_ctrl_c_ends_the_study_not_only_the_trial(tmp_path, monkeypatch, capsys, ctrl_c):
+    folder = some_study(tmp_path / "study").path
+    with monkeypatch.context() as patched:
+        patched.setattr(trials_of._Halving, "__call__", lambda *_: ctrl_c())
+        assert main(["tune", "--resume", str(folder)]) == 130
+    said = capsys.readouterr().err
+    assert said == f"kge-torchrec: interrupted; `tune --resume {folder}` goes on.\n"
+    again = kge_torchrec.tune(Study(folder).config, 1, folder, SPACE)
+    assert [trial["state"] for trial in again["trials"]] == ["complete"]
+
+
 def test_another_study_in_the_folder_and_wrong_settings_are_refused(study, tmp_path, capsys):
     folder, _ = study
     config = config_of("countries", **SMALL)
