@@ -149,9 +149,9 @@ class TorchRecBackend:
             group["lr"] = base * factor
 
     def skip_step(self) -> None:
-        """FBGEMM's kernel has counted the lookup as a step; that is taken back."""
+        """FBGEMM's kernel has counted the lookup as a step, unless it counts none; take it back."""
         if self.pending is None:
-            set_table_step(self._sharded, table_step(self._sharded) - 1)
+            set_table_step(self._sharded, max(0, table_step(self._sharded) - 1))
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Nothing: TorchRec distributes the ids on the device."""
