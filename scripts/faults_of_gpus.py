@@ -11,6 +11,13 @@ FAULTS = [
           "sharding_ctx.unbucketize_permute_tensor = "
           "sharding_ctx.unbucketize_permute_tensor.flip(0)",
           "tests/training/test_cuda_route.py"),
+    Fault("a single GPU goes through TorchRec's forward", SHARDER,
+          "if self._env.world_size == 1:\n            rows = kernel",
+          "if self._env.world_size == 1 and is_ours:\n            rows = kernel",
+          "tests/training/test_pipeline.py -k sends_nothing"),
+    Fault("a single GPU takes TorchRec's pipeline", "embeddings/torchrec/backend.py",
+          "(processes.world_size > 1 and processes.device", "(processes.device",
+          "tests/training/test_pipeline.py -k who_gains"),
     Fault("a GPU's table with one row is described as TorchRec does", SHARDER,
           "if isinstance(made, BatchedFusedEmbedding):", "if kernel is _CpuFusedEmbedding:",
           "tests/embeddings/test_sharded_table.py -k fbgemm"),

@@ -243,23 +243,20 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         )
 
     def forward(self, *features: KeyedJaggedTensor) -> Any:
-        """As TorchRec's, but on a CPU without what it keeps for several tables and features.
+        """As TorchRec's, without what it keeps for several tables and features where it can.
 
-        A single rank has all the rows, and sends itself nothing.  Under TorchRec's pipeline another
-        forward takes this one's place.
+        A single rank has all the rows, and sends itself nothing.  On a CPU ids that ascend go
+        directly.  Under TorchRec's pipeline another forward takes this one's place.
         """
-        (kernel,) = self._lookups[0]._emb_modules
-        if not isinstance(kernel, _CpuFusedEmbedding):
-            return super().forward(*features)
-        direct = self._direct
-        if direct is None and self._env.world_size > 1:
-            return super().forward(*features)
-        (ids,) = features
-        if direct is None:
-            rows = kernel.emb_module(ids.values())
-        else:
-            asked = direct(ids).wait()
+        (kernel,), (ids,) = self._lookups[0]._emb_modules, features
+        is_ours = isinstance(kernel, _CpuFusedEmbedding)
+        if self._env.world_size == 1:
+            rows = kernel.emb_module(ids.values()) if is_ours else kernel(ids)
+        elif is_ours and self._direct is not None:
+            asked = self._direct(ids).wait()
             rows = asked.answered(kernel.emb_module(asked.wait().values()))
+        else:
+            return super().forward(*features)
         return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}
 
     @cached_property
