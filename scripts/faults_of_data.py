@@ -311,6 +311,20 @@ DATA_FAULTS = [
         "tests/data/test_prepare.py -k symbolic",
     ),
     Fault(
+        "log_q counts the draws of the other side",
+        "data/loader.py",
+        "expected = self.drawn[side] * self.sampler.chance(ids)",
+        'expected = self.drawn["tail" if side == "head" else "head"] * self.sampler.chance(ids)',
+        "tests/data/test_batches.py -k counted_by_side",
+    ),
+    Fault(
+        "log_q counts the answers of the other side",
+        "data/loader.py",
+        "self.degrees.share(side, ids)",
+        'self.degrees.share("tail" if side == "head" else "head", ids)',
+        "tests/data/test_batches.py -k counted_by_side",
+    ),
+    Fault(
         "loops of the last chunk only",
         "diagnosis/relation_overlap.py",
         "loops += np.bincount(relation[head == tail]",

@@ -153,6 +153,11 @@ class NegativesConfig:
                 "false, or use kvsall, where all known answers are right"
             )
 
+    @property
+    def masks_candidates(self) -> bool:
+        """Whether a batch says which of its candidates are no negatives."""
+        return self.filtered or self.among != "all"
+
     def _check_candidates(self) -> None:
         """What only candidates that are drawn for triples can have."""
         asked = {

@@ -58,7 +58,8 @@ class TrainConfig:
         clip_norm: Largest norm of a step's gradient, table and dense together; null does not clip.
         clip_value: Largest absolute number in a step's gradient; null does not clip.
         pipeline: sparse_dist (TorchRec's pipeline), loop (the same steps one after another), or
-            auto: sparse_dist where the engine is torchrec, but for ranks on the CPU of one host.
+            auto: sparse_dist where the engine is torchrec and there are several GPUs or several
+            hosts.
         log_every: Steps between metrics.jsonl lines and checks for a non-finite loss.
         optimizer_options: Settings of an optimizer that is not one of those named.
         freeze: Of an extended run: old keeps everything that the run before it had bit for bit, so
