@@ -211,8 +211,11 @@ def is_lost_connection(error: BaseException) -> bool:
     return type(error) in (RuntimeError, dist.DistBackendError) and bool(_LOST.search(str(error)))
 
 
-def _explained(error: BaseException, timeout: float) -> str:
-    """Say which rank is gone, as far as this rank can know, and what to do."""
+def _explained(error: BaseException, timeout: float | None) -> str:
+    """Say which rank is gone, as far as this rank can know, and what to do.
+
+    timeout: seconds that this rank has waited, if a longer time could help.
+    """
     if isinstance(error, RankGone):
         names, timed_out = [error.name], error.timed_out
     else:
@@ -220,7 +223,7 @@ def _explained(error: BaseException, timeout: float) -> str:
         timed_out = not names and bool(re.search(_TIMED_OUT, str(error), re.IGNORECASE))
     who = f" ({'; '.join(names)})" if names else ""
     go_on = "`train --resume` goes on from the last checkpoint, on any number of ranks."
-    if timed_out:
+    if timed_out and timeout is not None:
         return (
             f"another rank did not answer within {timeout:g} s{who}: it is stuck, cannot be "
             f"reached, or needs longer, for which set `timeout` (in seconds). {go_on}"
@@ -265,7 +268,7 @@ class _SharedGroup:
         deadline = time.monotonic() + 0.5  # a process closes its connections before it ends
         while True:
             ended = [name for name, process in local.items() if _has_ended(process)]
-            if ended or time.monotonic() > deadline:
+            if ended or not local or time.monotonic() > deadline:
                 return ended
             time.sleep(0.02)
 
@@ -341,7 +344,7 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
     except RuntimeError as error:
         if not is_lost_connection(error):
             raise
-        raise RankLost(_explained(error, connecting.total_seconds())) from error
+        raise RankLost(_explained(error, None)) from error
     store.set_timeout(limit)
     dist.distributed_c10d._set_pg_timeout(limit)
 
