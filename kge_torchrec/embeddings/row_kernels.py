@@ -25,17 +25,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.models.row_sums import JIT, threads_for
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import SUMS, helper, kernel
 
 _ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)  # places in TABLE_OPTIMIZERS
 
 _AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
+_ROWS = 64  # distinct rows that a thread takes at once
 
 
 class _Step(NamedTuple):
@@ -70,7 +72,7 @@ def _step_numbers(optimizer: TableOptimizer, lr: float, step: int) -> _Step:
     return _Step(*(np.float32(number) for number in numbers))
 
 
-@njit(**{**JIT, "fastmath": {"reassoc", "nsz"}})  # only lets the sum run in vector lanes
+@helper(fastmath=SUMS)
 def _mean_square(g: np.ndarray) -> np.float32:
     total = np.float32(0)
     for d in range(g.shape[0]):
@@ -78,7 +80,7 @@ def _mean_square(g: np.ndarray) -> np.float32:
     return total / np.float32(g.shape[0])
 
 
-@njit(**JIT)
+@helper
 def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step) -> None:
     for d in range(g.shape[0]):
         m_d = step.beta1 * m[d] + step.one_minus_beta1 * g[d]
@@ -90,7 +92,7 @@ def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: 
         w[d] -= step.lr * change
 
 
-@njit(**JIT)
+@helper
 def _rowwise_adam_row(
     g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step
 ) -> None:
@@ -103,7 +105,7 @@ def _rowwise_adam_row(
         w[d] -= step.lr * (m_d * scale + step.weight_decay * w[d])
 
 
-@njit(**JIT)
+@helper
 def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> None:
     for d in range(g.shape[0]):
         s_d = s[d] + g[d] * g[d]
@@ -111,7 +113,7 @@ def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> No
         w[d] -= step.lr * g[d] / (np.sqrt(s_d) + step.eps)
 
 
-@njit(**JIT)
+@helper
 def _rowwise_adagrad_row(
     g: np.ndarray, w: np.ndarray, s: np.ndarray, total: np.ndarray, step: _Step
 ) -> None:
@@ -124,7 +126,7 @@ def _rowwise_adagrad_row(
         w[d] -= scale * total[d]
 
 
-@njit(**JIT)
+@helper
 def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> None:
     total[:] = np.float32(0)
     for place in places:
@@ -133,11 +135,11 @@ def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> N
             total[d] += g[d]
 
 
-@njit(**JIT)
+@block_kernel(_ROWS)
 def _update_range(
-    kind: int,
     start: int,
     stop: int,
+    kind: int,
     rows: np.ndarray,
     places: np.ndarray,
     bounds: np.ndarray,
@@ -159,11 +161,11 @@ def _update_range(
         ahead = u + _AHEAD
         if ahead < stop:
             row = rows[ahead if distinct else places[bounds[ahead]]]
-            prefetch_row(weights, row)
+            _prefetch_row(weights, row)
             if kind != _SGD:
-                prefetch_row(first, row)
+                _prefetch_row(first, row)
             if kind in (_ADAM, _ROWWISE_ADAM):
-                prefetch_row(second, row)
+                _prefetch_row(second, row)
         low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
         place = u if distinct else places[low]
         row = rows[place]
@@ -185,26 +187,7 @@ def _update_range(
                 w[d] -= step.lr * g[d]
 
 
-@njit(parallel=True, **JIT)
-def _update_parallel(
-    kind: int,
-    threads: int,
-    count: int,
-    rows: np.ndarray,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    grad: np.ndarray,
-    weights: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    step: _Step,
-) -> None:
-    for thread in prange(threads):
-        start, stop = count * thread // threads, count * (thread + 1) // threads
-        _update_range(kind, start, stop, rows, places, bounds, grad, weights, first, second, step)
-
-
-@njit(**JIT)
+@kernel
 def _strictly_increasing(rows: np.ndarray) -> bool:
     for i in range(1, rows.shape[0]):  # noqa: SIM110 (numba has no all() over generators)
         if rows[i] <= rows[i - 1]:
@@ -212,7 +195,7 @@ def _strictly_increasing(rows: np.ndarray) -> bool:
     return True
 
 
-@njit(**JIT)
+@kernel
 def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
     bounds = np.empty(places.shape[0] + 1, np.int64)
@@ -277,11 +260,7 @@ def update_rows(
         _step_numbers(optimizer, lr, step),
     )
     kind = TABLE_OPTIMIZERS.index(optimizer.name)
-    threads = threads_for(count, grad.numel())
-    if threads == 1:
-        _update_range(kind, 0, count, *arguments)
-    else:
-        _update_parallel(kind, threads, count, *arguments)
+    _update_range(count, grad.numel(), kind, *arguments)
 
 
 def _two_dimensional(state: Tensor) -> np.ndarray:
@@ -309,8 +288,8 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.int64), generate
 
 
-@njit(cache=True, nogil=True)
-def prefetch_row(table: np.ndarray, row: int) -> None:
+@helper
+def _prefetch_row(table: np.ndarray, row: int) -> None:
     """``table``: (n, D) float32, contiguous.  Changes nothing."""
     for d in range(0, table.shape[1], _LINE):
         # numba itself passes the typing context
