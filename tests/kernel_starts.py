@@ -179,7 +179,7 @@ def training(scorer: str):
 
     with tempfile.TemporaryDirectory() as folder:
         config = {
-            "seed": 5, "threads": 1, "device": "cpu", "model.scorer": scorer, "model.dim": 16,
+            "seed": 5, "threads": 1, "device": "cpu", "model.scorer": scorer, "model.dim": 72,
             "train.epochs": 2, "train.batch_size": 256, "negatives.count": 24, "train.lr": 0.05,
             "evaluation.max_triples": 40, "run.progress": False, "run.tensorboard": False,
             "entities.engine": "handrolled", **TRAINED[scorer], "run.dir": f"{folder}/run",

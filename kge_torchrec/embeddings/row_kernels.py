@@ -21,6 +21,7 @@ Shapes: n rows in the table, D numbers a row, M gradients, U distinct rows among
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,11 +31,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
 from kge_torchrec.kernels.jit import SUMS, helper, kernel
-
-_ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)  # places in TABLE_OPTIMIZERS
 
 _AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
 _ROWS = 64  # distinct rows that a thread takes at once
@@ -80,8 +79,13 @@ def _mean_square(g: np.ndarray) -> np.float32:
     return total / np.float32(g.shape[0])
 
 
+# Steps of one row: its gradient, weights and states, and scratch, (D,) each (a state may be (1,)).
+
+
 @helper
-def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step) -> None:
+def _adam_row(
+    g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, scratch: np.ndarray, step: _Step
+) -> None:
     for d in range(g.shape[0]):
         m_d = step.beta1 * m[d] + step.one_minus_beta1 * g[d]
         v_d = step.beta2 * v[d] + step.one_minus_beta2 * g[d] * g[d]
@@ -94,7 +98,7 @@ def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: 
 
 @helper
 def _rowwise_adam_row(
-    g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step
+    g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, scratch: np.ndarray, step: _Step
 ) -> None:
     v[0] = step.beta2 * v[0] + step.one_minus_beta2 * _mean_square(g)
     denominator = np.sqrt(v[0] * step.inverse_correction2) + step.eps
@@ -106,7 +110,9 @@ def _rowwise_adam_row(
 
 
 @helper
-def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> None:
+def _adagrad_row(
+    g: np.ndarray, w: np.ndarray, s: np.ndarray, none: np.ndarray, scratch: np.ndarray, step: _Step
+) -> None:
     for d in range(g.shape[0]):
         s_d = s[d] + g[d] * g[d]
         s[d] = s_d
@@ -115,15 +121,32 @@ def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> No
 
 @helper
 def _rowwise_adagrad_row(
-    g: np.ndarray, w: np.ndarray, s: np.ndarray, total: np.ndarray, step: _Step
+    g: np.ndarray, w: np.ndarray, s: np.ndarray, none: np.ndarray, total: np.ndarray, step: _Step
 ) -> None:
-    """``total`` is scratch (D,): the gradient with its weight decay."""
+    """``total`` becomes the gradient with its weight decay."""
     for d in range(g.shape[0]):
         total[d] = g[d] + step.weight_decay * w[d]
     s[0] += _mean_square(total)
     scale = step.lr / (np.sqrt(s[0]) + step.eps)
     for d in range(g.shape[0]):
         w[d] -= scale * total[d]
+
+
+@helper
+def _sgd_row(
+    g: np.ndarray, w: np.ndarray, none: np.ndarray, no: np.ndarray, scratch: np.ndarray, step: _Step
+) -> None:
+    for d in range(g.shape[0]):
+        w[d] -= step.lr * g[d]
+
+
+_ROW_STEPS = {
+    "adam": _adam_row,
+    "rowwise_adam": _rowwise_adam_row,
+    "adagrad": _adagrad_row,
+    "rowwise_adagrad": _rowwise_adagrad_row,
+    "sgd": _sgd_row,
+}
 
 
 @helper
@@ -135,56 +158,51 @@ def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> N
             total[d] += g[d]
 
 
-@block_kernel(_ROWS)
-def _update_range(
-    start: int,
-    stop: int,
-    kind: int,
-    rows: np.ndarray,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    grad: np.ndarray,
-    weights: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    step: _Step,
-) -> None:
-    """Updates the distinct rows number ``start`` to ``stop``.
+@cache
+def _updates(optimizer: str) -> BlockKernel:
+    """Return the kernel of one optimizer; a run compiles no other.
 
-    Distinct row u has its gradients at places[bounds[u]:bounds[u + 1]].  When both are empty,
-    ``rows`` is strictly increasing: row u has the gradient u.
+    It updates the distinct rows number ``start`` to ``stop``.  Distinct row u has its gradients at
+    places[bounds[u]:bounds[u + 1]].  When both are empty, ``rows`` is strictly increasing: row u
+    has the gradient u.
     """
-    total = np.empty(grad.shape[1], np.float32)
-    scratch = np.empty(grad.shape[1], np.float32)
-    distinct = bounds.shape[0] == 0
-    for u in range(start, stop):
-        ahead = u + _AHEAD
-        if ahead < stop:
-            row = rows[ahead if distinct else places[bounds[ahead]]]
-            _prefetch_row(weights, row)
-            if kind != _SGD:
-                _prefetch_row(first, row)
-            if kind in (_ADAM, _ROWWISE_ADAM):
-                _prefetch_row(second, row)
-        low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
-        place = u if distinct else places[low]
-        row = rows[place]
-        g = grad[place]
-        if high - low > 1:
-            _sum_gradients(grad, places[low:high], total)
-            g = total
-        w = weights[row]
-        if kind == _ADAM:
-            _adam_row(g, w, first[row], second[row], step)
-        elif kind == _ROWWISE_ADAM:
-            _rowwise_adam_row(g, w, first[row], second[row], step)
-        elif kind == _ADAGRAD:
-            _adagrad_row(g, w, first[row], step)
-        elif kind == _ROWWISE_ADAGRAD:
-            _rowwise_adagrad_row(g, w, first[row], scratch, step)
-        else:
-            for d in range(g.shape[0]):
-                w[d] -= step.lr * g[d]
+    step_row = _ROW_STEPS[optimizer]
+    has_first, has_second = optimizer != "sgd", optimizer in ("adam", "rowwise_adam")
+
+    def update(
+        start: int,
+        stop: int,
+        rows: np.ndarray,
+        places: np.ndarray,
+        bounds: np.ndarray,
+        grad: np.ndarray,
+        weights: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+        step: _Step,
+    ) -> None:
+        total = np.empty(grad.shape[1], np.float32)
+        scratch = np.empty(grad.shape[1], np.float32)
+        distinct = bounds.shape[0] == 0
+        for u in range(start, stop):
+            ahead = u + _AHEAD
+            if ahead < stop:
+                row = rows[ahead if distinct else places[bounds[ahead]]]
+                _prefetch_row(weights, row)
+                if has_first:
+                    _prefetch_row(first, row)
+                if has_second:
+                    _prefetch_row(second, row)
+            low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
+            place = u if distinct else places[low]
+            row = rows[place]
+            g = grad[place]
+            if high - low > 1:
+                _sum_gradients(grad, places[low:high], total)
+                g = total
+            step_row(g, weights[row], first[row], second[row], scratch, step)
+
+    return named_kernel(f"update_{optimizer}", update, _ROWS)
 
 
 @kernel
@@ -259,8 +277,7 @@ def update_rows(
         table if second is None else _two_dimensional(second),
         _step_numbers(optimizer, lr, step),
     )
-    kind = TABLE_OPTIMIZERS.index(optimizer.name)
-    _update_range(count, grad.numel(), kind, *arguments)
+    _updates(optimizer.name)(count, grad.numel(), *arguments)
 
 
 def _two_dimensional(state: Tensor) -> np.ndarray:

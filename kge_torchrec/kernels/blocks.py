@@ -39,6 +39,18 @@ def block_kernel(block: int, *, fastmath: frozenset[str] = EXACT) -> Callable[..
     return partial(BlockKernel, block=block, fastmath=fastmath)
 
 
+def named_kernel(
+    name: str, function: Callable[..., Any], block: int, *, fastmath: frozenset[str] = EXACT
+) -> BlockKernel:
+    """Compile a function that was made for one choice, such as an optimizer, under its own name.
+
+    The function reads the choice from its closure, so that a run compiles what it uses and no more.
+    numba makes symbols from names: two functions of one name would be taken for each other.
+    """
+    function.__name__ = function.__qualname__ = name
+    return BlockKernel(function, block, fastmath)
+
+
 class BlockKernel:
     """A kernel over a number of items, on as many threads as pay."""
 
@@ -49,9 +61,8 @@ class BlockKernel:
             # numba itself passes the typing context
             _run(body, share, count, block, args)  # type: ignore[call-arg]
 
-        # numba makes the names of symbols from these; equal names would be taken for each other.
         run.__module__ = function.__module__
-        run.__name__ = run.__qualname__ = f"{function.__qualname__}_of_blocks"
+        run.__name__ = run.__qualname__ = f"{function.__qualname__}_in_blocks"  # see named_kernel
         self._run = kernel(run)
 
     def __call__(self, count: int, work: int, *args: Any) -> None:
