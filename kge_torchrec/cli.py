@@ -59,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # configs may name classes of modules that lie here
         sys.path.append(os.getcwd())
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("kge_torchrec.kernels").setLevel(logging.INFO)  # reports that it compiles
     try:
         return _run(arguments)
     except (KGEError, OSError) as error:

@@ -299,8 +299,6 @@ FAULTS = [
     Fault("a difference on a hyperplane is rounded before it is small", "models/pair_kernels.py",
           "return (end - other) - along * normal", "return (end - along * normal) - other",
           "tests/models/test_scorers.py -k small_distances"),
-    Fault("kernels have the fastmath of whoever compiles them first", "models/row_sums.py",
-          ', "fastmath": False}', "}", "tests/models/test_scorers.py -k small_distances"),
     Fault("a scorer of its own similarity is compared by products", "models/scorers/queries.py",
           '("similarity_in_training", "similarity_at")', '("similarity_in_training",)',
           "tests/models/test_scorers.py -k where_they_are"),

@@ -10,10 +10,10 @@ import kge_torchrec
 
 PACKAGE = Path(kge_torchrec.__file__).parent
 ROOMS = [
-    "kge_torchrec", "errors", "files", "environment", "config", "data", "models", "distributed",
-    "embeddings", "ranking", "answers", "training", "planning", "export", "comparison", "diagnosis",
-    "trained_run", "run_report", "api", "growth", "serving", "tuning", "commands", "cli",
-    "__main__",
+    "kge_torchrec", "errors", "files", "environment", "config", "kernels", "data", "models",
+    "distributed", "embeddings", "ranking", "answers", "training", "planning", "export",
+    "comparison", "diagnosis", "trained_run", "run_report", "api", "growth", "serving", "tuning",
+    "commands", "cli", "__main__",
 ]  # fmt: skip
 
 
