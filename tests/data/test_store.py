@@ -182,6 +182,19 @@ def test_a_large_store_is_checked_when_it_is_trained_on(store, monkeypatch, tmp_
         TripleStore.open(store.path).check()
 
 
+@pytest.mark.parametrize("changes, said", [
+    ({"num_entities": 6}, "meta.json counts 6 entities and there are labels of"),
+    ({"num_relations": 99}, "meta.json counts 99 relations and there are labels of"),
+    ({"files": None, "report": None}, "meta.json has no files and no report"),
+])  # fmt: skip
+def test_a_meta_file_that_was_changed(store, changes, said):
+    meta = json.loads((store.path / "meta.json").read_text()) | changes
+    kept = {name: value for name, value in meta.items() if value is not None}
+    (store.path / "meta.json").write_text(json.dumps(kept))
+    with pytest.raises(StoreError, match=f"damaged store: {said}"):
+        TripleStore.open(store.path)
+
+
 def test_a_store_of_an_older_version_has_no_checksums(store):
     meta = json.loads((store.path / "meta.json").read_text())
     del meta["crc32"]
