@@ -33,6 +33,7 @@ from kge_torchrec.commands import (
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
+from kge_torchrec.files import in_words
 
 _DESCRIPTION = """\
 Knowledge-graph embeddings on TorchRec.
@@ -75,10 +76,11 @@ def _tell(error: KGEError | OSError) -> None:
     """Says what went wrong, once for all ranks where they all know."""
     if isinstance(error, KGEError):
         error.spell(as_flag)
+    message = in_words(error) if isinstance(error, OSError) else error
     if is_first_rank():
-        print(f"kge-torchrec: {error}", file=sys.stderr)
+        print(f"kge-torchrec: {message}", file=sys.stderr)
     elif not getattr(error, "on_every_rank", False):
-        print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        print(f"kge-torchrec: rank {os.environ['RANK']}: {message}", file=sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

@@ -58,10 +58,18 @@ def add(verbs: Verbs) -> None:
     extend.add_argument(
         "--set",
         action="append",
+        type=_setting,
         default=[],
         metavar="KEY=VALUE",
         help="another key of the config, such as train.lr=0.01; may be repeated",
     )
+
+
+def _setting(text: str) -> str:
+    key, equals, _ = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return text
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -6,7 +6,14 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_output, add_verb, answering, is_first_rank, write_records
+from kge_torchrec.commands import (
+    add_output,
+    add_verb,
+    answering,
+    check_top,
+    is_first_rank,
+    write_records,
+)
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced
 
@@ -39,6 +46,7 @@ def add(verbs: Verbs) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if (parsed.entity is None) == (parsed.index is None):
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
+    check_top(parsed)
     with answering(parsed.folder) as trained:
         if parsed.index is not None:
             with announced("writing the index"):

@@ -11,6 +11,7 @@ from kge_torchrec.commands import (
     add_output,
     add_verb,
     answering,
+    check_top,
     is_first_rank,
     opened,
     tell_problems,
@@ -71,8 +72,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.top is not None and parsed.top < 1:
-        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
+    check_top(parsed)
     given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if given:

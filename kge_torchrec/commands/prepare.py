@@ -119,7 +119,10 @@ def reading_of(parsed: argparse.Namespace) -> dict[str, Any]:
 def _yaml_dict(text: str) -> dict[str, Any]:
     import yaml
 
-    values = yaml.safe_load(text)
+    try:
+        values = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError):
+        values = None
     if not isinstance(values, dict):
         raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {text}")
     return values

@@ -124,7 +124,7 @@ def _config_of(
     changed = config_from_dict(config.to_dict(), overrides)
     api.check_overrides(before, changed)
     if changed.data != config.data or changed.run.dir != config.run.dir:
-        raise ConfigError("data.* and run.dir of an extended run are set by extend itself")
+        raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
     if not changed.checkpoint.keep:
         raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
     return changed
@@ -178,7 +178,13 @@ class _Extension:
 
     def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
         data = self.before.data
-        check_numbers(self.grown_from)
+        try:
+            check_numbers(self.grown_from)
+        except (OSError, Damaged) as error:
+            raise CheckpointError(
+                f"checkpoint {self.grown_from} cannot be read: {error}; extend another one by "
+                "--checkpoint NAME"
+            ) from error
         base = TripleStore.open(self.source.store_of(data.path))
         base.check()
         if self.folder.is_half_extended:
@@ -281,6 +287,8 @@ class _Extension:
         if self._began:
             self._clear()
             api.undo(self.folder)
+        elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:
+            api.undo(self.folder)  # made here for the lock alone
 
     def _clear(self) -> None:
         """Removes what ``extend`` has made, but the lock and the mark of a run under way."""
