@@ -134,7 +134,9 @@ def _comparison(
 
     from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
     from kge_torchrec.comparison.speed import Timing
+    from kge_torchrec.training.effects import check_start, facts_of
 
+    check_start(config, facts_of(config))
     return Comparison(configs, Extent(tuple(world_sizes), repeats, Timing(steps=steps)))
 
 

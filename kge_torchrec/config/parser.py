@@ -16,7 +16,9 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.keys import check_effects
 from kge_torchrec.config.options import wrong_type
+from kge_torchrec.config.sizing import KEYS as PICKED
 
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
@@ -58,8 +60,17 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
 
     path: YAML file, the name of one in ``configs/`` ("demo"), or None for the defaults.
     overrides: ["--train.lr", "0.1", ...] or {"train.lr": 0.1, ...}; they win over the file.
-    Raises ConfigError on an unknown key, a wrong type or a value out of range.
+    Raises ConfigError on an unknown key, a wrong type, a value out of range, or a key that was set
+    and has no effect.
     """
+    config = read_config(path, overrides)
+    # The config.yaml of a run has numbers for keys that were null, whether they act or not.
+    check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
+    return config
+
+
+def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
+    """Reads a config as ``load_config``, with keys that have no effect, as earlier runs may."""
     arguments = []
     if path is not None:
         file = _find(path)
@@ -85,7 +96,7 @@ def _made_of(values: dict[str, Any]) -> Config:
 
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
     """A Config from nested values, as ``Config.to_dict`` gives them, with overrides."""
-    return load_config(None, [*_as_arguments(_flatten(values)), *_as_arguments(overrides)])
+    return read_config(None, [*_as_arguments(_flatten(values)), *_as_arguments(overrides)])
 
 
 def as_config(config: AnyConfig) -> Config:

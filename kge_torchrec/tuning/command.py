@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[s
     """Goes on with a study, in whose folder everything is."""
     if name is not None or options.space is not None or options.study is not None:
         raise ConfigError("tune --resume takes all from the study; give no config, space or study")
-    here = load_config(None, overrides)
+    here = read_config(None, overrides)
     given = {word.split("=")[0] for word in overrides if word.startswith("--")}
     if given - {"--threads", "--device"}:
         raise ConfigError(
@@ -123,9 +123,11 @@ def _open(
 ) -> Study:
     check_optuna()
     config.check_trainable()
+    from kge_torchrec.training.effects import check_start, facts_of
     from kge_torchrec.tuning.space import SearchSpace
     from kge_torchrec.tuning.study import Settings, Study, now
 
+    check_start(config, facts_of(config))
     given = None
     if space is not None:
         given = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
