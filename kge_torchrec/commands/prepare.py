@@ -119,7 +119,13 @@ def reading_of(parsed: argparse.Namespace) -> dict[str, Any]:
 def _yaml_dict(text: str) -> dict[str, Any]:
     import yaml
 
-    values = yaml.safe_load(text)
+    from kge_torchrec.config.checks import ConfigError
+    from kge_torchrec.config.yaml_file import parse_yaml
+
+    try:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {error}") from None
     if not isinstance(values, dict):
         raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {text}")
     return values

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
 from kge_torchrec.environment import loading_torch
 
@@ -76,8 +77,9 @@ def run(arguments: Sequence[str]) -> int:
         return _resume(options, name, overrides)
     with loading_torch():
         config = load_config(name, overrides)
-        study = _open(config, options.trials or 30, options.study, options.space, options.halving)
-    found = _run(study, options.trials or 30, options.jobs)
+        trials = 30 if options.trials is None else options.trials
+        study = _open(config, trials, options.study, options.space, options.halving)
+    found = _run(study, trials, options.jobs)
     return _tell(study, found)
 
 
@@ -96,7 +98,7 @@ def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[s
         from kge_torchrec.tuning.study import Study
 
         study = Study(Path(options.resume))
-    trials = options.trials or study.settings.trials
+    trials = study.settings.trials if options.trials is None else options.trials
     found = _run(
         study,
         trials,
@@ -144,8 +146,8 @@ def _run(
     device: str | None = None,
     is_job: bool = False,
 ) -> dict[str, Any]:
-    if jobs < 1:
-        raise ConfigError(f"jobs must be an integer >= 1, got {jobs}")
+    at_least("jobs", jobs, 1)
+    at_least("trials", trials, 1)
     from kge_torchrec.tuning.report import write_report
     from kge_torchrec.tuning.trials import Worker
 
