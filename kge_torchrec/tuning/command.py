@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kge_torchrec.commands.effects import acts_with, check_options
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
@@ -71,7 +72,9 @@ def run(arguments: Sequence[str]) -> int:
     name, rest = None, arguments
     if not arguments[0].startswith("-"):
         name, rest = arguments[0], arguments[1:]
-    options, overrides = _parser().parse_known_args(rest)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(rest)
+    check_options(parser, options)
     check_optuna()
     if options.resume is not None:
         return _resume(options, name, overrides)
@@ -210,13 +213,14 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML of keys with ranges or lists (default: by scorer and size of the graph, written "
         "to STUDY/space.yaml)",
     )
-    parser.add_argument(
+    halving = parser.add_argument(
         "--halving",
         default="epochs",
         metavar="epochs|subgraphs|none",
         help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
         "at all (default: epochs)",
     )
+    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
     )
