@@ -241,6 +241,7 @@ def test_negative_and_non_finite_numbers_name_their_key(key, value):
         ({"train.optimizer": "adagrd"}, "did you mean 'adagrad'?"),
         ({"loss.name": "softmx"}, "did you mean 'softmax'?"),
         ({"device": "gpu"}, "device must be one of auto, cpu, cuda, got 'gpu'"),
+        ({"threads": 100_000}, "threads must be an integer from 0 to 1,024, got 100000"),
         ({"loss.name": "margin", "loss.label_smoothing": 0.1}, "loss.label_smoothing 0.1 has no"),
         ({"train.weight_decay": 0.1, "train.optimizer": "sgd"}, "train.weight_decay"),
     ],
@@ -350,6 +351,12 @@ def test_models_that_cannot_be(overrides, message):
         ("train:\n  beta1:\n", "train.beta1 has no value in"),
         ("data:\n  path: null\n", "data.path has no value in"),
         ("data:\n  path: 5\n", "data.path must be text, got 5"),
+        ("train: &a\n  lr: *a\n", "nested more than 50 deep, or an anchor stands inside itself"),
+        (f"model: {{options: {'{a: ' * 60}1{'}' * 60}}}\n", "nested more than 50 deep"),
+        (f"a: {'[' * 5000}{']' * 5000}\n", "is not valid YAML"),
+        ("seed: 1\ntrain: {lr: 1}\nseed: 2\n", "seed stands in line 1 and again in line 3"),
+        ("train: {lr: 1, lr: 2}\n", "the key lr stands in line 1 and again in line 1"),
+        ("data: {path: 2024-99-99}\n", "a value cannot be read: month must be in 1..12"),
     ],
 )
 def test_files_that_are_no_configs(written, text, message):

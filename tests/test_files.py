@@ -60,3 +60,8 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
         files.write_json(file, {"mrr": 0.6})
     assert file.read_text() == '{\n "mrr": 0.5\n}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_nothing_can_lie_beside_the_root_folder():
+    with pytest.raises(IsADirectoryError, match="the root folder; name a file in it"):
+        files.partial_of(Path("/"))

@@ -19,12 +19,14 @@ from test_verb_options import parsers
 from training_runs import config_of, random_triples, tiny_store
 
 from kge_torchrec import api, cli
-from kge_torchrec.config import all_keys
+from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config.keys import declared, default_of
 from kge_torchrec.config.registry import KINDS
 from kge_torchrec.errors import KGEError
 
 pytestmark = pytest.mark.slow
 CONFIGS = LINES = 1000
+SEED = 34
 ODD = [
     None, True, False, 0, 1, -1, 2, 3, 8, 0.5, -0.5, 1e-9, 1e30, 10**30, -(10**30), float("nan"),
     float("inf"), "", " ", "a", "null", "~", "1e3", "0x10", "é", "\U0001f600", "a\nb", "../..", "/",
@@ -88,7 +90,7 @@ def stopped(monkeypatch, tmp_path):
 
 
 def outcome(words: list[str]) -> tuple[str, str]:
-    """Return how a command line ended, "error", "usage", "done" or "traceback", and what it said."""
+    """Return ("error", "usage", "done" or "traceback", what was said)."""
     said = io.StringIO()
     with contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
         try:
@@ -100,12 +102,24 @@ def outcome(words: list[str]) -> tuple[str, str]:
     return ("error" if code else "done"), said.getvalue()
 
 
+def likely(draw: random.Random, key: str) -> Any:
+    """Return a value of the kind that a key has."""
+    default = default_of(declared(Config)[key])
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float) or default is None:
+        return draw.choice([0, 1, 2, 4, 0.25, 0.5])
+    return default if isinstance(default, tuple | dict) else draw.choice(NAMES)
+
+
 def odd_config(draw: random.Random) -> Any:
     if draw.random() < 0.03:
         return draw.choice(ODD)
     values: dict[str, Any] = {}
-    for key in draw.sample(all_keys(), draw.randint(1, 5)):
+    for key in draw.sample(all_keys(), draw.choice((1, 1, 1, 2, 3, 5))):
         value = draw.choice(NAMES if draw.random() < 0.5 else ODD)
+        if draw.random() < 0.7:
+            value = likely(draw, key)
         *group, name = key.split(".")
         if draw.random() < 0.03:
             name = draw.choice([name[:-1], name.upper(), "options", "a.b", ""])
@@ -116,7 +130,8 @@ def odd_config(draw: random.Random) -> Any:
 
 
 def test_a_thousand_configs(places, stopped, tmp_path):
-    draw, ended = random.Random(34), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
+    draw, ended = random.Random(SEED + 1), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
+    begun = 0
     for number in range(CONFIGS):
         file = tmp_path / "config.yaml"
         config = odd_config(draw)
@@ -125,8 +140,9 @@ def test_a_thousand_configs(places, stopped, tmp_path):
         how, said = outcome(words)
         assert how != "traceback", f"{config}\n{said}"
         ended[how] += 1
-    print(ended)
-    assert ended["error"] + ended["usage"] == CONFIGS  # those that are right end before the work
+        begun += "here work would begin" in said
+    print(ended, begun)
+    assert ended["error"] + ended["usage"] == CONFIGS and begun > 50
 
 
 def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any]) -> list[str]:
@@ -136,6 +152,8 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
     def value(action: Any) -> str:
         if action is not None and action.choices and draw.random() < 0.8:
             return str(draw.choice(list(action.choices)))
+        if action is not None and action.type in (int, float) and draw.random() < 0.8:
+            return draw.choice(["0", "1", "3", "-4", "99999999"])
         kind = draw.random()
         if kind < 0.5:
             return places[draw.choice(sorted(places))]
@@ -173,7 +191,7 @@ def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any])
 
 
 def test_a_thousand_command_lines(places, stopped, capsys):
-    draw, ended = random.Random(18), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
+    draw, ended = random.Random(SEED), dict.fromkeys(("error", "usage", "done", "traceback"), 0)
     verbs = parsers()
     store = Path(places["store"])
     for _ in range(LINES):

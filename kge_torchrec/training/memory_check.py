@@ -41,7 +41,7 @@ def _largest(
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
     found = [("model.dim", "the table of relations", relations)]
     if not on_cuda:  # where a plan may leave the entity table in main memory
-        found.append(("model.dim", "the entity table", graph.entities * dim // world_size))
+        found.insert(0, ("model.dim", "the entity table", graph.entities * dim // world_size))
     if not negatives.is_full:
         rows = min(negatives.count, graph.entities) * dim
         batch = min(config.train.batch_size, graph.triples) // world_size
