@@ -3,7 +3,6 @@
 import math
 import subprocess
 import sys
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 
 import pytest
@@ -12,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.keys import declared, key_of
 from kge_torchrec.config.parser import CONFIGS, build_parser, config_from_dict, load_config
+from kge_torchrec.config.reference import default_yaml, keys_page
 
 DEFAULTS = {
     f"{group}.{name}" if name else group: value
@@ -128,10 +129,15 @@ def test_every_published_config_loads():
         assert config_from_dict(config.to_dict()) == config, path
 
 
-def test_the_default_config_lists_the_defaults():
-    path = CONFIGS / "default.yaml"
+@pytest.mark.parametrize(
+    "file, made", [("configs/default.yaml", default_yaml), ("docs/keys.md", keys_page)]
+)
+def test_what_is_generated_from_the_fields_is_as_they_are(file, made):
+    """`python -m kge_torchrec.config.reference` writes both anew."""
+    path = Path(__file__).resolve().parents[1] / file
     if path.exists():
-        assert yaml.safe_load(path.read_text(encoding="utf-8")) == Config().to_dict()
+        assert path.read_text(encoding="utf-8") == made()
+    assert yaml.safe_load(default_yaml()) == Config().to_dict()
 
 
 def test_every_recipe_says_what_it_reaches():
@@ -158,12 +164,10 @@ def test_a_config_is_read_without_torch():
 def test_every_key_is_documented_and_listed():
     keys = all_keys()
     assert len(keys) == len(set(keys)) and {"data.path", "train.lr", "seed"} <= set(keys)
-    help_text = build_parser().format_help()
-    for key in keys:
+    help_text = " ".join(build_parser().format_help().split())
+    for key, item in declared(Config).items():
         assert f"--{key} " in help_text
-    for group in vars(Config()).values():
-        for item in fields(group) if is_dataclass(group) else ():
-            assert f"    {item.name}: " in type(group).__doc__
+        assert " ".join(key_of(item).help.split()[:3]) in help_text
 
 
 # What is said when it is wrong
