@@ -66,10 +66,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KGEError, OSError) as error:
         _tell(error)
         return getattr(error, "exit_code", 1)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(
+            f"kge-torchrec: not enough memory: {str(error).splitlines()[0] if str(error) else ''}; "
+            "smaller values of model.dim, negatives.count, train.batch_size or "
+            "evaluation.batch_size need less",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt as error:
         if is_first_rank():
             print(f"kge-torchrec: {error or 'interrupted'}", file=sys.stderr)
         return 130
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether numpy, torch on the CPU or CUDA could not allocate what was needed."""
+    words = ("can't allocate memory", "CUDA out of memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _tell(error: KGEError | OSError) -> None:

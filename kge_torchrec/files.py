@@ -14,11 +14,21 @@ from pathlib import Path
 from typing import Any
 
 
+def partial_of(path: Path) -> Path:
+    """Return where a file or folder is written until it is whole.
+
+    Raises IsADirectoryError for the root folder, beside which nothing can lie.
+    """
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, "the root folder; name a file in it", str(path))
+    return path.with_name(f".{path.name}.partial")
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes or replaces a file; a symbolic link stays, and the file behind it is replaced."""
     check_place(path)
     path = path.resolve()
-    partial = path.with_name(f".{path.name}.partial")
+    partial = partial_of(path)
     try:
         partial.write_text(text, encoding="utf-8")
         sync(partial)

@@ -155,6 +155,8 @@ class Run(Answering):
         if candidates is None and types is None:
             return own
         kind = candidates or "types"
+        if types is not None and kind != "types":
+            raise ConfigError(f"types has no effect with candidates {kind}: leave it out")
         kept = own.types if kind == "types" else None
         return replace(own, candidates=kind, types=kept if types is None else str(types))
 

@@ -77,3 +77,8 @@ def test_a_place_where_no_file_can_be(tmp_path, monkeypatch, name, said):
         assert files.in_words(error.value) == said
     assert files.in_words(OSError(28, "No space left on device")) == "no space is left on the disk"
     assert files.in_words(OSError("a pipe")) == "a pipe"
+
+
+def test_nothing_can_lie_beside_the_root_folder():
+    with pytest.raises(IsADirectoryError, match="the root folder; name a file in it"):
+        files.partial_of(Path("/"))

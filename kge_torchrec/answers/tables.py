@@ -107,7 +107,7 @@ def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Tab
         return
     files.check_place(Path(output))
     path = Path(output).resolve()  # a symbolic link stays
-    hidden = path.with_name(f".{path.name}.partial")
+    hidden = files.partial_of(path)
     try:
         if format == "parquet":
             with _parquet_writer(hidden) as write:

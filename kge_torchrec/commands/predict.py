@@ -17,6 +17,7 @@ from kge_torchrec.commands import (
     tell_problems,
     write_records,
 )
+from kge_torchrec.commands.effects import acts_with
 from kge_torchrec.config import ConfigError
 from kge_torchrec.environment import announced
 
@@ -58,17 +59,23 @@ def add(verbs: Verbs) -> None:
     predict.add_argument(
         "--new", action="store_true", help="leave out answers that the data holds already"
     )
-    predict.add_argument(
+    candidates = predict.add_argument(
         "--candidates",
         choices=("all", "seen"),
         default="all",
         help="heads and tails of the new links of a relation: all entities, or those seen with it "
         "on their side in train; every pair of them is scored (default: all)",
     )
-    predict.add_argument(
+    loops = predict.add_argument(
         "--loops", action="store_true", help="with new links of an entity and itself"
     )
+    for option in (candidates, loops):
+        acts_with(option, "--relation alone", _lists_links)
     add_output(predict)
+
+
+def _lists_links(parsed: argparse.Namespace) -> bool:
+    return parsed.relation is not None and {parsed.head, parsed.tail, parsed.queries} == {None}
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -78,7 +85,7 @@ def run(parsed: argparse.Namespace) -> int:
         if given:
             raise ConfigError("predict takes --queries or a query of its own, not both")
         return _file(parsed)
-    if len(given) == 1 and parsed.relation is not None:
+    if _lists_links(parsed):
         return _relation(parsed)
     if len(given) != 2:
         raise ConfigError(

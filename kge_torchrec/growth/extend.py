@@ -23,6 +23,15 @@ from torch import Tensor
 
 from kge_torchrec import api, files
 from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config.keys import (
+    Facts,
+    changed_keys,
+    check_effects,
+    check_resume,
+    declared,
+    key_of,
+)
+from kge_torchrec.config.model import INITIAL
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data.prepare import InMemory, extend_store
 from kge_torchrec.data.readers import Sources, make_reader
@@ -122,9 +131,11 @@ def _config_of(
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
     )
     changed = config_from_dict(config.to_dict(), overrides)
-    api.check_overrides(before, changed)
     if changed.data != config.data or changed.run.dir != config.run.dir:
         raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
+    initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
+    check_resume(config, changed, folder.path, allowed=initial)  # rows of new entities are drawn
+    check_effects(changed, Facts(extended=True), changed_keys(config, changed))
     if not changed.checkpoint.keep:
         raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
     return changed

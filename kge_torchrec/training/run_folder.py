@@ -37,7 +37,7 @@ import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import Overrides, is_set, load_config
+from kge_torchrec.config.parser import Overrides, is_set, read_config
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trackers import Tracker
@@ -140,7 +140,7 @@ class RunFolder:
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
-        return load_config(self._config_file(), overrides)
+        return read_config(self._config_file(), overrides)
 
     def check_loss(self, overrides: Overrides) -> None:
         """Raises ConfigError if going on would change the loss without anybody having said so.

@@ -311,3 +311,9 @@ def test_two_processes_and_jobs_share_a_study(tmp_path):
     assert len({str(trial.params) for trial in found}) == 8  # nobody draws what another has drawn
     alone = json.loads((folder / "trials.json").read_text())
     assert len(alone["trials"]) == 8
+
+
+def test_no_trials_are_refused_rather_than_thirty_run(tmp_path, capsys):
+    assert main(["tune", "demo", "--trials", "0", "--study", str(tmp_path / "study")]) == 1
+    assert "trials must be an integer >= 1, got 0" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()

@@ -13,11 +13,9 @@ Shapes: N entities, D numbers per entity, W ranks; n rows and d columns of a sha
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -44,6 +42,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
+from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError, raised_alike
 
 __all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
@@ -70,14 +69,6 @@ def device_memory() -> int:
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
-
-
-def host_memory() -> int:
-    """Bytes of main memory of this machine, or of the container it runs in."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
 
 
 def check_cuda_dim(dim: int) -> None:
