@@ -134,8 +134,8 @@ def _with_packed_arguments(
 ) -> ir.Function:
     """Return a function (start, stop, address) that calls a body with the arguments there."""
     convention = context.call_conv
-    kind = convention.get_function_type(types.none, _BODY)
-    function = ir.Function(builder.module, kind, f"{builder.function.name}.packed")
+    form = convention.get_function_type(types.none, _BODY)
+    function = ir.Function(builder.module, form, f"{builder.function.name}.packed")
     function.linkage = "internal"
     function.attributes.add("noinline")
     convention.decorate_function(function, ["start", "stop", "address"], _BODY)
@@ -143,10 +143,26 @@ def _with_packed_arguments(
     start, stop, address = convention.get_arguments(function)
     memory = inner.inttoptr(address, struct.as_pointer())
     loaded = inner.load(memory)
-    given = [inner.extract_value(loaded, place) for place in range(len(struct.elements))]
+    given = [
+        _borrowed(context, inner, kind, inner.extract_value(loaded, place))
+        for place, kind in enumerate(of_body.args[2:])
+    ]
     context.get_function(body, of_body)(inner, [start, stop, *given])
     convention.return_value(inner, context.get_dummy_value())
     return function
+
+
+def _borrowed(context: Any, builder: ir.IRBuilder, kind: Any, value: Any) -> Any:
+    """Return an argument without its reference count, if it is an array.
+
+    The caller holds the array.  Every row of it that a body looks at would count references, and
+    threads would wait for each other's counts: two were slower than one.
+    """
+    if not isinstance(kind, types.Array):
+        return value
+    array = context.make_array(kind)(context, builder, value)
+    array.meminfo = cgutils.get_null_value(array.meminfo.type)
+    return array._getvalue()
 
 
 def _call_address(
