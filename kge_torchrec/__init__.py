@@ -119,4 +119,5 @@ else:
         return value
 
     def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+        helpers = {"Any", "TYPE_CHECKING", "import_module"}
+        return sorted({*globals(), *_HOMES} - helpers)

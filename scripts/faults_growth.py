@@ -115,4 +115,6 @@ FAULTS = [
     Fault("a run whose checkpoints are gone was never trained", "training/checkpoints.py",
           "if recorded and self.keep:", "if False:",
           "tests/growth/test_killed_extensions.py -k every_verb"),
+    Fault("a mapped store is memory that a run needs", "planning/plan.py",
+          "if part not in SHARED", "if True", "tests/planning/test_dry_run.py -k mapped"),
 ]  # fmt: skip

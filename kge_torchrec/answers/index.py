@@ -105,6 +105,7 @@ class _Builder:
 def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
     import faiss
 
+    files.check_place(path)
     target = path.resolve()  # a symbolic link stays
     partial = files.partial_of(target)
     try:

@@ -252,9 +252,13 @@ class TrainingPlan:
         usable = int(capacity * (1 - self.choice.reserve))
         for host in range(self.cluster.hosts):
             ranks = range(host * local, (host + 1) * local)
-            need = sum(self.total(rank).main for rank in ranks)
-            again = sum(self.memory[ranks[0]][part].main for part in SHARED) * (local - 1)
-            yield Limit(f"main memory of host {host}", need - again, capacity, usable)
+            need = sum(
+                size.main
+                for rank in ranks
+                for part, size in self.memory[rank].items()
+                if part not in SHARED  # the system drops pages of files where memory is short
+            )
+            yield Limit(f"main memory of host {host}", need, capacity, usable)
 
     @property
     def overruns(self) -> list[Limit]:

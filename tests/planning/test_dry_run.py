@@ -102,13 +102,13 @@ def test_replicas_repeat_the_shards_on_neighbouring_ranks():
     assert any("2-D" in note for note in plan.notes)
 
 
-def test_main_memory_of_a_host_is_shared_and_mapped_triples_count_once():
+def test_main_memory_of_a_host_is_shared_and_mapped_triples_need_none():
     plan = planned(workload(10**6, triples=10**7, model__dim=64), "4xCPU", 2)
     (host, other) = plan.limits
     assert host.capacity == 64 * GIB
     triples = plan.memory[0]["triples"].main
     assert triples == 10**7 * 12
-    assert host.need == plan.total(0).main + plan.total(1).main - triples
+    assert host.need == plan.total(0).main + plan.total(1).main - 2 * triples
     assert other.place == "main memory of host 1"
 
 
