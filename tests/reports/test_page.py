@@ -15,8 +15,8 @@ from kge_torchrec import api, report
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.run_report.facts import ReportError, RunFacts, differences, names_of
-from kge_torchrec.run_report.trained import entity_map, examples
+from kge_torchrec.reports.facts import ReportError, RunFacts, differences, names_of
+from kge_torchrec.reports.trained import entity_map, examples
 
 WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
 

@@ -11,9 +11,9 @@ from typing import Any
 from kge_torchrec import __version__, files
 from kge_torchrec.errors import KGEError
 from kge_torchrec.ranking.metrics import ranked_among
-from kge_torchrec.run_report import charts
-from kge_torchrec.run_report.facts import ReportError, RunFacts, differences, names_of
-from kge_torchrec.run_report.trained import (
+from kge_torchrec.reports import run_charts as charts
+from kge_torchrec.reports.facts import ReportError, RunFacts, differences, names_of
+from kge_torchrec.reports.trained import (
     EntityMap,
     Example,
     entity_map,

@@ -21,9 +21,7 @@ from kge_torchrec.config.checks import check
 from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
-from kge_torchrec.data.report import Spell, reading_notes
-from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.diagnosis.relation_overlap import (
+from kge_torchrec.data.relation_overlap import (
     THRESHOLD,
     Overlap,
     PairIndex,
@@ -31,6 +29,8 @@ from kge_torchrec.diagnosis.relation_overlap import (
     leaking,
     loops_of,
 )
+from kge_torchrec.data.report import Spell, reading_notes
+from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
 
 LINES = 10  # of relations in a table

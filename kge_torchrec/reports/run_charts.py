@@ -16,9 +16,9 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap, LogNorm
 from matplotlib.figure import Figure
 
-from kge_torchrec.diagnosis.report import chart_label
-from kge_torchrec.run_report.facts import RunFacts
-from kge_torchrec.run_report.trained import NAMED, EntityMap
+from kge_torchrec.ranking.group_tables import chart_label
+from kge_torchrec.reports.facts import RunFacts
+from kge_torchrec.reports.trained import NAMED, EntityMap
 
 # Okabe and Ito, told apart by everybody; a ninth run has the first colour again.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
