@@ -1,1 +1,1 @@
-"""One page about one run, or several side by side."""
+"""Reports: the check of a graph, and one page about one run or several."""

@@ -3,131 +3,70 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from html import escape
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec import __version__, files
+from markupsafe import Markup
+
+from kge_torchrec import files
 from kge_torchrec.errors import KGEError
+from kge_torchrec.pages import isolated, render
 from kge_torchrec.ranking.metrics import ranked_among
-from kge_torchrec.reports import run_charts as charts
+from kge_torchrec.reports import run_charts
 from kge_torchrec.reports.facts import ReportError, RunFacts, differences, names_of
-from kge_torchrec.reports.trained import (
-    EntityMap,
-    Example,
-    entity_map,
-    examples,
-    ranks_by_relation,
-)
+from kge_torchrec.reports.trained import Example, entity_map, examples, ranks_by_relation
 from kge_torchrec.trained_run import Run
 
 log = logging.getLogger(__name__)
 
 _METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mr")
-_STYLE = """
-:root { color-scheme: light dark; --text: #222; --page: #fff; --quiet: #666; --line: #ddd;
-        --code: #f6f6f6; --right: #00714d; }
-@media (prefers-color-scheme: dark) {
-  :root { --text: #ddd; --page: #16181c; --quiet: #a0a0a0; --line: #3a3d43; --code: #22252b;
-          --right: #4fd1a5; }
-}
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--text); background: var(--page);
-       max-width: 1000px; margin: 2em auto; padding: 0 1em; overflow-wrap: anywhere; }
-h1 { font-size: 1.6em; }
-h2 { font-size: 1.2em; margin-top: 2em; border-bottom: 1px solid var(--line); }
-table { border-collapse: collapse; margin: .5em 0; }
-.scroll, .chart { overflow-x: auto; }
-th, td { text-align: left; padding: .2em .8em; border-bottom: 1px solid var(--line);
-         overflow-wrap: normal; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-pre { background: var(--code); padding: .8em; overflow-x: auto; font-size: 13px; }
-svg { width: 100%; min-width: 640px; height: auto; fill: currentColor; }
-svg text { unicode-bidi: isolate; }
-.right { color: var(--right); font-weight: 600; } .small { color: var(--quiet); font-size: 13px; }
-@media (max-width: 480px) { body { margin: 1em auto; } th, td { padding: .2em .4em; } }
-"""
+_DEFAULT = Markup(' <span class="small">(default for this graph)</span>')
 
 
 def report(
     runs: str | Path | Sequence[str | Path], output: str | Path, with_models: bool = True
 ) -> Path:
-    """Writes a page about runs that needs no other file and no network; returns its path.
+    """Write a page about runs that needs no other file and no network.
 
-    Curves, results, differences of configs, times, memory and layout of each; by the models of
-    their best checkpoints also test by relation, a map of entities (principal components) and
-    answers to a few test triples of the first run.
+    The page has the results, curves, settings that differ, times, memory and layout of each run.
+    The models of the best checkpoints add ranks by relation and, for the first run, a map of its
+    entities (principal components) and answers to a few test triples.
 
-    with_models: False takes what the folders say alone, and loads no model.
+    Args:
+        runs: The folder of a run, or several.
+        output: The file to write.
+        with_models: False uses only what the folders hold, and loads no model.
 
-    Raises ConfigError for a folder without a run, ReportError for one that is given twice.
+    Returns:
+        The path of the page.
+
+    Raises:
+        ConfigError: A folder holds no run.
+        ReportError: A run is named twice, or none is named.
     """
     paths = [Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
     if not paths:
         raise ReportError("a report needs the folder of a run")
     facts = [RunFacts.read(*one) for one in zip(paths, names_of(paths), strict=True)]
-    parts = [_head(facts), *_of_folders(facts), *_of_models(facts, with_models), *_layouts(facts)]
-    title = ", ".join(run.name for run in facts)
-    files.write_text(Path(output), _document(title, parts))
+    has_curves = any(run.losses()[0] or run.valid_mrr()[0] for run in facts)
+    has_times = any(sum(run.seconds().values()) for run in facts)
+    text = render(
+        "runs.html",
+        title=", ".join(run.name for run in facts),
+        runs=facts,
+        curves=run_charts.curves(facts) if has_curves else "",
+        times=run_charts.times(facts) if has_times else "",
+        **_results(facts),
+        **_settings(facts),
+        **_of_models(facts, with_models),
+    )
+    files.write_text(Path(output), text)
     return Path(output)
 
 
-def _document(title: str, parts: Iterable[str]) -> str:
-    body = "\n".join(parts)
-    return (
-        "<!doctype html>\n<html lang='en'><head><meta charset='utf-8'>"
-        "<meta name='viewport' content='width=device-width, initial-scale=1'>"
-        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>\n<body>\n{body}\n"
-        f"<p class='small'>Made by kge-torchrec {__version__}.</p></body></html>\n"
-    )
-
-
-def _head(runs: list[RunFacts]) -> str:
-    of = ", ".join(
-        f"{run.config.model.scorer} (dim {run.config.model.dim}) on "
-        f"{Path(run.config.data.path).name}"
-        for run in runs
-    )
-    names = " and ".join(_isolated(run.name) for run in runs)
-    return f"<h1>{names}</h1><p>{_isolated(of)}</p>"
-
-
-def _of_folders(runs: list[RunFacts]) -> Iterator[str]:
-    yield _results(runs)
-    if any(run.losses()[0] or run.valid_mrr()[0] for run in runs):
-        yield _section("Curves", charts.curves(runs))
-    if any(sum(run.seconds().values()) for run in runs):
-        yield _section("Time", charts.times(runs))
-    yield from _settings(runs)
-
-
-def _settings(runs: list[RunFacts]) -> Iterator[str]:
-    """What the configs say, values that were resolved for the graph apart from the user's own."""
-    changed = differences(runs)
-    if len(runs) > 1:
-        rows = [
-            [key, *(_value(run, key, value) for run, value in zip(runs, values, strict=True))]
-            for key, values in changed
-        ]
-        table = _table(["key", *(_isolated(run.name) for run in runs)], rows)
-        yield _section("Settings that differ", table if rows else "<p>None.</p>")
-        return
-    (run,) = runs
-    own = [(key, value) for key, (value, _) in changed if not run.was_resolved(key)]
-    table = _table(["key", "value"], [[key, _isolated(_shown(value))] for key, value in own])
-    yield _section("Settings of your own", table if own else "<p>None.</p>")
-    if run.resolved:
-        rows = [[k, _isolated(_shown(v))] for k, v in run.resolved.items() if run.was_resolved(k)]
-        said = "<p class='small'>Values of keys that you left open (null):</p>"
-        yield _section("Defaults for this graph", said + _table(["key", "value"], rows))
-
-
-def _value(run: RunFacts, key: str, value: Any) -> str:
-    mark = " <span class='small'>(default for this graph)</span>" if run.was_resolved(key) else ""
-    return _isolated(_shown(value)) + mark
-
-
-def _results(runs: list[RunFacts]) -> str:
+def _results(runs: list[RunFacts]) -> dict[str, Any]:
+    """Return the rows of the table of test results, and the notes below it."""
     rows, notes = [], []
     for run in runs:
         if run.results is None or run.results["test"] is None:
@@ -138,92 +77,72 @@ def _results(runs: list[RunFacts]) -> str:
         notes += [f"{run.name}: {note}" for note in run.results["notes"]]
         memory = f"{train['peak_memory_bytes'] / 2**20:,.0f} MiB"
         for side in ("head", "tail", "both"):
-            values = [_metric(name, test[side]["realistic"][name]) for name in _METRICS]
-            of_run = [str(train["epochs"]), f"{train['seconds']:,.1f}", memory]
-            last = of_run if side == "both" else [""] * 3
-            rows.append([_isolated(run.name), side, *values, *last])
-    head = ["run", "side", "MRR", "Hits@1", "Hits@3", "Hits@10", "mean rank", "epochs",
-            "seconds of training", "peak memory per rank"]  # fmt: skip
-    table = _table(head, rows, numbers_from=2) if rows else ""
-    said = "".join(f"<p class='small'>{_isolated(note)}</p>" for note in notes)
-    return _section("Test, filtered and realistic, all entities ranked", table + said)
+            metrics = test[side]["realistic"]
+            values = [f"{metrics[m]:,.1f}" if m == "mr" else f"{metrics[m]:.4f}" for m in _METRICS]
+            of_run = [train["epochs"], f"{train['seconds']:,.1f}", memory]
+            rows.append(
+                [isolated(run.name), side, *values, *(of_run if side == "both" else [""] * 3)]
+            )
+    return {"results": rows, "notes": notes}
 
 
-def _of_models(runs: list[RunFacts], with_models: bool) -> Iterator[str]:
-    by_relation, pages = [], [""]
-    for facts in runs:
-        found = facts.groups("relation")
-        if with_models:
-            try:
-                with Run(facts.path, facts.config) as run:
-                    found = found or ranks_by_relation(run)
-                    if facts is runs[0]:
-                        pages = [_map_of(entity_map(run)), _examples(examples(run))]
-            except KGEError as error:  # such as a run that keeps no checkpoint
-                log.warning("%s: the report goes without its model: %s", facts.path, error)
-        if found is not None:
-            by_relation.append((facts.name, found))
-    if by_relation:
-        yield _section("By relation", charts.by_relation(by_relation))
-    yield from filter(None, pages)
+def _settings(runs: list[RunFacts]) -> dict[str, Any]:
+    """Return the rows of settings that differ, or a run's own settings and resolved defaults."""
+    changed = differences(runs)
+    if len(runs) > 1:
+        rows = [
+            [key, *(_value(run, key, value) for run, value in zip(runs, values, strict=True))]
+            for key, values in changed
+        ]
+        return {"settings": rows, "defaults": []}
+    (run,) = runs
+    own = {key: value for key, (value, _) in changed if not run.was_resolved(key)}
+    resolved = {key: value for key, value in run.resolved.items() if run.was_resolved(key)}
+    return {
+        name: [[key, isolated(_shown(value))] for key, value in values.items()]
+        for name, values in (("settings", own), ("defaults", resolved))
+    }
 
 
-def _map_of(found: EntityMap | None) -> str:
-    return "" if found is None else _section("Map of entities", charts.entity_map(found))
-
-
-def _examples(found: list[Example]) -> str:
-    rows = []
-    for example in found:
-        answers = ", ".join(
-            f"<span class='right'>{_isolated(answer.label)}</span>"
-            if answer.label == example.tail
-            else _isolated(answer.label) + (" <small>(known)</small>" if answer.known else "")
-            for answer in example.answers
-        )
-        triple = example.head, example.relation, example.tail
-        rows.append([*(_isolated(label) for label in triple), answers])
-    if not rows:
-        return ""
-    table = _table(["head", "relation", "tail", "best answers"], rows)
-    said = "Random test triples, and the best answers of the first run to (head, relation, ?)."
-    return _section("Examples", f"<p class='small'>{said}</p>{table}")
-
-
-def _layouts(runs: list[RunFacts]) -> Iterator[str]:
-    for run in runs:
-        if run.layout:
-            title = f"Layout of {_isolated(run.name)}"
-            yield _section(title, f"<pre tabindex='0'>{escape(run.layout)}</pre>")
-
-
-def _section(title: str, content: str) -> str:
-    """title, content: HTML."""
-    return f"<section><h2>{title}</h2>{content}</section>"
-
-
-def _isolated(text: str) -> str:
-    """Text as HTML; if it reads from right to left, only it does."""
-    return f"<bdi>{escape(text)}</bdi>"
-
-
-def _table(head: list[str], rows: list[list[str]], numbers_from: int | None = None) -> str:
-    """Cells are HTML; those from column ``numbers_from`` on are aligned on the right."""
-
-    def line(cells: list[str], tag: str) -> str:
-        parts = []
-        for place, cell in enumerate(cells):
-            is_number = numbers_from is not None and place >= numbers_from
-            parts.append(f"<{tag}{' class=number' if is_number else ''}>{cell}</{tag}>")
-        return f"<tr>{''.join(parts)}</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    return f"<div class='scroll'><table>{line(head, 'th')}{body}</table></div>"
-
-
-def _metric(name: str, value: float) -> str:
-    return f"{value:,.1f}" if name == "mr" else f"{value:.4f}"
+def _value(run: RunFacts, key: str, value: Any) -> Markup:
+    return isolated(_shown(value)) + (_DEFAULT if run.was_resolved(key) else "")
 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
+
+
+def _of_models(runs: list[RunFacts], with_models: bool) -> dict[str, Any]:
+    """Return the charts by relation and of the entities, and the rows of examples."""
+    by_relation: dict[str, dict[str, Any]] = {}
+    first: dict[str, Any] = {"map": "", "examples": []}
+    for facts in runs:
+        groups = facts.groups("relation")
+        if with_models:
+            try:
+                with Run(facts.path, facts.config) as run:
+                    groups = groups or ranks_by_relation(run)
+                    if facts is runs[0]:
+                        entities = entity_map(run)
+                        first["map"] = run_charts.entity_map(entities) if entities else ""
+                        first["examples"] = [_cells(example) for example in examples(run)]
+            except KGEError as error:  # such as a run that keeps no checkpoint
+                log.warning("%s: the report goes without its model: %s", facts.path, error)
+        if groups is not None:
+            by_relation[facts.name] = groups
+    chart = run_charts.by_relation(by_relation) if by_relation else ""
+    return {"by_relation": chart, **first}
+
+
+def _cells(example: Example) -> list[Markup]:
+    """Return the cells of an example: its triple, and the best answers, the right one marked."""
+    answers = []
+    for answer in example.answers:
+        text = isolated(answer.label)
+        if answer.label == example.tail:
+            text = Markup('<span class="right">{}</span>').format(text)
+        elif answer.known:
+            text += Markup(" <small>(known)</small>")
+        answers.append(text)
+    triple = example.head, example.relation, example.tail
+    return [*map(isolated, triple), Markup(", ").join(answers)]

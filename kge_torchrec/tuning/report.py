@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 
 from kge_torchrec import files
-from kge_torchrec.ranking.group_tables import chart_label
+from kge_torchrec.charts import chart_label
 from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import Study, seconds_of
 
