@@ -36,6 +36,6 @@ def _environment() -> Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
     )
-    environment.filters["isolated"] = isolated
+    environment.filters |= {"isolated": isolated, "zip": zip}
     environment.globals["version"] = installed(["kge-torchrec"]).get("kge-torchrec", "")
     return environment

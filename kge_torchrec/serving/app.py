@@ -5,10 +5,10 @@ Whatever is asked gets an answer or a 4xx that says what is wrong; 503 while too
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from importlib.resources import files
+from functools import cache
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
@@ -22,6 +22,7 @@ from kge_torchrec.answers.nearest import MEANINGS, metric_of
 from kge_torchrec.answers.predictions import Query as Triple
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import KGEError
+from kge_torchrec.pages import render
 from kge_torchrec.serving import requests as form
 from kge_torchrec.serving.batching import (
     Answerer,
@@ -50,6 +51,11 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     421: {"model": form.Problem, "description": "the server does not answer for this host"},
     422: {"model": form.Problem, "description": "the request makes no sense"},
     503: {"model": form.Problem, "description": "too many requests wait"},
+}
+# A page loads nothing from elsewhere, and asks this server alone.
+_WHOLE = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 }
 
 
@@ -193,11 +199,10 @@ def _add_metrics(
 
 
 def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
-    model = answerer.model
+    model, scorer = answerer.model, answerer.model.scorer
 
     @app.get("/health", summary="That the server answers, and what of")
     async def health() -> form.Health:
-        scorer = model.scorer
         return form.Health(
             status="ok",
             model=name,
@@ -212,20 +217,18 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             max_k=limits.k,
         )
 
-    for address, file in (("/", "page.html"), ("/docs", "docs.html")):
-        text = (files(__package__) / file).read_text(encoding="utf-8")
-        app.add_api_route(address, _page(text), include_in_schema=False)
+    @cache
+    def text_of(template: str) -> str:
+        api, facts = app.openapi(), {"title": name, "model": model, "limits": limits}
+        return render(template, **facts, api=api, schemas=api["components"]["schemas"])
 
-
-def _page(text: str) -> Callable[[], Awaitable[HTMLResponse]]:
-    # Nothing from elsewhere: the page is whole, and asks this server alone.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    headers = {"Content-Security-Policy": f"{policy}connect-src 'self'; img-src data:"}
-
+    @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(text, headers=headers)
+        return HTMLResponse(text_of("serve.html"), headers=_WHOLE)
 
-    return page
+    @app.get("/docs", include_in_schema=False)
+    async def addresses() -> HTMLResponse:
+        return HTMLResponse(text_of("addresses.html"), headers=_WHOLE)
 
 
 def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:

@@ -101,6 +101,21 @@ def test_the_page_shows_labels_apart_and_suits_small_and_dark_screens(client):
         assert words in page
 
 
+def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(store):
+    name = "kg & <i>"
+    for model, has_data in ((model_of(store), True), (model_of(store, with_data=False), False)):
+        with TestClient(create_app(model, name, Limits(k=77))) as client:
+            page, addresses = client.get("/").text, client.get("/docs").text
+        for words in ("<h1>kg &amp; &lt;i&gt;</h1>", "complex, dim 8: 37 entities, 3 relations",
+                      model.scorer.formula, 'max="77"'):  # fmt: skip
+            assert words in page
+        assert ("new ones only" in page) is has_data
+    assert "<h1>kg &amp; &lt;i&gt;</h1>" in addresses and "<script" not in addresses
+    for words in ("POST /nearest", "string or integer or null", "list of Answer", "required",
+                  "503  too many requests wait"):  # fmt: skip
+        assert words in addresses
+
+
 def test_pages_load_nothing_from_elsewhere(client):
     for path in ("/", "/docs"):
         found = client.get(path)
