@@ -8,7 +8,7 @@ It holds:
     store/        the prepared triples, unless the config names a store
     cores/        smaller graphs, where poor trials are dropped on them
     trials/0007   the run of a trial (0007-rung-0: before it, on a smaller graph)
-    report.md, history.png, importance.png, trials.json, best.yaml    see ``report``
+    report.html, trials.json, best.yaml    see ``report``
 
 Processes meet in the folder alone.  Whoever runs a trial holds a lock on a file of it, which the
 system lets go when the process ends, however it ends: a trial that says it is running while its
