@@ -22,7 +22,7 @@ from kge_torchrec import files
 from kge_torchrec.charts import COLORS, add_legend, draw_bars, new_figure, svg
 from kge_torchrec.pages import render
 from kge_torchrec.tuning.space import with_values
-from kge_torchrec.tuning.study import Study, seconds_of
+from kge_torchrec.tuning.study import Study, retries_of, seconds_of
 
 FEWEST = 6  # trials from which on the importance of a key says anything
 # The states of trials, each with its name and with the title of the column that only it has.
@@ -95,7 +95,8 @@ def _described(study: Study, trial: FrozenTrial) -> Described:
         "reached": trial.last_step,
         "seconds": seconds_of(trial),
         "values": study.values_of(trial),
-        **{name: trial.user_attrs[name] for name in ("error", "again") if name in trial.user_attrs},
+        **({"error": trial.user_attrs["error"]} if "error" in trial.user_attrs else {}),
+        **({"again": retries_of(trial)[-1]} if retries_of(trial) else {}),
     }
 
 

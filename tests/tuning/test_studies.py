@@ -279,7 +279,8 @@ def test_killed_and_resumed(tmp_path):
     assert [trial["state"] for trial in found["trials"]] == ["complete"] * 6
     again = [trial for trial in found["trials"] if "again" in trial]
     assert again
-    killed = {t.number: t for t in Study(folder).optuna.trials if t.user_attrs.get("replaced")}
+    trials = Study(folder).optuna.trials
+    killed = {t.number: t for t in trials if "put in line" in t.user_attrs.get("error", "")}
     for trial in again:
         assert killed[trial["again"]].params.items() >= trial["values"].items()
 
