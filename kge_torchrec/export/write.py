@@ -31,7 +31,7 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import dglke, libkge, program, pykeen
-from kge_torchrec.export.card import CARD, HUB_CONFIG, NATIVE_LOADING, Facts, Licences, hub_config
+from kge_torchrec.export.card import CARD, HUB_CONFIG, Facts, Licences, hub_config
 from kge_torchrec.export.card import card as text_of_card
 from kge_torchrec.export.changes import Earlier, write_ids
 from kge_torchrec.export.columns import vectors_file
@@ -48,6 +48,7 @@ from kge_torchrec.export.formats import FORMATS, npy_file
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer, build_scorer
+from kge_torchrec.pages import render
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -148,7 +149,7 @@ def _write_ours(
         on_first_rank(ranks, lambda: write_ids(folder, chosen))
         description["entities"]["shape"][0] = len(entities)
         description |= {"changes": earlier.describe(chosen)}
-    return _Written(description, NATIVE_LOADING)
+    return _Written(description, render("load_model.md"))
 
 
 def _write_foreign(
