@@ -204,7 +204,7 @@ class Run(Answering):
         """
         from kge_torchrec.export.card import UNKNOWN, Licences
         from kge_torchrec.export.changes import Earlier
-        from kge_torchrec.export.write import check_format, export_model
+        from kge_torchrec.export.write import Export, check_format
 
         check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)
@@ -219,7 +219,7 @@ class Run(Answering):
         earlier = None
         if changed_since is not None:
             earlier = Earlier.open(changed_since, session.store.entities, self._processes)
-        export_model(session, folder, format, self._progress, wanted == BEST, asked, earlier)
+        Export(session, folder, format, self._progress, wanted == BEST, asked, earlier).write()
         return folder.path
 
     def new_links(

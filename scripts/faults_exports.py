@@ -57,7 +57,7 @@ FAULTS = [
           "if file.name not in FOR_PEOPLE", "if file.name",
           "tests/export/test_cards.py -k hugging"),
     Fault("a card tells results of another checkpoint", "export/write.py",
-          "if with_results and results.is_file():", "if results.is_file():",
+          "if self.with_results and results.is_file():", "if results.is_file():",
           "tests/export/test_cards.py -k another"),
     # the server
     Fault("answers of a batch are not cut to what each asked", "serving/batching.py",
