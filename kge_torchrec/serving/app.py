@@ -1,11 +1,11 @@
-"""The server's addresses: predict, score, nearest, labels, health, metrics, a page, its OpenAPI.
+"""The server's addresses: predict, score, nearest, labels, health, metrics, pages, their OpenAPI.
 
-Whatever is asked gets an answer or a 4xx that says what is wrong; 503 while too many wait.
+Every request gets an answer, a 4xx that says what is wrong, or 503 while too many wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -117,48 +117,35 @@ def _add_questions(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
             raise ConfigError(f"k must be at most {limits.k} here, got {k}")
         return await answerer.ask(question)
 
-    async def predict(asked: form.PredictAsked) -> form.Answers:
+    @app.post("/predict", summary="The best answers to a triple with one part missing")
+    async def predict(asked: Annotated[form.PredictAsked, Body()]) -> form.Answers:
         query = Triple(asked.head, asked.relation, asked.tail)
         found = await ask(Predict(query, asked.k, asked.known))
         return form.Answers.model_validate({"answers": [asdict(one) for one in found]})
 
-    async def score(triples: Sequence[Any], side: form.SideAsked) -> form.Scores:
-        found = await ask(Score(tuple(triples), side))
-        return form.Scores(scores=[form.finite(one) for one in found])
-
-    async def nearest(asked: form.NearestAsked) -> form.Neighbours:
-        found = await ask(Nearest(asked.entity, asked.k))
-        metric = MEANINGS[metric_of(answerer.model.scorer)]
-        return form.Neighbours.model_validate(
-            {"metric": metric, "neighbours": [asdict(one) for one in found]}
-        )
-
     @app.get("/predict", summary="The best answers, by labels")
-    async def predict_by_address(
-        asked: Annotated[form.PredictNamed, Query()],
-    ) -> form.Answers:
+    async def predict_by_address(asked: Annotated[form.PredictAsked, Query()]) -> form.Answers:
         return await predict(asked)
-
-    @app.post("/predict", summary="The best answers to a triple with one part missing")
-    async def predict_by_body(asked: Annotated[form.PredictAsked, Body()]) -> form.Answers:
-        return await predict(asked)
-
-    @app.get("/score", summary="The score of one triple, by labels")
-    async def score_by_address(asked: Annotated[form.ScoreNamed, Query()]) -> form.Scores:
-        return await score([(asked.head, asked.relation, asked.tail)], asked.side)
 
     @app.post("/score", summary="The scores of triples")
-    async def score_by_body(asked: Annotated[form.ScoreAsked, Body()]) -> form.Scores:
-        return await score(asked.triples, asked.side)
+    async def score(asked: Annotated[form.ScoreAsked, Body()]) -> form.Scores:
+        found = await ask(Score(tuple(asked.triples), asked.side))
+        return form.Scores(scores=[form.finite(one) for one in found])
 
-    @app.get("/nearest", summary="The nearest entities, by label")
-    async def nearest_by_address(
-        asked: Annotated[form.NearestNamed, Query()],
-    ) -> form.Neighbours:
-        return await nearest(asked)
+    @app.get("/score", summary="The score of one triple, by labels")
+    async def score_by_address(asked: Annotated[form.TripleAsked, Query()]) -> form.Scores:
+        triple = asked.head, asked.relation, asked.tail
+        return await score(form.ScoreAsked(triples=[triple], side=asked.side))
 
     @app.post("/nearest", summary="The entities nearest to one")
-    async def nearest_by_body(asked: Annotated[form.NearestAsked, Body()]) -> form.Neighbours:
+    async def nearest(asked: Annotated[form.NearestAsked, Body()]) -> form.Neighbours:
+        found = await ask(Nearest(asked.entity, asked.k))
+        values = {"neighbours": [asdict(one) for one in found]}
+        metric = MEANINGS[metric_of(answerer.model.scorer)]
+        return form.Neighbours.model_validate({"metric": metric, **values})
+
+    @app.get("/nearest", summary="The nearest entities, by label")
+    async def nearest_by_address(asked: Annotated[form.NearestAsked, Query()]) -> form.Neighbours:
         return await nearest(asked)
 
 

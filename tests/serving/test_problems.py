@@ -38,6 +38,13 @@ def test_an_unknown_label(client):
     assert client.post("/predict", json={"head": 1, "relation": 3}).json()["kind"] == "relation"
 
 
+def test_a_number_in_an_address_is_a_label(client):
+    for path, asked in (("predict", {"head": "3", "relation": "r1"}), ("nearest", {"entity": "3"})):
+        assert client.get(f"/{path}", params=asked).json()["detail"] == "unknown entity '3'"
+        body = {name: int(value) if value == "3" else value for name, value in asked.items()}
+        assert client.post(f"/{path}", json=body).status_code == 200
+
+
 BAD = [
     ("/predict", {"head": "e1"}, "give two of head, relation and tail"),
     ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "give two of"),
