@@ -23,7 +23,7 @@ from torch import Tensor
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.foreign import ForeignFormat, WholeModel, halves, single_lines
-from kge_torchrec.export.formats import npy_file
+from kge_torchrec.export.table_files import npy_file
 from kge_torchrec.pages import render
 
 EPSILON = 2.0  # DGL-KE's EMB_INIT_EPS

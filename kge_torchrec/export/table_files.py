@@ -1,114 +1,178 @@
-"""Vectors with their labels as Parquet, which data frames and databases read.
+"""Files of vectors as bytes that grow chunk by chunk: NumPy's .npy, safetensors and Parquet.
 
-Columns: ``label`` (text) and ``vector`` (a list of D float32, always D).
+Bytes are appended instead of written through a memory map: on a full disk appending is an error,
+and a memory map kills the process.
 
-Shapes: N rows of a file, D numbers a row, m rows of a chunk.
+Shapes: N entities, D elements per row, m rows of a chunk.
 """
 
 from __future__ import annotations
 
 import io
+import json
+import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+from safetensors import safe_open
 
+from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
 
+NUMBER = np.dtype("<f4")
 Pieces = Iterable[bytes | memoryview]
-LABEL, VECTOR = "label", "vector"
+_TENSOR = "entities"  # the only one in a safetensors file
+_LABEL, _VECTOR = "label", "vector"  # columns of a Parquet file
 
 
-class VectorColumns:
-    """A Parquet file, a row group a chunk, as the bytes that each step adds to it."""
+class TableFile:
+    """The file of an entity table in one format: the bytes to append, and how to read them."""
 
-    def __init__(self, num_rows: int, dim: int, *more: str):
-        """more: the names of columns of vectors after ``vector``."""
+    name = ""  # of the file
+
+    def __init__(self, num_entities: int, dim: int):
+        self.num_entities, self.dim = num_entities, dim
+
+    def begin(self) -> Pieces:
+        """Return the bytes before the first row."""
+        return []
+
+    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
+        """Return the bytes of the next chunk: rows (m, D) float32 and labels (m,)."""
+        return [np.ascontiguousarray(rows, NUMBER).data]
+
+    def end(self) -> Pieces:
+        """Return the bytes after the last row."""
+        return []
+
+    def read(self, file: Path) -> np.ndarray:
+        """Return the table (N, D), memory-mapped where the format allows it.
+
+        Raises an error of the library that reads the format, or ExportError.
+        """
+        raise NotImplementedError
+
+    @staticmethod
+    def check(entities: Vocabulary) -> None:
+        """Raise ExportError for labels that the format cannot hold."""
+
+
+class Npy(TableFile):
+    """A NumPy array."""
+
+    name = "entities.npy"
+
+    def begin(self) -> Pieces:
+        out = io.BytesIO()
+        shape = self.num_entities, self.dim
+        fields = {"descr": NUMBER.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_1_0(out, fields)
+        return [out.getvalue()]
+
+    def read(self, file: Path) -> np.ndarray:
+        return np.load(file, mmap_mode="r")
+
+
+class Safetensors(TableFile):
+    """A safetensors file with one tensor."""
+
+    name = "entities.safetensors"
+
+    def begin(self) -> Pieces:
+        """Return eight bytes of length, then JSON, padded so that the numbers are aligned."""
+        size = self.num_entities * self.dim * NUMBER.itemsize
+        shape = [self.num_entities, self.dim]
+        tensor = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
+        text = json.dumps({_TENSOR: tensor}).encode()
+        text += b" " * (-len(text) % 8)
+        return [struct.pack("<Q", len(text)) + text]
+
+    def read(self, file: Path) -> np.ndarray:
+        with safe_open(file, "numpy") as opened:
+            names = list(opened.keys())
+            if names != [_TENSOR]:
+                raise ExportError(f"{file} holds {', '.join(names)} instead of {_TENSOR} alone")
+            tensor = opened.get_slice(_TENSOR)
+            shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+        if kind != "F32":
+            raise ExportError(f"{file} holds numbers of type {kind} instead of F32")
+        # The only tensor ends where the file ends: safe_open has checked that.
+        start = file.stat().st_size - int(np.prod(shape)) * NUMBER.itemsize
+        return np.memmap(file, NUMBER, "r", start, shape)
+
+
+class Parquet(TableFile):
+    """A Parquet file, which data frames and databases read; a row group per chunk.
+
+    Its columns are ``label`` (text) and ``vector`` (a list of D float32), then vectors by the names
+    in ``more``.
+    """
+
+    name = "entities.parquet"
+
+    def __init__(self, num_entities: int, dim: int, more: Iterable[str] = ()):
+        super().__init__(num_entities, dim)
+        self._names, vector = (_VECTOR, *more), pa.list_(pa.float32(), dim)
+        columns = [(name, vector) for name in self._names]
+        self._schema = pa.schema([(_LABEL, pa.large_string()), *columns])
+        self._buffer = io.BytesIO()
+
+    def begin(self) -> Pieces:
         import pyarrow.parquet as pq  # starts threads
 
-        self._dim, self._names = dim, (VECTOR, *more)
-        self._schema = pa.schema(
-            [(LABEL, pa.large_string())]
-            + [(name, pa.list_(pa.float32(), dim)) for name in self._names]
-        )
-        self._buffer = _Drained()
         # Numbers of trained vectors do not compress: only labels are.
         self._writer = pq.ParquetWriter(
             self._buffer,
             self._schema,
-            compression={LABEL: "zstd", **{f"{name}.list.element": "none" for name in self._names}},
+            compression={_LABEL: "zstd", **{f"{x}.list.element": "none" for x in self._names}},
             use_dictionary=False,
         )
-
-    def begin(self) -> Pieces:
-        return self._buffer.drained()
+        return self._drained()
 
     def rows(self, rows: np.ndarray, labels: pa.Array, *more: np.ndarray) -> Pieces:
-        """The next chunk: (m, D) of ``vector``, then of each column more; labels (m,)."""
-        vectors = [
-            pa.FixedSizeListArray.from_arrays(
-                np.ascontiguousarray(x, np.float32).ravel(), self._dim
-            )
-            for x in (rows, *more)
-        ]
-        columns = [labels.cast(pa.large_string()), *vectors]
-        self._writer.write_table(pa.table(columns, self._schema))
-        return self._buffer.drained()
+        flat = [np.ascontiguousarray(x, np.float32).ravel() for x in (rows, *more)]
+        vectors = [pa.FixedSizeListArray.from_arrays(x, self.dim) for x in flat]
+        self._writer.write_table(pa.table([labels.cast(pa.large_string()), *vectors], self._schema))
+        return self._drained()
 
     def end(self) -> Pieces:
         self._writer.close()
-        return self._buffer.drained()
+        return self._drained()
 
+    def _drained(self) -> list[bytes]:
+        written = self._buffer.getvalue()
+        self._buffer.seek(0)
+        self._buffer.truncate()
+        return [written]
 
-def vectors_file(labels: pa.Array, vectors: Mapping[str, np.ndarray]) -> Pieces:
-    """A whole small file: the named columns of vectors, (m, D) each, the first named ``vector``."""
-    first, *more = vectors.values()
-    columns = VectorColumns(len(first), first.shape[1], *list(vectors)[1:])
-    yield from columns.begin()
-    yield from columns.rows(first, labels, *more)
-    yield from columns.end()
+    def read(self, file: Path) -> np.ndarray:
+        import pyarrow.parquet as pq
 
-
-def read(file: Path, num_entities: int, dim: int) -> np.ndarray:
-    """The vectors (N, D) float32 of a file, in memory; labels are not looked at.
-
-    Raises ExportError if it is no such file.
-    """
-    import pyarrow.parquet as pq  # starts threads
-
-    table, filled = np.empty((num_entities, dim), np.float32), 0
-    try:
+        table, filled = np.empty((self.num_entities, self.dim), np.float32), 0
         with pq.ParquetFile(file) as opened:
-            kind = opened.schema_arrow.field(VECTOR).type
-            if kind != pa.list_(pa.float32(), dim) or opened.metadata.num_rows != num_entities:
+            kind, count = opened.schema_arrow.field(_VECTOR).type, opened.metadata.num_rows
+            if kind != self._schema.field(_VECTOR).type or count != self.num_entities:
                 raise ExportError(
-                    f"{file} holds {opened.metadata.num_rows:,} vectors of type {kind} instead of "
-                    f"shape ({num_entities}, {dim}), float32"
+                    f"{file} holds {count:,} vectors of type {kind} instead of shape "
+                    f"({self.num_entities}, {self.dim}), float32"
                 )
-            for batch in opened.iter_batches(columns=[VECTOR]):
-                rows = batch.column(VECTOR).flatten().to_numpy().reshape(-1, dim)
+            for batch in opened.iter_batches(columns=[_VECTOR]):
+                rows = batch.column(_VECTOR).flatten().to_numpy().reshape(-1, self.dim)
                 table[filled : filled + len(rows)] = rows
                 filled += len(rows)
-    except (pa.ArrowException, KeyError, OSError, ValueError) as error:
-        raise ExportError(f"{file} is no readable Parquet file of vectors: {error}") from error
-    return table
+        return table
 
 
-class _Drained(io.RawIOBase):
-    """A file that gives away what is written to it."""
+def npy_file(table: np.ndarray) -> Pieces:
+    """Return a whole small .npy file of numbers (n, m)."""
+    file = Npy(*table.shape)
+    return [*file.begin(), np.ascontiguousarray(table, NUMBER).data]
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._pieces: list[bytes] = []
 
-    def writable(self) -> bool:
-        return True
-
-    def write(self, data: object) -> int:
-        self._pieces.append(bytes(data))  # type: ignore[call-overload]  # any buffer
-        return len(self._pieces[-1])
-
-    def drained(self) -> list[bytes]:
-        pieces, self._pieces = self._pieces, []
-        return pieces
+def parquet_file(labels: pa.Array, vectors: Mapping[str, np.ndarray]) -> Pieces:
+    """Return a whole small Parquet file of columns (n, D), the first of which is ``vector``."""
+    first, *more = vectors.values()
+    file = Parquet(len(first), first.shape[1], list(vectors)[1:])
+    return [*file.begin(), *file.rows(first, labels, *more), *file.end()]

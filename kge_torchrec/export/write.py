@@ -35,7 +35,6 @@ from kge_torchrec.export import dglke, libkge, program, pykeen
 from kge_torchrec.export.card import CARD, HUB_CONFIG, Facts, Licences, hub_config
 from kge_torchrec.export.card import card as text_of_card
 from kge_torchrec.export.changes import Earlier, write_ids
-from kge_torchrec.export.columns import vectors_file
 from kge_torchrec.export.description import (
     ENTITIES,
     PARAMETERS,
@@ -45,8 +44,9 @@ from kge_torchrec.export.description import (
     describe_foreign,
 )
 from kge_torchrec.export.foreign import WholeModel
-from kge_torchrec.export.formats import FORMATS, npy_file
+from kge_torchrec.export.formats import FORMATS
 from kge_torchrec.export.plain_model import load_scorer
+from kge_torchrec.export.table_files import npy_file, parquet_file
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.pages import render
@@ -236,7 +236,7 @@ def _write_dense(
     forth, back = rows[: len(relations)], rows[len(relations) :]
     if table_format == "parquet":
         vectors = {"vector": forth} | ({"inverse": back} if len(back) else {})
-        folder.append("relations.parquet", vectors_file(relations.array, vectors))
+        folder.append("relations.parquet", parquet_file(relations.array, vectors))
     elif table_format == "npy":
         folder.append("relations.npy", npy_file(forth))
         if len(back):
@@ -268,8 +268,7 @@ def write_entities(
         processes: The ranks.
         hide_bar: Whether no progress bar is shown; None shows it on a terminal.
     """
-    table = FORMATS[table_format]
-    encoder = table.encoder(len(labels) - labels.null_count, shard.dim)
+    table = FORMATS[table_format](len(labels) - labels.null_count, shard.dim)
 
     def append(first: int, rows: np.ndarray | None) -> None:
         assert rows is not None  # on the first rank
@@ -277,14 +276,14 @@ def write_entities(
         own = labels[first : first + len(rows)]
         if own.null_count:
             rows, own = rows[own.is_valid().to_numpy(zero_copy_only=False)], own.drop_null()
-        folder.append(table.file, encoder.rows(rows, own))
+        folder.append(table.name, table.rows(rows, own))
 
     total = shard.num_entities
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
-        on_first_rank(processes, lambda: folder.append(table.file, encoder.begin()))
+        on_first_rank(processes, lambda: folder.append(table.name, table.begin()))
         for chunk in chunks_on_first_rank(shard, processes):
             on_first_rank(processes, partial(append, *chunk))
-        on_first_rank(processes, lambda: folder.append(table.file, encoder.end()))
+        on_first_rank(processes, lambda: folder.append(table.name, table.end()))
 
 
 CHUNK_ROWS = 1 << 16
