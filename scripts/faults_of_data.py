@@ -311,6 +311,20 @@ DATA_FAULTS = [
         "tests/data/test_prepare.py -k symbolic",
     ),
     Fault(
+        "log_q counts the draws of the other side",
+        "data/loader.py",
+        "expected = self.drawn[side] * self.sampler.chance(ids)",
+        'expected = self.drawn["tail" if side == "head" else "head"] * self.sampler.chance(ids)',
+        "tests/data/test_batches.py -k counted_by_side",
+    ),
+    Fault(
+        "log_q counts the answers of the other side",
+        "data/loader.py",
+        "self.degrees.share(side, ids)",
+        'self.degrees.share("tail" if side == "head" else "head", ids)',
+        "tests/data/test_batches.py -k counted_by_side",
+    ),
+    Fault(
         "loops of the last chunk only",
         "data/relation_overlap.py",
         "loops += np.bincount(relation[head == tail]",
@@ -337,5 +351,19 @@ DATA_FAULTS = [
         "allow_unseen_relations=True, log_notes=False, **reading)",
         "allow_unseen_relations=True, log_notes=False)",
         "tests/reports/test_data_check.py -k as_prepare_does",
+    ),
+    Fault(
+        "a store's counts are believed",
+        "data/store.py",
+        "if count != len(labels):",
+        "if False:",
+        "tests/data/test_store.py -k meta",
+    ),
+    Fault(
+        "a file is written where a folder is",
+        "files.py",
+        "    if path.is_dir():",
+        "    if False:",
+        "tests/test_files.py -k place",
     ),
 ]

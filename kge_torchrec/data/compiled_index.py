@@ -9,11 +9,12 @@ Shapes: Q distinct queries, T triples, N entities.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from kge_torchrec.kernels.jit import helper, kernel
 
-@numba.njit(cache=True, nogil=True)
+
+@helper
 def lower_bound(values: np.ndarray, value: int, low: int, high: int) -> int:
     """First position in the ascending ``values[low:high]`` that is not below ``value``."""
     while low < high:
@@ -25,7 +26,7 @@ def lower_bound(values: np.ndarray, value: int, low: int, high: int) -> int:
     return low
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def find_ranges(
     indptr: np.ndarray, row_relations: np.ndarray, anchors: np.ndarray, relations: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -39,7 +40,7 @@ def find_ranges(
     return starts, stops
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def narrow(
     ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, first: int, last: int
 ) -> tuple[np.ndarray, np.ndarray]:
@@ -52,7 +53,7 @@ def narrow(
     return lows, highs
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def mark_members(
     entities: np.ndarray,
     starts: np.ndarray,
@@ -105,7 +106,7 @@ class QueryList:
         return anchors, relations
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_starts(indptr: np.ndarray, relations: np.ndarray, step: int, before: np.ndarray) -> int:
     """Fills in how many queries start before each block of rows; returns how many there are."""
     count = 0
@@ -118,7 +119,7 @@ def _count_starts(indptr: np.ndarray, relations: np.ndarray, step: int, before: 
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find(
     indptr: np.ndarray,
     relations: np.ndarray,

@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data.filter_index import Degrees
+from kge_torchrec.kernels.jit import helper, kernel
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
@@ -188,13 +188,13 @@ class DegreeDraw(EntityDraw):
         return weight / self._sums[-1]
 
 
-@numba.njit(cache=True, nogil=True)
+@helper
 def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> float:
     degree = heads[entity + 1] - heads[entity] + tails[entity + 1] - tails[entity]
     return float(degree) ** power if degree else 0.0
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add_up(
     heads: np.ndarray, tails: np.ndarray, power: float, step: int, sums: np.ndarray
 ) -> None:
@@ -207,7 +207,7 @@ def _add_up(
     sums[-1] = total
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw(
     heads: np.ndarray,
     tails: np.ndarray,

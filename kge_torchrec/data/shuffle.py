@@ -8,8 +8,9 @@ billion triples would take 10 GiB a rank.  The permutation is a Feistel network 
 
 from __future__ import annotations
 
-import numba
 import numpy as np
+
+from kge_torchrec.kernels.jit import helper, kernel
 
 ROUNDS = 6
 
@@ -29,7 +30,7 @@ class EpochShuffle:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """(M,) positions in the epoch -> (M,) int64 indices of triples."""
         out = positions.astype(np.uint64)
-        _permute(out, self._keys, np.uint64(self._half), np.uint64(self.size))
+        _permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
 
 
@@ -74,7 +75,7 @@ def draw_distinct(
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _draw_distinct(
     sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
 ) -> None:
@@ -98,7 +99,7 @@ _BLOCK = 1024  # values that are walked at once: they stay in the nearest cache
 
 
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
-@numba.njit(cache=True, nogil=True)
+@helper
 def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
     """Replaces every value by its image, in place.
 
@@ -111,7 +112,8 @@ def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uin
     for start in range(0, len(values), _BLOCK):
         block = values[start : start + _BLOCK]
         count = len(block)
-        outside[:count] = np.arange(count)
+        for i in range(count):
+            outside[i] = i
         while count:
             _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
             kept = 0
@@ -121,7 +123,10 @@ def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uin
             count = kept
 
 
-@numba.njit(cache=True, nogil=True)
+_permute_array = kernel(_permute.py_func)  # the same, called from Python
+
+
+@helper
 def _encrypt(
     values: np.ndarray,
     places: np.ndarray,
@@ -141,7 +146,7 @@ def _encrypt(
         values[places[i]] = (left[i] << half) | right[i]
 
 
-@numba.njit(cache=True, nogil=True)
+@helper
 def _mix(value: np.uint64) -> np.uint64:
     """The finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

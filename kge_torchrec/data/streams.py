@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import pyarrow as pa
 
 from kge_torchrec.errors import DataError
+from kge_torchrec.files import in_words
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -69,6 +70,9 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
+    """The error of a file that cannot be opened, or whose bytes are not what its name says."""
+    if error.errno is not None and error.filename is not None:
+        return DataError(in_words(error))
     return DataError(f"{path}: cannot be read or decompressed: {error}")
 
 

@@ -16,7 +16,6 @@ import logging
 from pathlib import Path
 from typing import Protocol
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -29,6 +28,7 @@ from kge_torchrec.data.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
+from kge_torchrec.kernels.jit import kernel
 
 log = logging.getLogger(__name__)
 HEAD, RELATION, TAIL = range(3)
@@ -173,7 +173,7 @@ class TypeSets:
         return answers_of(side, triples)
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _mark_alike(
     indptr: np.ndarray,
     types: np.ndarray,

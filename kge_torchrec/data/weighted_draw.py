@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 
 from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.kernels.jit import kernel
 
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) its triples
 STEP = 64  # triples between two sums of weights
@@ -57,7 +57,7 @@ class WeightedDraw:
         return draw
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _walk(
     weights: np.ndarray, sums: np.ndarray, step: int, targets: np.ndarray, found: np.ndarray
 ) -> None:

@@ -49,6 +49,7 @@ def report(
     if not paths:
         raise ReportError("a report needs the folder of a run")
     facts = [RunFacts.read(*one) for one in zip(paths, names_of(paths), strict=True)]
+    files.check_place(Path(output))
     has_curves = any(run.losses()[0] or run.valid_mrr()[0] for run in facts)
     has_times = any(sum(run.seconds().values()) for run in facts)
     text = render(

@@ -32,7 +32,8 @@ def curves(runs: Sequence[RunFacts]) -> Markup:
     mrr.set(title="Filtered MRR of validation", xlabel="epoch")
     if len(runs) > 1:
         add_legend(figure, mrr)
-    return svg(figure, f"{len(runs)} runs: training loss by step, validation MRR by epoch")
+    names = ", ".join(run.name for run in runs)
+    return svg(figure, f"training loss by step and validation MRR by epoch of {names}")
 
 
 def by_relation(groups_of: Mapping[str, dict[str, Any]]) -> Markup:
