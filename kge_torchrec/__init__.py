@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     # what to call
-    "check_data": "kge_torchrec.diagnosis.data_check",
+    "check_data": "kge_torchrec.reports.data_check",
     "compare": "kge_torchrec.comparison.command",
     "evaluate": "kge_torchrec.trained_run",
     "extend": "kge_torchrec.growth.extend",
@@ -20,7 +20,7 @@ _HOMES = {
     "open_run": "kge_torchrec.trained_run",
     "plan": "kge_torchrec.planning.command",
     "prepare": "kge_torchrec.data.prepare",
-    "report": "kge_torchrec.run_report.page",
+    "report": "kge_torchrec.reports.page",
     "resume": "kge_torchrec.api",
     "serve": "kge_torchrec.serving.server",
     "train": "kge_torchrec.api",
@@ -85,7 +85,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.data.negatives import EntityDraw as EntityDraw
     from kge_torchrec.data.prepare import prepare as prepare
     from kge_torchrec.data.readers import Reader as Reader
-    from kge_torchrec.diagnosis.data_check import check_data as check_data
     from kge_torchrec.embeddings.optimizers import RowOptimizer as RowOptimizer
     from kge_torchrec.embeddings.optimizers import State as State
     from kge_torchrec.embeddings.torchrec.planner import PlanDoesNotFit as PlanDoesNotFit
@@ -101,7 +100,8 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.queries import QueryScorer as QueryScorer
     from kge_torchrec.models.scorers.queries import TrilinearScorer as TrilinearScorer
     from kge_torchrec.planning.command import plan as plan
-    from kge_torchrec.run_report.page import report as report
+    from kge_torchrec.reports.data_check import check_data as check_data
+    from kge_torchrec.reports.page import report as report
     from kge_torchrec.serving.server import serve as serve
     from kge_torchrec.trained_run import Run as Run
     from kge_torchrec.trained_run import evaluate as evaluate

@@ -25,7 +25,7 @@ from kge_torchrec.config.keys import (
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
 from kge_torchrec.data.prepare import InMemory, prepare
-from kge_torchrec.diagnosis.relation_overlap import leak_notes
+from kge_torchrec.data.relation_overlap import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,
     on_all_ranks,

@@ -22,9 +22,9 @@ from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.data.prepare import InMemory
 from kge_torchrec.data.store import SPLITS, TripleStore, Vocabulary
-from kge_torchrec.diagnosis.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.distributed.processes import Processes, on_first_rank, processes
 from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.ranking.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.run_folder import RunFolder
@@ -163,7 +163,7 @@ class Run(Answering):
     def _grouped(
         self, ranks: Ranks, split: str, ids: np.ndarray, by: Sequence[str], candidates: str
     ) -> dict[str, Any]:
-        from kge_torchrec.diagnosis.report import write  # loads matplotlib
+        from kge_torchrec.ranking.group_tables import write  # loads matplotlib
 
         store = self.session.store
         triples = np.asarray(ids, np.int64)
@@ -206,7 +206,7 @@ class Run(Answering):
         """
         from kge_torchrec.export.card import UNKNOWN, Licences
         from kge_torchrec.export.changes import Earlier
-        from kge_torchrec.export.write import check_format, export_model
+        from kge_torchrec.export.write import Export, check_format
 
         check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)
@@ -221,7 +221,7 @@ class Run(Answering):
         earlier = None
         if changed_since is not None:
             earlier = Earlier.open(changed_since, session.store.entities, self._processes)
-        export_model(session, folder, format, self._progress, wanted == BEST, asked, earlier)
+        Export(session, folder, format, self._progress, wanted == BEST, asked, earlier).write()
         return folder.path
 
     def new_links(

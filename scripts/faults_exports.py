@@ -57,7 +57,7 @@ FAULTS = [
           "if file.name not in FOR_PEOPLE", "if file.name",
           "tests/export/test_cards.py -k hugging"),
     Fault("a card tells results of another checkpoint", "export/write.py",
-          "if with_results and results.is_file():", "if results.is_file():",
+          "if self.with_results and results.is_file():", "if results.is_file():",
           "tests/export/test_cards.py -k another"),
     # the server
     Fault("answers of a batch are not cut to what each asked", "serving/batching.py",
@@ -83,6 +83,9 @@ FAULTS = [
     Fault("scores that are no numbers are written as they are", "serving/requests.py",
           "return value if math.isfinite(value) else None", "return value",
           "tests/serving/test_answers.py -k no_numbers"),
+    Fault("an export's page offers to leave out known answers", "templates/serve.html",
+          "{% if model.store is not none %}", "{% if true %}",
+          "tests/serving/test_problems.py -k without_a_script"),
     Fault("answers wait for the client to confirm", "serving/server.py",
           "listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)", "pass",
           "tests/serving/test_problems.py -k runs_and_exports"),

@@ -45,7 +45,7 @@ FAULTS = [
           "found[: stop - first] = ~same.all(1)", "pass",
           "tests/growth/test_changed_rows.py -k not_changed"),
     Fault("changed rows are those of the first chunk", "export/write.py",
-          "here = chosen[first : first + len(rows)]", "here = chosen[: len(rows)]",
+          "own = labels[first : first + len(rows)]", "own = labels[: len(rows)]",
           "tests/growth/test_changed_rows.py -k alone"),
     Fault("new rows go behind those of the source run's own file", "training/growth.py",
           "self._file = _free_name(self._partial)", "self._file = self._partial / 'grown.bin'",

@@ -326,17 +326,17 @@ DATA_FAULTS = [
     ),
     Fault(
         "loops of the last chunk only",
-        "diagnosis/relation_overlap.py",
+        "data/relation_overlap.py",
         "loops += np.bincount(relation[head == tail]",
         "loops = np.bincount(relation[head == tail]",
-        "tests/diagnosis/test_data_check.py",
+        "tests/reports/test_data_check.py",
     ),
     Fault(
         "training is told of leaks of test alone",
-        "diagnosis/relation_overlap.py",
+        "data/relation_overlap.py",
         'for split in ("valid", "test") if len(store.split(split))}',
         'for split in ("test",) if len(store.split(split))}',
-        "tests/diagnosis/test_data_check.py -k told_of",
+        "tests/reports/test_data_check.py -k told_of",
     ),
     Fault(
         "a search is told of the data at every trial",
@@ -347,10 +347,10 @@ DATA_FAULTS = [
     ),
     Fault(
         "data check reads files in its own way",
-        "diagnosis/data_check.py",
+        "reports/data_check.py",
         "allow_unseen_relations=True, log_notes=False, **reading)",
         "allow_unseen_relations=True, log_notes=False)",
-        "tests/diagnosis/test_data_check.py -k as_prepare_does",
+        "tests/reports/test_data_check.py -k as_prepare_does",
     ),
     Fault(
         "a store's counts are believed",

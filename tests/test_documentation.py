@@ -292,7 +292,7 @@ def test_targets_of_make_exist():
     assert named and named <= targets
 
 
-OF_RUNS_AND_STUDIES = ("config.yaml", "best.yaml", "space.yaml", "report.md")
+OF_RUNS_AND_STUDIES = ("config.yaml", "best.yaml", "space.yaml", "report.html")
 
 
 def _exists(name: str) -> bool:

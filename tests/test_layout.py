@@ -10,9 +10,9 @@ import kge_torchrec
 
 PACKAGE = Path(kge_torchrec.__file__).parent
 ROOMS = [
-    "kge_torchrec", "errors", "files", "environment", "config", "kernels", "data", "models",
-    "distributed", "embeddings", "ranking", "answers", "training", "planning", "export",
-    "comparison", "diagnosis", "trained_run", "run_report", "api", "growth", "serving", "tuning",
+    "kge_torchrec", "errors", "files", "environment", "charts", "pages", "config", "kernels",
+    "data", "models", "distributed", "embeddings", "ranking", "answers", "training", "planning",
+    "export", "comparison", "trained_run", "reports", "api", "growth", "serving", "tuning",
     "commands", "cli", "__main__",
 ]  # fmt: skip
 

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,6 +45,9 @@ def test_a_built_package_has_everything_and_finds_its_configs(source, tmp_path):
         there = [built / home / path.relative_to(source) for path in kept]
         assert kept and [path for path in there if not path.is_file()] == []
     code = "import kge_torchrec as k; print(k.__file__); print(k.load_config('demo').model.dim)"
+    code += (
+        "; from kge_torchrec.pages import render; assert 'load_model' in render('load_model.md')"
+    )
     file, dim = run(sys.executable, "-c", code, cwd=away, PYTHONPATH=str(built)).split()
     assert Path(file).parent == built / "kge_torchrec" and int(dim) > 0
 
@@ -58,13 +60,16 @@ def test_a_wheel_trains_outside_the_checkout(source, tmp_path):
     (wheel,) = tmp_path.glob("kge_torchrec-*.whl")
     run(sys.executable, "-m", "venv", tmp_path / "venv", cwd=tmp_path)
     (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    (packages / "borrowed.pth").write_text(sysconfig.get_path("purelib"))
+    borrowed = [path for path in sys.path if Path(path).name == "site-packages"]
+    (packages / "borrowed.pth").write_text("\n".join(borrowed))
     bin = tmp_path / "venv" / "bin"
     run(bin / "pip", "install", "-q", "--no-index", "--no-deps", "--ignore-installed", wheel,
         cwd=tmp_path)  # fmt: skip
     demo = ["train", "demo", "--train.epochs", "2", "--run.dir", "mine"]
     assert "run folder: mine" in run(bin / "kge-torchrec", *demo, cwd=tmp_path)
     assert (tmp_path / "mine" / "results.json").is_file()
+    run(bin / "kge-torchrec", "report", "mine", cwd=tmp_path)  # a template is in the wheel
+    assert "<h2>Examples</h2>" in (tmp_path / "mine" / "report.html").read_text("utf-8")
     where = run(bin / "python", "-c", "import kge_torchrec; print(kge_torchrec.__file__)",
                 cwd=tmp_path)  # fmt: skip
     assert Path(where.strip()).is_relative_to(packages)

@@ -42,7 +42,7 @@ def add(verbs: Verbs) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     with loading_torch():
-        from kge_torchrec.diagnosis.data_check import check_data, table
+        from kge_torchrec.reports.data_check import check_data, table
 
     data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
     found = check_data(

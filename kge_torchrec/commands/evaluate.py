@@ -70,7 +70,7 @@ def run(parsed: argparse.Namespace) -> int:
         splits = ", ".join(f"{counts[name]:,} in {name}" for name in ("train", "valid", "test"))
         print(f"{counts['count']:,} triples of {parsed.triples}; of them {splits}")
     if by:
-        from kge_torchrec.diagnosis.report import table
+        from kge_torchrec.ranking.group_tables import table
 
         for name, found in by.items():
             print(f"\n{table(name, found)}")

@@ -29,7 +29,7 @@ def add(verbs: Verbs) -> None:
 
 def run(parsed: argparse.Namespace) -> int:
     with loading_torch():
-        from kge_torchrec.run_report.page import report
+        from kge_torchrec.reports.page import report
 
     output = parsed.output or f"{parsed.folders[0]}/report.html"
     with announced("writing the report"):

@@ -42,7 +42,7 @@ def describe(
         **describe_foreign(model, num_entities, num_relations),
         "entities": {
             "format": table_format,
-            "file": FORMATS[table_format].file,
+            "file": FORMATS[table_format].name,
             "dtype": "float32",
             "shape": [num_entities, model.dim],
             "row": _meaning_of_a_row(scorer, model),
@@ -156,7 +156,7 @@ def _check_keys(path: Path, found: dict[str, Any]) -> None:
     table_format = found["entities"].get("format")
     if table_format not in FORMATS:
         raise _damaged(path, f"{DESCRIPTION}: entities.format {table_format!r} is unknown")
-    named = {FORMATS[table_format].file, PARAMETERS, ENTITIES, RELATIONS}
+    named = {FORMATS[table_format].name, PARAMETERS, ENTITIES, RELATIONS}
     unnamed = sorted(named - found["files"].keys())
     if unnamed:
         raise _damaged(path, f"{DESCRIPTION} does not list {', '.join(unnamed)}")

@@ -23,22 +23,10 @@ from torch import Tensor
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.foreign import ForeignFormat, WholeModel, halves, single_lines
-from kge_torchrec.export.formats import npy_file
+from kge_torchrec.export.table_files import npy_file
+from kge_torchrec.pages import render
 
 EPSILON = 2.0  # DGL-KE's EMB_INIT_EPS
-LOADING = """\
-```sh
-dglke_predict --model_path . --format h_r_t --data_files head.list rel.list tail.list \\
-    --raw_data --entity_mfile entities.tsv --rel_mfile relations.tsv --score_func none
-```
-
-```python
-import numpy as np
-
-entities = np.load("{entities}.npy")  # a row an entity, in the order of entities.tsv
-relations = np.load("{relations}.npy")
-```
-"""
 
 
 def _phases(phases: Tensor) -> Tensor:
@@ -82,11 +70,7 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     folder.append("config.json", [f"{json.dumps(config, indent=4)}\n".encode()])
     folder.append("entities.tsv", [_map(model.entity_labels)])
     folder.append("relations.tsv", [_map(model.relation_labels)])
-    names = {"{entities}": f"{stem}_entity", "{relations}": f"{stem}_relation"}
-    text = LOADING
-    for place, file in names.items():
-        text = text.replace(place, file)
-    return text
+    return render("load_dglke.md", stem=stem)
 
 
 def _map(vocabulary: Vocabulary) -> bytes:

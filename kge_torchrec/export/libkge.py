@@ -28,6 +28,7 @@ from kge_torchrec.export.foreign import (
     saved,
     single_lines,
 )
+from kge_torchrec.pages import render
 
 CHECKPOINT = "checkpoint_best.pt"
 RECIPROCAL = "reciprocal_relations_model"
@@ -43,26 +44,6 @@ MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
     "simple": ("simple", {}, Tensor.contiguous, Tensor.contiguous),
     "rescal": ("rescal", {}, Tensor.contiguous, Tensor.contiguous),
 }
-LOADING = """\
-```python
-import torch
-from kge import Config, Dataset
-from kge.model import KgeModel
-from kge.util.io import load_checkpoint
-
-torch.serialization.add_safe_globals([Config])  # PyTorch 2.6 and later load no other classes
-checkpoint = load_checkpoint("checkpoint_best.pt")
-dataset = Dataset.create(Config.create_from(checkpoint), preload_data=False, folder="dataset")
-model = KgeModel.create_from(checkpoint, dataset)
-```
-
-`dataset/` is a dataset folder of LibKGE without triples. To evaluate, put it under LibKGE's `data/`
-as `{data}` and add `train.del`, `valid.del` and `test.del`:
-
-```sh
-TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 kge test .
-```
-"""
 
 
 def write(folder: ExportFolder, model: WholeModel) -> str:
@@ -105,7 +86,7 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     files = {f"{kind}_ids": {"filename": f"{kind}_ids.del", "type": "map"} for kind in labels}
     text = yaml.safe_dump({"dataset": dataset | {"files": files}})
     folder.append("dataset/dataset.yaml", [text.encode()])
-    return LOADING.replace("{data}", model.data)
+    return render("load_libkge.md", data=model.data)
 
 
 def _config(

@@ -45,7 +45,7 @@ def load_model(path: str | Path) -> PlainModel:
     path = Path(path)
     description = read_description(path)
     table_format, size = description["entities"]["format"], description["num_entities"]
-    file = path / FORMATS[table_format].file
+    file = path / FORMATS[table_format].name
     table = open_table(file, table_format, size, model_config(path, description).dim)
     return PlainModel(path, description, table, load_scorer(path, description))
 

@@ -14,23 +14,9 @@ from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
 from kge_torchrec.export.foreign import ForeignFormat, WholeModel
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.pages import render
 
 PROGRAM = "scores.pt2"
-LOADING = """\
-```python
-import torch
-
-scores = torch.export.load("scores.pt2").module()
-scores(torch.tensor([0]), torch.tensor([0]), torch.tensor([1]))  # ids of heads, relations, tails
-```
-
-Ids are places in `entities.txt` and `relations.txt`, from 0. Any number of triples at once, int64;
-PyTorch is all that is needed. {inverses}
-"""
-_INVERSES = (
-    "The score is that of a tail query; that of the head query (?, r, t) is `scores(t, r + {count},"
-    " h)`."
-)
 
 
 class TripleScores(nn.Module):
@@ -69,8 +55,7 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     folder.append(ENTITIES, label_lines(model.entity_labels))
     folder.append(RELATIONS, label_lines(model.relation_labels))
     count = len(model.relation_labels)
-    inverses = _INVERSES.replace("{count}", str(count)) if model.config.reciprocal else ""
-    return LOADING.replace("{inverses}", inverses)
+    return render("load_torch.md", count=count, reciprocal=model.config.reciprocal)
 
 
 FORMAT = ForeignFormat("torch.export", None, True, True, write)

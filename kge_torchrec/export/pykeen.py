@@ -26,44 +26,9 @@ from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.foreign import ForeignFormat, WholeModel, labels_of, saved
 from kge_torchrec.models.ops import as_real
 from kge_torchrec.models.scorers.bilinear import TuckER
+from kge_torchrec.pages import render
 
 SETTINGS, STATE = "pykeen.json", "state_dict.pt"
-LOADING = """\
-```python
-import json
-from pathlib import Path
-
-import torch
-from pykeen.models import ERModel
-from pykeen.triples import TriplesFactory
-
-
-def load(folder):
-    folder = Path(folder)
-    settings = json.loads((folder / "pykeen.json").read_text(encoding="utf-8"))
-    ids = json.loads((folder / "ids.json").read_text(encoding="utf-8"))
-    factory = TriplesFactory(
-        torch.empty(0, 3, dtype=torch.long),  # add triples to train on, or to filter by
-        ids["entities"],
-        ids["relations"],
-        create_inverse_triples=settings.pop("create_inverse_triples"),
-    )
-    for side in ("entity", "relation"):
-        for part in settings[f"{side}_representations_kwargs"]:
-            part["dtype"] = getattr(torch, part["dtype"])
-    model = ERModel(triples_factory=factory, **settings)
-    model.load_state_dict(torch.load(folder / "state_dict.pt", weights_only=True))
-    return model.eval(), factory
-
-
-model, factory = load(".")
-```
-
-`model.predict_t`, `model.predict_h` and `pykeen.predict` answer queries. {inverses}
-"""
-_INVERSES = (
-    "Head queries are asked by the inverse relations, as PyKEEN does with `create_inverse_triples`."
-)
 
 
 @dataclass(frozen=True)
@@ -210,7 +175,7 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
                 weight = torch.stack(weight.chunk(2), 1).flatten(0, 1)
             state[f"{side}_representations.{place}._embeddings.weight"] = weight
     folder.append(STATE, [saved(state)])
-    return LOADING.replace("{inverses}", _INVERSES if model.config.reciprocal else "").rstrip()
+    return render("load_pykeen.md", reciprocal=model.config.reciprocal)
 
 
 def _ids(vocabulary: Vocabulary) -> dict[str, int]:

@@ -1,10 +1,10 @@
 """The text files of an export: labels, and the entity table as word2vec text.
 
-Labels are one a line (``label_file``).  word2vec text is a line "N D", then "label v1 ... vD" for
-every entity, with as many digits as it takes to read the same float32 back.  A label is one word
-there: each of its whitespace characters is written as an underscore.
+A label file has a label per line (``label_file``). word2vec text has as many digits as it takes to
+read the same float32 back. A label is one word there: each of its whitespace characters is written
+as an underscore.
 
-Shapes: N entities, D numbers per entity, m rows.
+Shapes: N entities, D elements per row, m rows.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from pyarrow import csv
 from kge_torchrec.data.label_file import ESCAPES, WHITESPACE, read_label_file
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import DataError, ExportError
+from kge_torchrec.export.table_files import Pieces, TableFile
 
 BLOCK = 1 << 16  # labels
 
 
 def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
-    """The text of a label file, in blocks."""
+    """Yield the text of a label file, in blocks."""
     for first in range(0, len(vocabulary), BLOCK):
         labels = vocabulary.array[first : first + BLOCK]
         for plain, written in ESCAPES.items():
@@ -34,13 +35,13 @@ def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
 
 
 def with_newlines(strings: pa.Array) -> pa.Array:
-    """Every string with a newline at its end."""
+    """Return every string with a newline at its end."""
     nothing, newline = (pa.scalar(text, strings.type) for text in ("", "\n"))
     return pc.binary_join_element_wise(strings, nothing, newline)
 
 
 def text_of(strings: pa.Array) -> memoryview:
-    """All strings one after another, UTF-8, not copied."""
+    """Return all strings one after another, UTF-8, not copied."""
     width = np.int64 if pa.types.is_large_string(strings.type) else np.int32
     offsets = np.frombuffer(strings.buffers()[1], width)
     start, stop = offsets[strings.offset], offsets[strings.offset + len(strings)]
@@ -48,9 +49,15 @@ def text_of(strings: pa.Array) -> memoryview:
 
 
 def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
-    """The labels of a file that ``label_lines`` wrote, held in memory; N of them are expected.
+    """Return the labels of a file that ``label_lines`` wrote, held in memory.
 
-    kind: "entity" or "relation", for messages.  Raises ExportError if the file is no such text.
+    Args:
+        file: The file.
+        kind: "entity" or "relation", for messages.
+        count: The number of labels that the file should have.
+
+    Raises:
+        ExportError: The file is no such text.
     """
     try:
         return Vocabulary(read_label_file(file, count), kind)
@@ -61,53 +68,31 @@ def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
 _LINES = 4096  # at once: text takes several times the room of the numbers
 
 
-def header(num_entities: int, dim: int) -> bytes:
-    return f"{num_entities} {dim}\n".encode()
+class Word2vec(TableFile):
+    """A line "N D", then "label v1 ... vD" per entity."""
 
+    name = "entities.vec"
 
-def body(rows: np.ndarray, labels: pa.Array) -> Iterator[memoryview]:
-    """The lines of rows (m, D) float32 and their labels (m,), in blocks."""
-    for first in range(0, len(rows), _LINES):
-        block = slice(first, first + _LINES)
-        words = _words(labels[block]).cast(pa.string())
-        numbers = pc.cast(pa.array(rows[block].reshape(-1)), pa.string())
-        starts = np.arange(len(words) + 1, dtype=np.int32) * rows.shape[1]
-        vectors = pc.binary_join(pa.ListArray.from_arrays(starts, numbers), " ")
-        yield text_of(with_newlines(pc.binary_join_element_wise(words, vectors, " ")))
+    def begin(self) -> Pieces:
+        return [f"{self.num_entities} {self.dim}\n".encode()]
 
+    def rows(self, rows: np.ndarray, labels: pa.Array) -> Pieces:
+        for first in range(0, len(rows), _LINES):
+            block = slice(first, first + _LINES)
+            words = _words(labels[block]).cast(pa.string())
+            numbers = pc.cast(pa.array(rows[block].reshape(-1)), pa.string())
+            starts = np.arange(len(words) + 1, dtype=np.int32) * self.dim
+            vectors = pc.binary_join(pa.ListArray.from_arrays(starts, numbers), " ")
+            yield text_of(with_newlines(pc.binary_join_element_wise(words, vectors, " ")))
 
-def check(entities: Vocabulary) -> None:
-    """Raises ExportError if two labels would become the same word.
-
-    Holds the labels with whitespace in memory meanwhile.
-    """
-    labels = entities.array
-    spaced = labels.filter(pc.match_substring_regex(labels, WHITESPACE))
-    if not len(spaced):
-        return
-    words = _words(spaced)
-    counts = words.value_counts()
-    twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
-    also_labels = labels.filter(pc.is_in(labels, value_set=words))
-    for word in pa.chunked_array([twice[:1], also_labels[:1]]).to_pylist():
-        one, other, *_ = labels.filter(pc.equal(_words(labels), word)).to_pylist()
-        raise ExportError(
-            f"the labels {one!r} and {other!r} would both be {word!r} in word2vec text, which has "
-            "no whitespace within a label; export to npy or safetensors"
-        )
-
-
-def read(file: Path, num_entities: int, dim: int) -> np.ndarray:
-    """The table (N, D) float32 of a file, in memory; labels are not looked at.
-
-    Raises ExportError if the file is no such text.
-    """
-    columns = [str(d) for d in range(dim)]
-    table, filled = np.empty((num_entities, dim), np.float32), 0
-    try:
+    def read(self, file: Path) -> np.ndarray:
+        """Return the table (N, D) float32, in memory; labels are not looked at."""
+        columns = [str(d) for d in range(self.dim)]
+        table, filled = np.empty((self.num_entities, self.dim), np.float32), 0
         with file.open("rb") as opened:
-            if opened.readline() != header(num_entities, dim):
-                raise ExportError(f"{file} does not begin with '{num_entities} {dim}'")
+            if [opened.readline()] != self.begin():
+                begin = f"{self.num_entities} {self.dim}"
+                raise ExportError(f"{file} does not begin with '{begin}'")
         for batch in csv.open_csv(
             file,
             csv.ReadOptions(skip_rows=1, column_names=["label", *columns]),
@@ -121,11 +106,30 @@ def read(file: Path, num_entities: int, dim: int) -> np.ndarray:
             for column, numbers in enumerate(batch.columns):
                 table[filled : filled + len(numbers), column] = numbers
             filled += batch.num_rows
-    except (pa.ArrowInvalid, ValueError) as error:
-        raise ExportError(f"{file} is no word2vec text: {error}") from error
-    if filled != num_entities:
-        raise ExportError(f"{file} holds {filled:,} vectors instead of {num_entities:,}")
-    return table
+        if filled != self.num_entities:
+            raise ExportError(f"{file} holds {filled:,} vectors instead of {self.num_entities:,}")
+        return table
+
+    @staticmethod
+    def check(entities: Vocabulary) -> None:
+        """Raise ExportError if two labels would become the same word.
+
+        Holds the labels with whitespace in memory meanwhile.
+        """
+        labels = entities.array
+        spaced = labels.filter(pc.match_substring_regex(labels, WHITESPACE))
+        if not len(spaced):
+            return
+        words = _words(spaced)
+        counts = words.value_counts()
+        twice = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
+        also_labels = labels.filter(pc.is_in(labels, value_set=words))
+        for word in pa.chunked_array([twice[:1], also_labels[:1]]).to_pylist():
+            one, other, *_ = labels.filter(pc.equal(_words(labels), word)).to_pylist()
+            raise ExportError(
+                f"the labels {one!r} and {other!r} would both be {word!r} in word2vec text, which "
+                "has no whitespace within a label; export to npy or safetensors"
+            )
 
 
 def _words(labels: pa.Array) -> pa.Array:

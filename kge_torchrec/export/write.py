@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -31,10 +32,9 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import dglke, libkge, program, pykeen
-from kge_torchrec.export.card import CARD, HUB_CONFIG, NATIVE_LOADING, Facts, Licences, hub_config
+from kge_torchrec.export.card import CARD, HUB_CONFIG, Facts, Licences, hub_config
 from kge_torchrec.export.card import card as text_of_card
 from kge_torchrec.export.changes import Earlier, write_ids
-from kge_torchrec.export.columns import vectors_file
 from kge_torchrec.export.description import (
     ENTITIES,
     PARAMETERS,
@@ -44,10 +44,12 @@ from kge_torchrec.export.description import (
     describe_foreign,
 )
 from kge_torchrec.export.foreign import WholeModel
-from kge_torchrec.export.formats import FORMATS, npy_file
+from kge_torchrec.export.formats import FORMATS
 from kge_torchrec.export.plain_model import load_scorer
+from kge_torchrec.export.table_files import npy_file, parquet_file
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer, build_scorer
+from kge_torchrec.pages import render
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -74,107 +76,138 @@ def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> N
         raise ConfigError(f"format must be one of {', '.join((*OURS, *FOREIGN))}, got {name!r}")
 
 
-def export_model(
-    session: Session,
-    folder: ExportFolder,
-    format: str,
-    progress: TrainState,
-    with_results: bool,
-    card: Licences | None = None,
-    earlier: Earlier | None = None,
-) -> None:
-    """Writes the parameters in ``session``, whole or not at all.  Collective; rank 0 writes.
-
-    Beyond what the session holds, rank 0 needs a chunk of 65,536 rows and the scorer's
-    parameters, see ``word2vec.check`` for the labels of that format; for the layout of another
-    program the table as well, two or three times.
-    progress: of the checkpoint that the parameters are of.
-    with_results: whether results.json speaks of this checkpoint, and goes into model.json.
-    card: what README.md says of licences; None writes one only if the format comes with one.
-    earlier: given, only entities whose rows are others than there are written.
-    Raises ExportError, on every rank.
-    """
-    ranks, model = session.processes, session.config.model
-    check_format(format, model, earlier is not None)
-    parameters = dense_parameters(session.scorer)
-    try:
-        on_first_rank(ranks, folder.begin)
-        if format in FOREIGN:
-            found = _write_foreign(session, folder, format, parameters, progress)
-        else:
-            table_format = _TABLES.get(format, format)
-            found = _write_ours(session, folder, table_format, parameters, earlier)
-        on_first_rank(
-            ranks, lambda: _finish(session, folder, format, found, progress, with_results, card)
-        )
-    except BaseException as error:
-        if ranks.is_first:
-            folder.discard()
-        if isinstance(error, OSError):
-            raise ExportError(
-                f"{folder.path} could not be written: {error} ({folder.free()} free on that disk); "
-                "nothing is left of it"
-            ) from error
-        raise
-
-
 @dataclass(frozen=True)
-class _Written:
-    """What model.json says of the files, and how to load them."""
+class Export:
+    """The export of the parameters in a session.
 
-    description: dict[str, Any]
-    loading: str
+    Rank 0 needs a chunk of 65,536 rows and the scorer's parameters beyond what the session holds;
+    for another program the table as well, two or three times.
 
+    Attributes:
+        session: The loaded run.
+        folder: The folder to make.
+        format: One of `OURS` and `FOREIGN`.
+        progress: The state of the checkpoint that was loaded.
+        with_results: Whether results.json describes this checkpoint, and goes into model.json.
+        licences: Licences for the card; None writes a card only if the format comes with one.
+        earlier: If set, only entities whose rows differ from that run's are written.
+    """
 
-def _write_ours(
-    session: Session,
-    folder: ExportFolder,
-    table_format: str,
-    parameters: dict[str, Tensor],
-    earlier: Earlier | None,
-) -> _Written:
-    ranks, store, shard = session.processes, session.store, session.backend.shard()
-    chosen, entities = None, store.entities
-    if earlier is not None:
-        chosen = earlier.changed(chunks_on_first_rank(shard, ranks), ranks)
-        entities = Vocabulary(entities.array.filter(pa.array(chosen)), "entity")
-    on_first_rank(ranks, lambda: FORMATS[table_format].check(entities))
-    on_first_rank(ranks, lambda: _write_dense(session, folder, table_format, parameters, entities))
-    labels = store.entities.array
-    write_entities(folder, table_format, shard, labels, ranks, session.hide_bars, chosen)
-    sizes = store.num_entities, store.num_relations
-    description = describe(session.config.model, *sizes, table_format)
-    if earlier is not None and chosen is not None:
-        on_first_rank(ranks, lambda: write_ids(folder, chosen))
-        description["entities"]["shape"][0] = len(entities)
-        description |= {"changes": earlier.describe(chosen)}
-    return _Written(description, NATIVE_LOADING)
+    session: Session
+    folder: ExportFolder
+    format: str
+    progress: TrainState
+    with_results: bool
+    licences: Licences | None = None
+    earlier: Earlier | None = None
 
+    def write(self) -> None:
+        """Write the folder, whole or not at all.
 
-def _write_foreign(
-    session: Session,
-    folder: ExportFolder,
-    format: str,
-    parameters: dict[str, Tensor],
-    progress: TrainState,
-) -> _Written:
-    ranks, store, model = session.processes, session.store, session.config.model
-    target, shard = FOREIGN[format], session.backend.shard()
-    rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
-    for first, chunk in chunks_on_first_rank(shard, ranks):
-        if chunk is not None:
-            rows[first : first + len(chunk)] = torch.from_numpy(chunk)
+        Collective; rank 0 writes.
 
-    def write() -> str:
-        scorer = build_scorer(model, store.num_relations)
-        scorer.load_state_dict(parameters)
-        labels, name = (store.entities, store.relations), _data(session)
-        whole = WholeModel(model, scorer.eval(), rows, *labels, name, progress.epoch)
-        return target.write(folder, whole)
+        Raises:
+            ExportError: On every rank, such as for a full disk.
+        """
+        ranks, folder = self.session.processes, self.folder
+        check_format(self.format, self.session.config.model, self.earlier is not None)
+        parameters = dense_parameters(self.session.scorer)
+        write = self._write_foreign if self.format in FOREIGN else self._write_ours
+        try:
+            on_first_rank(ranks, folder.begin)
+            description, loading = write(parameters)
+            on_first_rank(ranks, lambda: self._finish(description, loading))
+        except BaseException as error:
+            if ranks.is_first:
+                folder.discard()
+            if isinstance(error, OSError):
+                raise ExportError(
+                    f"{folder.path} could not be written: {error} ({folder.free()} free on that "
+                    "disk); nothing is left of it"
+                ) from error
+            raise
 
-    loading = on_first_rank(ranks, write)
-    sizes = store.num_entities, store.num_relations
-    return _Written(describe_foreign(model, *sizes, target.program), loading)
+    def _write_ours(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
+        """Write our own layout; return what model.json says, and how to load the files."""
+        session, folder, earlier = self.session, self.folder, self.earlier
+        ranks, store, shard = session.processes, session.store, session.backend.shard()
+        table_format = _TABLES.get(self.format, self.format)
+        labels, changed = store.entities.array, None
+        if earlier is not None:
+            changed = earlier.changed(chunks_on_first_rank(shard, ranks), ranks)
+            labels = pc.if_else(pa.array(changed), labels, None)
+        entities = Vocabulary(labels.drop_null(), "entity")
+
+        def write_dense() -> None:
+            FORMATS[table_format].check(entities)
+            folder.append(ENTITIES, label_lines(entities))
+            folder.append(RELATIONS, label_lines(store.relations))
+            _write_dense(folder, table_format, parameters, store.relations)
+
+        on_first_rank(ranks, write_dense)
+        write_entities(folder, table_format, shard, labels, ranks, session.hide_bars)
+        description = self._describe(table_format=table_format)
+        if earlier is not None and changed is not None:
+            ids = changed
+            on_first_rank(ranks, lambda: write_ids(folder, ids))
+            description["entities"]["shape"][0] = len(entities)
+            description["changes"] = earlier.describe(changed)
+        return description, render("load_model.md")
+
+    def _write_foreign(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
+        """Write the layout of another program; return as ``_write_ours`` does."""
+        session, target = self.session, FOREIGN[self.format]
+        ranks, store, shard = session.processes, session.store, session.backend.shard()
+        rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
+        for first, chunk in chunks_on_first_rank(shard, ranks):
+            if chunk is not None:
+                rows[first : first + len(chunk)] = torch.from_numpy(chunk)
+
+        def write() -> str:
+            model = session.config.model
+            scorer = build_scorer(model, store.num_relations)
+            scorer.load_state_dict(parameters)
+            labels, name = (store.entities, store.relations), _data(session)
+            whole = WholeModel(model, scorer.eval(), rows, *labels, name, self.progress.epoch)
+            return target.write(self.folder, whole)
+
+        loading = on_first_rank(ranks, write)
+        return self._describe(program=target.program), loading
+
+    def _describe(
+        self, table_format: str | None = None, program: str | None = None
+    ) -> dict[str, Any]:
+        model, store = self.session.config.model, self.session.store
+        sizes = store.num_entities, store.num_relations
+        if table_format is not None:
+            return describe(model, *sizes, table_format)
+        return describe_foreign(model, *sizes, program)
+
+    def _finish(self, description: dict[str, Any], loading: str) -> None:
+        """Add calibration, model.json and the card, and put the folder in place."""
+        session, folder, store = self.session, self.folder, self.session.store
+        progress, results = self.progress, self.session.folder.results
+        if self.format in OURS and "changes" not in description:
+            load_scorer(folder.partial, description)  # an export that does not load is not kept
+            calibration = Calibration.read(session.folder.path)
+            if calibration and calibration.is_of(progress.global_step, store.fingerprint):
+                calibration.write(folder.partial)
+        description["checkpoint"] = {
+            "name": name_of(progress),
+            "epoch": progress.epoch,
+            "step": progress.global_step,
+            "data": progress.data,
+        }
+        if self.with_results and results.is_file():
+            description["results"] = json.loads(results.read_text(encoding="utf-8"))
+        if self.licences is not None or self.format not in FORMATS:
+            model, triples = session.config.model, store.report["triples"]
+            licences = self.licences or Licences()
+            facts = Facts(model, description, _data(session), triples, licences, loading)
+            folder.append(CARD, [text_of_card(facts).encode()])
+            if self.format == "huggingface":
+                folder.append(HUB_CONFIG, [hub_config(facts).encode()])
+        folder.finish(description)
 
 
 def _data(session: Session) -> str:
@@ -194,22 +227,16 @@ def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
 
 
 def _write_dense(
-    session: Session,
-    folder: ExportFolder,
-    table_format: str,
-    parameters: dict[str, Tensor],
-    entities: Vocabulary,
+    folder: ExportFolder, table_format: str, parameters: dict[str, Tensor], relations: Vocabulary
 ) -> None:
-    store = session.store
+    """Write the scorer's parameters, and its relations in the format of the table as well."""
     contiguous = {name: values.contiguous() for name, values in parameters.items()}
     folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
-    folder.append(ENTITIES, label_lines(entities))
-    folder.append(RELATIONS, label_lines(store.relations))
     rows = _relation_table(parameters).numpy()
-    forth, back = rows[: store.num_relations], rows[store.num_relations :]
+    forth, back = rows[: len(relations)], rows[len(relations) :]
     if table_format == "parquet":
         vectors = {"vector": forth} | ({"inverse": back} if len(back) else {})
-        folder.append("relations.parquet", vectors_file(store.relations.array, vectors))
+        folder.append("relations.parquet", parquet_file(relations.array, vectors))
     elif table_format == "npy":
         folder.append("relations.npy", npy_file(forth))
         if len(back):
@@ -228,64 +255,35 @@ def write_entities(
     labels: pa.Array,
     processes: Processes,
     hide_bar: bool | None = None,
-    chosen: np.ndarray | None = None,
 ) -> None:
-    """Writes the table of the shards, with labels (N,) if the format takes them.  Collective.
+    """Write the entity table of the shards.
 
-    chosen: (N,) bool, which rows are written; None writes all.
-    A failure on rank 0 is raised on every rank, before the next chunk.
+    Collective. A failure on rank 0 is raised on every rank, before the next chunk.
+
+    Args:
+        folder: The export.
+        table_format: One of `FORMATS`.
+        shard: The rows of this rank.
+        labels: (N,), null for rows that are not written.
+        processes: The ranks.
+        hide_bar: Whether no progress bar is shown; None shows it on a terminal.
     """
-    table, total = FORMATS[table_format], shard.num_entities
-    encoder = table.encoder(total if chosen is None else int(chosen.sum()), shard.dim)
+    table = FORMATS[table_format](len(labels) - labels.null_count, shard.dim)
 
     def append(first: int, rows: np.ndarray | None) -> None:
         assert rows is not None  # on the first rank
         bar.update(len(rows))
         own = labels[first : first + len(rows)]
-        if chosen is not None:
-            here = chosen[first : first + len(rows)]
-            rows, own = rows[here], own.filter(pa.array(here))
-        folder.append(table.file, encoder.rows(rows, own))
+        if own.null_count:
+            rows, own = rows[own.is_valid().to_numpy(zero_copy_only=False)], own.drop_null()
+        folder.append(table.name, table.rows(rows, own))
 
+    total = shard.num_entities
     with tqdm(total=total, desc="export", unit="row", disable=hide_bar, leave=False) as bar:
-        on_first_rank(processes, lambda: folder.append(table.file, encoder.begin()))
+        on_first_rank(processes, lambda: folder.append(table.name, table.begin()))
         for chunk in chunks_on_first_rank(shard, processes):
             on_first_rank(processes, partial(append, *chunk))
-        on_first_rank(processes, lambda: folder.append(table.file, encoder.end()))
-
-
-def _finish(
-    session: Session,
-    folder: ExportFolder,
-    format: str,
-    found: _Written,
-    progress: TrainState,
-    with_results: bool,
-    card: Licences | None,
-) -> None:
-    store, description = session.store, found.description
-    if format in OURS and "changes" not in description:
-        load_scorer(folder.partial, description)  # what could not be loaded is not put in place
-        calibration = Calibration.read(session.folder.path)
-        if calibration and calibration.is_of(progress.global_step, store.fingerprint):
-            calibration.write(folder.partial)
-    description["checkpoint"] = {
-        "name": name_of(progress),
-        "epoch": progress.epoch,
-        "step": progress.global_step,
-        "data": progress.data,
-    }
-    results = session.folder.results
-    if with_results and results.is_file():
-        description["results"] = json.loads(results.read_text(encoding="utf-8"))
-    if card is not None or format not in FORMATS:
-        model, triples = session.config.model, store.report["triples"]
-        name, licences = _data(session), card or Licences()
-        facts = Facts(model, description, name, triples, licences, found.loading)
-        folder.append(CARD, [text_of_card(facts).encode()])
-        if format == "huggingface":
-            folder.append(HUB_CONFIG, [hub_config(facts).encode()])
-    folder.finish(description)
+        on_first_rank(processes, lambda: folder.append(table.name, table.end()))
 
 
 CHUNK_ROWS = 1 << 16

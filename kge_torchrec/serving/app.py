@@ -1,14 +1,14 @@
-"""The server's addresses: predict, score, nearest, labels, health, metrics, a page, its OpenAPI.
+"""The server's addresses: predict, score, nearest, labels, health, metrics, pages, their OpenAPI.
 
-Whatever is asked gets an answer or a 4xx that says what is wrong; 503 while too many wait.
+Every request gets an answer, a 4xx that says what is wrong, or 503 while too many wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
+from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
-from importlib.resources import files
+from functools import cache
 from typing import Annotated, Any
 
 from anyio import CapacityLimiter, to_thread
@@ -22,6 +22,7 @@ from kge_torchrec.answers.nearest import MEANINGS, metric_of
 from kge_torchrec.answers.predictions import Query as Triple
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import KGEError
+from kge_torchrec.pages import render
 from kge_torchrec.serving import requests as form
 from kge_torchrec.serving.batching import (
     Answerer,
@@ -50,6 +51,11 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     421: {"model": form.Problem, "description": "the server does not answer for this host"},
     422: {"model": form.Problem, "description": "the request makes no sense"},
     503: {"model": form.Problem, "description": "too many requests wait"},
+}
+# A page loads nothing from elsewhere, and asks this server alone.
+_WHOLE = {
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 }
 
 
@@ -111,48 +117,35 @@ def _add_questions(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
             raise ConfigError(f"k must be at most {limits.k} here, got {k}")
         return await answerer.ask(question)
 
-    async def predict(asked: form.PredictAsked) -> form.Answers:
+    @app.post("/predict", summary="The best answers to a triple with one part missing")
+    async def predict(asked: Annotated[form.PredictAsked, Body()]) -> form.Answers:
         query = Triple(asked.head, asked.relation, asked.tail)
         found = await ask(Predict(query, asked.k, asked.known))
         return form.Answers.model_validate({"answers": [asdict(one) for one in found]})
 
-    async def score(triples: Sequence[Any], side: form.SideAsked) -> form.Scores:
-        found = await ask(Score(tuple(triples), side))
-        return form.Scores(scores=[form.finite(one) for one in found])
-
-    async def nearest(asked: form.NearestAsked) -> form.Neighbours:
-        found = await ask(Nearest(asked.entity, asked.k))
-        metric = MEANINGS[metric_of(answerer.model.scorer)]
-        return form.Neighbours.model_validate(
-            {"metric": metric, "neighbours": [asdict(one) for one in found]}
-        )
-
     @app.get("/predict", summary="The best answers, by labels")
-    async def predict_by_address(
-        asked: Annotated[form.PredictNamed, Query()],
-    ) -> form.Answers:
+    async def predict_by_address(asked: Annotated[form.PredictAsked, Query()]) -> form.Answers:
         return await predict(asked)
-
-    @app.post("/predict", summary="The best answers to a triple with one part missing")
-    async def predict_by_body(asked: Annotated[form.PredictAsked, Body()]) -> form.Answers:
-        return await predict(asked)
-
-    @app.get("/score", summary="The score of one triple, by labels")
-    async def score_by_address(asked: Annotated[form.ScoreNamed, Query()]) -> form.Scores:
-        return await score([(asked.head, asked.relation, asked.tail)], asked.side)
 
     @app.post("/score", summary="The scores of triples")
-    async def score_by_body(asked: Annotated[form.ScoreAsked, Body()]) -> form.Scores:
-        return await score(asked.triples, asked.side)
+    async def score(asked: Annotated[form.ScoreAsked, Body()]) -> form.Scores:
+        found = await ask(Score(tuple(asked.triples), asked.side))
+        return form.Scores(scores=[form.finite(one) for one in found])
 
-    @app.get("/nearest", summary="The nearest entities, by label")
-    async def nearest_by_address(
-        asked: Annotated[form.NearestNamed, Query()],
-    ) -> form.Neighbours:
-        return await nearest(asked)
+    @app.get("/score", summary="The score of one triple, by labels")
+    async def score_by_address(asked: Annotated[form.TripleAsked, Query()]) -> form.Scores:
+        triple = asked.head, asked.relation, asked.tail
+        return await score(form.ScoreAsked(triples=[triple], side=asked.side))
 
     @app.post("/nearest", summary="The entities nearest to one")
-    async def nearest_by_body(asked: Annotated[form.NearestAsked, Body()]) -> form.Neighbours:
+    async def nearest(asked: Annotated[form.NearestAsked, Body()]) -> form.Neighbours:
+        found = await ask(Nearest(asked.entity, asked.k))
+        values = {"neighbours": [asdict(one) for one in found]}
+        metric = MEANINGS[metric_of(answerer.model.scorer)]
+        return form.Neighbours.model_validate({"metric": metric, **values})
+
+    @app.get("/nearest", summary="The nearest entities, by label")
+    async def nearest_by_address(asked: Annotated[form.NearestAsked, Query()]) -> form.Neighbours:
         return await nearest(asked)
 
 
@@ -193,11 +186,10 @@ def _add_metrics(
 
 
 def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
-    model = answerer.model
+    model, scorer = answerer.model, answerer.model.scorer
 
     @app.get("/health", summary="That the server answers, and what of")
     async def health() -> form.Health:
-        scorer = model.scorer
         return form.Health(
             status="ok",
             model=name,
@@ -212,20 +204,18 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
             max_k=limits.k,
         )
 
-    for address, file in (("/", "page.html"), ("/docs", "docs.html")):
-        text = (files(__package__) / file).read_text(encoding="utf-8")
-        app.add_api_route(address, _page(text), include_in_schema=False)
+    @cache
+    def text_of(template: str) -> str:
+        api, facts = app.openapi(), {"title": name, "model": model, "limits": limits}
+        return render(template, **facts, api=api, schemas=api["components"]["schemas"])
 
-
-def _page(text: str) -> Callable[[], Awaitable[HTMLResponse]]:
-    # Nothing from elsewhere: the page is whole, and asks this server alone.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
-    headers = {"Content-Security-Policy": f"{policy}connect-src 'self'; img-src data:"}
-
+    @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(text, headers=headers)
+        return HTMLResponse(text_of("serve.html"), headers=_WHOLE)
 
-    return page
+    @app.get("/docs", include_in_schema=False)
+    async def addresses() -> HTMLResponse:
+        return HTMLResponse(text_of("addresses.html"), headers=_WHOLE)
 
 
 def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:

@@ -42,14 +42,6 @@ class PredictAsked(Asked):
         return self
 
 
-class PredictNamed(PredictAsked):
-    """The same by labels, for the query of an address."""
-
-    head: Name | None = None
-    relation: Name | None = None
-    tail: Name | None = None
-
-
 class ScoreAsked(Asked):
     """Triples to score."""
 
@@ -60,12 +52,12 @@ class ScoreAsked(Asked):
     side: Annotated[SideAsked, Field(description="the end that is asked for")] = "tail"
 
 
-class ScoreNamed(Asked):
-    """One triple to score, by labels."""
+class TripleAsked(Asked):
+    """One triple to score."""
 
-    head: Name
-    relation: Name
-    tail: Name
+    head: Given
+    relation: Given
+    tail: Given
     side: SideAsked = "tail"
 
 
@@ -74,12 +66,6 @@ class NearestAsked(Asked):
 
     entity: Given
     k: Count = 10
-
-
-class NearestNamed(NearestAsked):
-    """The same by its label."""
-
-    entity: Name
 
 
 class LabelsAsked(Asked):

@@ -188,13 +188,13 @@ def _tell(study: Study, found: dict[str, Any]) -> int:
     """Prints the best trial; the exit code."""
     best = found["best"]
     if best is None:
-        print(f"no trial was completed; {study.path / 'report.md'} says why", file=sys.stderr)
+        print(f"no trial was completed; {study.path / 'report.html'} says why", file=sys.stderr)
         return 1
     print(f"best of {len(found['trials'])} trials: trial {best['number']}, "
           f"valid {found['metric']} {best['value']:.4f}")  # fmt: skip
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
-    print(f"report: {study.path / 'report.md'}\n"
+    print(f"report: {study.path / 'report.html'}\n"
           f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")  # fmt: skip
     return 0
 

@@ -1,4 +1,4 @@
-"""A study: trials that share a folder, whoever runs them and however often they are killed.
+"""A study: trials that share a folder, whichever processes run them and however they end.
 
 It holds:
     study.json    how many trials, how poor ones are dropped, by what they are compared
@@ -8,19 +8,20 @@ It holds:
     store/        the prepared triples, unless the config names a store
     cores/        smaller graphs, where poor trials are dropped on them
     trials/0007   the run of a trial (0007-rung-0: before it, on a smaller graph)
-    report.md, history.png, importance.png, trials.json, best.yaml    see ``report``
+    report.html, trials.json, best.yaml    see ``report``
 
-Processes meet in the folder alone.  Whoever runs a trial holds a lock on a file of it, which the
-system lets go when the process ends, however it ends: a trial that says it is running while its
-lock is free was killed, and is put in line again.
+Processes meet in the folder alone. A process holds a file lock while it runs a trial, and the
+system releases the lock when the process ends, however it ends. A trial whose state is "running"
+while its lock is free was killed, and Optuna's retry callback puts it in line again. (Optuna's
+heartbeat, which does the same after a delay, needs a database.)
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -31,8 +32,9 @@ from typing import Any
 
 import optuna
 import torch
+from filelock import BaseFileLock, FileLock, Timeout
 from optuna.samplers import TPESampler
-from optuna.storages import JournalStorage
+from optuna.storages import JournalStorage, RetryHeartbeatStaleTrialCallback
 from optuna.storages.journal import JournalFileBackend, JournalFileOpenLock
 from optuna.study import Study as OptunaStudy
 from optuna.trial import FrozenTrial, Trial, TrialState
@@ -48,7 +50,7 @@ from kge_torchrec.tuning.space import SearchSpace, default_space
 HALVING = ("epochs", "subgraphs", "none")
 ETA = 3  # of the trials that came so far one in so many goes on
 RUNGS = 3  # at which they are compared, the last of them being the end
-MOST_KILLS = 2  # of one choice of values, before it counts as failed
+RETRIES = 1  # of a killed trial's values, before they count as failed
 VERSION = 1
 _LONGEST_LINE = 1 << 16  # of the journal
 
@@ -96,7 +98,7 @@ class Study:
         study is there, or a config that nothing can be selected by; DataError on bad data.
         """
         _check(config, settings)
-        with _locked(path / ".lock"):
+        with _lock(path / ".lock"):
             store = _store(path, config)
             # Numbers that depend on graph and device are the same in all trials of a study.
             config = config.settled(store.size)
@@ -161,7 +163,7 @@ class Study:
         While the block runs, the trial is known to be alive.
         """
         with ExitStack() as held:
-            with _locked(self.path / ".lock"):
+            with self.locked():
                 self._put_killed_in_line()
                 taken = None
                 if self._counted() < limit:
@@ -169,7 +171,7 @@ class Study:
                     self.optuna.sampler = self._sampler(number)
                     with _quiet():
                         trial = self.optuna.ask()
-                        held.enter_context(_locked(self._lock_of(trial.number)))
+                        held.enter_context(self._lock_of(trial.number))
                         taken = trial, self.space.of_trial(self.config, trial)
             yield taken
 
@@ -186,47 +188,46 @@ class Study:
 
     def enqueue_config(self) -> None:
         """Lets the first trial be the config as it is, as far as it lies in the space."""
-        with _locked(self.path / ".lock"):
+        with self.locked():
             if not self.optuna.get_trials(deepcopy=False):
                 own = self.space.of_config(self.config)
                 if own:
                     self.optuna.enqueue_trial(own, user_attrs={"from": "the config"})
 
     def _put_killed_in_line(self) -> None:
-        """Ends trials whose process is gone, and enqueues their values."""
-        for trial in self.optuna.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            with suppress(BlockingIOError), _locked(self._lock_of(trial.number), wait=False):
-                kills = trial.user_attrs.get("kills", 0) + 1
-                self._end_killed(trial, kills)
+        """End the trials whose process is gone, and put their values in line again."""
+        # Optuna's callback changes the trial that it gets, which must be a copy.
+        for trial in self.optuna.get_trials(deepcopy=True, states=(TrialState.RUNNING,)):
+            with suppress(Timeout), self._lock_of(trial.number).acquire(blocking=False):
+                with _quiet():
+                    RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)(self.optuna, trial)
+                words = "its process was killed; its values were put in line again"
+                if trial.number not in self._retried():
+                    words = f"its process was killed {RETRIES + 1} times with these values"
+                self.storage.set_trial_user_attr(trial._trial_id, "error", words)
+                self.optuna.tell(trial.number, state=TrialState.FAIL)
+                log.warning("trial %d: %s", trial.number, words)
 
-    def _end_killed(self, trial: FrozenTrial, kills: int) -> None:
-        words = "its process was killed"
-        if trial.params and kills < MOST_KILLS:
-            attributes = {"kills": kills, "again": trial.number}
-            self.optuna.enqueue_trial(trial.params, user_attrs=attributes)
-            words += "; its values were put in line again"
-            self.storage.set_trial_user_attr(trial._trial_id, "replaced", True)
-        elif trial.params:
-            words += f" {kills} times with these values"
-        else:
-            self.storage.set_trial_user_attr(trial._trial_id, "replaced", True)
-        self.storage.set_trial_user_attr(trial._trial_id, "error", words)
-        self.optuna.tell(trial.number, state=TrialState.FAIL)
-        log.warning("trial %d: %s", trial.number, words)
+    def _retried(self) -> set[int]:
+        """Return the numbers of killed trials whose values are in line again, or were."""
+        trials = self.optuna.get_trials(deepcopy=False)
+        return {number for trial in trials for number in retries_of(trial)}
 
     def _counted(self) -> int:
-        """Trials that ended or run; not those that wait, nor those that were put in line again."""
+        """Return how many trials ended or run, without those that a later trial repeats."""
+        retried = self._retried()
         return sum(
-            trial.state is not TrialState.WAITING and not trial.user_attrs.get("replaced")
+            trial.state is not TrialState.WAITING and trial.number not in retried
             for trial in self.optuna.get_trials(deepcopy=False)
         )
 
     def ended(self) -> list[FrozenTrial]:
-        """Trials that are over, in order, without those that were put in line again."""
+        """Return the trials that are over, in order, without those that a later trial repeats."""
+        retried = self._retried()
         return [
             trial
             for trial in self.optuna.get_trials(deepcopy=False)
-            if trial.state.is_finished() and not trial.user_attrs.get("replaced")
+            if trial.state.is_finished() and trial.number not in retried
         ]
 
     def best(self) -> FrozenTrial | None:
@@ -248,12 +249,17 @@ class Study:
         """The store of a core."""
         return self.path / "cores" / str(core)
 
-    def locked(self) -> Any:
-        """Keeps the other processes of the study waiting inside."""
-        return _locked(self.path / ".lock")
+    def locked(self) -> BaseFileLock:
+        """Return the lock that keeps the other processes of the study waiting."""
+        return _lock(self.path / ".lock")
 
-    def _lock_of(self, number: int) -> Path:
-        return self.path / "trials" / f".{number:04d}.lock"
+    def _lock_of(self, number: int) -> BaseFileLock:
+        return _lock(self.path / "trials" / f".{number:04d}.lock")
+
+
+def retries_of(trial: FrozenTrial) -> list[int]:
+    """Return the numbers of killed trials whose values this trial repeats."""
+    return trial.system_attrs.get("retry_history", [])
 
 
 def first_rung(config: Config) -> int:
@@ -300,41 +306,35 @@ def _store(path: Path, config: Config) -> TripleStore:
     return open_store(config.data, config.seed, path / "store", alone, progress=False)
 
 
-@contextmanager
-def _locked(file: Path, wait: bool = True) -> Iterator[None]:
-    """Holds a lock that ends with this process.  Raises BlockingIOError if it may not wait."""
+def _lock(file: Path) -> BaseFileLock:
+    """Return a lock that ends with the process that holds it."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    with file.open("a", encoding="utf-8") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        yield
+    return FileLock(file, poll_interval=0.01)
 
 
 class _JournalLock(JournalFileOpenLock):
-    """Of Optuna's journal: it ends with the process that holds it.
+    """The lock of Optuna's journal, which ends with the process that holds it.
 
-    Optuna's own are files, which stay when their process is killed.  Killed while it wrote, it left
-    a line without an end, which is removed before the next is written.
+    Optuna's own locks stay for 30 s when their process is killed. A process that is killed while it
+    writes leaves a line without an end, which is removed before the next one is written.
     """
 
     def __init__(self, journal: str):
         super().__init__(journal)
-        self._journal, self._held = Path(journal), ExitStack()
+        self._journal, self._lock = Path(journal), _lock(Path(journal).with_suffix(".lock"))
 
     def acquire(self) -> bool:
-        """Waits for it."""
-        self._held.enter_context(_locked(self._journal.with_suffix(".lock")))
+        """Wait for the lock."""
+        self._lock.acquire()
         with self._journal.open("rb+") as file:
-            end = file.seek(0, 2)
-            tail = min(end, _LONGEST_LINE)
-            file.seek(end - tail)
-            written = file.read()
-            if written and not written.endswith(b"\n"):
-                file.truncate(end - tail + written.rfind(b"\n") + 1)
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - _LONGEST_LINE))
+            file.truncate(end - len(file.read().rpartition(b"\n")[2]))
         return True
 
     def release(self) -> None:
-        """Lets the next one write."""
-        self._held.close()
+        """Let the next process write."""
+        self._lock.release()
 
 
 @contextmanager

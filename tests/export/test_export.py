@@ -48,7 +48,7 @@ def test_the_rows_of_the_run_in_every_format(run, tmp_path, world_size):
     assert paths == [[str(tmp_path / name) for name in FORMATS]] * world_size
     dense = dict(run.session.scorer.named_parameters())
     for name, kind in FORMATS.items():
-        assert same_bits(open_table(tmp_path / name / kind.file, name, N, D), run.table)
+        assert same_bits(open_table(tmp_path / name / kind.name, name, N, D), run.table)
         found = load_file(tmp_path / name / "scorer.safetensors")
         assert found.keys() == dense.keys()
         assert all(torch.equal(found[key], dense[key]) for key in dense)

@@ -14,6 +14,7 @@ from hypothesis.extra.numpy import arrays
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import text as word2vec
+from kge_torchrec.export.formats import open_table
 
 
 def labels(words) -> pa.Array:
@@ -21,14 +22,15 @@ def labels(words) -> pa.Array:
 
 
 def text(table: np.ndarray, words) -> bytes:
-    return word2vec.header(*table.shape) + b"".join(word2vec.body(table, labels(words)))
+    file = word2vec.Word2vec(*table.shape)
+    return b"".join([*file.begin(), *file.rows(table, labels(words))])
 
 
 @given(arrays(np.float32, (3, 4), elements=st.floats(width=32, allow_nan=False)))
 def test_numbers_read_back_bit_for_bit(tmp_path_factory, table):
     file = tmp_path_factory.mktemp("word2vec") / "entities.vec"
     file.write_bytes(text(table, ["a", '"b', "c'"]))
-    assert np.array_equal(word2vec.read(file, 3, 4).view(np.int32), table.view(np.int32))
+    assert np.array_equal(open_table(file, "word2vec", 3, 4).view(np.int32), table.view(np.int32))
     for line, row in zip(file.read_text().splitlines()[1:], table, strict=True):
         numbers = np.array([float(word) for word in line.split(" ")[1:]]).astype(np.float32)
         assert np.array_equal(numbers.view(np.int32), row.view(np.int32))
@@ -46,13 +48,14 @@ def test_the_form(monkeypatch):
 
 def test_labels_of_a_slice_are_its_own():
     rows = np.zeros((2, 1), np.float32)
-    assert b"".join(word2vec.body(rows, labels("abcd")[1:3])) == b"b 0\nc 0\n"
+    assert b"".join(word2vec.Word2vec(2, 1).rows(rows, labels("abcd")[1:3])) == b"b 0\nc 0\n"
 
 
 def test_whatever_python_splits_at_becomes_an_underscore():
     space = [c for c in map(chr, range(sys.maxunicode + 1)) if c.isspace()]
     rows = np.zeros((len(space), 1), np.float32)
-    lines = b"".join(word2vec.body(rows, labels([f"a{c}b" for c in space]))).decode()
+    file = word2vec.Word2vec(len(space), 1)
+    lines = b"".join(file.rows(rows, labels([f"a{c}b" for c in space]))).decode()
     assert lines.splitlines() == ["a_b 0"] * len(space)
 
 
@@ -65,12 +68,12 @@ def test_whatever_python_splits_at_becomes_an_underscore():
 )
 def test_two_labels_that_become_one_word_are_refused(words, named):
     with pytest.raises(ExportError, match=f"the labels {named}.*npy or safetensors"):
-        word2vec.check(Vocabulary(labels(words)))
+        word2vec.Word2vec.check(Vocabulary(labels(words)))
 
 
 def test_labels_that_stay_apart():
-    word2vec.check(Vocabulary(labels(["a b", "a_c", "b\tc", "ab"])))
-    word2vec.check(Vocabulary(labels(["a_b", "ab"])))
+    word2vec.Word2vec.check(Vocabulary(labels(["a b", "a_c", "b\tc", "ab"])))
+    word2vec.Word2vec.check(Vocabulary(labels(["a_b", "ab"])))
 
 
 @pytest.mark.parametrize(
@@ -78,13 +81,13 @@ def test_labels_that_stay_apart():
     [
         (b"2 3\na 1 2\nb 3 4\n", "does not begin with '2 2'"),
         (b"2 2\na 1 2\n", "holds 1 vectors instead of 2"),
-        (b"2 2\na 1 2\nb 3 4\nc 5 6\n", "no word2vec text"),
-        (b"2 2\na 1 2\nb 3\n", "no word2vec text"),
-        (b"2 2\na 1 2\nb 3 x\n", "no word2vec text"),
-        (b"2 2\n", "no word2vec text|holds 0 vectors"),
+        (b"2 2\na 1 2\nb 3 4\nc 5 6\n", "no readable word2vec file"),
+        (b"2 2\na 1 2\nb 3\n", "no readable word2vec file"),
+        (b"2 2\na 1 2\nb 3 x\n", "no readable word2vec file"),
+        (b"2 2\n", "no readable word2vec file|holds 0 vectors"),
     ],
 )
 def test_a_damaged_file(tmp_path, damaged, words):
     (tmp_path / "entities.vec").write_bytes(damaged)
     with pytest.raises(ExportError, match=words):
-        word2vec.read(tmp_path / "entities.vec", 2, 2)
+        open_table(tmp_path / "entities.vec", "word2vec", 2, 2)

@@ -48,7 +48,7 @@ def test_new_rows_alone_in_every_format(grown, tmp_path, world_size):
         labels = run.session.store.entities.array[OLD_ENTITIES:].to_pylist()
     for name, table in FORMATS.items():
         out = tmp_path / name
-        assert np.array_equal(open_table(out / table.file, name, *rows.shape), rows)
+        assert np.array_equal(open_table(out / table.name, name, *rows.shape), rows)
         assert np.load(out / "ids.npy").tolist() == list(
             range(OLD_ENTITIES, OLD_ENTITIES + len(rows))
         )

@@ -38,6 +38,13 @@ def test_an_unknown_label(client):
     assert client.post("/predict", json={"head": 1, "relation": 3}).json()["kind"] == "relation"
 
 
+def test_a_number_in_an_address_is_a_label(client):
+    for path, asked in (("predict", {"head": "3", "relation": "r1"}), ("nearest", {"entity": "3"})):
+        assert client.get(f"/{path}", params=asked).json()["detail"] == "unknown entity '3'"
+        body = {name: int(value) if value == "3" else value for name, value in asked.items()}
+        assert client.post(f"/{path}", json=body).status_code == 200
+
+
 BAD = [
     ("/predict", {"head": "e1"}, "give two of head, relation and tail"),
     ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "give two of"),
@@ -99,6 +106,21 @@ def test_the_page_shows_labels_apart_and_suits_small_and_dark_screens(client):
     page = client.get("/").text
     for words in ('element("bdi"', '"probability"', "prefix }", "max-width: 30rem", "scheme: dark"):
         assert words in page
+
+
+def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(store):
+    name = "kg & <i>"
+    for model, has_data in ((model_of(store), True), (model_of(store, with_data=False), False)):
+        with TestClient(create_app(model, name, Limits(k=77))) as client:
+            page, addresses = client.get("/").text, client.get("/docs").text
+        for words in ("<h1>kg &amp; &lt;i&gt;</h1>", "complex, dim 8: 37 entities, 3 relations",
+                      model.scorer.formula, 'max="77"'):  # fmt: skip
+            assert words in page
+        assert ("new ones only" in page) is has_data
+    assert "<h1>kg &amp; &lt;i&gt;</h1>" in addresses and "<script" not in addresses
+    for words in ("POST /nearest", "string or integer or null", "list of Answer", "required",
+                  "503  too many requests wait"):  # fmt: skip
+        assert words in addresses
 
 
 def test_pages_load_nothing_from_elsewhere(client):

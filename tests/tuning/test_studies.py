@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -55,22 +56,17 @@ def test_a_study_writes_its_page_and_the_best_config(study):
     assert sum(found["importance"].values()) == pytest.approx(1)
     best = load_config(folder / "best.yaml")
     assert best.train.lr == found["best"]["values"]["train.lr"] and best.data.path == "countries"
-    page = (folder / "report.md").read_text()
-    for words in ("6 trials", "test was not looked at", "`train.lr`", "history.png", "PED-ANOVA"):
+    page = (folder / "report.html").read_text()
+    for words in ("6 trials", "test was not looked at", "<code>train.lr</code>", "PED-ANOVA"):
         assert words in page
-    _, *tables = page.split("## Trials")[1].split("\n### ")
-    assert [table.split("\n")[0] for table in tables] == ["Completed", "Dropped early"][
-        : len(tables)
-    ]
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in tables[0].splitlines()[4:]
-        if line
-    ]
+    charts = re.findall('<svg role="img" aria-label="([^"]*)"', page)
+    assert "completed and" in charts[0] and charts[1].startswith("Importance of 2 keys")
+    _, *tables = page.split("<h2>Trials</h2>")[1].split("<h3>")
+    titles = [table.split("</h3>")[0] for table in tables]
+    assert titles == ["Completed", "Dropped early"][: len(tables)]
+    rows = [re.findall("<td>(.*?)</td>", row) for row in tables[0].split("<tr>")[2:]]
     best = np.maximum.accumulate([float(row[1]) for row in rows])
     assert [float(row[2]) for row in rows] == best.tolist() and len(rows) == len(done)
-    for name in ("history", "importance"):
-        assert (folder / f"{name}.png").read_bytes()[:4] == b"\x89PNG"
 
 
 def test_the_best_config_trains_to_the_value_that_won(study, tmp_path):
@@ -129,7 +125,7 @@ def test_halving_on_cores_of_the_graph(tmp_path):
     config = config_of("countries", **SMALL)
     found = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
     assert found["best"] is not None
-    assert "not with completed ones" in (tmp_path / "report.md").read_text()
+    assert "not with completed ones" in (tmp_path / "report.html").read_text()
     cores = [path.name for path in tmp_path.glob("cores/*") if path.name.isdigit()]
     assert cores
     runs = sorted(path.name for path in tmp_path.glob("trials/0*"))
@@ -151,7 +147,8 @@ def test_a_failed_trial_says_why_and_the_study_goes_on(tmp_path, capsys):
              for t in found["trials"] if t["state"] == "fail"}  # fmt: skip
     assert "train.weight_decay: FBGEMM's adagrad has none" in words[0.1]
     assert len(found["trials"]) == 6 and found["best"]["value"] > 0
-    assert "has none" in (tmp_path / "report.md").read_text()
+    page = (tmp_path / "report.html").read_text()
+    assert "train.weight_decay: FBGEMM&#39;s adagrad has none" in page and "<th>reason</th>" in page
     assert "has none" in capsys.readouterr().err
 
 
@@ -161,7 +158,7 @@ def test_a_study_in_which_all_fails_ends_with_the_reason(tmp_path):
     config = config_of("countries", **SMALL)
     with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*FBGEMM's adagrad"):
         kge_torchrec.tune(config, trials=9, study=tmp_path, space=space)
-    assert "No trial was completed" in (tmp_path / "report.md").read_text()
+    assert "No trial was completed" in (tmp_path / "report.html").read_text()
 
 
 def settings(**changes) -> Settings:
@@ -293,7 +290,8 @@ def test_killed_and_resumed(tmp_path):
     assert [trial["state"] for trial in found["trials"]] == ["complete"] * 6
     again = [trial for trial in found["trials"] if "again" in trial]
     assert again
-    killed = {t.number: t for t in Study(folder).optuna.trials if t.user_attrs.get("replaced")}
+    trials = Study(folder).optuna.trials
+    killed = {t.number: t for t in trials if "put in line" in t.user_attrs.get("error", "")}
     for trial in again:
         assert killed[trial["again"]].params.items() >= trial["values"].items()
 

@@ -10,10 +10,10 @@ import pytest
 import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
+from kge_torchrec.data import relation_overlap
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.diagnosis import relation_overlap
-from kge_torchrec.diagnosis.data_check import check_data
 from kge_torchrec.errors import DataError
+from kge_torchrec.reports.data_check import check_data
 
 
 def graph(seed: int, relations: int = 6) -> dict[str, list]:

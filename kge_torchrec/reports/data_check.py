@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from kge_torchrec import files
+from kge_torchrec.charts import COLORS, new_figure
 from kge_torchrec.config.checks import check
 from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
-from kge_torchrec.data.report import Spell, reading_notes
-from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.diagnosis.relation_overlap import (
+from kge_torchrec.data.relation_overlap import (
     THRESHOLD,
     Overlap,
     PairIndex,
@@ -31,6 +29,8 @@ from kge_torchrec.diagnosis.relation_overlap import (
     leaking,
     loops_of,
 )
+from kge_torchrec.data.report import Spell, reading_notes
+from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
 
 LINES = 10  # of relations in a table
@@ -232,12 +232,11 @@ def _draw(found: dict[str, Any], file: Path) -> None:
     """How many entities are in so many triples of train, on logarithmic axes."""
     histogram = found["degrees"]["histogram"]
     degrees, entities = (np.array(histogram[name]) for name in ("degrees", "entities"))
-    figure = Figure(layout="constrained", figsize=(6.5, 4.5))
-    axes = figure.add_subplot()
+    figure, (axes,) = new_figure(6.5, 4.5)
     some = degrees > 0
-    axes.loglog(degrees[some], entities[some], ".", ms=4, color="#0072B2", label="exactly so many")
     above = np.cumsum(entities[::-1])[::-1]
-    axes.loglog(degrees[some], above[some], "-", color="#D55E00", label="so many or more")
+    axes.loglog(degrees[some], entities[some], ".", ms=4, color=COLORS[0], label="exactly so many")
+    axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="so many or more")
     none = int(entities[~some].sum())
     axes.set_title(
         f"{Path(found['data']).name}: {found['entities']:,} entities, {none:,} not in train",
@@ -245,6 +244,5 @@ def _draw(found: dict[str, Any], file: Path) -> None:
     )
     axes.set(xlabel="triples of train that an entity is in", ylabel="entities")
     axes.grid(alpha=0.3)
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=150, facecolor="white")

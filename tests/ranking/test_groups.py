@@ -14,10 +14,10 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.cardinality import cardinalities, categories
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.diagnosis import report
-from kge_torchrec.diagnosis.groups import GROUPINGS, by_category, by_frequency, grouped
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
+from kge_torchrec.ranking import group_tables as report
+from kge_torchrec.ranking.groups import GROUPINGS, by_category, by_frequency, grouped
 from kge_torchrec.ranking.metrics import Ranks, metrics
 
 TRAIN = [

@@ -1,4 +1,4 @@
-"""What a run's folder says of it, without its model: config, curves, results, layout, times."""
+"""What the folder of a run says without its model: config, curves, results, layout, times."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-# What differs between any two runs, and says nothing of them.
+# Keys that differ between any two runs, and say nothing about them.
 _OF_A_START = ("run.", "threads", "device")
 
 
 class ReportError(KGEError):
-    """A report that cannot be made."""
+    """Raised for a report that cannot be made."""
 
 
 @dataclass(frozen=True)
 class RunFacts:
-    """Of one run.
+    """The contents of a run's folder.
 
     Attributes:
         metrics: The lines of metrics.jsonl.
@@ -46,7 +46,7 @@ class RunFacts:
 
     @classmethod
     def read(cls, path: str | Path, name: str) -> RunFacts:
-        """Raises ConfigError unless a run is there."""
+        """Read the folder of a run; raise ConfigError if it holds none."""
         folder = RunFolder(path)
         config = folder.load_config()
         plan = folder.path / "plan.txt"
@@ -68,33 +68,38 @@ class RunFacts:
             damaged=damaged,
         )
 
+    @property
+    def data(self) -> str:
+        """The name of the graph."""
+        return Path(self.config.data.path).name
+
     def was_resolved(self, key: str) -> bool:
-        """Whether the key's value is what null stood for, and nobody has changed it since."""
+        """Return whether null stood for the key's value, and nobody has changed it since."""
         return key in self.resolved and self.resolved[key] == attrgetter(key)(self.config)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Lines of "step", "epoch" or "valid"; of an epoch that was trained twice the last."""
+        """Return lines of "step", "epoch" or "valid"; the last one of an epoch trained twice."""
         return list({line["step"]: line for line in self.metrics if line["kind"] == kind}.values())
 
     def losses(self) -> tuple[list[float], list[float]]:
-        """Steps and their losses."""
+        """Return steps and their losses."""
         lines = [line for line in self.of_kind("step") if line["loss"] is not None]
         return [line["step"] for line in lines], [line["loss"] for line in lines]
 
     def valid_mrr(self) -> tuple[list[float], list[float]]:
-        """Epochs and the realistic filtered MRR of both sides after each."""
+        """Return epochs and the realistic filtered MRR of both sides after each."""
         lines = self.of_kind("valid")
         return [x["epoch"] for x in lines], [x["both"]["realistic"]["mrr"] for x in lines]
 
     def seconds(self) -> dict[str, float]:
-        """Of training, and of validation where the log has it."""
+        """Return the seconds of training, and of validation where the log has them."""
         return {
             "training": sum(line["seconds"] for line in self.of_kind("epoch")),
             "validation": sum(line.get("seconds", 0.0) for line in self.of_kind("valid")),
         }
 
     def groups(self, by: str) -> dict[str, Any] | None:
-        """What ``evaluate --by`` has written of test, if it did."""
+        """Return what ``evaluate --by`` has written about test, or None."""
         file = self.path / f"evaluation-test-by-{by}.json"
         try:
             return json.loads(file.read_text(encoding="utf-8"))
@@ -106,9 +111,10 @@ class RunFacts:
 
 
 def names_of(paths: list[Path]) -> list[str]:
-    """Short and different names of folders: as many of their last parts as that takes.
+    """Return different names of folders: as many of their last parts as that takes.
 
-    Raises ReportError for a folder that is given twice.
+    Raises:
+        ReportError: A folder is named twice.
     """
     resolved = [path.resolve() for path in paths]
     for path in resolved:
@@ -123,7 +129,7 @@ def names_of(paths: list[Path]) -> list[str]:
 
 
 def differences(runs: list[RunFacts]) -> list[tuple[str, list[Any]]]:
-    """Keys whose values differ among the runs, or of one run alone from the default, with both."""
+    """Return keys whose values differ among the runs, or from the default for a single run."""
     configs = [run.config for run in runs]
     if len(runs) == 1:
         configs.append(Config())

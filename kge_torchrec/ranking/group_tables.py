@@ -1,4 +1,4 @@
-"""Grouped metrics for people: a table for the terminal, a file and a picture beside the results."""
+"""Ranks in groups for people: a table for the terminal, a file and a chart beside the results."""
 
 from __future__ import annotations
 
@@ -6,28 +6,26 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from kge_torchrec import files
+from kge_torchrec.charts import chart_label, draw_bars, new_figure, short_label
 from kge_torchrec.ranking.metrics import ranked_among
 
-LINES = 30  # of a table, and bars of a picture; the file has all groups
+LINES = 30  # of a table, and groups of a chart; the file has all groups
 # Columns of the table: a side of the triple and what is shown of it.
 _CELLS = [
     ("both", "queries"), ("both", "mrr"),
     ("head", "mrr"), ("head", "hits@10"), ("tail", "mrr"), ("tail", "hits@10"),
 ]  # fmt: skip
-COLOURS = {"head": "#0072B2", "tail": "#D55E00"}  # Okabe and Ito
-_WIDEST = 48  # of a label
+_WIDEST = 48  # characters of a label
 
 
 def table(name: str, found: dict[str, Any]) -> str:
-    """The realistic metrics of head and tail prediction, one line per group.
+    """Return the realistic metrics of head and tail prediction, one line per group.
 
     The table fits the terminal, or 80 columns where there is none: long labels lose their start.
 
     Args:
-        name: Of the grouping.
+        name: The name of the grouping.
         found: What ``grouped`` returned.
     """
     shown = found["groups"][:LINES]
@@ -57,51 +55,39 @@ def _cell(of_side: dict[str, Any], column: str) -> str:
     return f"{of_side['realistic'][column]:.4f}" if "realistic" in of_side else "-"
 
 
-def short_label(label: str, width: int = _WIDEST) -> str:
-    """The end of a label longer than ``width`` characters: labels tend to differ there."""
-    return label if len(label) <= width else f"...{label[3 - width :]}"
+def write(folder: Path, split: str, candidates: str, by: dict[str, dict[str, Any]]) -> None:
+    """Write evaluation-SPLIT-by-NAME.json and .png for each grouping.
 
-
-def chart_label(label: str) -> str:
-    """``short_label`` for matplotlib, which takes text between two dollar signs for a formula."""
-    return short_label(label).replace("$", r"\$")
-
-
-def write(folder: Path, split: str, candidates: str, by: dict[str, dict[str, Any]]) -> list[Path]:
-    """Writes evaluation-SPLIT-by-NAME.json and .png for each grouping; returns their paths.
-
-    candidates: what evaluation.candidates says; names of restricted ones end with it.
+    Args:
+        folder: The folder of the run.
+        split: The split whose triples were ranked.
+        candidates: The value of evaluation.candidates; names of restricted ones end with it.
+        by: What ``grouped`` returned, by the name of the grouping.
     """
     ending = "" if candidates == "all" else f"-{candidates}-candidates"
-    written = []
     for name, found in by.items():
         file = folder / f"evaluation-{split}-by-{name}{ending}.json"
         files.write_json(file, {"split": split, "by": name, **found})
-        picture = file.with_suffix(".png")
-        _draw(f"{split}, by {name}", found, picture)
-        written += [file, picture]
-    return written
+        _draw(f"{split}, by {name}", found, file.with_suffix(".png"))
 
 
 def _draw(title: str, found: dict[str, Any], file: Path) -> None:
     groups = found["groups"][:LINES]
     total = found["total"]["both"]["realistic"]["mrr"]
-    figure = Figure(layout="constrained", figsize=(8, 1.8 + 0.34 * len(groups)))
-    axes = figure.add_subplot()
-    for side, offset in (("head", -0.2), ("tail", 0.2)):
-        values = [group[side].get("realistic", {}).get("mrr", 0.0) for group in groups]
-        places = [place + offset for place in range(len(groups))]
-        axes.barh(places, values, 0.38, color=COLOURS[side], label=f"{side} prediction")
-    axes.axvline(total, color="#666666", lw=1, label=f"all queries, {total:.4f}")
+    figure, (axes,) = new_figure(8, 1.8 + 0.34 * len(groups))
     labels = [f"{chart_label(group['group'])}  ({group['both']['queries']:,})" for group in groups]
-    axes.set_yticks(range(len(groups)), labels, fontsize="small")
-    axes.invert_yaxis()
-    axes.spines[["top", "right"]].set_visible(False)
-    more = len(found["groups"]) - len(groups)
-    notes = [title, f"first {LINES} of {len(found['groups'])}"] if more else [title]
+    series = {
+        f"{side} prediction": [g[side].get("realistic", {}).get("mrr", 0.0) for g in groups]
+        for side in ("head", "tail")
+    }
+    draw_bars(axes, labels, series)
+    axes.axvline(total, color="#666666", lw=1, label=f"all queries, {total:.4f}")
+    notes = [title]
+    if len(found["groups"]) > LINES:
+        notes.append(f"first {LINES} of {len(found['groups'])}")
     if "candidates" in found["total"]:
         notes.append("RESTRICTED candidates")
     axes.set_title("; ".join(notes), fontsize="medium")
     axes.set(xlabel="filtered MRR (realistic); in brackets: queries of both sides")
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
-    figure.savefig(file, dpi=150)
+    figure.savefig(file, dpi=150, facecolor="white")

@@ -12,11 +12,13 @@ import pytest
 from training_runs import config_of, random_triples
 
 from kge_torchrec import api, report
+from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.run_report.facts import ReportError, RunFacts, differences, names_of
-from kge_torchrec.run_report.trained import entity_map, examples
+from kge_torchrec.reports.facts import ReportError, RunFacts, differences, names_of
+from kge_torchrec.reports.page import _cells
+from kge_torchrec.reports.trained import Example, entity_map, examples
 
 WILD = "<script>alert('&')</script> $x_1$ $\\frac$ \u202e"  # also formulas, from right to left
 
@@ -116,12 +118,14 @@ def test_labels_are_text(tmp_path):
     triples = [(f"{WILD}{h}", f"{WILD}r{r}", f"{WILD}{t}")
                for h, r, t in random_triples(20, 2, 60)]  # fmt: skip
     store = prepare_triples({"train": triples, "test": triples[:5]}, tmp_path / "store")
-    api.train(config_of(store.path, tmp_path / "run", model__dim=8)).close()
-    text = report(tmp_path / "run", tmp_path / "page.html").read_text(encoding="utf-8")
-    assert "script" not in Tags(text).names and "&lt;script&gt;" in text
+    folder = tmp_path / "run <i>"
+    api.train(config_of(store.path, folder, model__dim=8)).close()
+    text = report(folder, tmp_path / "page.html").read_text(encoding="utf-8")
+    assert not {"script", "i"} & {*Tags(text).names} and "&lt;script&gt;" in text
+    assert "<title>run &lt;i&gt;</title>" in text
     for label in re.findall(r"&lt;script&gt;[^<]*", text.split("<h2>Examples</h2>")[1]):
         assert f"<bdi>{label}</bdi>" in text
-    with api.open_run(tmp_path / "run") as run:
+    with api.open_run(folder) as run:
         run.evaluate(by=["relation"])  # draws labels as well
 
 
@@ -138,6 +142,14 @@ def test_examples_and_map_are_of_the_model(runs):
     assert found.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
     np.testing.assert_allclose(found.places.var(0, ddof=1), values[:2], rtol=1e-4)
     assert (np.diff(found.degrees) <= 0).all()
+
+
+def test_the_right_and_the_known_answers_of_an_example_are_marked():
+    answers = [Prediction(1, "a", 2.0, "train"), Prediction(2, "b", 1.0), Prediction(3, "c", 0.5)]
+    *_, cell = _cells(Example("h", "r", "b", answers))
+    assert cell == (
+        '<bdi>a</bdi> <small>(known)</small>, <span class="right"><bdi>b</bdi></span>, <bdi>c</bdi>'
+    )
 
 
 def test_names_and_differences(runs, tmp_path):

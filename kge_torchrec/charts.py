@@ -1,0 +1,82 @@
+"""What all charts share: colors, axes without a frame, bars in groups, and SVG for a page."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+# Okabe and Ito's palette, which color-blind people can read. A ninth series reuses the first color.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000", "#999999")
+_WIDEST = 48  # characters of a label
+
+
+def short_label(label: str, width: int = _WIDEST) -> str:
+    """Return the end of a label that is longer than ``width`` characters; labels differ there."""
+    return label if len(label) <= width else f"...{label[3 - width :]}"
+
+
+def chart_label(label: str) -> str:
+    """Return a short label for matplotlib, which reads text between two dollar signs as math."""
+    return short_label(label).replace("$", r"\$")
+
+
+def color_of(place: int) -> str:
+    """Return the color of the series at a place, from 0."""
+    return COLORS[place % len(COLORS)]
+
+
+def new_figure(
+    width: float, height: float, rows: int = 1, columns: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure of ``width`` by ``height`` inches and its axes; rows share their x axis."""
+    figure = Figure(layout="constrained", figsize=(width, height), facecolor="none")
+    axes = figure.subplots(rows, columns, sharex=rows > 1, squeeze=False).ravel()
+    for one in axes:
+        one.set_facecolor("none")
+        one.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes)
+
+
+def draw_bars(axes: Axes, labels: Sequence[str], series: Mapping[str, Sequence[float]]) -> None:
+    """Draw horizontal bars: a group per label, first label on top, with one bar per series."""
+    height = 0.8 / len(series)
+    for place, (name, values) in enumerate(series.items()):
+        offset = height * (place - (len(series) - 1) / 2)
+        color = color_of(place)
+        axes.barh(np.arange(len(labels)) + offset, values, 0.9 * height, color=color, label=name)
+    axes.set_yticks(range(len(labels)), labels, fontsize="small")
+    axes.invert_yaxis()
+
+
+def add_legend(figure: Figure, axes: Axes) -> None:
+    """Add the legend of ``axes`` above them, where it hides no bar and no line."""
+    handles, labels = axes.get_legend_handles_labels()
+    place: dict[str, Any] = {"loc": "outside upper right", "ncols": 4}
+    figure.legend(handles, labels, **place, frameon=False, fontsize="small")
+
+
+def svg(figure: Figure, description: str) -> Markup:
+    """Return a figure as an SVG element.
+
+    Text stays text, which is smaller and can be searched. Ids are the same every time. Black
+    becomes the color of the page's text, so that the chart suits a dark page. Matplotlib leaves
+    out a black fill, which the stylesheet sets.
+
+    Args:
+        figure: A figure from `new_figure`, whose axes have no background.
+        description: What the chart shows, for people who cannot see it.
+    """
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "kge_torchrec"}):
+        figure.savefig(out, format="svg", metadata={"Date": None}, facecolor="none")
+    text = out.getvalue().replace("#000000", "currentColor")
+    element = Markup(text[text.index("<svg") + len("<svg") :])  # matplotlib escapes labels
+    chart = Markup('<div class="chart"><svg role="img" aria-label="{}"{}</div>')
+    return chart.format(description, element)

@@ -1,1 +1,0 @@
-"""One page about one run, or several side by side."""
