@@ -79,6 +79,19 @@ def host_memory() -> int:
     return physical if text == "max" else min(physical, int(text))
 
 
+def check_cuda_dim(dim: int) -> None:
+    """Check D against what FBGEMM's CUDA kernels can have.
+
+    Raises:
+        ConfigError: They cannot.
+    """
+    if dim % 4:
+        raise ConfigError(
+            f"model.dim: on CUDA it must be a multiple of 4, not {dim} (FBGEMM reads four "
+            "numbers at a time; entities.engine handrolled takes any)"
+        )
+
+
 def plan_row_wise(
     model: nn.Module,
     sharder: EmbeddingCollectionSharder,
@@ -94,12 +107,8 @@ def plan_row_wise(
     process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
     collective call).  Raises ConfigError for a D that FBGEMM's CUDA kernels cannot have.
     """
-    width = _find_collection(model)[1].embeddings[ENTITY].weight.shape[1]
-    if device_type == "cuda" and width % 4:
-        raise ConfigError(
-            f"model.dim: on CUDA it must be a multiple of 4, not {width} (FBGEMM reads four "
-            "numbers at a time; entities.engine handrolled takes any)"
-        )
+    if device_type == "cuda":
+        check_cuda_dim(_find_collection(model)[1].embeddings[ENTITY].weight.shape[1])
     arguments = (model, sharder, world_size, local_world_size, device_type)
     if process_group is None:
         return plan_table(*arguments, **options)
@@ -404,7 +413,7 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
             dim = shards[0].shard_sizes[1]
             row_bytes = 4 * dim + form.row_state_bytes(dim)
             for first, last, count in runs(rows):
-                ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+                ranks = ranks_text(first, last)
                 lines.append(f"  {ranks}: {count:,} rows x {dim}, {amount(count * row_bytes)} each")
     return "\n".join(lines)
 
@@ -416,6 +425,11 @@ def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
         if at == len(values) or values[at] != values[first]:
             yield first, at - 1, values[first]
             first = at
+
+
+def ranks_text(first: int, last: int) -> str:
+    """Return "rank 3" or "ranks 0-6"."""
+    return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
 
 def amount(size: float) -> str:
