@@ -80,7 +80,7 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
     namespace = argparse.Namespace(**{**defaults, **options})
-    return _answer(plan_training(*_setup(as_config(config), namespace)))[0]
+    return _content(plan_training(*_setup(as_config(config), namespace)))[0]
 
 
 def _setup(config: Config, options: argparse.Namespace) -> tuple[Workload, Cluster, Layout]:
@@ -96,13 +96,13 @@ def _setup(config: Config, options: argparse.Namespace) -> tuple[Workload, Clust
     return _workload(config, cluster, options), cluster, layout
 
 
-def _answer(plan: TrainingPlan) -> tuple[dict[str, Any], str]:
-    """Return the plan with its advice, as JSON's values and as text."""
+def _content(plan: TrainingPlan) -> tuple[dict[str, Any], str]:
+    """Return the plan with its advice, as values for JSON and as text."""
     from kge_torchrec.planning.advice import advise, faster
     from kge_torchrec.planning.report import plan_content, report
 
-    found = ([], faster(plan)) if plan.fits else (advise(plan), None)
-    return plan_content(plan, *found), report(plan, *found)
+    advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
+    return plan_content(plan, advice, quicker), report(plan, advice, quicker)
 
 
 def _print_one(
@@ -111,7 +111,7 @@ def _print_one(
     from kge_torchrec.planning.plan import plan_training
 
     plan = plan_training(*setup)
-    content, text = _answer(plan)
+    content, text = _content(plan)
     if options.output:
         files.write_json(Path(options.output), content)
     if options.picture:
@@ -194,72 +194,32 @@ def skew(text: str) -> float:
     return value
 
 
-_SIZE = {"type": count, "metavar": "N", "help": "such as 86_000_000 or 86M"}
-_OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
-    "devices": {
-        "--devices": {
-            "required": True,
-            "help": "all of them, one rank each: 8xH100-80GB, 1xH200, 2xCPU, 4xCPU-64GB",
-        },
-        "--hosts": {
-            "type": int,
-            "default": 1,
-            "help": "number of hosts, over which the devices are spread evenly (default: 1)",
-        },
-        "--device-file": {"metavar": "YAML", "help": "more devices; docs/planning.md has the keys"},
-        "--host-memory": {
-            "type": float,
-            "default": 0,
-            "metavar": "GIB",
-            "help": "main memory of one host",
-        },
-        "--reserve": {
-            "type": float,
-            "default": 0.05,
-            "help": "share of memory left free (default: 0.05)",
-        },
-    },
-    "sizes (default: those of the config's data)": {
-        "--entities": _SIZE,
-        "--relations": _SIZE,
-        "--triples": _SIZE,
-        "--skew": {
-            "type": skew,
-            "help": "Zipf exponent of how often entities occur, 0 for uniform (default: counted in "
-            "the data, 0.7 without)",
-        },
-    },
-    "layout": {
-        "--sharding": {
-            "default": "row_wise",
-            "help": "row_wise, column_wise, table_wise, data_parallel",
-        },
-        "--kernel": {"default": "fused", "help": "fused, fused_uvm, fused_uvm_caching"},
-        "--cache-ratio": {
-            "type": float,
-            "default": 0.2,
-            "help": "share of the rows that the cache holds (default: 0.2)",
-        },
-        "--dtype": {"default": "fp32", "help": "type of the table: fp32, fp16, bf16"},
-        "--replicas": {"type": int, "default": 1, "help": "2-D parallelism: whole tables"},
-        "--sync-every": {"type": int, "default": 100, "help": "steps between averaging them"},
-        "--all": {"action": "store_true", "help": "rank all layouts by modelled step time"},
-    },
-    "output": {
-        "--output": {"metavar": "JSON", "help": "file for the plan, for train --run.plan"},
-        "--picture": {"metavar": "PNG_OR_SVG", "help": "file for a picture of the ranks' memory"},
-        "--format": {"choices": ("table", "json"), "default": "table"},
-    },
-}
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kge-torchrec plan", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
     )
-    for title, options in _OPTIONS.items():
-        group = parser.add_argument_group(title)
-        for flag, settings in options.items():
-            flags = ("-o", flag) if flag == "--output" else (flag,)
-            group.add_argument(*flags, **settings)
+    add = parser.add_argument_group("devices").add_argument
+    names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
+    add("--devices", required=True, help=names)
+    add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
+    add("--device-file", metavar="YAML", help="more devices; docs/planning.md has the keys")
+    add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
+    add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
+    add = parser.add_argument_group("sizes (default: those of the config's data)").add_argument
+    for name in ("entities", "relations", "triples"):
+        add(f"--{name}", type=count, metavar="N", help="such as 86_000_000 or 86M")
+    exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
+    add("--skew", type=skew, help=f"{exponent}0.7 without)")
+    add = parser.add_argument_group("layout").add_argument
+    add("--sharding", default="row_wise", help="row_wise, column_wise, table_wise, data_parallel")
+    add("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching")
+    add("--cache-ratio", type=float, default=0.2, help="cached share of the rows (default: 0.2)")
+    add("--dtype", default="fp32", help="type of the table: fp32, fp16, bf16")
+    add("--replicas", type=int, default=1, help="2-D parallelism: number of whole tables")
+    add("--sync-every", type=int, default=100, help="steps between averaging the replicas")
+    add("--all", action="store_true", help="rank all layouts by modelled step time")
+    add = parser.add_argument_group("output").add_argument
+    add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with")
+    add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory")
+    add("--format", choices=("table", "json"), default="table")
     return parser

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -92,29 +93,30 @@ def _panels(plan: TrainingPlan) -> tuple[list[_Panel], str]:
 
 
 def _draw_panel(axis: Axes, panel: _Panel) -> None:
-    highest = max(panel.capacity, *(sum(bar.values()) for bar in panel.bars.values())) / GIB
-    usable = panel.usable / GIB
-    for at, bar in enumerate(panel.bars.values()):
-        top = _draw_bar(axis, at, bar, highest)
-        label, color = f"{top:.3g}", "black"
-        if top > usable:
-            label, color = f"{top:.3g}\n+{top - usable:.3g}", _LIMIT
-        _write(axis, at, top + 0.01 * highest, label, color, va="bottom")
-    for level, name, style, below in (
-        (usable, "usable", "-", "top"),
-        (panel.capacity / GIB, "capacity", ":", "bottom"),
+    totals = np.array([sum(bar.values()) for bar in panel.bars.values()]) / GIB
+    usable, capacity = panel.usable / GIB, panel.capacity / GIB
+    highest = max(capacity, *totals)
+    top = np.zeros(len(totals))
+    for part, color in _COLORS.items():
+        heights = np.array([bar.get(part, 0) for bar in panel.bars.values()]) / GIB
+        bars = axis.bar(range(len(top)), heights, 0.74, top, color=color)
+        labels = [f"{height:.3g}" if height > 0.04 * highest else "" for height in heights]
+        text = "white" if part in _DARK else "black"
+        axis.bar_label(bars, labels, label_type="center", fontsize=8, color=text)
+        top += heights
+    for at, total in enumerate(totals):
+        over = f"\n+{total - usable:.3g}" if total > usable else ""
+        place = (at, total + 0.01 * highest, f"{total:.3g}{over}")
+        color = _LIMIT if over else "black"
+        axis.text(*place, ha="center", va="bottom", fontsize=8, color=color)
+    for name, level, style, va in (
+        ("usable", usable, "-", "top"),
+        ("capacity", capacity, ":", "bottom"),
     ):
         axis.axhline(level, color=_LIMIT, linestyle=style, linewidth=1.3)
-        axis.annotate(
-            f"{name} {level:.4g}",
-            (1.0, level),
-            xycoords=("axes fraction", "data"),
-            xytext=(3, 0),
-            textcoords="offset points",
-            va=below,
-            fontsize=8,
-            color=_LIMIT,
-        )
+        right = axis.get_yaxis_transform()  # x as a share of the axis, y in GiB
+        text = f" {name} {level:.4g}"
+        axis.text(1.0, level, text, transform=right, va=va, fontsize=8, color=_LIMIT)
     empty = max(0.0, 3 - len(panel.bars)) / 2  # a few bars are no wider than many
     axis.set_xlim(-0.6 - empty, len(panel.bars) - 0.4 + empty)
     axis.set_ylim(0, 1.12 * highest)
@@ -122,20 +124,3 @@ def _draw_panel(axis: Axes, panel: _Panel) -> None:
     axis.set_ylabel("GiB")
     axis.set_title(panel.title, fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_bar(axis: Axes, at: int, bar: dict[str, int], highest: float) -> float:
-    """Stack the parts of a bar, with numbers where there is room; return its height in GiB."""
-    top = 0.0
-    for part, color in _COLORS.items():
-        height = bar.get(part, 0) / GIB
-        axis.bar(at, height, 0.74, top, color=color)
-        if height > 0.04 * highest:
-            text = "white" if part in _DARK else "black"
-            _write(axis, at, top + height / 2, f"{height:.3g}", text, va="center")
-        top += height
-    return top
-
-
-def _write(axis: Axes, x: float, y: float, text: str, color: str, va: str) -> None:
-    axis.text(x, y, text, ha="center", va=va, fontsize=8, color=color)

@@ -16,37 +16,14 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
-from kge_torchrec.embeddings.torchrec.planner import (
-    DENSE,
-    SHARDINGS,
-    UNLIMITED,
-    UVM_CACHING,
-    Bytes,
-    plan_table,
-)
+from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, UNLIMITED, Bytes, plan_table
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.layout import KERNELS, Layout, Setup
-from kge_torchrec.planning.memory import (
-    PARTS,
-    SHARED,
-    RankMemory,
-    RankStep,
-    batch_bytes,
-    exchange_bytes,
-    fetched_bytes,
-    query_bytes,
-    rank_memory,
-)
-from kge_torchrec.planning.step import (
-    FIXED,
-    Traffic,
-    full_traffic,
-    looked_up,
-    lookup_traffic,
-    step_time,
-)
+from kge_torchrec.planning.memory import RankMemory, RankStep
+from kge_torchrec.planning.step import Traffic
 from kge_torchrec.planning.workload import RankBatch, Workload
 
 
@@ -105,8 +82,8 @@ class TrainingPlan(Setup):
         local = self.cluster.local_world_size
         ranks = self.memory[host * local : (host + 1) * local]
         return {
-            part: sum(parts[part].main for parts in (ranks[:1] if part in SHARED else ranks))
-            for part in PARTS
+            part: sum(parts[part].main for parts in (ranks[:1] if part in memory.SHARED else ranks))
+            for part in memory.PARTS
         }
 
     @cached_property
@@ -159,7 +136,7 @@ class TrainingPlan(Setup):
     @property
     def fixed_share(self) -> float:
         """Share of a step that takes as long with the smallest batch."""
-        return sum(self.times.get(part, 0.0) for part in FIXED) / self.step_seconds
+        return sum(self.times.get(part, 0.0) for part in step.FIXED) / self.step_seconds
 
     @property
     def examples_per_second(self) -> float:
@@ -208,32 +185,36 @@ def plan_training(
     of_rank: list[list[Shard]] = [[] for _ in range(cluster.world_size)]
     for shard in shards:
         of_rank[shard.rank].append(shard)
-    batches = [] if workload.is_full else workload.batches(cluster.world_size)
     if workload.is_full:
-        steps = _full_steps(setup, of_rank)
+        batches: list[list[RankBatch]] = []
+        rows = [sum(shard.rows for shard in own) for own in of_rank]
+        costs = {n: full_cost(workload, n, setup.is_cuda) for n in set(rows)}
+        fetched, queries = memory.fetched_bytes(workload), memory.query_bytes(workload)
+        # Every rank scores and updates its own rows.
+        parts = [RankStep(costs[n], fetched, queries, looked_up=0, updated=n) for n in rows]
     else:
+        batches = workload.batches(cluster.world_size)
         distinct, duplicated = (
-            np.array([float(sum(getattr(b, name) for b in parts)) for parts in batches])
+            np.array([float(sum(getattr(b, name) for b in own)) for own in batches])
             for name in ("distinct", "lookups")
         )
         wanted = distinct if workload.config.entities.deduplicate else duplicated
-        lookups = looked_up(setup, shards, wanted)
-        steps = _lookup_steps(setup, batches, wanted, lookups[0].sum(0), cost)
-    memory = [rank_memory(setup, *pair) for pair in zip(of_rank, steps, strict=True)]
+        lookups = step.looked_up(setup, shards, wanted)
+        parts = _lookup_steps(setup, batches, wanted, lookups[0].sum(0), cost)
+    ranks = [memory.rank_memory(setup, *pair) for pair in zip(of_rank, parts, strict=True)]
     if workload.is_full:
-        traffic = with_duplicates = full_traffic(setup)
+        traffic = again = step.full_traffic(setup)
     else:
-        table = [parts["weights"] + parts["optimizer state"] for parts in memory]
-        table_bytes = [float(size.device + size.main) for size in table]
-        traffic = lookup_traffic(setup, lookups, table_bytes)
-        with_duplicates = lookup_traffic(setup, looked_up(setup, shards, duplicated), table_bytes)
-    busiest = max(range(len(steps)), key=lambda rank: steps[rank].updated)
-    hits = _cache_hits(setup, batches)
-    times = step_time(setup, steps[busiest], _mean_columns(of_rank[busiest]), traffic, hits)
-    cost = steps[busiest].cost
-    return TrainingPlan(
-        workload, cluster, layout, shards, batches, memory, cost, traffic, with_duplicates, times
-    )
+        table = [own["weights"] + own["optimizer state"] for own in ranks]
+        table_bytes = [size.device + size.main for size in table]
+        traffic = step.lookup_traffic(setup, lookups, table_bytes)
+        lookups = step.looked_up(setup, shards, duplicated)
+        again = step.lookup_traffic(setup, lookups, table_bytes)
+    busiest = max(range(len(parts)), key=lambda rank: parts[rank].updated)
+    slowest, columns = parts[busiest], _mean_columns(of_rank[busiest])
+    times = step.step_time(setup, slowest, columns, traffic, _cache_hits(setup, batches))
+    found = (ranks, slowest.cost, traffic, again, times)
+    return TrainingPlan(workload, cluster, layout, shards, batches, *found)
 
 
 def _lookup_steps(
@@ -245,35 +226,28 @@ def _lookup_steps(
 ) -> list[RankStep]:
     """Return what each rank does in a step with lookups; the cost is that of the largest batch.
 
-    Args:
-        setup: The run, the devices and the layout.
-        batches: Each rank's micro-batches.
-        wanted: (W,) rows that each rank looks up.
-        asked: (W,) rows of each rank that all ranks look up.
-        cost: Of scoring a micro-batch, if it is known.
+    wanted, asked: (W,) rows that each rank looks up, and rows of each that all ranks look up.
     """
     workload = setup.workload
-    largest = [max(parts, key=lambda batch: batch.lookups) for parts in batches]
+    largest = [max(own, key=lambda batch: batch.lookups) for own in batches]
     if cost is None:
         biggest = max(largest, key=lambda batch: batch.chunks * batch.triples)
         cost = objective_cost(workload, biggest, setup.is_cuda)
     return [
-        RankStep(cost, exchange_bytes(workload, w, a), batch_bytes(workload, batch), a, a)
-        for batch, w, a in zip(largest, wanted.tolist(), asked.tolist(), strict=True)
+        RankStep(
+            cost,
+            memory.exchange_bytes(workload, rows_out, rows_in),
+            memory.batch_bytes(workload, batch),
+            looked_up=rows_in,
+            updated=rows_in,
+        )
+        for batch, rows_out, rows_in in zip(largest, wanted.tolist(), asked.tolist(), strict=True)
     ]
-
-
-def _full_steps(setup: Setup, of_rank: list[list[Shard]]) -> list[RankStep]:
-    """Return what each rank does in a step against all entities: it scores and updates its rows."""
-    workload, rows = setup.workload, [sum(shard.rows for shard in own) for own in of_rank]
-    costs = {n: full_cost(workload, n, setup.is_cuda) for n in set(rows)}
-    fetched, batch = fetched_bytes(workload), query_bytes(workload)
-    return [RankStep(costs[n], fetched, batch, 0, n) for n in rows]
 
 
 def _shards(setup: Setup) -> list[Shard]:
     """Return the planner's shards for one whole table, repeated for every replica."""
-    workload, cluster, layout = setup.workload, setup.cluster, setup.layout
+    workload, cluster = setup.workload, setup.cluster
     model = nn.Module()
     model.add_module(MODULE, entity_collection(workload.num_entities, workload.dim))
     sharder = EntitySharder(fused_params=fused_params(TableOptimizer(workload.optimizer)))
@@ -284,9 +258,9 @@ def _shards(setup: Setup) -> list[Shard]:
         size,
         min(size, cluster.local_world_size),
         cluster.device.kind,
-        sharding=layout.sharding,
-        kernel=DENSE if layout.is_replicated else layout.kernel,
-        cache_load_factor=layout.cache_ratio if layout.kernel == UVM_CACHING else None,
+        sharding=setup.layout.sharding,
+        kernel=setup.form.kernel,
+        cache_load_factor=setup.form.cache_ratio or None,
         # The plan checks later whether the shards fit, together with everything else.
         device_bytes=UNLIMITED,
         host_bytes=UNLIMITED,
@@ -305,11 +279,11 @@ def _mean_columns(shards: list[Shard]) -> float:
 
 def _cache_hits(setup: Setup, batches: list[list[RankBatch]]) -> float:
     """Return the share of a batch's rows that the cache holds; 0 without a cache."""
-    if setup.layout.kernel != UVM_CACHING or not batches:
+    if not setup.form.cache_ratio or not batches:
         return 0.0
     workload, batch = setup.workload, max(batches[0], key=lambda batch: batch.lookups)
     chance = workload.frequency.occurring(batch.positives, batch.negatives, workload.negative_power)
-    return workload.frequency.cache_hits(chance, setup.layout.cache_ratio)
+    return workload.frequency.cache_hits(chance, setup.form.cache_ratio)
 
 
 def alternatives(workload: Workload, cluster: Cluster, layout: Layout) -> list[TrainingPlan]:
