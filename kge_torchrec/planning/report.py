@@ -55,7 +55,7 @@ def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | 
     if quicker is not None:
         blocks.append("\n".join(_faster(quicker)))
     if not plan.fits:
-        blocks.append("\n".join([*_overruns(plan), *_beside_the_table(plan)]))
+        blocks += _beside_the_table(plan)
         lines = [f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice]
         blocks.append("\n".join(["What would make it fit:", *lines]))
     if plan.notes:
@@ -127,16 +127,20 @@ def _memory(plan: TrainingPlan) -> Rows:
 
 
 def _limits(plan: TrainingPlan) -> Iterator[str]:
-    """Yield the fullest memory of each kind against its capacity."""
+    """Yield the fullest memory of each kind against its capacity, and by how much it is over."""
     for limits in (plan.limits_of("device"), plan.limits_of("main")):
-        if limits:
-            fullest = max(limits, key=lambda limit: limit.need)
-            share = fullest.need / fullest.usable if fullest.usable else float("inf")
-            yield (
-                f"{fullest.place}: {amount(fullest.need)} of {amount(fullest.usable)} usable "
-                f"({share:.0%}; {amount(fullest.capacity)} less {plan.layout.reserve:.0%} left "
-                "free)"
-            )
+        if not limits:
+            continue
+        fullest = max(limits, key=lambda limit: limit.need)
+        share = fullest.need / fullest.usable if fullest.usable else float("inf")
+        over = sum(limit.over > 0 for limit in limits)
+        excess = f": {amount(fullest.over)} too much" if over else ""
+        others = f"; {over} such memories are too small" if over > 1 else ""
+        yield (
+            f"{fullest.place}: {amount(fullest.need)} of {amount(fullest.usable)} usable "
+            f"({share:.0%}; {amount(fullest.capacity)} less {plan.layout.reserve:.0%} left free)"
+            f"{excess}{others}"
+        )
 
 
 def _traffic(plan: TrainingPlan) -> Rows:
@@ -213,19 +217,6 @@ def _faster(found: Faster) -> Iterator[str]:
         )
     if found.limit:
         yield f"  - {found.limit}"
-
-
-def _overruns(plan: TrainingPlan) -> Iterator[str]:
-    """Yield each kind of limit that is exceeded, by how much and where."""
-    for kind in ("device", "main"):
-        over = [limit for limit in plan.overruns if limit.place.startswith(kind)]
-        if over:
-            worst = over[0]
-            more = "" if len(over) == 1 else f"; {len(over)} such memories are too small"
-            yield (
-                f"{worst.place} needs {amount(worst.need)}, usable are {amount(worst.usable)}: "
-                f"{amount(worst.over)} too much{more}"
-            )
 
 
 def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:
