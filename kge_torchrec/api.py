@@ -328,7 +328,7 @@ def _fit(
     ranks, folder = session.processes, session.folder
     notes = _notes(session, tells=rank_test)
     if has_torchrec():  # whose planner says what a run holds
-        from kge_torchrec.planning.run_plan import write_run_plan
+        from kge_torchrec.planning.report import write_run_plan
 
         write_run_plan(session)
     log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))

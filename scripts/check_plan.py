@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for sent_bytes
+
 HELD_OUT = 50
 STEPS = 240  # at least: glibc's heap still grows over the first hundreds
 TOLERANCE = {"peak memory": 0.10, "sent in a step": 0.05}
@@ -64,29 +66,22 @@ def predict(settings: dict, world_size: int) -> dict:
     """What the planner says of every rank."""
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.data.store import TripleStore
-    from kge_torchrec.planning.choice import Choice
     from kge_torchrec.planning.devices import parse_devices
+    from kge_torchrec.planning.layout import Layout
     from kge_torchrec.planning.plan import plan_training
-    from kge_torchrec.planning.workload import EntityFrequency, Workload
-    from kge_torchrec.training.assembly import build_objective
+    from kge_torchrec.planning.workload import Workload
 
     store = TripleStore.open(settings["data.path"])
-    workload = Workload(
-        load_config(None, settings).settled(store.size, False, world_size),
-        store.num_entities,
-        store.num_relations,
-        len(store.train),
-        build_objective,
-        EntityFrequency.of_degrees(store.degrees()),
-    )
-    plan = plan_training(workload, parse_devices(f"{world_size}xCPU"), Choice())
+    config = load_config(None, settings).settled(store.size, False, world_size)
+    workload = Workload.of_store(config, store)
+    plan = plan_training(workload, parse_devices(f"{world_size}xCPU"), Layout())
     return {
         "rows": [(shard.first_row, shard.rows) for shard in plan.shards],
         "weights": [parts["weights"].main for parts in plan.memory],
         "optimizer state": [parts["optimizer state"].main for parts in plan.memory],
         "peak memory": max(plan.total(rank).main for rank in range(world_size)),
         "sent in a step": sum(plan.traffic.total()),
-        "by kind": {kind: sum(plan.traffic.total(kind)) for kind in plan.traffic.within},
+        "by kind": {kind: sum(plan.traffic.total(kind)) for kind in plan.traffic.sent},
         "parts": {part: size.main for part, size in plan.memory[plan.fullest].items()},
     }
 
@@ -159,7 +154,7 @@ def state_bytes(engine) -> int:
 
 def sent_in_a_step(fit, world_size: int) -> dict[str, float]:
     """Bytes that this rank sends in a step, by kind, watched over a few full steps."""
-    from kge_torchrec.planning.operations import WatchCollectives
+    from sent_bytes import WatchCollectives
 
     stream, full = fit.batches.epoch(1), fit.batches.examples // fit.batches.batch_size
     steps = min(10, full - 1)

@@ -8,11 +8,10 @@ from plain_config import PLAIN
 
 from kge_torchrec.config import GraphSize
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster, parse_devices
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
 from kge_torchrec.planning.workload import EntityFrequency, Workload
-from kge_torchrec.training.assembly import build_objective
 
 
 def workload(
@@ -23,7 +22,7 @@ def workload(
     config = load_config(None, {**PLAIN, **given})
     config = config.settled(GraphSize(entities, relations, triples))
     popularity = EntityFrequency.zipf(max(1, entities), skew)
-    return Workload(config, entities, relations, triples, build_objective, popularity)
+    return Workload(config, entities, relations, triples, popularity)
 
 
 def freebase(**keys: Any) -> Workload:
@@ -34,7 +33,7 @@ def freebase(**keys: Any) -> Workload:
 
 def planned(work: Workload, devices: str, hosts: int = 1, **choice: Any) -> TrainingPlan:
     """A plan for devices such as "8xH100-80GB"."""
-    return plan_training(work, clustered(devices, hosts), Choice(**choice))
+    return plan_training(work, clustered(devices, hosts), Layout(**choice))
 
 
 def clustered(devices: str, hosts: int = 1) -> Cluster:

@@ -1,4 +1,4 @@
-"""The verb ``compare``: who takes part, its arguments, what it prints and its exit code."""
+"""The verb ``compare``: its variants, its options, what it prints and its exit code."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 from kge_torchrec.config.verb_options import acts_with, check_options
 
+if TYPE_CHECKING:
+    from kge_torchrec.comparison.compare import Comparison
+
 # name -> (entities.engine, entities.preset)
 VARIANTS = {
     "torchrec": ("torchrec", "fbgemm"),
@@ -20,17 +23,31 @@ VARIANTS = {
     "dicee": ("handrolled", "dicee"),
     "dgl": ("handrolled", "dgl"),
 }
-_DECIDED = ("entities.engine", "entities.preset")
-# To load a config with: takes all that any variant takes, so that what one of them does not take
-# is refused in that one's name.
+# Options to load a config with. They accept every setting that a variant accepts, so that a setting
+# that a variant refuses is refused in the name of that variant.
 NEUTRAL = ("--entities.engine=handrolled", "--entities.preset=fbgemm")
+
+_USAGE = """\
+kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
+       [--repeats N] [--steps N] [--key.sub value ...]"""
+_DESCRIPTION = f"""\
+Trains and measures several engines from the same start on the same batches, and writes a report to
+the folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its
+keys as in train. All epochs are trained, and ranked at their end only.
+Variants: {", ".join(VARIANTS)}."""
 
 
 def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
-    """Raises ConfigError unless the names are at least two different variants.
+    """Check the names of the variants.
 
-    overrides: arguments of the command line, among which there may be no engine and no preset,
-    since the names say both.
+    Args:
+        names: At least two different variants.
+        overrides: Arguments of the command line. They cannot set the engine or the preset, since
+            the names do.
+
+    Raises:
+        ConfigError: A name is unknown or repeated, there are too few, or an override sets an
+            engine.
     """
     for name in names:
         if name not in VARIANTS:
@@ -41,14 +58,15 @@ def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
         raise ConfigError(f"--engines needs at least two of {', '.join(VARIANTS)}")
     for argument in overrides:
         key = argument.lstrip("-").split("=")[0]
-        if key in _DECIDED:
-            raise ConfigError(f"{key}: --engines says it for each variant; leave it out")
+        if key in ("entities.engine", "entities.preset"):
+            raise ConfigError(f"{key}: --engines sets it for each variant; leave it out")
 
 
 def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
-    """The config of each variant: ``config`` with its engine and preset.
+    """Return the config of each variant: ``config`` with its engine and preset.
 
-    Raises ConfigError, naming the variant and the key, where another setting contradicts them.
+    Raises:
+        ConfigError: Another setting contradicts them; the message names the variant and the key.
     """
     check_names(names)
     if config.train.schedule == "plateau":
@@ -67,19 +85,6 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
     return found
 
 
-if TYPE_CHECKING:
-    from kge_torchrec.comparison.compare import Comparison
-
-_USAGE = """\
-kge-torchrec compare CONFIG [--engines NAME NAME ...] [--world-sizes W ...]
-       [--repeats N] [--steps N] [--key.sub value ...]"""
-_DESCRIPTION = f"""\
-Trains and measures several engines from the same start on the same batches, and reports in the
-folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its keys
-as in train. All epochs are trained, and ranked at their end only.
-Variants: {", ".join(VARIANTS)}."""
-
-
 def compare(
     config: AnyConfig = None,
     engines: Sequence[str] = ("torchrec", "handrolled"),
@@ -87,20 +92,33 @@ def compare(
     repeats: int = 3,
     steps: int = 100,
 ) -> dict[str, Any]:
-    """Trains the same run with several engines, side by side; returns what comparison.json holds.
+    """Train the same run with several engines, side by side.
 
-    config: as ``train`` takes it; run.dir gets the report.  The others are options of the verb.
-    Starts processes of its own, so scripts call it under ``if __name__ == "__main__"``.  Raises
-    ConfigError for settings that make no sense, DataError on bad data.
+    It starts processes of its own, so scripts call it under ``if __name__ == "__main__"``.
+
+    Args:
+        config: As for ``train``; run.dir gets the report.
+        engines: Names of the variants; the others are compared with the first.
+        world_sizes: Numbers of processes to compare with.
+        repeats: Number of speed measurements per variant.
+        steps: Number of steps per timed block.
+
+    Returns:
+        The content of comparison.json.
+
+    Raises:
+        ConfigError: The settings make no sense.
+        DataError: The data is bad.
     """
-    check_names(engines, ())
     return _comparison(as_config(config), engines, world_sizes, repeats, steps).run()
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Compares, prints tables and verdict, returns the exit code: 1 if something is missing.
+    """Compare, print tables and verdict, and return the exit code: 1 if something is missing.
 
-    Raises ConfigError for settings that make no sense, before anything starts, and DataError.
+    Raises:
+        ConfigError: The settings make no sense; nothing was started.
+        DataError: The data is bad.
     """
     arguments = list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
@@ -115,14 +133,11 @@ def run(arguments: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(rest)
     check_options(parser, options)
     check_names(options.engines, overrides)
-    config = load_config(name, [*overrides, *NEUTRAL])
-    comparison = _comparison(
-        config, options.engines, options.world_sizes, options.repeats, options.steps
-    )
+    comparison = _comparison(load_config(name, [*overrides, *NEUTRAL]), **vars(options))
     try:
         comparison.run()
     except KeyboardInterrupt:
-        print("kge-torchrec: interrupted; what was measured is kept", file=sys.stderr)
+        print("kge-torchrec: interrupted; the measurements so far are kept", file=sys.stderr)
         return 130
     finally:
         print(f"{comparison.text()}\n\nreport: {comparison.folder}")
@@ -132,6 +147,7 @@ def run(arguments: Sequence[str]) -> int:
 def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
+    check_names(engines)
     config.check_trainable()
     configs = variants(config, engines)
 
@@ -147,34 +163,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kge-torchrec compare", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
     )
-    parser.add_argument(
-        "--engines",
-        nargs="+",
-        default=["torchrec", "handrolled"],
-        metavar="NAME",
-        help="variants; others are compared with the first (default: torchrec handrolled)",
-    )
-    parser.add_argument(
-        "--world-sizes",
-        nargs="+",
-        type=int,
-        default=[1],
-        metavar="W",
-        help="numbers of processes to compare with (default: 1)",
-    )
-    parser.add_argument(
-        "--repeats",
-        type=int,
-        default=3,
-        metavar="N",
-        help="speed measurements of each variant, by turns; 0 measures none (default: 3)",
-    )
-    steps = parser.add_argument(
-        "--steps",
-        type=int,
-        default=100,
-        metavar="N",
-        help="steps of each of the 3 timed blocks of a measurement (default: 100)",
-    )
+    add, engines = parser.add_argument, ["torchrec", "handrolled"]
+    help = "variants; the others are compared with the first (default: torchrec handrolled)"
+    add("--engines", nargs="+", default=engines, metavar="NAME", help=help)
+    help = "numbers of processes to compare with (default: 1)"
+    add("--world-sizes", nargs="+", type=int, default=[1], metavar="W", help=help)
+    help = "speed measurements per variant, alternating; 0 measures none (default: 3)"
+    add("--repeats", type=int, default=3, metavar="N", help=help)
+    help = "steps of each of the 3 timed blocks of a measurement (default: 100)"
+    steps = add("--steps", type=int, default=100, metavar="N", help=help)
     acts_with(steps, "--repeats above 0", lambda parsed: parsed.repeats > 0)
     return parser

@@ -1,10 +1,9 @@
-"""Worlds of local processes, one after another: started, watched, and ended with what they found.
+"""Worlds of local processes: started one after another, watched, and ended with their results.
 
-A world is W processes on this host that join one process group as they would under torchrun.  Each
-world is fresh, so that one measurement cannot disturb the next; it is forked from a server that has
-torch and TorchRec imported (on CUDA spawned, since a forked process cannot use CUDA), which costs a
-tenth of a second.  What a rank finds travels as JSON files, which survive a rank that is killed,
-with a description of the machine without names of hosts or people.
+A world is W processes on this host that join one process group as they would under torchrun. Each
+world is fresh, so that one measurement cannot disturb the next. Worlds fork from a server that has
+torch and TorchRec imported, which costs a tenth of a second. On CUDA they are spawned, since a
+forked process cannot use CUDA. Results travel as JSON files, which survive a rank that is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,13 +37,17 @@ from kge_torchrec.errors import KGEError
 
 POLL_SECONDS = 0.2
 _PRELOADED = ["kge_torchrec.comparison.lockstep", "kge_torchrec.comparison.speed"]
+_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
 
 
 class RankFailed(KGEError, RuntimeError):
-    """A rank of a world raised or died, and the world was ended.
+    """A rank of a world raised an exception or died, and the world was ended.
 
-    rank: the one it began with.  partial: what rank 0 had kept until then, or None.
-    details: the traceback of that rank, empty if it was killed.
+    Attributes:
+        rank: The rank that failed first.
+        reason: What happened to it.
+        partial: What rank 0 had kept until then, or None.
+        details: The traceback of the rank; empty if it was killed.
     """
 
     def __init__(self, rank: int, reason: str, partial: Any = None, details: str = ""):
@@ -53,20 +56,20 @@ class RankFailed(KGEError, RuntimeError):
 
 
 class Reporter:
-    """How a rank tells the starting process what it has done and found."""
+    """Reports what a rank has done and found to the process that started it."""
 
     def __init__(self, folder: Path, rank: int):
-        self._folder, self._rank = folder, rank
-        self._steps = _steps_done(folder) if rank == 0 else None
+        self._result = _result(folder, rank)
+        self._steps = _step_counter(folder) if rank == 0 else None
 
     def advance(self, steps: int) -> None:
-        """Moves the progress bar; only rank 0 does."""
+        """Move the progress bar; only rank 0 does."""
         if self._steps is not None:
             self._steps[0] += steps
 
     def keep(self, found: Any) -> None:
-        """Keeps what was found so far, should this world not reach its end.  JSON values only."""
-        write_json(_result(self._folder, self._rank), found)
+        """Keep results (JSON values) so far, in case this world does not reach its end."""
+        write_json(self._result, found)
 
 
 def run_world(
@@ -76,21 +79,29 @@ def run_world(
     device: str = "cpu",
     advance: Callable[[int], object] = lambda steps: None,
 ) -> list[Any]:
-    """What ``work(reporter, processes, *args)`` returned on each rank of a fresh world, by rank.
+    """Return what ``work(reporter, processes, *args)`` returns on each rank of a fresh world.
 
-    work: a module-level function that returns JSON values.  device: as in the config.  advance:
-    called with the number of steps done since its last call.  No process outlives this call.
-    Raises RankFailed when a rank raises or dies.
+    No process outlives this call.
+
+    Args:
+        work: A module-level function that returns JSON values.
+        world_size: Number of ranks.
+        args: For ``work``.
+        device: As in the config.
+        advance: Called with the number of steps since its last call.
+
+    Raises:
+        RankFailed: A rank raised an exception or died.
     """
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         folder = Path(name)
-        steps, shown = _steps_done(folder), 0
-        with _started(world_size, (work, args, device, name)) as ranks:
+        steps, shown = _step_counter(folder), 0
+        with _started(world_size, device, (work, args, device, name, world_size)) as ranks:
             running = [rank.sentinel for rank in ranks]
             while running:
                 ended = wait(running, timeout=POLL_SECONDS)
                 running = [sentinel for sentinel in running if sentinel not in ended]
-                done = int(steps[0])  # read once: the ranks go on meanwhile
+                done = int(steps[0])  # read once: the ranks continue meanwhile
                 advance(done - shown)
                 shown = done
                 codes = [rank.exitcode for rank in ranks]
@@ -100,15 +111,14 @@ def run_world(
 
 
 @contextmanager
-def _started(world_size: int, task: tuple[Any, ...]) -> Iterator[list[BaseProcess]]:
-    """The running processes of a world, by rank; killed if they are still there at the end."""
-    work, args, device, folder = task
-    # Where the ranks meet, on a port that the system chose: nobody else can take it meanwhile.
-    meeting = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+def _started(world_size: int, device: str, task: tuple[Any, ...]) -> Iterator[list[BaseProcess]]:
+    """Start the processes of a world, by rank, and kill those that are left at the end."""
+    # The system chooses the port of the store, so no other program can take it meanwhile.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     multiprocessing.get_context("forkserver").set_forkserver_preload(_PRELOADED)
     ranks = start_processes(
         _rank_main,
-        (work, args, device, folder, world_size, meeting.port),
+        (*task, store.port),
         nprocs=world_size,
         join=False,
         daemon=True,
@@ -128,34 +138,33 @@ def _rank_main(
     work: Callable[..., Any],
     args: tuple[Any, ...],
     device: str,
-    folder: str,
+    name: str,
     world_size: int,
     port: int,
 ) -> None:
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
+        dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank)),
+        **dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world_size)),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",  # the store is the starting process's, as torchrun's
+        TORCHELASTIC_USE_AGENT_STORE="True",  # the parent process has the store, as with torchrun
     )
     silence_dependencies()
     flush_denormals()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    file = _failure(Path(folder), rank)
+    folder = Path(name)
+    file = _failure(folder, rank)
     try:
-        # Twice, since a failure is to be kept before the connections close: then others fail too.
+        # Twice: a failure must be kept before the connections close, which makes other ranks fail.
         with _failure_kept(file), processes(device) as ranks, _failure_kept(file):
-            reporter = Reporter(Path(folder), rank)
+            reporter = Reporter(folder, rank)
             reporter.keep(work(reporter, ranks, *args))
     except (Exception, KeyboardInterrupt):
         raise SystemExit(1) from None
 
 
 def _end_with_parent() -> None:
-    """The starting process ends its ranks, unless it is killed: then they would go on alone."""
+    """End this rank when the process that started it is gone, even if it was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None  # every rank was started by another process
     parent.join()
@@ -164,32 +173,28 @@ def _end_with_parent() -> None:
 
 @contextmanager
 def _failure_kept(file: Path) -> Iterator[None]:
-    """Writes an exception down, the first one only, and passes it on."""
+    """Write the first exception to the file and pass it on."""
     try:
         yield
     except (Exception, KeyboardInterrupt) as error:
         if not file.exists():
-            failure = {
-                "time": time.monotonic(),
-                "reason": f"raised {type(error).__name__}: {error}".rstrip(": "),
-                "details": traceback.format_exc(),
-            }
-            write_json(file, failure)
+            reason = f"raised {type(error).__name__}: {error}".rstrip(": ")
+            failure = {"time": time.monotonic(), "reason": reason}
+            write_json(file, {**failure, "details": traceback.format_exc()})
         raise
 
 
 def _cause(codes: list[int | None], folder: Path) -> RankFailed:
-    """The failure that came first.
+    """Return the failure that came first.
 
-    codes: exit codes by rank, None for those still running.  A rank that died is the cause, since
-    the others then raise that their connection is lost; otherwise it is the one that raised first.
+    A rank that died is the cause, since the others then raise that their connection is lost.
+    Otherwise the cause is the rank that raised first.
+
+    codes: Exit codes by rank, None for those still running.
     """
     partial = read_json(_result(folder, 0)) if _result(folder, 0).exists() else None
-    raised = {
-        rank: read_json(_failure(folder, rank))
-        for rank in range(len(codes))
-        if _failure(folder, rank).exists()
-    }
+    files_of = {rank: _failure(folder, rank) for rank in range(len(codes))}
+    raised = {rank: read_json(file) for rank, file in files_of.items() if file.exists()}
     for rank, code in enumerate(codes):
         if code and rank not in raised:
             return RankFailed(rank, _death(code), partial)
@@ -205,11 +210,10 @@ def _death(code: int) -> str:
     return f"was killed by {name}{memory}"
 
 
-def _steps_done(folder: Path) -> np.ndarray:
-    """A counter that two processes share."""
+def _step_counter(folder: Path) -> np.ndarray:
+    """Return a counter that two processes share."""
     file = folder / "steps"
-    mode: Literal["r+", "w+"] = "r+" if file.exists() else "w+"
-    return np.memmap(file, dtype=np.int64, mode=mode, shape=(1,))
+    return np.memmap(file, np.int64, mode="r+" if file.exists() else "w+", shape=(1,))
 
 
 def _result(folder: Path, rank: int) -> Path:
@@ -220,16 +224,12 @@ def _failure(folder: Path, rank: int) -> Path:
     return folder / f"failure-{rank}.json"
 
 
-_PACKAGES = ("torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy", "numba")
-
-
 def machine_facts() -> dict[str, Any]:
-    """Cores, GPUs and the versions that matter."""
+    """Return cores, GPUs and versions, without names of hosts or people."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     return {
         "cores": cores,
-        "gpus": gpus,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "packages": installed(_PACKAGES),
@@ -237,12 +237,12 @@ def machine_facts() -> dict[str, Any]:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces the file; a number that is not finite becomes null, which JSON has in its place."""
+    """Replace a file; a number that is not finite becomes null, since JSON has no such number."""
     files.write_json(path, _finite(value))
 
 
 def read_json(path: Path) -> Any:
-    """What ``write_json`` wrote."""
+    """Return what ``write_json`` wrote."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 

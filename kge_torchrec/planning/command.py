@@ -1,7 +1,4 @@
-"""The verb ``plan``: its arguments, where the sizes come from, what it prints, its exit code.
-
-Beside ``cli`` and ``api``, not in ``planning``: it needs training's objective and data sources.
-"""
+"""The verb ``plan``: its options, where the sizes come from, what it prints, its exit code."""
 
 from __future__ import annotations
 
@@ -13,14 +10,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
 from kge_torchrec.config.verb_options import acts_with, check_options
 
 if TYPE_CHECKING:
-    from kge_torchrec.planning.advice import Advice, Faster
-    from kge_torchrec.planning.choice import Choice
     from kge_torchrec.planning.devices import Cluster
+    from kge_torchrec.planning.layout import Layout
     from kge_torchrec.planning.plan import TrainingPlan
     from kge_torchrec.planning.workload import EntityFrequency, Workload
 
@@ -31,14 +28,21 @@ kge-torchrec plan [CONFIG] --devices 8xH100-80GB [--hosts 2]
        [--entities N --relations R --triples T] [--output plan.json] [--picture plan.png]
        [--all] [--key.sub value ...]"""
 _DESCRIPTION = """\
-Lays a run out without GPUs, processes or data: what every rank holds, what a step sends and takes,
-what to change if it does not fit, and from which batch on launches no longer rule its steps. CONFIG
-is a YAML file or the name of one in configs/; --key.sub changes its keys as in train. The exit code
-is 0 if it fits and 3 if it does not."""
+Plans a run without GPUs, processes or data: what every rank holds, what a step sends and takes,
+what to change if the run does not fit, and which batch makes it faster. CONFIG is a YAML file or
+the name of one in configs/; --key.sub changes its keys as in train. The exit code is 0 if the run
+fits and 3 if it
+does not."""
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Plans, prints, returns the exit code.  Raises ConfigError, DataError or OSError."""
+    """Plan a run, print the plan and return the exit code.
+
+    Raises:
+        ConfigError: The settings make no sense.
+        DataError: The data is bad.
+        OSError: A file cannot be read or written.
+    """
     arguments = list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         _parser().print_help(sys.stdout if arguments else sys.stderr)
@@ -49,117 +53,114 @@ def run(arguments: Sequence[str]) -> int:
     parser = _parser()
     options, overrides = parser.parse_known_args(rest)
     check_options(parser, options)
-    config = load_config(name, overrides)
-    config.check_trainable()
-    return _plan(config, options)
-
-
-def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str, Any]:
-    """Lays a run out without GPUs, processes or data: what ``plan --format json`` prints.
-
-    config: as ``train`` takes it.  devices and options are the verb's: ``devices="8xH100-80GB",
-    hosts=2, entities=86_000_000, relations=14_824, triples=338_586_276``; sizes that are not given
-    are those of the config's data.  Raises ConfigError for what cannot be, TypeError for an option
-    that there is not, DataError or OSError on bad data.
-    """
-    from kge_torchrec.planning.plan import plan_training
-
-    given = {"devices": devices, **options}
-    defaults = vars(_parser().parse_args(["--devices", devices]))
-    unknown = set(given) - (set(defaults) - {"all", "output", "picture", "format"})
-    if unknown:
-        raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
-    config = as_config(config)
-    config.check_trainable()
-    return _content(plan_training(*_asked(config, argparse.Namespace(**{**defaults, **given}))))[0]
-
-
-def _plan(config: Config, options: argparse.Namespace) -> int:
-    # Imported here, since torch takes seconds and wrong options should not.
-    from kge_torchrec.planning.plan import alternatives, plan_training
-
-    _check_picture(options.picture)
-    asked = _asked(config, options)
-    if options.all:
-        return _print_all(alternatives(*asked), options.format)
-    return _print_one(plan_training(*asked), options)
-
-
-def _asked(config: Config, options: argparse.Namespace) -> tuple[Workload, Cluster, Choice]:
-    """(workload, cluster, choice)"""
-    from kge_torchrec.planning.choice import Choice
-    from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
-
-    known = read_devices(options.device_file) if options.device_file else PRESETS
-    cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
-    choice = Choice(**{name: getattr(options, name) for name in Choice.__dataclass_fields__})
-    return _workload(config, cluster, options), cluster, choice
-
-
-def _content(plan: TrainingPlan) -> tuple[dict[str, Any], list[Advice], Faster | None]:
-    """What JSON holds of it; what would make it fit; what would make it faster."""
-    from kge_torchrec.planning.advice import advise, faster
-    from kge_torchrec.planning.plan_file import plan_content
-
-    advice = [] if plan.fits else advise(plan)
-    quicker = faster(plan) if plan.fits else None
-    return plan_content(plan, advice, quicker), advice, quicker
-
-
-def _print_one(plan: TrainingPlan, options: argparse.Namespace) -> int:
-    from kge_torchrec.planning.picture import draw
-    from kge_torchrec.planning.plan_file import write_plan
-    from kge_torchrec.planning.report import report
-
-    content, advice, quicker = _content(plan)
-    if options.output:
-        write_plan(options.output, content)
-    if options.picture:
-        draw(plan, options.picture)
-    print(json.dumps(content) if options.format == "json" else report(plan, advice, quicker))
-    return 0 if plan.fits else DOES_NOT_FIT
-
-
-def _print_all(plans: list[TrainingPlan], form: str) -> int:
-    from kge_torchrec.planning.plan_file import plan_content
-    from kge_torchrec.planning.report import comparison
-
-    print(json.dumps([plan_content(p) for p in plans]) if form == "json" else comparison(plans))
+    if options.picture and Path(options.picture).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--picture: {options.picture} must end with .png, .svg or .pdf")
+    setup = _setup(load_config(name, overrides), options)
+    plans = _print_all(setup, options) if options.all else [_print_one(setup, options)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
-def _check_picture(path: str | None) -> None:
-    if path and Path(path).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--picture: {path} must end with .png, .svg or .pdf")
+def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str, Any]:
+    """Plan a run without GPUs, processes or data; return what ``plan --format json`` prints.
+
+    Args:
+        config: As for ``train``.
+        devices: All devices, such as "8xH100-80GB".
+        options: Other options of the verb, such as ``hosts=2, entities=86_000_000,
+            relations=14_824, triples=338_586_276``. Sizes that are left out come from the config's
+            data.
+
+    Raises:
+        ConfigError: The run, the devices and the layout do not go together.
+        TypeError: There is no such option.
+        DataError: The data is bad.
+        OSError: The data cannot be read.
+    """
+    from kge_torchrec.planning.plan import plan_training
+
+    defaults = vars(_parser().parse_args(["--devices", devices]))
+    unknown = options.keys() - (defaults.keys() - {"all", "output", "picture", "format"})
+    if unknown:
+        raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
+    namespace = argparse.Namespace(**{**defaults, **options})
+    return _content(plan_training(*_setup(as_config(config), namespace)))[0]
+
+
+def _setup(config: Config, options: argparse.Namespace) -> tuple[Workload, Cluster, Layout]:
+    """Return what the config and the options mean."""
+    # Imported here, since torch takes seconds and wrong options should not.
+    from kge_torchrec.planning.devices import PRESETS, parse_devices, read_devices
+    from kge_torchrec.planning.layout import Layout
+
+    config.check_trainable()
+    known = read_devices(options.device_file) if options.device_file else PRESETS
+    cluster = parse_devices(options.devices, options.hosts, known, options.host_memory)
+    layout = Layout(**{name: getattr(options, name) for name in Layout.__dataclass_fields__})
+    return _workload(config, cluster, options), cluster, layout
+
+
+def _content(plan: TrainingPlan) -> tuple[dict[str, Any], str]:
+    """Return the plan with its advice, as values for JSON and as text."""
+    from kge_torchrec.planning.advice import advise, faster
+    from kge_torchrec.planning.report import plan_content, report
+
+    advice, quicker = ([], faster(plan)) if plan.fits else (advise(plan), None)
+    return plan_content(plan, advice, quicker), report(plan, advice, quicker)
+
+
+def _print_one(
+    setup: tuple[Workload, Cluster, Layout], options: argparse.Namespace
+) -> TrainingPlan:
+    from kge_torchrec.planning.plan import plan_training
+
+    plan = plan_training(*setup)
+    content, text = _content(plan)
+    if options.output:
+        files.write_json(Path(options.output), content)
+    if options.picture:
+        from kge_torchrec.planning.picture import draw
+
+        draw(plan, options.picture)
+    print(json.dumps(content) if options.format == "json" else text)
+    return plan
+
+
+def _print_all(
+    setup: tuple[Workload, Cluster, Layout], options: argparse.Namespace
+) -> list[TrainingPlan]:
+    from kge_torchrec.planning.plan import alternatives
+    from kge_torchrec.planning.report import comparison, plan_content
+
+    plans = alternatives(*setup)
+    as_json = options.format == "json"
+    print(json.dumps([plan_content(p) for p in plans]) if as_json else comparison(plans))
+    return plans
 
 
 def _workload(config: Config, cluster: Cluster, options: argparse.Namespace) -> Workload:
-    """The sizes of the run: from the options, the rest from the config's data."""
+    """Return the sizes of the run: from the options, the rest from the config's data."""
     from kge_torchrec.planning.workload import TYPICAL_SKEW, EntityFrequency, Workload
-    from kge_torchrec.training.assembly import build_objective
 
-    given = [options.entities, options.relations, options.triples]
+    counts = [options.entities, options.relations, options.triples]
     frequency = None
-    if None in given:
-        found, of_data = _sizes_of_data(config, options)
-        given = [own if own is not None else other
-                 for own, other in zip(given, found, strict=True)]  # fmt: skip
+    if None in counts:
+        of_data, of_entities = _sizes_of_data(config, options)
+        counts = [b if a is None else a for a, b in zip(counts, of_data, strict=True)]
         if options.skew is None and options.entities is None:
-            frequency = of_data
-    entities, relations, triples = given
+            frequency = of_entities
     if frequency is None:
         skew = TYPICAL_SKEW if options.skew is None else options.skew
-        frequency = EntityFrequency.zipf(max(1, entities), skew)  # Workload refuses none
+        frequency = EntityFrequency.zipf(max(1, counts[0]), skew)  # Workload refuses none
     config.check_device(cluster.device.is_cuda)
-    graph = GraphSize(entities, relations, triples)
-    config = config.settled(graph, cluster.device.is_cuda, cluster.world_size)
-    return Workload(config, entities, relations, triples, build_objective, frequency)
+    config = config.settled(GraphSize(*counts), cluster.device.is_cuda, cluster.world_size)
+    entities, relations, triples = counts
+    return Workload(config, entities, relations, triples, frequency)
 
 
 def _sizes_of_data(
     config: Config, options: argparse.Namespace
 ) -> tuple[tuple[int, int, int], EntityFrequency]:
-    """((entities, relations, triples), frequency) of the config's data, read as training does."""
+    """Return ((entities, relations, triples), frequency) of the config's data."""
     import torch
 
     from kge_torchrec.data.catalogues import is_named
@@ -182,14 +183,14 @@ def _sizes_of_data(
 
 
 def count(text: str) -> int:
-    """86_000_000, 86,000,000, 86M or 1B."""
+    """Return the number that 86_000_000, 86,000,000, 86M or 1B means."""
     text = text.strip().replace(",", "")
     unit = {"k": 10**3, "m": 10**6, "b": 10**9}.get(text[-1:].lower())
     return round(float(text[:-1]) * unit) if unit else int(text)
 
 
 def skew(text: str) -> float:
-    """An exponent from 0 to 3."""
+    """Return an exponent from 0 to 3."""
     value = float(text)
     if not 0 <= value <= 3:
         raise ValueError
@@ -200,63 +201,47 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kge-torchrec plan", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
     )
-    where = parser.add_argument_group("devices")
-    where.add_argument(
-        "--devices",
-        required=True,
-        help="all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB",
-    )
-    where.add_argument(
-        "--hosts", type=int, default=1, help="over which they are spread evenly (default: 1)"
-    )
-    where.add_argument(
-        "--device-file", metavar="YAML", help="other devices; docs/planning.md has the keys"
-    )
-    where.add_argument(
-        "--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host"
-    )
-    where.add_argument(
-        "--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)"
-    )
-    what = parser.add_argument_group("sizes, where they are not to be those of the config's data")
+    add = parser.add_argument_group("devices").add_argument
+    names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
+    add("--devices", required=True, help=names)
+    add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
+    add("--device-file", metavar="YAML", help="more devices; docs/planning.md has the keys")
+    add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
+    add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
+    add = parser.add_argument_group("sizes (default: those of the config's data)").add_argument
     for name in ("entities", "relations", "triples"):
-        what.add_argument(f"--{name}", type=count, metavar="N", help="such as 86_000_000 or 86M")
-    what.add_argument(
-        "--skew",
-        type=skew,
-        help="Zipf exponent of how often entities occur, 0 for uniform (default: counted in the "
-        "data, 0.7 without)",
-    )
-    how = parser.add_argument_group("layout")
-    layout = [
-        how.add_argument(
+        add(f"--{name}", type=count, metavar="N", help="such as 86_000_000 or 86M")
+    exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
+    add("--skew", type=skew, help=f"{exponent}0.7 without)")
+    add = parser.add_argument_group("layout").add_argument
+    of_one = [
+        add(
             "--sharding",
             default="row_wise",
             help="row_wise, column_wise, table_wise, data_parallel",
         ),
-        how.add_argument("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching"),
-        how.add_argument("--dtype", default="fp32", help="of the table: fp32, fp16, bf16"),
-        how.add_argument("--replicas", type=int, default=1, help="2-D parallelism: whole tables"),
+        add("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching"),
+        add("--dtype", default="fp32", help="type of the table: fp32, fp16, bf16"),
+        add("--replicas", type=int, default=1, help="2-D parallelism: number of whole tables"),
     ]
-    cache = how.add_argument(
-        "--cache-ratio", type=float, default=0.2, help="of the rows (default: 0.2)"
-    )
+    cached = "cached share of the rows (default: 0.2)"
     acts_with(
-        cache,
+        add("--cache-ratio", type=float, default=0.2, help=cached),
         "--kernel fused_uvm_caching, or --all",
         lambda parsed: parsed.all or parsed.kernel == "fused_uvm_caching",
     )
-    sync = how.add_argument(
-        "--sync-every", type=int, default=100, help="steps between their averaging"
-    )
     acts_with(
-        sync, "--replicas above 1, or --all", lambda parsed: parsed.all or parsed.replicas > 1
+        add("--sync-every", type=int, default=100, help="steps between averaging the replicas"),
+        "--replicas above 1, or --all",
+        lambda parsed: parsed.all or parsed.replicas > 1,
     )
-    how.add_argument("--all", action="store_true", help="rank all layouts by modelled step time")
-    out = parser.add_argument_group("output")
-    plan = out.add_argument("-o", "--output", metavar="JSON", help="the plan, for train --plan")
-    picture = out.add_argument("--picture", metavar="PNG_OR_SVG", help="the ranks' memory")
-    for option in (*layout, plan, picture):
+    add("--all", action="store_true", help="rank all layouts by modelled step time")
+    add = parser.add_argument_group("output").add_argument
+    of_one += [
+        add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
+        add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory"),
+    ]
+    for option in of_one:
         acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
-    out.add_argument("--format", choices=("table", "json"), default="table")
+    add("--format", choices=("table", "json"), default="table")
     return parser

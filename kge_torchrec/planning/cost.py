@@ -1,227 +1,265 @@
-"""A model of a step's time: bytes and operations over the device's speeds, one part after another.
+"""What scoring a micro-batch costs: memory, arithmetic and operations.
 
-It is a model, not a measurement: nothing overlaps, every device reaches the same share of its data
-sheet, and ranks are even.  It is there to say what a step's time is made of and to compare
-layouts, on the slowest rank.
-
-What scoring a batch costs is watched: the real objective is run, so that any scorer and loss is
-counted as it is, not by a formula that resembles it.  It runs on the meta device, where nothing is
-computed and no memory taken, in the blocks of the device planned for.
+The real objective runs on the meta device, where nothing is computed and no memory is taken, in the
+blocks of the device that is planned for. So the costs of any scorer and loss are counted as they
+are, not estimated by a formula.
 """
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import prod
 from types import SimpleNamespace
+from typing import Any, cast
 
-import numpy as np
 import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
-from kge_torchrec.config import TrainConfig
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.embeddings.optimizers import optimizer_class
-from kge_torchrec.embeddings.torchrec.planner import (
-    DENSE,
-    FUSED,
-    UVM_CACHING,
-    TableForm,
+from kge_torchrec.models.full_losses import (
+    KEPT_BYTES,
+    BlockAnswers,
+    FullBinaryCrossEntropy,
+    FullLoss,
+    FullSoftmax,
+    block_bytes_of,
+    keeps_scores,
+    score_blocks,
 )
-from kge_torchrec.models.model import Objective
+from kge_torchrec.models.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 from kge_torchrec.models.ops import planning_for
-from kge_torchrec.planning.communication import Traffic
-from kge_torchrec.planning.devices import Cluster, Device
-from kge_torchrec.planning.layout import DenseLayout
-from kge_torchrec.planning.memory import Exchange
-from kge_torchrec.planning.operations import Cost, WatchOperations
+from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.planning.workload import RankBatch, Workload
 
-EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
-COLLECTIVES = 5  # sizes, lengths, ids, rows, gradients; those of dense parameters come on top
-LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
-PYTHON = 2e-3  # seconds of TorchRec's pipeline and the batch's making
-# Parts that take the same time whatever the batch, in the layouts that training has.
-FIXED = ("starting operations", "starting collectives", "dense gradients", "averaging replicas")
+# Larger sizes are extrapolated from this one and its half, since some scorers work through a batch
+# piece by piece, which would take seconds to run.
+_LARGEST = 1024  # triples per chunk
+_QUERIES = 512  # queries against all entities, on a CPU; a GPU's blocks are large, so there are few
 
 
-def step_time(
-    workload: Workload,
-    cluster: Cluster,
-    form: TableForm,
-    exchange: Exchange,
-    columns: float,
-    cost: Cost,
-    traffic: Traffic,
-    cache_hits: float,
-) -> dict[str, float]:
-    """Seconds of each part of a step.
+@dataclass(frozen=True)
+class Cost:
+    """What was counted while an objective ran."""
 
-    exchange: of the rank that is asked for most rows; columns: of its shards.
-    cache_hits: share of the asked rows that a cache holds.
-    """
-    device, micro_batches = cluster.device, workload.config.train.accumulation
-    speed = _speed(cluster)
-    local, values, _ = (x * speed for x in _row_speeds(device, form, cache_hits))
-    read, sent = columns * form.value_bytes / values, 4 * columns / local  # sent as float32
-    times = {
-        "lookup": exchange.asked * (read + sent),
-        "scoring": micro_batches * work_seconds(workload, cluster, cost),
-        "table optimizer": table_optimizer_seconds(
-            cluster, form, exchange.asked, columns, cache_hits
-        ),
-    }
-    if form.kernel == DENSE:  # the whole table and its gradient, every step
-        numbers, (each, _) = (
-            workload.num_entities * workload.dim,
-            optimizer_class(form.optimizer).state_numbers(),
-        )
-        moved = numbers * (3 * form.value_bytes + 8 * each)
-        times["table optimizer"] = moved / (device.memory_bandwidth * speed)
-    collectives = COLLECTIVES + DenseLayout.of(workload.config.dense, cluster).collectives(cluster)
-    times |= starting_seconds(cluster, cost, micro_batches, collectives)
-    return times | sending_seconds(cluster, traffic)
+    peak_bytes: float = 0  # most bytes of activations and gradients alive at once
+    largest_bytes: float = 0  # size of the largest tensor among them
+    flops: float = 0  # of matrix products and distances
+    moved_bytes: float = 0  # read and written by all other operations
+    operations: float = 0
 
+    def extended(self, larger: Cost, factor: float) -> Cost:
+        """Return the cost on the line through this and a larger one, ``factor`` times as far."""
+        pairs = zip(vars(self).values(), vars(larger).values(), strict=True)
+        return Cost(*(one + factor * (two - one) for one, two in pairs))
 
-def work_seconds(workload: Workload, cluster: Cluster, cost: Cost) -> float:
-    """Of arithmetic, and of the bytes that all other operations read and write."""
-    device, speed = cluster.device, _speed(cluster)
-    return cost.flops / (_flops(device, workload.config.train) * speed) + cost.moved_bytes / (
-        device.memory_bandwidth * speed
-    )
-
-
-def table_optimizer_seconds(
-    cluster: Cluster, form: TableForm, rows: float, columns: float, cache_hits: float = 0.0
-) -> float:
-    """Of stepping rows: gradients, in float32, are read; values and state read and written."""
-    speeds = _row_speeds(cluster.device, form, cache_hits)
-    local, values, state = (x * _speed(cluster) for x in speeds)
-    each, row = optimizer_class(form.optimizer).state_numbers()
-    value_bytes, state_bytes = columns * form.value_bytes, form.state_bytes * (each * columns + row)
-    return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)
-
-
-def starting_seconds(
-    cluster: Cluster, cost: Cost, micro_batches: int, collectives: int
-) -> dict[str, float]:
-    """What operations and collectives take whatever their size."""
-    operations = cost.operations * cluster.device.launch + PYTHON
-    times = {"starting operations": micro_batches * operations}
-    if cluster.world_size > 1:
-        latency = LATENCY["between" if cluster.hosts > 1 else "within"]
-        times["starting collectives"] = micro_batches * collectives * latency
-    return times
-
-
-def sending_seconds(cluster: Cluster, traffic: Traffic) -> dict[str, float]:
-    """Of each kind of bytes, those that are sent."""
-    names = {
-        "exchange of ids": "ids",
-        "exchange of rows": "rows",
-        "exchange of gradients": "gradients",
-        "dense gradients": "dense",
-        "averaging replicas": "replicas",
-    }
-    seconds = {name: _slowest(cluster, traffic, kind) for name, kind in names.items()}
-    return {name: value for name, value in seconds.items() if value}
-
-
-def _speed(cluster: Cluster) -> float:
-    """Share of the data sheet's speeds that a rank has; a CPU's ranks share them."""
-    return EFFICIENCY / (1 if cluster.device.is_cuda else cluster.local_world_size)
-
-
-def _flops(device: Device, train: TrainConfig) -> float:
-    """Of products in the precision that they are computed in; TF32 is half as fast as 16 bits."""
-    if train.precision != "fp32":
-        return device.flops_16bit
-    return (
-        max(device.flops, device.flops_16bit / 2) if train.tf32 and device.is_cuda else device.flops
-    )
-
-
-def _row_speeds(device: Device, form: TableForm, cache_hits: float) -> tuple[float, float, float]:
-    """Bytes a second of single rows on the device, of the table's and of its state's.
-
-    Those in main memory pass the host's link; cached values do so when they are missed.
-    """
-    local, link = device.gather_bandwidth, device.host_link
-    if not device.is_cuda or form.kernel in (FUSED, DENSE):
-        return local, local, link if form.state_in_main and device.is_cuda else local
-    hits = cache_hits if form.kernel == UVM_CACHING else 0.0
-    values = 1 / (hits / local + (1 - hits) / link)
-    by_row_only = not optimizer_class(form.optimizer).state_numbers()[
-        0
-    ]  # such state stays on the GPU
-    return local, values, local if by_row_only else link
-
-
-def _slowest(cluster: Cluster, traffic: Traffic, kind: str) -> float:
-    """Seconds until the last rank has sent its bytes of a kind; both ways at once."""
-    device = cluster.device
-    seconds = (
-        traffic.within[kind] / device.within_host + traffic.between[kind] / device.between_hosts
-    )
-    return float(np.max(seconds)) / EFFICIENCY
-
-
-# A chunk of more triples than this is watched at half the size and at this one and extended in a
-# straight line: some scorers work through it piece by piece, which would take seconds to watch.
-_LARGEST = 1024
+    def scaled(self, factor: float) -> Cost:
+        """Return the cost times a factor."""
+        return Cost(*(value * factor for value in vars(self).values()))
 
 
 def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
-    """Of one rank's batch, the gradient of the looked-up rows aside."""
-    negatives, objective = workload.config.negatives, workload.objective
+    """Return the cost of one rank's batch, without the gradient of the rows that it looks up."""
+    candidates = workload.candidates
 
     def at(chunks: int, triples: int) -> Cost:
-        key = (chunks, triples, is_cuda)
-        if key not in workload.costs:
-            with planning_for("cuda" if is_cuda else "cpu"):
-                workload.costs[key] = _watch(
-                    objective, chunks, triples, workload.candidates, negatives.masks_candidates
-                )
-        return workload.costs[key]
+        key = (chunks, triples, *candidates.items(), is_cuda)
+        return _measured(workload, key, is_cuda, lambda: _batch_run(workload, chunks, triples))
 
     chunks, triples = batch.chunks, batch.triples
     if not chunks * triples:
-        return Cost(0, 0, 0, 0, 0)
+        return Cost()
     if chunks > 2:  # chunks are independent of each other
         one, two = at(1, min(triples, _LARGEST)), at(2, min(triples, _LARGEST))
         cost = one.extended(two, chunks - 1)
-        return cost if triples <= _LARGEST else _scaled(cost, triples / _LARGEST)
+        return cost if triples <= _LARGEST else cost.scaled(triples / _LARGEST)
     if triples <= _LARGEST:
         return at(chunks, triples)
     half = _LARGEST // 2
     return at(chunks, half).extended(at(chunks, _LARGEST), (triples - half) / half)
 
 
-def _scaled(cost: Cost, factor: float) -> Cost:
-    return Cost(*(value * factor for value in vars(cost).values()))
+def full_cost(workload: Workload, rows: int, is_cuda: bool) -> Cost:
+    """Return the cost of n rows against the queries of a micro-batch, forward and backward.
+
+    The bytes alive are those of one block of rows, and the scores and gradients of rows where these
+    are kept. Softmax computes scores twice where it does not keep them, which adds a third to the
+    three products per score.
+    """
+    if not rows:
+        return Cost()
+    queries = workload.of_micro_batch(workload.queries)
+    block_bytes = block_bytes_of("cuda" if is_cuda else "cpu")
+    height = len(score_blocks(rows, queries, block_bytes)[0])
+
+    def at(queries: int) -> Cost:
+        key = ("full", queries, height, is_cuda)
+        return _measured(workload, key, is_cuda, lambda: _block_run(workload, queries, height))
+
+    if is_cuda or queries <= _QUERIES:
+        block = at(queries)
+    else:
+        half = _QUERIES // 2
+        block = at(half).extended(at(_QUERIES), (queries - half) / (_QUERIES - half))
+    kept = keeps_scores(rows, queries, KEPT_BYTES)
+    others = 4 * (rows - height) * (queries + workload.dim) if kept else 0
+    twice = not kept and workload.config.loss.name == "softmax"
+    times = rows / height * (4 / 3 if twice else 1)
+    work = (block.flops, block.moved_bytes, block.operations)
+    return Cost(block.peak_bytes + others, block.largest_bytes, *(times * x for x in work))
 
 
-def _watch(
-    objective: Objective, chunks: int, triples: int, candidates: dict[Side, int], masks: bool
+def _measured(
+    workload: Workload, key: object, is_cuda: bool, prepare: Callable[[], Callable[[], None]]
 ) -> Cost:
-    dim, counts = objective.scorer.dim, tuple(candidates.values())
+    """Return what is counted in the function that ``prepare`` returns, or the memo's value."""
+    if key not in workload.memo:
+        with planning_for("cuda" if is_cuda else "cpu"):
+            run = prepare()
+            with OperationCounter() as counter:
+                run()
+        workload.memo[key] = counter.cost
+    return workload.memo[key]
+
+
+def _batch_run(workload: Workload, chunks: int, triples: int) -> Callable[[], None]:
+    """Return a function that runs forward and backward of C chunks of b triples."""
+    objective, candidates = workload.objective, workload.candidates
+    counts = tuple(candidates.values())
     with torch.device("meta"):
-        ids = torch.zeros(chunks * (2 * triples + sum(counts)), dtype=torch.int64)
         known = {
             side: torch.zeros((chunks, triples, candidates.get(side, 0)), dtype=torch.bool)
             for side in SIDES
         }
-        none = torch.zeros(0, dtype=torch.bool)
-        rows = torch.zeros(1, dim, requires_grad=True)
+        if not workload.config.negatives.masks_candidates:
+            known = dict.fromkeys(SIDES, torch.zeros(0, dtype=torch.bool))
+        rows = torch.zeros(1, objective.scorer.dim, requires_grad=True)
         batch = SimpleNamespace(
-            entities=ids,
+            entities=torch.zeros(chunks * (2 * triples + sum(counts)), dtype=torch.int64),
             relation=torch.zeros(chunks, triples, dtype=torch.int64),
             weight=torch.zeros(chunks, triples),
-            known_head=known["head"] if masks else none,
-            known_tail=known["tail"] if masks else none,
+            known_head=known["head"],
+            known_tail=known["tail"],
             candidates=counts,
             log_expected=torch.zeros(0),
             deduplicated=True,
         )
-    with WatchOperations() as watcher:
+
+    def run() -> None:
         objective(rows, batch).backward()
-    for parameter in objective.parameters():
-        parameter.grad = None
-    return watcher.cost
+        for parameter in objective.parameters():
+            parameter.grad = None
+
+    return run
+
+
+def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], None]:
+    """Return a function that runs Q queries against m rows, none of which is an answer."""
+    objective = workload.objective
+    scorer = cast(QueryScorer, objective.scorer)  # training against all entities takes no other
+    kind = FullSoftmax if workload.config.loss.name == "softmax" else FullBinaryCrossEntropy
+    loss = kind(workload.num_entities, workload.config.loss.label_smoothing)
+    sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
+    ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
+    counts = [end - start for start, end in pairwise(ends)]
+    with torch.device("meta"):
+        anchors = [torch.zeros(1, count, scorer.dim, requires_grad=True) for count in counts]
+        relations = [torch.zeros(1, count, dtype=torch.int64) for count in counts]
+        rows = torch.zeros(height, scorer.dim, requires_grad=True)
+        places = torch.zeros(height, dtype=torch.int64)
+    inputs = [rows, *anchors, *(p for p in objective.parameters() if p.requires_grad)]
+
+    def run() -> None:
+        encoded = [scorer.encode_query(*x) for x in zip(anchors, relations, sides, strict=True)]
+        entities = scorer.entity(rows)[None]
+        scores = [scorer.similarity_in_training(query, entities) for query in encoded]
+        gradients = [x.detach() for x in scores]
+        for x in gradients:
+            _overwrite_by_gradients(loss, x[0])
+        found = torch.autograd.grad(scores, inputs, gradients, allow_unused=True)
+        of_rows = found[0].index_select(0, places)  # without those of fetched rows
+        del of_rows
+
+    return run
+
+
+def _overwrite_by_gradients(loss: FullLoss, scores: Tensor) -> None:
+    """Turn scores (Q, m) into the loss's gradients, as if no answer were among them."""
+    none = scores.new_zeros(0, dtype=torch.int64)
+    answers = BlockAnswers(none, none, scores.new_zeros(0))
+    loss.finish(scores, loss.observe(scores, answers), answers, scores.new_ones(len(scores)))
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the bytes alive, the arithmetic and the bytes moved of all operations in its block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alive = self.peak = self.largest = self.flops = self.moved = self.operations = 0
+        self._seen: set[int] = set()
+
+    @property
+    def cost(self) -> Cost:
+        """What was counted so far."""
+        return Cost(self.peak, self.largest, self.flops, self.moved, self.operations)
+
+    def __torch_dispatch__(
+        self,
+        operation: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation and count it."""
+        kwargs = kwargs or {}
+        out = operation(*args, **kwargs)
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        known = {_storage_key(tensor) for tensor in tensors}
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        for tensor in made:
+            if _storage_key(tensor) not in known:
+                self._add(tensor)
+        if operation.is_view:
+            return out
+        self.operations += 1
+        flops = _flops(operation, args, kwargs, out)
+        self.flops += flops
+        if not flops:
+            self.moved += sum(t.numel() * t.element_size() for t in tensors + made)
+        return out
+
+    def _add(self, tensor: Tensor) -> None:
+        storage, key = tensor.untyped_storage(), _storage_key(tensor)
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self.alive += storage.nbytes()
+        self.peak = max(self.peak, self.alive)
+        self.largest = max(self.largest, storage.nbytes())
+        weakref.finalize(storage, self._remove, key, storage.nbytes())
+
+    def _remove(self, key: int, size: int) -> None:
+        self._seen.discard(key)
+        self.alive -= size
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _flops(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
+    """Return the flops of an operation that arithmetic limits; 0 for one that moves bytes."""
+    packet, aten = operation.overloadpacket, torch.ops.aten
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=out)
+    if packet in (aten._cdist_forward, VALUE_OF_PAIRS):  # subtract, square or absolute value, add
+        return 3 * prod(out.shape) * args[0].shape[-1]
+    if packet in (aten._cdist_backward, GRADIENT_OF_PAIRS):  # once for each side
+        return 6 * prod(args[0].shape) * args[1].shape[-1]
+    return 0

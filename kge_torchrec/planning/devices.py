@@ -1,8 +1,7 @@
-"""Devices to plan for: their memory, and how fast bytes move in and between them.
+"""Devices to plan for: their memory, and how fast bytes move in them and between them.
 
-Presets are the vendors' data sheets, with the memory that CUDA reports as total; others come from a
-YAML file.  The speeds only feed the model of a step's time; what fits depends on memory alone.
-Collectives are rings: each rank sends to the next one, on its host or not.
+The presets hold the vendors' data sheets, with the memory that CUDA reports as total. A YAML file
+can add devices. Only memory decides what fits; the speeds feed the model of a step's time.
 """
 
 from __future__ import annotations
@@ -14,8 +13,6 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.embeddings.torchrec.planner import GIB, host_memory
@@ -25,9 +22,9 @@ GB = 10**9
 
 @dataclass(frozen=True)
 class Device:
-    """One GPU with its share of a host; or, of kind "cpu", a whole host that its ranks share.
+    """One GPU with its share of a host, or (kind "cpu") a whole host that its ranks share.
 
-    Bandwidths are bytes a second in one direction.
+    Bandwidths are in bytes per second, in one direction.
     """
 
     name: str
@@ -35,78 +32,21 @@ class Device:
     memory: int  # bytes of one GPU; 0 for a CPU
     memory_bandwidth: float  # of one GPU, or of a host's main memory
     gather_bandwidth: float  # the same for single rows at random places
-    flops: float  # a second, in large products of float32; a multiply-add is two
-    flops_16bit: float  # the same of bfloat16 and float16
+    flops: float  # per second, in large products of float32; a multiply-add counts as two
+    flops_16bit: float  # the same in bfloat16 and float16
     host_link: float  # between a GPU and main memory
     within_host: float  # from one rank to the others on its host
     between_hosts: float  # from one rank to other hosts
-    host_memory: int  # bytes of main memory of one host
-    launch: float  # seconds that starting one operation takes
+    host_memory: int  # bytes of main memory of one host; 0 for this machine's
+    launch: float  # seconds to start one operation
 
     @property
     def is_cuda(self) -> bool:
+        """Whether the device is a GPU."""
         return self.kind == "cuda"
 
 
-def _gpu(
-    name: str,
-    memory_gib: float,
-    memory_gb_per_s: float,
-    tflops: float,
-    tflops_16bit: float,
-    host_link_gb_per_s: float,
-    within_host_gb_per_s: float,
-    between_hosts_gb_per_s: float,
-    host_memory_gib: float,
-) -> Device:
-    return Device(
-        name,
-        "cuda",
-        memory=int(memory_gib * GIB),
-        memory_bandwidth=memory_gb_per_s * GB,
-        # Rows of some hundred bytes at random places reach about two thirds of a GPU's bandwidth.
-        gather_bandwidth=memory_gb_per_s * GB * 2 / 3,
-        flops=tflops * 1e12,
-        flops_16bit=tflops_16bit * 1e12,
-        host_link=host_link_gb_per_s * GB,
-        within_host=within_host_gb_per_s * GB,
-        between_hosts=between_hosts_gb_per_s * GB,
-        host_memory=int(host_memory_gib * GIB),
-        launch=5e-6,
-    )
-
-
-_PRESETS = [
-    #    name          GiB     GB/s  TFLOP/s  16-bit  PCIe  NVLink  network  host GiB
-    _gpu("A100-40GB", 39.4, 1555, 19.5, 312, 32, 300, 25, 1024),
-    _gpu("A100-80GB", 79.1, 2039, 19.5, 312, 32, 300, 25, 1024),
-    _gpu("H100-80GB", 79.1, 3350, 67, 989, 64, 450, 50, 2048),
-    _gpu("H200-141GB", 139.8, 4800, 67, 989, 64, 450, 50, 2048),
-    _gpu("B200-180GB", 178.3, 7700, 75, 2250, 64, 900, 50, 2048),
-    _gpu("L4-24GB", 22.0, 300, 30.3, 121, 32, 32, 3, 192),
-    # Two cores of a virtual machine, as measured for this project; between ranks by
-    # gloo over the loopback, which shared memory is faster than.
-    Device(
-        "CPU",
-        "cpu",
-        memory=0,
-        memory_bandwidth=32 * GB,
-        gather_bandwidth=4.2 * GB,
-        flops=150e9,
-        flops_16bit=150e9,
-        host_link=32 * GB,
-        within_host=1.5 * GB,
-        between_hosts=1.25 * GB,
-        host_memory=0,  # this machine's, unless the name says more
-        launch=1.5e-5,
-    ),
-]
-PRESETS = {device.name: device for device in _PRESETS}
-# FBGEMM's wheels hold machine code for compute capability 8.0, 9.0 and 10.0, and no PTX.
-_OLDEST_CAPABILITY = "8.0"
-_TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
-
-# Keys of a device file, and what one unit of each is in the fields above.
+# Keys of a device file: the field that each one sets, and its unit.
 _UNITS = {
     "memory_gib": ("memory", GIB),
     "memory_gb_per_s": ("memory_bandwidth", GB),
@@ -119,11 +59,69 @@ _UNITS = {
     "host_memory_gib": ("host_memory", GIB),
     "launch_us": ("launch", 1e-6),
 }
+_GPUS = {
+    #              GiB    GB/s  TFLOP/s 16-bit PCIe NVLink network host GiB
+    "A100-40GB": (39.4, 1555, 19.5, 312, 32, 300, 25, 1024),
+    "A100-80GB": (79.1, 2039, 19.5, 312, 32, 300, 25, 1024),
+    "H100-80GB": (79.1, 3350, 67, 989, 64, 450, 50, 2048),
+    "H200-141GB": (139.8, 4800, 67, 989, 64, 450, 50, 2048),
+    "B200-180GB": (178.3, 7700, 75, 2250, 64, 900, 50, 2048),
+    "L4-24GB": (22.0, 300, 30.3, 121, 32, 32, 3, 192),
+}
+# Two cores of a virtual machine, measured for this project. The bandwidth between ranks is that of
+# gloo over the loopback; shared memory is faster.
+_CPU = Device(
+    name="CPU",
+    kind="cpu",
+    memory=0,
+    memory_bandwidth=32 * GB,
+    gather_bandwidth=4.2 * GB,
+    flops=150e9,
+    flops_16bit=150e9,
+    host_link=32 * GB,
+    within_host=1.5 * GB,
+    between_hosts=1.25 * GB,
+    host_memory=0,
+    launch=1.5e-5,
+)
+
+
+def _gpu(name: str, *row: float) -> Device:
+    """Return a preset from one line of the table above."""
+    keys = [key for key in _UNITS if key not in ("gather_gb_per_s", "launch_us")]
+    return Device(
+        name,
+        "cuda",
+        # A GPU reaches about two thirds of its bandwidth for rows of some hundred bytes.
+        gather_bandwidth=row[1] * GB * 2 / 3,
+        launch=5e-6,
+        **_in_bytes(dict(zip(keys, row, strict=True))),
+    )
+
+
+def _in_bytes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Device from keys and values of a device file."""
+    found = {}
+    for key, value in values.items():
+        name, unit = _UNITS[key]
+        found[name] = int(value * unit) if unit is GIB else value * unit
+    return found
+
+
+PRESETS = {name: _gpu(name, *row) for name, row in _GPUS.items()} | {_CPU.name: _CPU}
+# FBGEMM's wheels hold machine code for compute capability 8.0, 9.0 and 10.0, and no PTX.
+_OLDEST_CAPABILITY = "8.0"
+_TOO_OLD = {"p100": "6.0", "v100": "7.0", "t4": "7.5"}
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """W equal devices, one rank each, spread evenly over hosts."""
+    """W equal devices, one rank each, spread evenly over hosts.
+
+    Raises:
+        ConfigError: There is no device or no host, or the hosts would not hold equally many
+            devices.
+    """
 
     device: Device
     world_size: int
@@ -141,11 +139,11 @@ class Cluster:
 
     @property
     def local_world_size(self) -> int:
-        """Ranks on one host."""
+        """Number of ranks on one host."""
         return self.world_size // self.hosts
 
     def host_of(self, rank: int) -> int:
-        """The host of a rank: ranks are numbered host by host, as torchrun does."""
+        """Return the host of a rank. Ranks are numbered host by host, as torchrun does."""
         return rank // self.local_world_size
 
     def __str__(self) -> str:
@@ -156,12 +154,16 @@ class Cluster:
 def parse_devices(
     text: str, hosts: int = 1, known: Mapping[str, Device] | None = None, host_gib: float = 0
 ) -> Cluster:
-    """A cluster from text such as "8xH100-80GB", "8xh100", "4xCPU" or "2xCPU-64GB".
+    """Return the cluster that a text such as "8xH100-80GB", "8xh100" or "2xCPU-64GB" names.
 
-    hosts: the devices are spread evenly over that many.
-    known: devices by name; default, the presets.
-    host_gib: GiB of main memory of one host; 0 takes the device's, for CPUs this machine's.
-    Raises ConfigError for text of another form, an unknown device and numbers below one.
+    Args:
+        text: Number and name of the devices.
+        hosts: Number of hosts, over which the devices are spread evenly.
+        known: Devices by name. Default: the presets.
+        host_gib: GiB of main memory of one host. 0 takes the device's, and for CPUs this machine's.
+
+    Raises:
+        ConfigError: The text has another form, the device is unknown, or a number is below one.
     """
     found = re.fullmatch(r"\s*(?:(-?\d+)\s*[xX*]\s*)?([A-Za-z][\w.+-]*)\s*", text)
     if not found:
@@ -176,11 +178,12 @@ def parse_devices(
 
 
 def read_devices(path: str | Path) -> dict[str, Device]:
-    """The presets and the devices of a YAML file, which may build on others by ``like``:
+    """Return the presets and the devices of a YAML file, which can build on others by ``like``.
 
         MI300X: {like: H200-141GB, memory_gib: 191.5, memory_gb_per_s: 5300}
 
-    Raises ConfigError naming the device and key that is wrong.
+    Raises:
+        ConfigError: The file is not valid; the message names the device and the key.
     """
     content = read_yaml(path)
     if not isinstance(content, dict):
@@ -196,11 +199,8 @@ def _from_values(name: str, values: Any, known: Mapping[str, Device], path: str 
         raise ConfigError(f"{name} in {path} should hold 'key: value' pairs")
     values = dict(values)
     like, kind = values.pop("like", None), values.pop("kind", None)
-    changes: dict[str, Any] = {"name": name}
-    if kind is not None:
-        if kind not in ("cuda", "cpu"):
-            raise ConfigError(f"{name}.kind in {path} must be cuda or cpu, got {kind!r}")
-        changes["kind"] = kind
+    if kind not in (None, "cuda", "cpu"):
+        raise ConfigError(f"{name}.kind in {path} must be cuda or cpu, got {kind!r}")
     for key, value in values.items():
         if key not in _UNITS:
             raise ConfigError(
@@ -208,8 +208,7 @@ def _from_values(name: str, values: Any, known: Mapping[str, Device], path: str 
             )
         if isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
             raise ConfigError(f"{name}.{key} in {path} must be a number >= 0, got {value!r}")
-        field, unit = _UNITS[key]
-        changes[field] = type(getattr(_PRESETS[0], field))(value * unit)
+    changes = {"name": name, **({"kind": kind} if kind else {}), **_in_bytes(values)}
     if like is not None:
         return replace(_find(str(like), known), **changes)
     missing = {field.name for field in fields(Device)} - changes.keys()
@@ -217,13 +216,13 @@ def _from_values(name: str, values: Any, known: Mapping[str, Device], path: str 
         keys = [key for key, (field, _) in _UNITS.items() if field in missing]
         raise ConfigError(
             f"{name} in {path} lacks {', '.join(sorted(missing & {'kind'}) + keys)}; "
-            "give them, or a device that it is like"
+            "set them, or name a device that it is like"
         )
     return Device(**changes)
 
 
 def _find(name: str, known: Mapping[str, Device]) -> Device:
-    """A device by its name, with or without "GB", or by the part before the memory if unique."""
+    """Return a device by its name, with or without "GB", or by the part before its memory."""
     if sized := re.fullmatch(r"(?i)cpu-(\d+(?:\.\d+)?)(?:GB|GiB)?", name):
         return replace(known["CPU"], name=name, host_memory=int(float(sized[1]) * GIB))
     plain = {_plain(known_name): device for known_name, device in known.items()}
@@ -236,41 +235,16 @@ def _find(name: str, known: Mapping[str, Device]) -> Device:
         raise ConfigError(
             f"--devices: {name} may be {' or '.join(d.name for d in same)}; say which"
         )
+    there_are = f"{', '.join(known)}, and others from a file (--device-file)"
     if capability := _TOO_OLD.get(_plain(name).split("-")[0]):
         raise ConfigError(
             f"--devices: FBGEMM's wheels need compute capability {_OLDEST_CAPABILITY} or more; "
-            f"{name} has {capability}. There are {', '.join(known)}, and others from a file "
-            "(--device-file)"
+            f"{name} has {capability}. There are {there_are}"
         )
     close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=0.5)
     hint = f"; did you mean {plain[close[0]].name}?" if close else ""
-    raise ConfigError(
-        f"--devices: no device {name!r}; there are {', '.join(known)}, and others from a file"
-        f" (--device-file){hint}"
-    )
+    raise ConfigError(f"--devices: no device {name!r}; there are {there_are}{hint}")
 
 
 def _plain(name: str) -> str:
     return name.lower().removesuffix("gib").removesuffix("gb")
-
-
-@dataclass(frozen=True)
-class Ring:
-    """Some ranks of a cluster, in their order."""
-
-    cluster: Cluster
-    ranks: np.ndarray
-
-    def send(self, size: float, within: np.ndarray, between: np.ndarray) -> None:
-        """Adds ``size`` bytes, sent by every rank to the next, to (W,) bytes sent by each rank."""
-        if len(self.ranks) < 2:
-            return
-        hosts = self.ranks // self.cluster.local_world_size
-        leaves = hosts != np.roll(hosts, -1)
-        within[self.ranks] += np.where(leaves, 0, size)
-        between[self.ranks] += np.where(leaves, size, 0)
-
-    def all_reduce(self, size: float, within: np.ndarray, between: np.ndarray) -> None:
-        """The same for an all-reduce of ``size`` bytes: each rank sends 2 (n - 1) / n of them."""
-        count = len(self.ranks)
-        self.send(2 * (count - 1) / count * size, within, between)

@@ -1,27 +1,118 @@
-"""How the dense parameters lie on the ranks, in bytes: what ``distributed.dense`` does, planned.
-
-Shapes: P numbers in the dense parameters, W ranks.
-"""
+"""A run with its devices and layout: where the entity table and the dense parameters lie."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from kge_torchrec.config import ConfigError, DenseConfig
-from kge_torchrec.embeddings.torchrec.planner import Bytes, dense_state_numbers
-from kge_torchrec.planning.devices import Cluster, Ring
+from kge_torchrec.embeddings.torchrec.planner import (
+    DENSE,
+    FUSED,
+    SHARDINGS,
+    UVM,
+    UVM_CACHING,
+    VALUE_BYTES,
+    Bytes,
+    TableForm,
+    check_cuda_dim,
+    dense_state_numbers,
+)
+from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.workload import Workload
+
+KERNELS = (FUSED, UVM, UVM_CACHING)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How the entity table is laid out.
+
+    Args:
+        sharding: row_wise, column_wise, table_wise or data_parallel.
+        kernel: fused (rows on the device), fused_uvm (in main memory) or fused_uvm_caching (in main
+            memory with a cache on the GPU). Does not apply to data_parallel.
+        cache_ratio: Share of the rows that the cache holds.
+        dtype: Type of the table's values: fp32, fp16 or bf16.
+        replicas: 2-D parallelism: number of whole tables, each laid out over W / replicas ranks.
+        sync_every: Steps between averaging the replicas.
+        reserve: Share of each device's memory, and of a CPU host's, that is left free.
+
+    Raises:
+        ConfigError: A value is none of these.
+    """
+
+    sharding: str = "row_wise"
+    kernel: str = FUSED
+    cache_ratio: float = 0.2
+    dtype: str = "fp32"
+    replicas: int = 1
+    sync_every: int = 100
+    reserve: float = 0.05
+
+    def __post_init__(self) -> None:
+        choices = {"sharding": SHARDINGS, "kernel": KERNELS, "dtype": tuple(VALUE_BYTES)}
+        for name, allowed in choices.items():
+            value = getattr(self, name)
+            if value not in allowed:
+                raise ConfigError(f"--{name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name in ("replicas", "sync_every"):
+            if getattr(self, name) < 1:
+                flag = f"--{name.replace('_', '-')}"
+                raise ConfigError(f"{flag} must be an integer >= 1, got {getattr(self, name)}")
+        if not 0 < self.cache_ratio < 1:
+            raise ConfigError(f"--cache-ratio must be in (0, 1), got {self.cache_ratio}")
+        if not 0 <= self.reserve < 1:
+            raise ConfigError(f"--reserve must be in [0, 1), got {self.reserve}")
+
+    @property
+    def is_replicated(self) -> bool:
+        """Whether every rank holds the whole table."""
+        return self.sharding == "data_parallel"
+
+    def notes(self) -> list[str]:
+        """Return what stands between this layout and training with it."""
+        found = []
+        if self.sharding != "row_wise":
+            found.append(f"{self.sharding} is planned only: training splits the table by rows")
+        if self.kernel != FUSED or self.dtype != "fp32":
+            found.append("training has only fp32 tables and the kernel fused so far")
+        if self.dtype == "bf16":
+            found.append(
+                "FBGEMM 1.8 trains no bf16 tables on CUDA (its kernels take float and half, its "
+                "cache refuses bf16): fp16 has the same size"
+            )
+        if self.replicas > 1:
+            found.append(
+                f"2-D parallelism is planned only; it averages its replicas every "
+                f"{self.sync_every} steps, so it is not synchronous training"
+            )
+        return found
+
+    def __str__(self) -> str:
+        parts = [self.sharding, DENSE if self.is_replicated else self.kernel]
+        if self.kernel == UVM_CACHING:
+            parts.append(f"cache {self.cache_ratio:.3g}")
+        parts.append(self.dtype)
+        if self.replicas > 1:
+            parts.append(f"{self.replicas} replicas")
+        return ", ".join(parts)
 
 
 @dataclass(frozen=True)
 class DenseLayout:
-    """Copies of all parameters, each split over some ranks.
+    """How the dense parameters lie on the ranks: copies of all, each split over some ranks.
 
-    splits: neighbouring ranks that hold a copy together; 1 if every rank holds all.
-    is_sharded: fsdp or hybrid, which gather whole parameters to run.
-    gathers: how often they do for a forward and backward.
-    offload: parts, their gradients and optimizer state lie in main memory.
+    It follows ``distributed.dense``.
+
+    Args:
+        splits: Number of neighboring ranks that hold a copy together; 1 if every rank holds all.
+        is_sharded: Whether the wrapper is fsdp or hybrid, which gather whole parameters to run.
+        gathers: Number of gathers per forward and backward.
+        offload: Whether parts, their gradients and optimizer state lie in main memory.
     """
 
     splits: int = 1
@@ -31,77 +122,137 @@ class DenseLayout:
 
     @classmethod
     def of(cls, config: DenseConfig, cluster: Cluster) -> DenseLayout:
-        """Raises ConfigError where training would, when the ranks do not allow it."""
+        """Return the layout that a config means.
+
+        Raises:
+            ConfigError: Training would refuse the config on these ranks.
+        """
         ranks = cluster.world_size
         if config.wrapper == "none" and ranks > 1:
-            raise ConfigError(f"dense.wrapper none is of one rank, not of {ranks}; use auto")
+            raise ConfigError(f"dense.wrapper none is for one rank, not for {ranks}; use auto")
         if config.wrapper not in ("fsdp", "hybrid"):
             return cls()
         copies = (config.replicas or cluster.hosts) if config.wrapper == "hybrid" else 1
         if ranks % copies:
             raise ConfigError(
-                f"dense.replicas: {ranks} ranks cannot be dealt to {copies} groups of equal size"
+                f"dense.replicas: {ranks} ranks cannot be split into {copies} equal groups"
             )
         gathers = 2 if config.sharding == "full" else 1
         return cls(ranks // copies, True, gathers, config.cpu_offload)
 
-    def collectives(self, cluster: Cluster) -> int:
-        """Of a step, on several ranks: an all-reduce; or gathers, a scatter and a sum of copies."""
-        if not self.is_sharded:
-            return 1
-        copies = cluster.world_size // self.splits
-        return self.gathers + (2 if copies > 1 else 1)
+    def memory(self, workload: Workload, is_cuda: bool) -> Bytes:
+        """Return a rank's bytes of parameters, gradients and optimizer state, all float32.
 
-    def memory(self, numbers: int, optimizer: str, is_cuda: bool) -> Bytes:
-        """A rank's parameters, gradients and optimizer state of P numbers, all float32.
-
-        DDP's buckets are views of the gradients.  FSDP gathers whole parameters; the whole
-        gradients that it scatters are among the activations, as backward makes them.
+        DDP's buckets are views of the gradients. FSDP gathers whole parameters. It scatters whole
+        gradients: those of a backward are among the activations. Against all entities they are
+            summed over blocks first, and held once more where they are sent.
         """
-        each = 4 * (2 + dense_state_numbers(optimizer))
+        numbers = workload.dense_parameters
+        each = 4 * (2 + dense_state_numbers(workload.optimizer))
         kept = -(-numbers // self.splits) * each
         whole = 4 * numbers if self.is_sharded else 0
+        if workload.is_full:
+            whole *= 3 if self.splits > 1 else 2
         if not is_cuda:
             return Bytes(main=kept + whole)
         return Bytes(device=whole, main=kept) if self.offload else Bytes(device=kept + whole)
 
-    def send(
-        self,
-        numbers: int,
-        cluster: Cluster,
-        micro_batches: int,
-        within: np.ndarray,
-        between: np.ndarray,
-    ) -> None:
-        """Adds the bytes that each rank sends in a step, (W,), all collectives being rings.
 
-        Parameters are gathered for every micro-batch, gradients travel at the last.
+@dataclass(frozen=True)
+class Setup:
+    """What to plan: a run, the devices and the layout."""
+
+    workload: Workload
+    cluster: Cluster
+    layout: Layout
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the devices are GPUs."""
+        return self.cluster.device.is_cuda
+
+    @property
+    def place(self) -> str:
+        """Memory that a rank computes in, as a field of Bytes: "device" or "main"."""
+        return "device" if self.is_cuda else "main"
+
+    @property
+    def groups(self) -> list[np.ndarray]:
+        """Ranks of each whole table: neighbors, so that rows travel as little as possible."""
+        ranks = np.arange(self.cluster.world_size)
+        return np.split(ranks, len(ranks) if self.layout.is_replicated else self.layout.replicas)
+
+    @cached_property
+    def dense(self) -> DenseLayout:
+        """The layout of the dense parameters."""
+        return DenseLayout.of(self.workload.config.dense, self.cluster)
+
+    @cached_property
+    def form(self) -> TableForm:
+        """The form of a shard's rows and optimizer state."""
+        entities, layout = self.workload.config.entities, self.layout
+        options = entities.sparse_options(self.workload.optimizer)
+        by_hand = entities.engine == "handrolled"
+        counts = options.bias_correction == "row" and "adam" in self.workload.optimizer
+        return TableForm(
+            self.workload.optimizer,
+            DENSE if layout.is_replicated else layout.kernel,
+            layout.cache_ratio if layout.kernel == UVM_CACHING else 0.0,
+            VALUE_BYTES[layout.dtype],
+            state_bytes=2 if by_hand and options.state_dtype == "bf16" else 4,
+            counts_rows=by_hand and counts,
+            state_in_main=by_hand and options.state_device == "cpu",
+        )
+
+    @property
+    def dim_multiple(self) -> int:
+        """The number that must divide D: FBGEMM's CUDA kernels read four elements at a time."""
+        return 4 if self.is_cuda and self.workload.config.entities.engine == "torchrec" else 1
+
+    def check(self) -> None:
+        """Check that the layout goes with the run and the devices.
+
+        Raises:
+            ConfigError: It does not; the message says why.
         """
-        ranks, copies = np.arange(cluster.world_size), cluster.world_size // self.splits
-        passes = self.gathers * micro_batches + 1 if self.is_sharded else 0
-        self._send_parts(passes, numbers, cluster, within, between)
-        for group in ranks.reshape(copies, self.splits).T:
-            Ring(cluster, group).all_reduce(4 * numbers / self.splits, within, between)
+        layout, config, ranks = self.layout, self.workload.config, self.cluster.world_size
+        if ranks % layout.replicas:
+            raise ConfigError(
+                f"--replicas: {ranks} devices cannot be split into {layout.replicas} equal groups"
+            )
+        if self.workload.is_full and (layout.sharding != "row_wise" or layout.replicas > 1):
+            raise ConfigError(
+                f"--sharding: with negatives.regime {config.negatives.regime} every rank scores "
+                "its own rows of one table; only row_wise without replicas does that"
+            )
+        if layout.is_replicated and layout.kernel != FUSED:
+            raise ConfigError(
+                "--kernel: data_parallel tables lie whole on every device, never in UVM"
+            )
+        if self.is_cuda:
+            if self.dim_multiple > 1:
+                check_cuda_dim(self.workload.dim)
+        elif layout.kernel != FUSED:
+            raise ConfigError(
+                f"--kernel: {layout.kernel} needs GPUs; the rows of a CPU are in main memory"
+            )
+        elif layout.dtype != "fp32":
+            raise ConfigError(f"--dtype: CPU tables are fp32, not {layout.dtype}")
+        elif layout.replicas > 1:
+            raise ConfigError("--replicas: TorchRec's 2-D parallelism (DMPCollection) needs GPUs")
 
-    def send_whole(
-        self, numbers: int, cluster: Cluster, within: np.ndarray, between: np.ndarray
-    ) -> None:
-        """The same of a step that gathers parameters once and sums gradients whole."""
-        if self.is_sharded:
-            self._send_parts(1, numbers, cluster, within, between)
-        ring = Ring(cluster, np.arange(cluster.world_size))
-        ring.all_reduce(4 * numbers, within, between)
+    def changed(self, changes: dict[str, Any]) -> Setup:
+        """Return the setup with other values.
 
-    def _send_parts(
-        self,
-        passes: int,
-        numbers: int,
-        cluster: Cluster,
-        within: np.ndarray,
-        between: np.ndarray,
-    ) -> None:
-        """Of P numbers all parts to or from all ranks of a copy, so many times."""
-        copies = cluster.world_size // self.splits
-        size = passes * (self.splits - 1) * 4 * numbers / self.splits
-        for group in np.split(np.arange(cluster.world_size), copies):
-            Ring(cluster, group).send(size, within, between)
+        Args:
+            changes: Values of config keys (with a dot, such as "train.batch_size") and of fields of
+                the layout.
+
+        Raises:
+            ConfigError: The config or the layout does not allow a value.
+        """
+        settings = {key: value for key, value in changes.items() if "." in key}
+        layout = {key: value for key, value in changes.items() if "." not in key}
+        return Setup(
+            self.workload.with_settings(settings), self.cluster, replace(self.layout, **layout)
+        )

@@ -1,26 +1,25 @@
-"""A picture of a plan: a column a rank, what fills it, and the line it must stay below."""
+"""The picture of a plan: one bar per rank, its parts, and the limit it must stay below."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
-from kge_torchrec.embeddings.torchrec.planner import GIB, amount
-from kge_torchrec.planning.memory import PARTS, SHARED
-from kge_torchrec.planning.plan import Limit, TrainingPlan
-from kge_torchrec.planning.report import rank_groups, ranks_text
+from kge_torchrec.embeddings.torchrec.planner import GIB, amount, ranks_text
+from kge_torchrec.planning.plan import TrainingPlan
+from kge_torchrec.planning.report import rank_groups
 
-MOST_COLUMNS = 16  # more ranks are drawn as groups that hold the same
-_SMALL = 0.1  # a host's memory that is filled less than this is a line of text
+MOST_BARS = 16  # more ranks are drawn as groups that hold the same
+_SMALL = 0.1  # a host's memory that is filled less than this becomes a line of text
 
-# Okabe and Ito's colours (2008), which differ for any colour vision; greys for the process.
-_COLOURS = {
+# Okabe and Ito's colors (2008), which differ for any color vision, in the order of PARTS.
+_COLORS = {
     "weights": "#0072B2",
     "optimizer state": "#56B4E9",
     "cache": "#009E73",
@@ -37,151 +36,91 @@ _LIMIT = "#B00000"
 
 
 @dataclass(frozen=True)
-class _Column:
-    """One bar: its name and the bytes of its parts."""
-
-    name: str
-    parts: dict[str, int]
-
-    @property
-    def total(self) -> int:
-        return sum(self.parts.values())
-
-
-@dataclass(frozen=True)
 class _Panel:
-    """Bars of one kind of memory, with its limits in bytes."""
+    """Bars of one kind of memory: bytes by part and name of the bar; the limits in bytes."""
 
     title: str
-    columns: Sequence[_Column]
+    bars: dict[str, dict[str, int]]
     usable: float
     capacity: float
 
 
 def draw(plan: TrainingPlan, path: str | Path) -> None:
-    """Writes a PNG, SVG or PDF, by the ending of the path."""
+    """Write the picture; the ending of the path chooses PNG, SVG or PDF."""
     panels, remark = _panels(plan)
-    widths = [max(2.4, 0.75 * len(panel.columns)) for panel in panels]
+    widths = [max(2.4, 0.75 * len(panel.bars)) for panel in panels]
     figure = Figure(figsize=(sum(widths) + 1.7 * len(panels) + 1.9, 5.4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots(1, len(panels), width_ratios=widths, squeeze=False)[0]
     for axis, panel in zip(axes, panels, strict=True):
         _draw_panel(axis, panel)
-    shown = [p for p in PARTS if any(c.parts.get(p) for panel in panels for c in panel.columns)]
-    handles = [Patch(color=_COLOURS[part], label=part) for part in reversed(shown)]
+    bars = [bar for panel in panels for bar in panel.bars.values()]
+    shown = [part for part in _COLORS if any(bar.get(part) for bar in bars)]
+    handles = [Patch(color=_COLORS[part], label=part) for part in reversed(shown)]
     figure.legend(handles=handles, loc="outside right center", frameon=False, fontsize=9)
-    figure.suptitle(_title(plan), fontsize=11, x=0.02, ha="left")
+    work, verdict = plan.workload, "fits" if plan.fits else "does not fit"
+    title = f"{work.num_entities:,} entities x {work.dim}, {work.optimizer}: {verdict}"
+    figure.suptitle(f"{title}\n{plan.cluster}, {plan.layout}", fontsize=11, x=0.02, ha="left")
     if remark:
         figure.supxlabel(remark, fontsize=9, x=0.02, ha="left")
     figure.savefig(path, dpi=150)
 
 
-def _title(plan: TrainingPlan) -> str:
-    workload = plan.workload
-    verdict = "fits" if plan.fits else "does not fit"
-    return (
-        f"{workload.num_entities:,} entities x {workload.dim}, {workload.optimizer}: {verdict}\n"
-        f"{plan.cluster}, {plan.choice}"
-    )
-
-
 def _panels(plan: TrainingPlan) -> tuple[list[_Panel], str]:
-    """The panels, and in words the main memory that is too empty for one."""
-    limits = [limit for limit in plan.limits if limit.place.startswith("main")]
-    fullest = max(limits, key=lambda limit: limit.need)
+    """Return the panels, and in words the main memory that is too empty for one."""
+    fullest = max(plan.limits_of("main"), key=lambda limit: limit.need)
     local = plan.cluster.local_world_size
-    if not plan.cluster.device.is_cuda:
-        title = "main memory" if local == 1 else f"main memory, each with 1/{local} of its host's"
-        columns = _rank_columns(plan, "main")
-        return [_Panel(title, columns, fullest.usable / local, fullest.capacity / local)], ""
-    device = next(limit for limit in plan.limits if limit.place.startswith("device"))
-    panels = [
-        _Panel("device memory", _rank_columns(plan, "device"), device.usable, device.capacity)
-    ]
-    if fullest.need < _SMALL * fullest.usable:
-        return panels, _words(fullest)
-    columns = _host_columns(plan)
-    panels.append(_Panel("main memory of a host", columns, fullest.usable, fullest.capacity))
-    return panels, ""
-
-
-def _words(limit: Limit) -> str:
-    return f"main memory of a host: {amount(limit.need)} of {amount(limit.usable)} usable"
-
-
-def _rank_columns(plan: TrainingPlan, place: str) -> list[_Column]:
     groups = [(rank, rank, rank) for rank in range(plan.cluster.world_size)]
-    if len(groups) > MOST_COLUMNS:
+    if len(groups) > MOST_BARS:
         groups = rank_groups(plan)
-    return [
-        _Column(
-            ranks_text(first, last).replace(" ", "\n"),
-            {part: getattr(size, place) for part, size in plan.memory[fullest].items()},
-        )
-        for first, last, fullest in groups[:MOST_COLUMNS]
-    ]
-
-
-def _host_columns(plan: TrainingPlan) -> list[_Column]:
-    local = plan.cluster.local_world_size
-    columns = []
-    for host in range(min(plan.cluster.hosts, MOST_COLUMNS)):
-        ranks = range(host * local, (host + 1) * local)
-        parts = {
-            part: sum(plan.memory[r][part].main for r in (ranks[:1] if part in SHARED else ranks))
-            for part in PARTS
+    ranks = {
+        ranks_text(first, last).replace(" ", "\n"): {
+            part: getattr(size, plan.place) for part, size in plan.memory[rank].items()
         }
-        columns.append(_Column(f"host\n{host}", parts))
-    return columns
+        for first, last, rank in groups[:MOST_BARS]
+    }
+    if not plan.is_cuda:
+        title = "main memory" if local == 1 else f"main memory, each with 1/{local} of its host's"
+        return [_Panel(title, ranks, fullest.usable / local, fullest.capacity / local)], ""
+    device = plan.limits_of("device")[0]
+    panels = [_Panel("device memory", ranks, device.usable, device.capacity)]
+    title = "main memory of a host"
+    if fullest.need < _SMALL * fullest.usable:
+        return panels, f"{title}: {amount(fullest.need)} of {amount(fullest.usable)} usable"
+    hosts = range(min(plan.cluster.hosts, MOST_BARS))
+    bars = {f"host\n{host}": plan.host_memory(host) for host in hosts}
+    return [*panels, _Panel(title, bars, fullest.usable, fullest.capacity)], ""
 
 
 def _draw_panel(axis: Axes, panel: _Panel) -> None:
-    highest = max(panel.capacity, *(column.total for column in panel.columns)) / GIB
-    usable = panel.usable / GIB
-    for at, column in enumerate(panel.columns):
-        top = _draw_column(axis, at, column, highest)
-        label, colour = f"{top:.3g}", "black"
-        if top > usable:
-            label, colour = f"{top:.3g}\n+{top - usable:.3g}", _LIMIT
-        axis.text(
-            at, top + 0.01 * highest, label, ha="center", va="bottom", fontsize=8, color=colour
-        )
-    _draw_limit(axis, usable, "usable", "-", "top")
-    _draw_limit(axis, panel.capacity / GIB, "capacity", ":", "bottom")
-    empty = max(0.0, 3 - len(panel.columns)) / 2  # few columns are no wider than many
-    axis.set_xlim(-0.6 - empty, len(panel.columns) - 0.4 + empty)
+    totals = np.array([sum(bar.values()) for bar in panel.bars.values()]) / GIB
+    usable, capacity = panel.usable / GIB, panel.capacity / GIB
+    highest = max(capacity, *totals)
+    top = np.zeros(len(totals))
+    for part, color in _COLORS.items():
+        heights = np.array([bar.get(part, 0) for bar in panel.bars.values()]) / GIB
+        bars = axis.bar(range(len(top)), heights, 0.74, top, color=color)
+        labels = [f"{height:.3g}" if height > 0.04 * highest else "" for height in heights]
+        text = "white" if part in _DARK else "black"
+        axis.bar_label(bars, labels, label_type="center", fontsize=8, color=text)
+        top += heights
+    for at, total in enumerate(totals):
+        over = f"\n+{total - usable:.3g}" if total > usable else ""
+        place = (at, total + 0.01 * highest, f"{total:.3g}{over}")
+        color = _LIMIT if over else "black"
+        axis.text(*place, ha="center", va="bottom", fontsize=8, color=color)
+    for name, level, style, va in (
+        ("usable", usable, "-", "top"),
+        ("capacity", capacity, ":", "bottom"),
+    ):
+        axis.axhline(level, color=_LIMIT, linestyle=style, linewidth=1.3)
+        right = axis.get_yaxis_transform()  # x as a share of the axis, y in GiB
+        text = f" {name} {level:.4g}"
+        axis.text(1.0, level, text, transform=right, va=va, fontsize=8, color=_LIMIT)
+    empty = max(0.0, 3 - len(panel.bars)) / 2  # a few bars are no wider than many
+    axis.set_xlim(-0.6 - empty, len(panel.bars) - 0.4 + empty)
     axis.set_ylim(0, 1.12 * highest)
-    axis.set_xticks(range(len(panel.columns)), [c.name for c in panel.columns], fontsize=8)
+    axis.set_xticks(range(len(panel.bars)), list(panel.bars), fontsize=8)
     axis.set_ylabel("GiB")
     axis.set_title(panel.title, fontsize=10)
     axis.spines[["top", "right"]].set_visible(False)
-
-
-def _draw_column(axis: Axes, at: int, column: _Column, highest: float) -> float:
-    """Stacks a column's parts, with numbers where there is room; returns its height in GiB."""
-    top = 0.0
-    for part in PARTS:
-        height = column.parts.get(part, 0) / GIB
-        axis.bar(at, height, 0.74, top, color=_COLOURS[part])
-        if height > 0.04 * highest:
-            colour = "white" if part in _DARK else "black"
-            middle = top + height / 2
-            axis.text(
-                at, middle, f"{height:.3g}", ha="center", va="center", fontsize=8, color=colour
-            )
-        top += height
-    return top
-
-
-def _draw_limit(axis: Axes, level: float, name: str, style: str, below: str) -> None:
-    axis.axhline(level, color=_LIMIT, linestyle=style, linewidth=1.3)
-    axis.annotate(
-        f"{name} {level:.4g}",
-        (1.0, level),
-        xycoords=("axes fraction", "data"),
-        xytext=(3, 0),
-        textcoords="offset points",
-        va=below,
-        fontsize=8,
-        color=_LIMIT,
-    )

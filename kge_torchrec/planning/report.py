@@ -1,95 +1,109 @@
-"""What a dry run says, as text."""
+"""The report of a plan: as text, as the JSON that training can take, and as the files of a run.
+
+    {"format", "version", "packages", "table", "world", "sharding": {"shards": [...]}, "fits",
+     "memory", "limits", "traffic", "step", "advice", ...}
+
+Bytes are integers, times seconds. ``embeddings.torchrec.planned`` reads the file.
+"""
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import Any
 
-from kge_torchrec.embeddings.torchrec.planner import amount, runs
-from kge_torchrec.planning.advice import (
-    Advice,
-    Faster,
-    batch_of_rank,
-    examples_per_second,
-    fill,
-    fixed_share,
+import torch
+
+from kge_torchrec import files
+from kge_torchrec.config import Config
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.embeddings.torchrec.planned import FORMAT, VERSION, package_versions
+from kge_torchrec.embeddings.torchrec.planner import (
+    amount,
+    device_memory,
+    host_memory,
+    ranks_text,
+    runs,
 )
-from kge_torchrec.planning.communication import KINDS
+from kge_torchrec.planning.advice import Advice, Faster, fullest_limit
+from kge_torchrec.planning.devices import PRESETS, Cluster, Device
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.memory import PARTS, TABLE_PARTS
-from kge_torchrec.planning.plan import TrainingPlan
+from kge_torchrec.planning.plan import TrainingPlan, plan_training
+from kge_torchrec.planning.step import KINDS, Traffic
+from kge_torchrec.planning.workload import Workload
+from kge_torchrec.training.session import Session
 
+log = logging.getLogger(__name__)
 Rows = list[list[str]]
 
 
 def report(plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | None = None) -> str:
-    """The whole answer: layout, memory, traffic, time; what makes it faster, what makes it fit."""
+    """Return the plan as text: layout, memory, traffic, time; what makes it faster or fit."""
+    sends = plan.cluster.world_size > 1
     blocks = [
         _head(plan),
         _table(_memory(plan)),
         "\n".join(_limits(plan)),
-        _table(_traffic(plan)) if plan.cluster.world_size > 1 else "one device sends nothing",
+        _table(_traffic(plan)) if sends else "one device sends nothing",
         "\n".join(_duplicates(plan)),
         "\n".join(_times(plan)),
     ]
     if quicker is not None:
         blocks.append("\n".join(_faster(quicker)))
     if not plan.fits:
-        blocks.append("\n".join(_overruns(plan)))
-        blocks.append("\n".join(["What would make it fit:", *_advice(advice)]))
-    blocks += ["\n".join(f"note: {note}" for note in plan.notes)] if plan.notes else []
+        blocks += _beside_the_table(plan)
+        lines = [f"  {'+' if item.fits else '-'} {item.change} {item.result}" for item in advice]
+        blocks.append("\n".join(["What would make it fit:", *lines]))
+    if plan.notes:
+        blocks.append("\n".join(f"note: {note}" for note in plan.notes))
     return "\n\n".join(blocks)
 
 
 def comparison(plans: Sequence[TrainingPlan]) -> str:
-    """One line a layout, in the order given."""
-    is_cuda = plans[0].cluster.device.is_cuda
-    rows = [["layout", "fits", "device, fullest rank" if is_cuda else "", "main, fullest host",
-             "modelled step", "largest part"]]  # fmt: skip
+    """Return a table of layouts, one line each, in the order given."""
+    is_cuda = plans[0].is_cuda
+    rows = [["layout", "fits", "device, fullest rank", "main, fullest host", "modelled step",
+             "largest part"]]  # fmt: skip
     for plan in plans:
-        host = max((x for x in plan.limits if x.place.startswith("main")), key=lambda x: x.need)
+        host = max(plan.limits_of("main"), key=lambda x: x.need)
         rows.append(
             [
-                str(plan.choice),
+                str(plan.layout),
                 "yes" if plan.fits else f"no, {amount(plan.overruns[0].over)} over",
-                amount(plan.total(plan.fullest).device) if is_cuda else "",
+                amount(plan.total(plan.fullest).device),
                 amount(host.need),
                 seconds(plan.step_seconds),
                 plan.largest_time,
             ]
         )
-    used = [column for column in zip(*rows, strict=True) if any(column)]
-    return _table([list(row) for row in zip(*used, strict=True)])
+    return _table(rows if is_cuda else [[*row[:2], *row[3:]] for row in rows])
 
 
 def _head(plan: TrainingPlan) -> str:
     workload, model = plan.workload, plan.workload.config.model
-    what = workload.config.negatives.examples
-    of_queries = "" if what == "triples" else f" {what}"
+    examples = workload.config.negatives.examples
+    of_queries = "" if examples == "triples" else f" {examples}"
     return (
-        f"{workload.num_entities:,} entities x {workload.dim} ({plan.choice.dtype}, "
+        f"{workload.num_entities:,} entities x {workload.dim} ({plan.layout.dtype}, "
         f"{workload.optimizer}), {model.scorer} with {workload.num_relations:,} relations, "
         f"{workload.num_triples:,} triples in batches of {workload.batch_size:,}{of_queries}\n"
-        f"{plan.cluster}: {plan.choice}\n"
+        f"{plan.cluster}: {plan.layout}\n"
         f"{'It fits.' if plan.fits else 'It does NOT fit.'}"
     )
 
 
 def rank_groups(plan: TrainingPlan) -> list[tuple[int, int, int]]:
-    """(first, last, fullest) of neighbouring ranks whose shards have the same size."""
+    """Return (first, last, fullest) of neighboring ranks whose shards have the same size."""
     sizes: list[tuple[tuple[int, int], ...]] = [()] * plan.cluster.world_size
     for shard in plan.shards:
         sizes[shard.rank] += ((shard.rows, shard.columns),)
-    is_cuda = plan.cluster.device.is_cuda
-
-    def need(rank: int) -> int:
-        total = plan.total(rank)
-        return total.device if is_cuda else total.main
-
-    return [(first, last, max(range(first, last + 1), key=need)) for first, last, _ in runs(sizes)]
-
-
-def ranks_text(first: int, last: int) -> str:
-    """ "rank 3" or "ranks 0-6"."""
-    return f"rank {first}" if first == last else f"ranks {first}-{last}"
+    return [
+        (first, last, max(range(first, last + 1), key=plan.need)) for first, last, _ in runs(sizes)
+    ]
 
 
 def _memory(plan: TrainingPlan) -> Rows:
@@ -101,7 +115,7 @@ def _memory(plan: TrainingPlan) -> Rows:
     rows.append(["rows", *(f"{sum(s.rows for s in shards):,}" for shards in of_rank)])
     columns = [", ".join(str(c) for c in sorted({s.columns for s in x})) for x in of_rank]
     rows.append(["columns", *columns])
-    for place in ("device", "main") if plan.cluster.device.is_cuda else ("main",):
+    for place in ("device", "main") if plan.is_cuda else ("main",):
         rows.append([f"{place} memory", *[""] * len(ranks)])
         for part in PARTS:
             sizes = [getattr(plan.memory[rank][part], place) for rank in ranks]
@@ -113,22 +127,25 @@ def _memory(plan: TrainingPlan) -> Rows:
 
 
 def _limits(plan: TrainingPlan) -> Iterator[str]:
-    """The fullest memory of each kind against its capacity."""
-    for kind in ("device", "main"):
-        limits = [limit for limit in plan.limits if limit.place.startswith(kind)]
+    """Yield the fullest memory of each kind against its capacity, and by how much it is over."""
+    for limits in (plan.limits_of("device"), plan.limits_of("main")):
         if not limits:
             continue
         fullest = max(limits, key=lambda limit: limit.need)
         share = fullest.need / fullest.usable if fullest.usable else float("inf")
+        over = sum(limit.over > 0 for limit in limits)
+        excess = f": {amount(fullest.over)} too much" if over else ""
+        others = f"; {over} such memories are too small" if over > 1 else ""
         yield (
             f"{fullest.place}: {amount(fullest.need)} of {amount(fullest.usable)} usable "
-            f"({share:.0%}; {amount(fullest.capacity)} less {plan.choice.reserve:.0%} left free)"
+            f"({share:.0%}; {amount(fullest.capacity)} less {plan.layout.reserve:.0%} left free)"
+            f"{excess}{others}"
         )
 
 
 def _traffic(plan: TrainingPlan) -> Rows:
     steps = plan.workload.steps_per_epoch
-    rows = [["sent by all ranks", "in a step", "to other hosts", "in an epoch", "to other hosts"]]
+    rows = [["sent by all ranks", "per step", "to other hosts", "per epoch", "to other hosts"]]
     for kind in (*KINDS, None):
         within, between = plan.traffic.total(kind)
         if within + between or kind is None:
@@ -139,30 +156,31 @@ def _traffic(plan: TrainingPlan) -> Rows:
 
 
 def _duplicates(plan: TrainingPlan) -> Iterator[str]:
-    asked, distinct = plan.lookups, plan.distinct
-    if not asked:
+    lookups, distinct = plan.lookups, plan.distinct
+    if not lookups:
         yield "every rank scores its own rows for all queries of a step: nothing is looked up"
         return
     yield (
-        f"a step looks {asked:,} entities up, {distinct:,.0f} different ones on their ranks: "
-        f"de-duplication saves {1 - distinct / asked:.0%} of them"
+        f"a step looks up {lookups:,} entities, {distinct:,.0f} different ones on their ranks: "
+        f"de-duplication saves {1 - distinct / lookups:.0%} of them"
     )
-    table = ("ids", "rows", "gradients")
-    without = sum(sum(plan.with_duplicates.total(kind)) for kind in table)
-    sent = sum(sum(plan.traffic.total(kind)) for kind in table)
+    sent, without = (
+        sum(sum(traffic.total(kind)) for kind in ("ids", "rows", "gradients"))
+        for traffic in (plan.traffic, plan.with_duplicates)
+    )
     if without:
         yield (
-            f"of ids, rows and gradients {amount(sent)} are sent in a step; with duplicates it "
-            f"would be {amount(without)}"
+            f"a step sends {amount(sent)} of ids, rows and gradients; with duplicates it would "
+            f"send {amount(without)}"
         )
 
 
 def _times(plan: TrainingPlan) -> Iterator[str]:
-    total, what = plan.step_seconds, plan.workload.config.negatives.examples
+    total, examples = plan.step_seconds, plan.workload.config.negatives.examples
     epoch = total * plan.workload.steps_per_epoch
     yield (
         f"a step would take {seconds(total)}, an epoch {seconds(epoch)} "
-        f"({examples_per_second(plan):,.0f} {what}/s): a model, not a measurement"
+        f"({plan.examples_per_second:,.0f} {examples}/s): a model, not a measurement"
     )
     for part, time in sorted(plan.times.items(), key=lambda item: -item[1]):
         if time >= 0.005 * total:
@@ -170,57 +188,43 @@ def _times(plan: TrainingPlan) -> Iterator[str]:
 
 
 def _faster(found: Faster) -> Iterator[str]:
-    """The settings, with what the model says now and then."""
-    now, then, what = found.now, found.then, found.now.workload.config.negatives.examples
+    """Yield the faster settings, with what the model says with and without them."""
+    now, then = found.now, found.then
+    examples, batches = now.workload.config.negatives.examples, (then.workload, now.workload)
     yield "What would make it faster (by the same model; nothing of it is measured):"
     yield (
-        f"  {fixed_share(now):.0%} of a step are the same for any batch: starting operations and "
+        f"  {now.fixed_share:.0%} of a step is the same for any batch: starting operations and "
         "collectives, sending dense parameters"
     )
     if found.settings:
         yield "  + " + " ".join(f"--{key} {value}" for key, value in found.settings.items())
-        rates = examples_per_second(then), examples_per_second(now)
         yield (
-            f"    {rates[0]:,.0f} {what}/s instead of {rates[1]:,.0f}: steps of "
-            f"{seconds(then.step_seconds)} instead of {seconds(now.step_seconds)}, "
-            f"{fixed_share(then):.0%} of them the same for any batch; {fill(then)}"
+            f"    {then.examples_per_second:,.0f} {examples}/s instead of "
+            f"{now.examples_per_second:,.0f}: steps of {seconds(then.step_seconds)} instead of "
+            f"{seconds(now.step_seconds)}, {then.fixed_share:.0%} of them the same for any batch; "
+            f"{fullest_limit(then)}"
         )
     if "train.batch_size" in found.settings:
+        larger, smaller = (work.batch_size / now.cluster.world_size for work in batches)
+        steps, before = (work.steps_per_epoch for work in batches)
         yield (
-            f"    a batch of {batch_of_rank(then):,.0f} a rank instead of "
-            f"{batch_of_rank(now):,.4g}, {then.workload.steps_per_epoch:,.0f} steps an epoch "
-            f"instead of {now.workload.steps_per_epoch:,.0f}"
+            f"    a batch of {larger:,.0f} per rank instead of {smaller:,.4g}, {steps:,.0f} steps "
+            f"per epoch instead of {before:,.0f}"
         )
         yield (
-            "    train.lr and train.epochs may have to be set anew; how fast batches are made is "
-            "not modelled"
+            "    train.lr and train.epochs may have to change; the time to make batches is not "
+            "modelled"
         )
     if found.limit:
         yield f"  - {found.limit}"
 
 
-def _overruns(plan: TrainingPlan) -> Iterator[str]:
-    """Each kind of limit that is exceeded, by how much and where."""
-    for kind in ("device", "main"):
-        over = [limit for limit in plan.overruns if limit.place.startswith(kind)]
-        if over:
-            worst = over[0]
-            more = "" if len(over) == 1 else f"; {len(over)} such memories are too small"
-            yield (
-                f"{worst.place} needs {amount(worst.need)}, usable are {amount(worst.usable)}: "
-                f"{amount(worst.over)} too much{more}"
-            )
-    yield from _beside_the_table(plan)
-
-
 def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:
-    """Where there is no room for a single row."""
-    place = "device" if plan.cluster.device.is_cuda else "main"
-    usable = next(limit.usable for limit in plan.limits if limit.place.startswith(place))
-    if place == "main":
-        usable //= plan.cluster.local_world_size
+    """Yield what fills a rank on which there is no room for a single row."""
+    usable = plan.limits_of(plan.place)[0].usable
+    usable //= 1 if plan.is_cuda else plan.cluster.local_world_size
     parts = {
-        part: getattr(size, place)
+        part: getattr(size, plan.place)
         for part, size in plan.memory[plan.fullest].items()
         if part not in TABLE_PARTS
     }
@@ -233,13 +237,8 @@ def _beside_the_table(plan: TrainingPlan) -> Iterator[str]:
         )
 
 
-def _advice(advice: Sequence[Advice]) -> Iterator[str]:
-    for item in advice:
-        yield f"  {'+' if item.fits else '-'} {item.change} {item.result}"
-
-
 def seconds(value: float) -> str:
-    """Seconds for people."""
+    """Return seconds in a unit that suits them: "31 ms"."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s"), (1e-3, "ms")):
         if value >= unit:
             return f"{value / unit:.3g} {name}"
@@ -247,11 +246,138 @@ def seconds(value: float) -> str:
 
 
 def _table(rows: Rows) -> str:
-    """Columns of equal width: the first to the left, numbers to the right."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    """Return columns of equal width: the first to the left, numbers to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
-    for row in rows:
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join(cells).rstrip())
+    for first, *others in rows:
+        cells = [cell.rjust(width) for cell, width in zip(others, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]).rstrip())
     return "\n".join(lines)
+
+
+def plan_content(
+    plan: TrainingPlan, advice: Sequence[Advice] = (), quicker: Faster | None = None
+) -> dict[str, Any]:
+    """Return everything that a plan says, as plain values."""
+    workload, cluster, layout = plan.workload, plan.cluster, plan.layout
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "packages": package_versions(),
+        "table": {
+            "entities": workload.num_entities,
+            "dim": workload.dim,
+            "dtype": layout.dtype,
+            "optimizer": workload.optimizer,
+        },
+        "world": {
+            "size": cluster.world_size,
+            "hosts": cluster.hosts,
+            "device": asdict(cluster.device),
+        },
+        "sharding": {
+            "type": layout.sharding,
+            "kernel": plan.form.kernel,
+            "cache_ratio": plan.form.cache_ratio,
+            "replicas": layout.replicas,
+            "shards": [asdict(shard) for shard in plan.shards],
+        },
+        "choice": asdict(layout),
+        "run": {
+            "relations": workload.num_relations,
+            "triples": workload.num_triples,
+            "batch_size": workload.batch_size,
+            "scorer": workload.config.model.scorer,
+            "dense_parameters": workload.dense_parameters,
+            "config": workload.config.to_dict(),
+        },
+        "fits": plan.fits,
+        "memory": [
+            {
+                "rank": rank,
+                "host": cluster.host_of(rank),
+                "device": {part: size.device for part, size in parts.items() if size.device},
+                "main": {part: size.main for part, size in parts.items() if size.main},
+                "total": asdict(plan.total(rank)),
+            }
+            for rank, parts in enumerate(plan.memory)
+        ],
+        "limits": [{**asdict(limit), "over": max(0, limit.over)} for limit in plan.limits],
+        "traffic": {
+            "unit": "bytes sent in a step by all ranks",
+            "steps_per_epoch": workload.steps_per_epoch,
+            "lookups": {"deduplicated": plan.distinct, "with_duplicates": plan.lookups},
+            "sent": _sent(plan.traffic),
+            "with_duplicates": _sent(plan.with_duplicates),
+        },
+        "step": {
+            "what": "a model from bytes, operations and the device's speeds, not a measurement",
+            "seconds": plan.step_seconds,
+            "parts": plan.times,
+            "largest": plan.largest_time,
+        },
+        "advice": [asdict(item) for item in advice],
+        "faster": quicker
+        and {
+            "what": "a model, not a measurement",
+            "settings": quicker.settings,
+            "limit": quicker.limit,
+            "now": _speed(quicker.now),
+            "then": _speed(quicker.then),
+        },
+        "notes": plan.notes,
+    }
+
+
+def _sent(traffic: Traffic) -> dict[str, dict[str, float]]:
+    names = ("within_hosts", "between_hosts")
+    sums = {kind: traffic.total(kind) for kind in KINDS} | {"all": traffic.total()}
+    return {kind: dict(zip(names, both, strict=True)) for kind, both in sums.items()}
+
+
+def _speed(plan: TrainingPlan) -> dict[str, float]:
+    return {
+        "examples_per_second": plan.examples_per_second,
+        "step_seconds": plan.step_seconds,
+        "fixed_share": plan.fixed_share,
+        "batch_size": plan.workload.batch_size,
+        "batch_size_of_rank": plan.workload.batch_size / plan.cluster.world_size,
+        "steps_per_epoch": plan.workload.steps_per_epoch,
+    }
+
+
+def plan_run(config: Config, store: TripleStore, processes: Processes) -> TrainingPlan:
+    """Return the plan of a run about to start, on its own ranks and devices. Not collective."""
+    hosts = max(1, processes.world_size // processes.local_world_size)
+    device = _this_device(processes.device.type)
+    cluster = Cluster(device, processes.world_size, hosts)
+    return plan_training(Workload.of_store(config, store), cluster, Layout())
+
+
+def _this_device(kind: str) -> Device:
+    """Return this machine's memory, with the speeds of the preset that is nearest in memory."""
+    if kind == "cpu":
+        return replace(PRESETS["CPU"], host_memory=host_memory())
+    memory, name = device_memory(), torch.cuda.get_device_name()
+    near = min(PRESETS.values(), key=lambda device: abs(device.memory - memory))
+    return replace(near, name=name, memory=memory, host_memory=host_memory())
+
+
+def write_run_plan(session: Session) -> None:
+    """Write plan.txt and plan.json of a run and print its layout, on rank 0.
+
+    plan.txt begins with the layout that the backend has. The rest of both files is the plan of the
+    run, with which another run can train (run.plan). A plan that cannot be made or written is a
+    warning: training does not need it.
+    """
+    if not session.processes.is_first:
+        return
+    folder, layout = session.folder.path, session.backend.layout
+    try:
+        plan = plan_run(session.config, session.store, session.processes)
+        (folder / "plan.txt").write_text(f"{layout}\n\n{report(plan)}\n", encoding="utf-8")
+        files.write_json(folder / "plan.json", plan_content(plan))
+    except Exception as error:
+        log.warning("this run has no plan.txt: %s", error)
+    if session.show:
+        print(layout, file=sys.stderr)

@@ -1,17 +1,18 @@
-"""What a run trains, in sizes alone: a config, the graph's counts and how often entities occur.
+"""What a run trains, in sizes: a config, the counts of the graph, and how often entities occur.
 
-How many different entities a batch has, which is what de-duplication saves, is computed from groups
-of entities that are drawn equally often, so that a billion of them are a few thousand numbers.  Ids
-are taken to be in no order of frequency.
+The number of different entities in a batch decides what de-duplication saves. It is computed from
+groups of entities that are drawn equally often, so a billion entities take a few thousand values.
+Ids are assumed to be in no order of frequency.
 
-Letters, here and in the rest of this package: N entities, D numbers per entity, R relations, T
-triples, W ranks, C chunks of b triples a rank, K negatives a chunk and side, U different entities
-of a rank's batch, G groups.
+Letters, here and in the rest of this package: N entities, D elements per row, R relations, T
+triples, W ranks, C chunks of b triples per rank, K candidates per chunk and side, U different
+entities of a rank's batch, G groups of entities, P elements of dense parameters. With all entities
+as candidates: Q queries of a step (the same on every rank), n rows of a rank, F rows that every
+rank fetches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -23,9 +24,10 @@ from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.filter_index import Degrees
 from kge_torchrec.data.loader import share_of
+from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.model import Objective
-from kge_torchrec.models.scorers import SIDES, Side
-from kge_torchrec.planning.operations import Cost
+from kge_torchrec.models.scorers import Side
+from kge_torchrec.training.assembly import build_objective, sides_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class RankBatch:
 
     @property
     def lookups(self) -> int:
-        """Entities of the batch, duplicates included."""
+        """Number of entities in the batch, duplicates included."""
         return 2 * self.chunks * self.triples + self.negatives
 
 
@@ -48,22 +50,25 @@ class RankBatch:
 class Workload:
     """A run in sizes.
 
-    build_objective: makes the scorer and its loss from a config and a number of relations, as
-        training does.
-    frequency: of the entities in triples.
+    Args:
+        config: Settings of the run, without nulls that depend on the graph.
+        num_entities: N.
+        num_relations: R.
+        num_triples: T, of the training split.
+        frequency: How often the entities occur in triples.
+        memo: The objective and the costs that were measured for it; shared by runs with one
+            objective.
 
-    Raises ConfigError for counts below one.
+    Raises:
+        ConfigError: A count is below one.
     """
 
     config: Config
     num_entities: int
     num_relations: int
     num_triples: int
-    build_objective: Callable[[Config, int], Objective]
     frequency: EntityFrequency
-    costs: dict[tuple[object, ...], Cost] = field(  # remembered
-        default_factory=dict, init=False, repr=False, compare=False
-    )
+    memo: dict[object, Any] = field(default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for name in ("entities", "relations", "triples"):
@@ -71,135 +76,145 @@ class Workload:
             if value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
 
+    @classmethod
+    def of_store(cls, config: Config, store: TripleStore) -> Workload:
+        """Return the workload of a run on prepared triples."""
+        frequency = EntityFrequency.of_degrees(store.degrees())
+        return cls(config, store.num_entities, store.num_relations, len(store.train), frequency)
+
     @property
     def dim(self) -> int:
+        """D."""
         return self.config.model.dim
-
-    def numbers_at_once(self, is_cuda: bool) -> int:
-        """What must divide D: FBGEMM's kernels read four numbers of a row at a time."""
-        return 4 if is_cuda and self.config.entities.engine == "torchrec" else 1
 
     @property
     def optimizer(self) -> str:
+        """Name of the table's optimizer."""
         return self.config.train.optimizer
 
     @property
+    def micro_batches(self) -> int:
+        """Number of micro-batches per step."""
+        return self.config.train.accumulation
+
+    @property
+    def is_full(self) -> bool:
+        """Whether every query is compared with all entities."""
+        return self.config.negatives.is_full
+
+    @property
     def sides(self) -> tuple[Side, ...]:
-        sides = self.config.negatives.sides
-        return tuple(side for side in SIDES if sides in (side, "both"))
+        """Sides of a triple that are queried."""
+        return sides_of(self.config.negatives.sides)
 
     @property
     def examples(self) -> int:
-        """What an epoch passes through: triples, or queries, of which there may be fewer.
+        """Number of examples per epoch: triples, or queries.
 
-        Several triples may ask the same query, which occurs once; only the data would tell.
+        Several triples can share a query, which then occurs once. Only the data would show that.
         """
-        regime = self.config.negatives.regime
-        if regime == "allvsall":
+        negatives = self.config.negatives
+        if negatives.regime == "allvsall":
             return len(self.sides) * self.num_entities * self.num_relations
-        of_triples = self.config.negatives.examples == "triples"
-        return self.num_triples * (1 if of_triples else len(self.sides))
+        return self.num_triples * (1 if negatives.examples == "triples" else len(self.sides))
 
     @property
     def batch_size(self) -> int:
-        """Examples of a step over all ranks, never more than there are."""
+        """Number of examples per step over all ranks, at most an epoch's."""
         return min(self.config.train.batch_size, self.examples)
 
     @property
     def steps_per_epoch(self) -> float:
-        """The last, smaller step counts as its part of a whole one."""
+        """Number of steps per epoch; the last, smaller step counts as a part of one."""
         return self.examples / self.batch_size
 
     @property
     def candidates(self) -> dict[Side, int]:
-        """K of each side."""
+        """K per side."""
         negatives = self.config.negatives
         chunk_size = negatives.chunk_size or self.batch_size
         return {side: negatives.candidates(side, chunk_size) for side in self.sides}
 
+    @property
+    def queries(self) -> int:
+        """Q. A triple is queried on each side, unless an epoch passes through queries."""
+        of_triples = self.config.negatives.examples == "triples"
+        return self.batch_size * (len(self.sides) if of_triples else 1)
+
+    @property
+    def fetched(self) -> int:
+        """F: one row per query, two for relation prediction or penalties on whole triples."""
+        loss = self.config.loss
+        of_triples = any(resolve("regularizer", name).takes_triples for name in loss.regularizers)
+        return self.queries * (2 if loss.relation_weight or of_triples else 1)
+
+    def of_micro_batch(self, count: int) -> int:
+        """Return the share of a step's ``count`` queries or rows in its largest micro-batch."""
+        return -(-count // self.micro_batches)
+
     @cached_property
     def negative_power(self) -> float | None:
-        """Exponent of degree sampling; None draws uniformly.  A plan asks for each rank."""
+        """Exponent of degree sampling; None for uniform sampling."""
         negatives = self.config.negatives
         draw = resolve("negative_sampler", negatives.sampling)
         return draw.frequency_power(negatives.sampler_options())
 
     def batches(self, world_size: int) -> list[list[RankBatch]]:
-        """Every rank's share of a full batch, in its micro-batches."""
-        parts = self._shares(world_size * self.config.train.accumulation)
-        count = self.config.train.accumulation
-        return [parts[rank * count : (rank + 1) * count] for rank in range(world_size)]
-
-    def _shares(self, count: int) -> list[RankBatch]:
-        """A full batch dealt to ``count`` ranks or micro-batches of ranks."""
-        negatives, cached = self.config.negatives, {}
-        chunk_size = negatives.chunk_size or self.batch_size
-        batches = []
-        for number in range(count):
-            share = share_of(self.batch_size, chunk_size, number, count)
+        """Return the share of every rank in a full batch, as a list of its micro-batches."""
+        count, cached = self.micro_batches, {}
+        chunk_size = self.config.negatives.chunk_size or self.batch_size
+        shares: list[list[RankBatch]] = [[] for _ in range(world_size)]
+        for number in range(world_size * count):
+            share = share_of(self.batch_size, chunk_size, number, world_size * count)
             key = (*share.positions.shape, int(share.mask.sum()))
             if key not in cached:
                 cached[key] = self._batch(*key)
-            batches.append(cached[key])
-        return batches
+            shares[number // count].append(cached[key])
+        return shares
 
     def _batch(self, chunks: int, triples: int, positives: int) -> RankBatch:
         drawn = chunks * sum(self.config.negatives.drawn(side) for side in self.sides)
         distinct = self.frequency.distinct(positives, drawn, self.negative_power)
         return RankBatch(chunks, triples, positives, drawn, distinct)
 
-    @cached_property
+    @property
     def objective(self) -> Objective:
         """Scorer and loss on the meta device, where they take no memory."""
-        # Whatever else a query is compared with, what is watched is a batch of triples.
-        config = replace(self.config, negatives=replace(self.config.negatives, regime="sampled"))
-        with torch.device("meta"):
-            objective = self.build_objective(config, self.num_relations)
-        objective.precision = torch.float32  # meta knows no autocast; this is the larger
-        return objective
+        if "objective" not in self.memo:
+            # Costs of every regime are measured on batches of triples.
+            negatives = replace(self.config.negatives, regime="sampled")
+            with torch.device("meta"):
+                config = replace(self.config, negatives=negatives)
+                objective = build_objective(config, self.num_relations)
+            objective.precision = torch.float32  # the meta device has no autocast; this is larger
+            self.memo["objective"] = objective
+        return self.memo["objective"]
 
     @property
     def dense_parameters(self) -> int:
-        """Numbers outside the entity table: relations and other parameters of the scorer."""
+        """P: elements of relations and of the scorer's other parameters."""
         return sum(parameter.numel() for parameter in self.objective.parameters())
 
-    def with_dim(self, dim: int) -> Workload:
-        """The same with other sizes of rows.  Raises ConfigError if the scorer has none such."""
-        return replace(self, config=replace(self.config, model=replace(self.config.model, dim=dim)))
+    def with_settings(self, settings: dict[str, Any]) -> Workload:
+        """Return the run with other values for some keys, such as {"train.batch_size": 512}.
 
-    def with_optimizer(self, name: str) -> Workload:
-        """The same with another table optimizer."""
-        return self._scored_alike(train=replace(self.config.train, optimizer=name))
-
-    def with_dense_wrapper(self, name: str) -> Workload:
-        """The same with another wrapper of the dense parameters."""
-        return self._scored_alike(dense=replace(self.config.dense, wrapper=name))
-
-    def with_batch_size(self, size: int) -> Workload:
-        """The same with other batches."""
-        return self._scored_alike(train=replace(self.config.train, batch_size=size))
-
-    def with_accumulation(self, micro_batches: int) -> Workload:
-        """The same with steps cut into another number of micro-batches."""
-        return self._scored_alike(train=replace(self.config.train, accumulation=micro_batches))
-
-    def _scored_alike(self, **sections: Any) -> Workload:
-        """With other sections of the config; scorer and loss are the same, and so are their costs.
-
-        What was watched at one size is then not watched again.
+        Raises:
+            ConfigError: The config does not allow a value.
         """
-        other = replace(self, config=replace(self.config, **sections))
-        other.costs.update(self.costs)
-        if "objective" in self.__dict__:  # has been built
-            other.__dict__["objective"] = self.objective
-        return other
+        config = self.config
+        for key, value in settings.items():
+            section, name = key.split(".")
+            changed = replace(getattr(config, section), **{name: value})
+            config = replace(config, **{section: changed})
+        same_objective = all(key.startswith(("train.", "dense.")) for key in settings)
+        return replace(self, config=config, memo=self.memo if same_objective else {})
 
 
 _EXACT = 4096  # the most popular entities are each a group of their own
-_GROUPS = 4096  # groups that the others share
+_GROUPS = 4096  # groups for the other entities
 
-# The exponent whose batches of FB15k-237 (.65 to .75) and WN18RR (.55 to .6) have as many
-# different entities as the real ones, rounded up.
+# Batches drawn with this exponent have as many different entities as the batches of FB15k-237 (0.65
+# to 0.75) and WN18RR (0.55 to 0.6), rounded up.
 TYPICAL_SKEW = 0.7
 
 
@@ -207,11 +222,11 @@ TYPICAL_SKEW = 0.7
 class EntityFrequency:
     """How often the entities occur in triples.
 
-    probability: (G,) chance that one head or tail, drawn from the triples, is one given entity of
-        the group.
-    members: (G,) entities of the group; they add up to N.
-    triples: how many there are, if the probabilities are counts of real ones: a batch draws them
-        without replacement.  None for a law.
+    Args:
+        probability: (G,) chance that a random head or tail is one particular entity of the group.
+        members: (G,) number of entities per group; the sum is N.
+        triples: Number of triples, if the probabilities are counts of real ones. A batch then draws
+            them without replacement. None for a law.
     """
 
     probability: np.ndarray
@@ -220,7 +235,7 @@ class EntityFrequency:
 
     @classmethod
     def zipf(cls, num_entities: int, exponent: float) -> EntityFrequency:
-        """The i-th most popular entity occurs in proportion to i ** -exponent; 0 is uniform."""
+        """Return Zipf's law: the i-th popular entity occurs in proportion to i ** -exponent."""
         if exponent == 0:
             return cls(np.array([1 / num_entities]), np.array([float(num_entities)]))
         edges = np.arange(1, min(num_entities, _EXACT) + 2, dtype=np.float64)
@@ -233,29 +248,33 @@ class EntityFrequency:
 
     @classmethod
     def of_degrees(cls, degrees: Degrees) -> EntityFrequency:
-        """Of a graph, by how often its N entities occur as head or tail."""
+        """Return the frequencies of a graph, from how often its N entities are head or tail."""
         degree, members = degrees.histogram()
         total = int((degree * members).sum())
         return cls(degree / total, members.astype(np.float64), triples=total // 2)
 
     @property
     def num_entities(self) -> float:
+        """N."""
         return float(self.members.sum())
 
     def powered(self, power: float) -> np.ndarray:
-        """(G,) chances of a draw in proportion to frequency ** power, as negatives are drawn."""
+        """Return (G,) chances of a draw in proportion to frequency ** power."""
         weight = np.where(self.probability > 0, self.probability**power, 0.0)
         return weight / (weight * self.members).sum()
 
     def occurring(
         self, positives: float, negatives: float, negative_power: float | None = None
     ) -> np.ndarray:
-        """(G,) chance that an entity of the group occurs in a batch.
+        """Return (G,) the chance that an entity of the group occurs in a batch.
 
-        positives: triples, each with a head and a tail; negatives: entities drawn uniformly, or
-        with ``negative_power`` in proportion to frequency to that power.
+        Args:
+            positives: Number of triples, each with a head and a tail.
+            negatives: Number of entities that are drawn besides.
+            negative_power: Negatives are drawn in proportion to frequency to this power; uniformly
+                if None.
         """
-        with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss nobody
+        with np.errstate(divide="ignore", invalid="ignore"):  # log(0): all triples miss no entity
             if self.triples is None:
                 absent = 2 * positives * np.log1p(-self.probability)
             else:
@@ -272,14 +291,16 @@ class EntityFrequency:
     def distinct(
         self, positives: float, negatives: float, negative_power: float | None = None
     ) -> float:
-        """Expected number of different entities in a batch; arguments as of ``occurring``."""
+        """Return the expected number of different entities in a batch; args as in ``occurring``."""
         chance = self.occurring(positives, negatives, negative_power)
         return float((chance * self.members).sum())
 
     def cache_hits(self, chance: np.ndarray, ratio: float) -> float:
-        """Share of a batch's different entities found in a cache of the most popular ones.
+        """Return the share of a batch's different entities that a cache of popular rows holds.
 
-        chance: (G,) of ``occurring``; ratio: share of the N rows that the cache holds.
+        Args:
+            chance: (G,) from ``occurring``.
+            ratio: Share of the N rows that the cache holds.
         """
         order = np.argsort(-self.probability, kind="stable")
         members, chance = self.members[order], chance[order]
@@ -289,10 +310,10 @@ class EntityFrequency:
 
 
 def _power_sums(edges: np.ndarray, exponent: float) -> np.ndarray:
-    """Sum of i ** -exponent over the integers of [edges[g], edges[g + 1]), for each g.
+    """Return the sum of i ** -exponent over the integers of [edges[g], edges[g + 1]), for each g.
 
-    By the integral from half a step before to half a step after, exact to 1e-8 beyond the first
-    groups; those that hold one integer are taken exactly.
+    A group of several integers takes the integral from half a step before to half a step after,
+    which is exact to 1e-8 beyond the first groups.
     """
     low, high = edges[:-1] - 0.5, edges[1:] - 0.5
     if exponent == 1:

@@ -17,12 +17,12 @@ from gpu_checks.speed import config_of, rows_drawn_on_the_device, train_at_scale
 from gpu_checks.timing import synchronize
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
-from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import PRESETS, Cluster
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 from kge_torchrec.planning.workload import EntityFrequency, Workload
 from kge_torchrec.ranking.exact import rank_triples
-from kge_torchrec.training.assembly import build_backend, build_objective
+from kge_torchrec.training.assembly import build_backend
 from kge_torchrec.training.checkpoints import Checkpoints
 from kge_torchrec.training.state import TrainState
 
@@ -55,9 +55,10 @@ def _against_plan(report: Report, config, store, batches: tuple[int, ...], alloc
     device = preset_of(report.device) or PRESETS["H200-141GB"]
     entities, triples = store.num_entities, len(store.train)
     popularity = EntityFrequency.zipf(entities, 0.0)
-    work = Workload(config, entities, RELATIONS, triples, build_objective, popularity)
+    work = Workload(config, entities, RELATIONS, triples, popularity)
     for batch in batches:
-        plan = plan_training(work.with_batch_size(batch), Cluster(device, 1), Choice())
+        of_batch = work.with_settings({"train.batch_size": batch})
+        plan = plan_training(of_batch, Cluster(device, 1), Layout())
         name = f"batch {batch:,}, a step as planned for {device.name}"
         report.note(name, 1e3 * plan.step_seconds, "ms")
     (parts,) = plan.memory  # of the largest batch

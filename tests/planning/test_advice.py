@@ -9,8 +9,8 @@ import pytest
 from planned_runs import freebase, planned, workload
 
 from kge_torchrec.planning.advice import advise
-from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
 
 
@@ -30,16 +30,16 @@ def test_freebase_at_400(devices):
     cluster, advice = plan.cluster, advise(plan)
 
     dim = number(found(advice, "model.dim").change, r"dim (\d+)")
-    assert planned(work.with_dim(dim), devices).fits
-    assert not planned(work.with_dim(dim + 4), devices).fits
+    assert planned(work.with_settings({"model.dim": dim}), devices).fits
+    assert not planned(work.with_settings({"model.dim": dim + 4}), devices).fits
 
     more = next(item for item in advice if item.change.endswith(("host", "hosts")))
     count = number(more.change, r"(\d+) x")
     hosts = 1 if "one host" in more.change else number(more.change, r"on (\d+) hosts")
-    assert plan_training(work, Cluster(cluster.device, count, hosts), Choice()).fits
+    assert plan_training(work, Cluster(cluster.device, count, hosts), Layout()).fits
     smaller = next(n for n in range(count - 1, 0, -1) if n % -(-n // 8) == 0)
     hosts = -(-smaller // 8)
-    assert not plan_training(work, Cluster(cluster.device, smaller, hosts), Choice()).fits
+    assert not plan_training(work, Cluster(cluster.device, smaller, hosts), Layout()).fits
 
     ratio = float(re.search(r"up to ([\d.]+)", found(advice, "kernel").change)[1])
     assert planned(work, devices, kernel="fused_uvm_caching", cache_ratio=ratio).fits
@@ -61,7 +61,8 @@ def test_one_change_that_suffices():
     advice = advise(plan)
     by_row = found(advice, "train.optimizer rowwise_adam")
     assert by_row.fits
-    assert planned(plan.workload.with_optimizer("rowwise_adam"), "1xA100-40GB").fits
+    again = plan.workload.with_settings({"train.optimizer": "rowwise_adam"})
+    assert planned(again, "1xA100-40GB").fits
     assert not found(advice, "16-bit").fits
 
 
@@ -69,8 +70,8 @@ def test_two_changes_where_one_does_not_suffice():
     plan = planned(workload(10**8, model__dim=56, train__optimizer="adam"), "1xA100-40GB")
     both = found(advise(plan), "16-bit values (fp16) and train.optimizer rowwise_adam")
     assert both.fits
-    choice = replace(plan.choice, dtype="fp16")
-    work = plan.workload.with_optimizer("rowwise_adam")
+    choice = replace(plan.layout, dtype="fp16")
+    work = plan.workload.with_settings({"train.optimizer": "rowwise_adam"})
     assert plan_training(work, plan.cluster, choice).fits
 
 
@@ -79,17 +80,17 @@ def test_hosts_help_cpus():
     advice = next(item for item in advise(plan) if "xCPU" in item.change.replace(" ", ""))
     hosts = number(advice.change, r"on (\d+) hosts")
     device = plan.cluster.device
-    assert plan_training(plan.workload, Cluster(device, 2 * hosts, hosts), Choice()).fits
+    assert plan_training(plan.workload, Cluster(device, 2 * hosts, hosts), Layout()).fits
     fewer = Cluster(device, 2 * (hosts - 1), hosts - 1)
-    assert not plan_training(plan.workload, fewer, Choice()).fits
+    assert not plan_training(plan.workload, fewer, Layout()).fits
 
 
 def test_a_batch_that_is_too_large():
     keys = {"train__batch_size": 1 << 18, "negatives__count": 1 << 14}
     plan = planned(workload(10**6, triples=10**7, **keys), "1xL4")
     size = number(found(advise(plan), "train.batch_size").change, r"(\d+)")
-    assert planned(plan.workload.with_batch_size(size), "1xL4").fits
-    assert not planned(plan.workload.with_batch_size(2 * size), "1xL4").fits
+    assert planned(plan.workload.with_settings({"train.batch_size": size}), "1xL4").fits
+    assert not planned(plan.workload.with_settings({"train.batch_size": 2 * size}), "1xL4").fits
 
 
 def test_dense_parameters_without_room_for_the_table():
@@ -97,9 +98,20 @@ def test_dense_parameters_without_room_for_the_table():
     plan = planned(work, "4xL4")
     assert not plan.fits
     sharded = found(advise(plan), "dense.wrapper fsdp")
-    assert sharded.fits == planned(work.with_dense_wrapper("fsdp"), "4xL4").fits
+    assert sharded.fits == planned(work.with_settings({"dense.wrapper": "fsdp"}), "4xL4").fits
 
 
 def test_uvm_is_not_advised_where_main_memory_is_too_small():
     plan = planned(freebase(model__dim=400), "1xL4")  # hosts of 192 GiB
     assert not found(advise(plan), "kernel fused_uvm").fits
+
+
+def test_a_batch_whose_triples_are_candidates_of_each_other():
+    """Halving the batch halves the candidates as well: no cost of the large one serves."""
+    keys = {"train__batch_size": 1 << 16, "negatives__count": 64, "negatives__in_batch": True}
+    plan = planned(workload(10**6, triples=10**7, model__dim=128, **keys), "1xL4")
+    size = number(found(advise(plan), "train.batch_size").change, r"(\d+)")
+    fresh = {**keys, "train__batch_size": size}
+    assert planned(workload(10**6, triples=10**7, model__dim=128, **fresh), "1xL4").fits
+    fresh["train__batch_size"] *= 2
+    assert not planned(workload(10**6, triples=10**7, model__dim=128, **fresh), "1xL4").fits

@@ -14,9 +14,9 @@ from kge_torchrec.data.negatives import DegreeDraw
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
 from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
-from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.memory import PARTS, batch_bytes
 from kge_torchrec.planning.plan import alternatives, plan_training
 from kge_torchrec.training.assembly import build_batches
@@ -169,8 +169,8 @@ def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, he
 
 def test_a_plan_says_how_many_answers_a_query_may_bring():
     keys = {"negatives__regime": "kvssample", "model__dim": 64}
-    for most, said in ((5000, "up to 5,000 (negatives.max_answers), of 256 bytes a row"),
-                       (0, "any number, of 256 bytes a row")):  # fmt: skip
+    for most, said in ((5000, "up to 5,000 (negatives.max_answers), of 256 bytes per row"),
+                       (0, "any number, of 256 bytes per row")):  # fmt: skip
         plan = planned(workload(negatives__max_answers=most, **keys), "1xCPU")
         assert any(said in note for note in plan.notes)
 
@@ -180,7 +180,7 @@ def test_uvm_is_limited_by_main_memory():
     cached = planned(work, "4xH100", kernel="fused_uvm_caching", cache_ratio=0.1)
     assert cached.fits
     assert cached.memory[0]["cache"].device > 0.1 * 21_500_000 * 400 * 4
-    tight = plan_training(work, parse_devices("4xH100", host_gib=300), Choice(kernel="fused_uvm"))
+    tight = plan_training(work, parse_devices("4xH100", host_gib=300), Layout(kernel="fused_uvm"))
     assert [limit.place for limit in tight.overruns] == ["main memory of host 0"]
 
 
@@ -230,23 +230,23 @@ def test_16_bit_products_are_faster_on_gpus():
 
 
 def test_alternatives_are_sorted_and_include_what_does_not_fit():
-    plans = alternatives(freebase(model__dim=400), clustered("8xH100"), Choice())
+    plans = alternatives(freebase(model__dim=400), clustered("8xH100"), Layout())
     fitting = [plan.fits for plan in plans]
     assert fitting == sorted(fitting, reverse=True)
     times = [plan.step_seconds for plan in plans if plan.fits]
     assert times == sorted(times)
-    layouts = {str(plan.choice) for plan in plans}
+    layouts = {str(plan.layout) for plan in plans}
     assert {"row_wise, fused, fp32", "data_parallel, dense, fp16"} <= layouts
     assert "row_wise, fused, fp32, 4 replicas" in layouts
     assert len(layouts) == len(plans) == 22
-    assert len(alternatives(workload(), clustered("2xCPU"), Choice())) == 4
+    assert len(alternatives(workload(), clustered("2xCPU"), Layout())) == 4
 
 
 @pytest.mark.parametrize(
     ("devices", "choice", "keys", "said"),
     [
         ("2xCPU", {"dtype": "fp16"}, {}, "CPU tables are fp32"),
-        ("2xCPU", {"kernel": "fused_uvm"}, {}, "fused_uvm is of GPUs"),
+        ("2xCPU", {"kernel": "fused_uvm"}, {}, "fused_uvm needs GPUs"),
         ("2xCPU", {"replicas": 2}, {}, "needs GPUs"),
         ("8xH100", {"replicas": 3}, {}, "cannot be split into 3 equal groups"),
         ("8xH100", {}, {"model__dim": 102}, "multiple of 4, not 102"),
@@ -255,12 +255,12 @@ def test_alternatives_are_sorted_and_include_what_does_not_fit():
         ("8xH100", {"cache_ratio": 1.0}, {}, r"--cache-ratio must be in \(0, 1\)"),
         ("8xH100", {"reserve": 1.0}, {}, "--reserve must be in"),
         ("8xH100", {"sync_every": 0}, {}, "--sync-every must be an integer >= 1"),
-        ("8xH100", {}, {"dense__wrapper": "none"}, "dense.wrapper none is of one rank, not of 8"),
+        ("8xH100", {}, {"dense__wrapper": "none"}, "dense.wrapper none is for one rank, not for 8"),
         (
             "8xH100",
             {},
             {"dense__wrapper": "hybrid", "dense__replicas": 3},
-            "8 ranks cannot be dealt to 3 groups",
+            "8 ranks cannot be split into 3 equal groups",
         ),
     ],
 )

@@ -7,18 +7,10 @@ from dataclasses import replace
 import pytest
 from planned_runs import freebase, planned, workload
 
-from kge_torchrec.planning.advice import (
-    MOST_FIXED,
-    TOO_FEW_STEPS,
-    TOO_LARGE,
-    examples_per_second,
-    faster,
-    fixed_share,
-)
-from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.advice import MOST_FIXED, TOO_FEW_STEPS, TOO_LARGE, faster
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.plan_file import plan_content
-from kge_torchrec.planning.report import report
+from kge_torchrec.planning.report import plan_content, report
 
 
 def billion(**keys):
@@ -44,25 +36,25 @@ def test_the_batch_from_which_on_launches_rule_no_longer(case):
 
     again = planned(work(train__batch_size=size), devices, hosts)
     assert again.fits
-    assert fixed_share(again) < MOST_FIXED
-    assert examples_per_second(again) > times * examples_per_second(now)
+    assert again.fixed_share < MOST_FIXED
+    assert again.examples_per_second > times * now.examples_per_second
     assert faster(again) is None
-    assert fixed_share(planned(work(train__batch_size=size // 2), devices, hosts)) >= MOST_FIXED
+    assert planned(work(train__batch_size=size // 2), devices, hosts).fixed_share >= MOST_FIXED
 
     said = report(now, (), found)
     assert f"+ --train.batch_size {size}\n" in said
-    assert f"{examples_per_second(again):,.0f} triples/s instead of" in said
-    assert f"{examples_per_second(now):,.0f}: steps of" in said
+    assert f"{again.examples_per_second:,.0f} triples/s instead of" in said
+    assert f"{now.examples_per_second:,.0f}: steps of" in said
     assert "nothing of it is measured" in said
     figures = plan_content(now, (), found)["faster"]
     assert figures["then"]["step_seconds"] == pytest.approx(again.step_seconds)
-    assert figures["then"]["fixed_share"] == pytest.approx(fixed_share(again))
+    assert figures["then"]["fixed_share"] == pytest.approx(again.fixed_share)
     assert figures["now"]["batch_size_of_rank"] == 1024 / now.cluster.world_size
 
 
 def test_nothing_where_the_work_rules():
     plan = planned(freebase(train__batch_size=1 << 18), "1xCPU")
-    assert fixed_share(plan) < MOST_FIXED
+    assert plan.fixed_share < MOST_FIXED
     assert faster(plan) is None
     assert "faster" not in report(plan, (), faster(plan))
     assert plan_content(plan)["faster"] is None
@@ -73,15 +65,15 @@ def test_memory_limits_the_batch():
     plan = planned(workload(10**6, triples=10**9, train__batch_size=64, **keys), "1xH100")
     gib = 1 << 30
     small = replace(plan.cluster.device, memory=plan.total(0).device * 100 // 95 + gib // 8)
-    plan = plan_training(plan.workload, replace(plan.cluster, device=small), Choice())
+    plan = plan_training(plan.workload, replace(plan.cluster, device=small), Layout())
     found = faster(plan)
     assert found.limit == TOO_LARGE
     assert found.then.fits
-    assert fixed_share(found.then) >= MOST_FIXED
+    assert found.then.fixed_share >= MOST_FIXED
     size = found.settings["train.batch_size"]
     assert size > 64
-    larger = plan.workload.with_batch_size(2 * size)
-    assert not plan_training(larger, plan.cluster, Choice()).fits
+    larger = plan.workload.with_settings({"train.batch_size": 2 * size})
+    assert not plan_training(larger, plan.cluster, Layout()).fits
 
 
 def test_a_small_graph_keeps_steps_enough():
@@ -98,14 +90,11 @@ def test_the_wrapper_where_dense_gradients_matter():
     plan = planned(many, "64xH100-80GB", 8)
     found = faster(plan)
     assert found.settings["dense.wrapper"] == "hybrid"  # sends less to other hosts than ddp, fsdp
-    again = many.with_dense_wrapper("hybrid").with_batch_size(found.settings["train.batch_size"])
-    again = planned(again, "64xH100-80GB", 8)
+    again = planned(many.with_settings(found.settings), "64xH100-80GB", 8)
     assert again.step_seconds == found.then.step_seconds
-    assert (
-        again.step_seconds
-        < 0.95
-        * planned(many.with_batch_size(again.workload.batch_size), "64xH100-80GB", 8).step_seconds
-    )
+    same_batch = {"train.batch_size": again.workload.batch_size}
+    before = planned(many.with_settings(same_batch), "64xH100-80GB", 8)
+    assert again.step_seconds < 0.95 * before.step_seconds
     few = faster(planned(billion(train__batch_size=1024), "64xH100-80GB", 8))
     assert "dense.wrapper" not in few.settings
 
@@ -113,7 +102,9 @@ def test_the_wrapper_where_dense_gradients_matter():
 def test_sharded_parameters_start_more_collectives():
     times = {}
     for name in ("ddp", "fsdp", "hybrid"):  # an all-reduce; 2 gathers, a scatter; and a sum
-        plan = planned(workload(model__dim=16).with_dense_wrapper(name), "4xA100-40GB", 2)
+        plan = planned(
+            workload(model__dim=16).with_settings({"dense.wrapper": name}), "4xA100-40GB", 2
+        )
         times[name] = plan.times["starting collectives"]
     assert times["fsdp"] / times["ddp"] == pytest.approx(8 / 6)
     assert times["hybrid"] / times["ddp"] == pytest.approx(9 / 6)
@@ -130,4 +121,15 @@ def test_all_entities_as_candidates():
     plan = planned(workload(14_541, 237, 272_115, **keys), "1xH200")
     found = faster(plan)
     assert found.settings.keys() == {"train.batch_size"}
-    assert examples_per_second(found.then) > examples_per_second(plan)
+    assert found.then.examples_per_second > plan.examples_per_second
+
+
+@pytest.mark.parametrize("key", ["dense__cpu_offload", "dense__replicas", "dense__sharding"])
+def test_a_wrapper_that_the_config_does_not_allow_is_not_advised(key):
+    """Settings of hybrid that ddp refuses."""
+    value = {"dense__cpu_offload": True, "dense__replicas": 2, "dense__sharding": "grad_op"}[key]
+    work = workload(1000, 10**5, 10**6, dense__wrapper="hybrid", **{key: value})
+    plan = planned(work, "8xA100-40GB", 2)
+    assert plan.times["dense gradients"] > 0
+    found = faster(plan)
+    assert found is None or found.settings.get("dense.wrapper") != "ddp"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from planned_runs import build_objective, planned, workload
+from planned_runs import planned, workload
+from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples
 from worlds import run_world
 
@@ -12,15 +13,14 @@ from kge_torchrec.config import SCORER_NAMES, ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.full_losses import score_blocks
-from kge_torchrec.planning import full_step as module
+from kge_torchrec.planning import cost as module
 from kge_torchrec.planning.advice import advise
-from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.cost import full_cost
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.full_step import fetched_of, full_cost, queries_of
-from kge_torchrec.planning.operations import WatchCollectives
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import alternatives, plan_training
 from kge_torchrec.planning.report import report
-from kge_torchrec.planning.workload import EntityFrequency, Workload
+from kge_torchrec.planning.workload import Workload
 
 STEPS = 5
 
@@ -31,10 +31,10 @@ def against_all(entities: int = 1000, regime: str = "1vsall", **keys) -> Workloa
 
 
 def test_queries_of_a_step():
-    assert queries_of(against_all()) == 128
-    assert queries_of(against_all(negatives__sides="tail")) == 64
-    assert queries_of(against_all(regime="kvsall")) == 64
-    assert queries_of(against_all(train__batch_size=10**6)) == 2 * 5000  # all triples
+    assert against_all().queries == 128
+    assert against_all(negatives__sides="tail").queries == 64
+    assert against_all(regime="kvsall").queries == 64
+    assert against_all(train__batch_size=10**6).queries == 2 * 5000  # all triples
 
 
 @pytest.mark.parametrize("loss", ["bce", "softmax"])
@@ -94,8 +94,8 @@ def test_other_layouts_are_refused_and_not_offered():
     for choice in ({"sharding": "column_wise"}, {"replicas": 2}):
         with pytest.raises(ConfigError, match="only row_wise"):
             planned(against_all(), "4xH100", **choice)
-    plans = alternatives(against_all(), parse_devices("4xH100"), Choice())
-    assert {plan.choice.sharding for plan in plans} == {"row_wise"}
+    plans = alternatives(against_all(), parse_devices("4xH100"), Layout())
+    assert {plan.layout.sharding for plan in plans} == {"row_wise"}
 
 
 def test_what_does_not_fit_gets_advice():
@@ -119,9 +119,9 @@ def test_biases_are_two_of_a_rows_numbers():
 
 
 def test_answers_are_fetched_where_triples_are_penalised():
-    queries = fetched_of(against_all(loss__regularizers={"l2": 0.1}))
-    assert fetched_of(against_all(loss__regularizers={"dura": 0.1})) == 2 * queries
-    assert fetched_of(against_all(loss__relation_weight=0.1)) == 2 * queries
+    queries = against_all(loss__regularizers={"l2": 0.1}).fetched
+    assert against_all(loss__regularizers={"dura": 0.1}).fetched == 2 * queries
+    assert against_all(loss__relation_weight=0.1).fetched == 2 * queries
 
 
 def test_more_ranks_than_entities():
@@ -200,11 +200,8 @@ def test_what_collectives_carry(tmp_path, world_size, keys):
     keys = {"negatives__regime": "1vsall", "loss__name": "softmax", **keys}
     config = config_of(tmp_path / "s", train__batch_size=64, **keys)
     store = TripleStore.open(tmp_path / "s")
-    work = Workload(
-        config, store.num_entities, store.num_relations, len(store.train), build_objective,
-        EntityFrequency.of_degrees(store.degrees()),
-    )  # fmt: skip
-    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Choice())
+    work = Workload.of_store(config, store)
+    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Layout())
     measured = sum(run_world(world_size, sent, config))
     assert sum(plan.traffic.total()) == pytest.approx(measured, rel=0.05)
 

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from planned_runs import build_objective
 from training_runs import config_of, fit, largest_difference, tiny_store
 from worlds import run_world
 
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec.planner import host_memory
-from kge_torchrec.planning.plan_file import plan_content, write_plan
-from kge_torchrec.planning.run_plan import plan_run
+from kge_torchrec.files import write_json
+from kge_torchrec.planning.report import plan_content, plan_run
 
 
 def trained(config, plan: str):
     """On a rank: what is planned, and written to ``plan``; what is held; the parameters."""
     with processes("cpu") as ranks:
-        planned = plan_run(config, TripleStore.open(config.data.path), ranks, build_objective)
+        planned = plan_run(config, TripleStore.open(config.data.path), ranks)
         if ranks.is_first:
-            write_plan(plan, plan_content(planned))
+            write_json(Path(plan), plan_content(planned))
         ranks.barrier()
         session = fit(config)
         shard = session.backend.shard()
@@ -58,6 +59,6 @@ def test_a_run_from_a_plan_file_is_the_run_without(tmp_path, world_size):
 def test_this_machine_is_the_device(tmp_path):
     store = tiny_store(tmp_path / "store")
     with processes("cpu") as ranks:
-        plan = plan_run(config_of(store.path), store, ranks, build_objective)
+        plan = plan_run(config_of(store.path), store, ranks)
     assert plan.cluster.device.host_memory == host_memory()
     assert plan.workload.num_entities == store.num_entities

@@ -35,7 +35,8 @@ def test_what_does_not_fit(capsys):
                  "--negatives.count=512"]  # fmt: skip
     assert run(arguments) == DOES_NOT_FIT
     said = capsys.readouterr().out
-    assert "device memory of rank 0 needs 386." in said
+    assert "device memory of rank 0: 386." in said and "% left free): " in said
+    assert "GiB too much" in said
     assert "What would make it fit:" in said
     assert "+ 3 x H200-141GB on one host is the smallest number that fits" in said
     assert "- 16-bit values (fp16) is not enough" in said

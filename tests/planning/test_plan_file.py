@@ -13,8 +13,9 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.planned import VERSION, read_plan
 from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
+from kge_torchrec.files import write_json
 from kge_torchrec.planning.advice import advise
-from kge_torchrec.planning.plan_file import plan_content, write_plan
+from kge_torchrec.planning.report import plan_content
 
 RUN = {
     "num_entities": 1001,
@@ -33,7 +34,7 @@ def a_plan(**choice):
 
 @pytest.fixture
 def file(tmp_path):
-    write_plan(tmp_path / "plan.json", plan_content(a_plan()))
+    write_json(tmp_path / "plan.json", plan_content(a_plan()))
     return tmp_path / "plan.json"
 
 
@@ -48,7 +49,7 @@ def test_training_gets_the_plan_it_would_make_itself(file):
 @pytest.mark.parametrize("world_size", [1, 3, 8])
 def test_ranks_without_rows_too(tmp_path, world_size):
     plan = planned(workload(5, model__dim=16, train__optimizer="adam"), f"{world_size}xCPU")
-    write_plan(tmp_path / "plan.json", plan_content(plan))
+    write_json(tmp_path / "plan.json", plan_content(plan))
     changed = {"num_entities": 5, "world_size": world_size, "local_world_size": world_size}
     read_plan(tmp_path / "plan.json").check(**{**RUN, **changed})
 
@@ -119,7 +120,7 @@ def test_other_files_are_refused(tmp_path, text, said):
 def test_a_plan_that_does_not_fit_is_no_plan_to_train_with(tmp_path):
     plan = planned(workload(10**9, model__dim=400, train__optimizer="adam"), "1xH100")
     content = plan_content(plan, advise(plan))
-    write_plan(tmp_path / "plan.json", content)
+    write_json(tmp_path / "plan.json", content)
     assert content["advice"]
     assert max(limit["over"] for limit in content["limits"]) > 10**9
     with pytest.raises(ConfigError, match="does not fit its devices"):
@@ -128,7 +129,7 @@ def test_a_plan_that_does_not_fit_is_no_plan_to_train_with(tmp_path):
 
 def test_layouts_that_training_does_not_have(tmp_path):
     plan = planned(workload(1001, model__dim=16), "4xH100", sharding="column_wise")
-    write_plan(tmp_path / "plan.json", plan_content(plan))
+    write_json(tmp_path / "plan.json", plan_content(plan))
     run = {**RUN, "optimizer": plan.workload.optimizer, "device_type": "cuda"}
     with pytest.raises(ConfigError, match="the sharding is 'column_wise' there"):
         read_plan(tmp_path / "plan.json").check(**run)

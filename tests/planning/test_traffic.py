@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from planned_runs import build_objective, planned, workload
+from planned_runs import planned, workload
+from sent_bytes import WatchCollectives
 from training_runs import config_of, random_triples
 from worlds import run_world
 
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.operations import WatchCollectives
+from kge_torchrec.planning.layout import Layout
 from kge_torchrec.planning.plan import plan_training
-from kge_torchrec.planning.workload import EntityFrequency, Workload
+from kge_torchrec.planning.workload import Workload
 
 STEPS = 15
 
@@ -68,11 +68,8 @@ def test_what_collectives_carry(tmp_path, world_size, keys):
     prepare_triples({"train": triples[:5900], "valid": triples[5900:], "test": []}, tmp_path / "s")
     config = config_of(tmp_path / "s", train__batch_size=256, **keys)
     store = TripleStore.open(tmp_path / "s")
-    work = Workload(
-        config, store.num_entities, store.num_relations, len(store.train), build_objective,
-        EntityFrequency.of_degrees(store.degrees()),
-    )  # fmt: skip
-    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Choice())
+    work = Workload.of_store(config, store)
+    plan = plan_training(work, parse_devices(f"{world_size}xCPU"), Layout())
     ranks = run_world(world_size, sent, config)
     for kind in ("ids", "rows", "gradients", "dense"):
         measured = sum(rank[kind] for rank in ranks)
@@ -95,7 +92,7 @@ def test_hosts_divide_what_is_sent():
 
 def test_a_table_on_one_rank_answers_all_others():
     plan = planned(workload(8000, model__dim=64), "4xH100", sharding="table_wise")
-    rows = plan.traffic.within["rows"]
+    rows = plan.traffic.of_ranks("rows")[0]
     assert np.count_nonzero(rows) == 1
     others = sum(batch.distinct for (batch,) in plan.batches[1:])
     assert rows.sum() == pytest.approx(others * 64 * 4)

@@ -405,7 +405,7 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
             dim = shards[0].shard_sizes[1]
             row_bytes = 4 * dim + form.row_state_bytes(dim)
             for first, last, count in runs(rows):
-                ranks = f"rank {first}" if first == last else f"ranks {first}-{last}"
+                ranks = ranks_text(first, last)
                 lines.append(f"  {ranks}: {count:,} rows x {dim}, {amount(count * row_bytes)} each")
     return "\n".join(lines)
 
@@ -417,6 +417,11 @@ def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
         if at == len(values) or values[at] != values[first]:
             yield first, at - 1, values[first]
             first = at
+
+
+def ranks_text(first: int, last: int) -> str:
+    """Return "rank 3" or "ranks 0-6"."""
+    return f"rank {first}" if first == last else f"ranks {first}-{last}"
 
 
 def amount(size: float) -> str:

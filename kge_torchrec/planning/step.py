@@ -1,0 +1,248 @@
+"""What a step sends, and how long it takes.
+
+TorchRec's sequence embeddings send ids to the ranks that hold their rows (int64, with their number
+per rank), rows back (float32 whatever the table's type) and gradients of rows home (float32). Rows
+are assumed to be looked up on the ranks in proportion to the rows that they hold. Against all
+entities the rows of the queries' anchors and their gradients are summed over the ranks instead. The
+collectives of dense parameters and of replicas are rings: each rank sends to the next one, on its
+host or not. Bytes that a rank keeps for itself are not sent.
+
+The time is a model, not a measurement: bytes and operations over the device's speeds, one part
+after another. Nothing overlaps, every device reaches the same share of its data sheet, and ranks
+are even. The model shows what a step's time consists of and compares layouts, on the slowest rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from kge_torchrec.embeddings.optimizers import optimizer_class
+from kge_torchrec.embeddings.torchrec.planned import Shard
+from kge_torchrec.embeddings.torchrec.planner import DENSE, FUSED, UVM_CACHING
+from kge_torchrec.planning.cost import Cost
+from kge_torchrec.planning.devices import Cluster
+from kge_torchrec.planning.layout import Setup
+from kge_torchrec.planning.memory import RankStep
+
+KINDS = ("ids", "rows", "gradients", "dense", "replicas")
+# Numbers per pair of ranks that announce the ids. TorchRec sends how many lengths and values there
+# are and the batch size, then the length itself; on a CPU distinct ids go directly.
+_COUNTS, _DIRECT_COUNTS = 4, 1
+
+EFFICIENCY = 0.7  # share of the data sheet's bandwidths and operations that programs reach
+# Collectives with lookups: sizes, lengths, ids, rows, gradients; those of dense parameters come on
+# top.
+COLLECTIVES = 5
+# Against all entities: anchors, partial statistics of the losses, gradients of anchors and dense
+# ones.
+_FULL_COLLECTIVES = 4
+LATENCY = {"within": 2e-5, "between": 6e-5}  # seconds until a collective's first byte
+PYTHON = 2e-3  # seconds of TorchRec's pipeline and of making the batch
+# Parts that take the same time whatever the batch, in the layouts that training has.
+FIXED = ("starting operations", "starting collectives", "dense gradients", "averaging replicas")
+
+
+class Traffic:
+    """Bytes that each rank sends to each other rank in a step.
+
+    Attributes:
+        sent: Per kind (W, W), from the rank of the row to the rank of the column.
+    """
+
+    def __init__(self, cluster: Cluster) -> None:
+        size = cluster.world_size
+        hosts = np.arange(size) // cluster.local_world_size
+        self._within = (hosts[:, None] == hosts) & ~np.eye(size, dtype=bool)
+        self._between = hosts[:, None] != hosts
+        self.sent = {kind: np.zeros((size, size)) for kind in KINDS}
+
+    def of_ranks(self, kind: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return (W,) bytes that each rank sends within its host, and to other hosts."""
+        sent = self.sent[kind]
+        return (sent * self._within).sum(1), (sent * self._between).sum(1)
+
+    def total(self, kind: str | None = None) -> tuple[float, float]:
+        """Return (within, between) hosts summed over all ranks, of one kind or of all."""
+        pairs = [self.of_ranks(k) for k in (KINDS if kind is None else (kind,))]
+        return float(sum(w.sum() for w, _ in pairs)), float(sum(b.sum() for _, b in pairs))
+
+    def ring(self, kind: str, size: float, ranks: np.ndarray | None = None) -> None:
+        """Add ``size`` bytes that each of some ranks (default: all) sends to the next one."""
+        ranks = np.arange(len(self._within)) if ranks is None else ranks
+        self.sent[kind][ranks, np.roll(ranks, -1)] += size
+
+    def all_reduce(self, kind: str, size: float, ranks: np.ndarray | None = None) -> None:
+        """Add an all-reduce of ``size`` bytes: each rank sends 2 (n - 1) / n of them."""
+        count = len(self._within) if ranks is None else len(ranks)
+        self.ring(kind, 2 * (count - 1) / count * size, ranks)
+
+
+def looked_up(setup: Setup, shards: Sequence[Shard], wanted: np.ndarray) -> np.ndarray:
+    """Return (2, W, W) ids that each rank sends to each, and elements that the answers have.
+
+    Args:
+        setup: The run, the devices and the layout.
+        shards: Of all ranks.
+        wanted: (W,) rows that each rank looks up.
+    """
+    size = setup.cluster.world_size
+    shares, found = np.zeros((2, size)), np.zeros((2, size, size))
+    for shard in shards:
+        share = shard.rows / setup.workload.num_entities
+        shares[:, shard.rank] += share, share * shard.columns
+    for group in setup.groups:
+        found[:, group[:, None], group] = wanted[group][:, None] * shares[:, None, group]
+    return found
+
+
+def lookup_traffic(setup: Setup, lookups: np.ndarray, table_bytes: Sequence[float]) -> Traffic:
+    """Return the traffic of a step with lookups.
+
+    Args:
+        setup: The run, the devices and the layout.
+        lookups: (2, W, W) from ``looked_up``.
+        table_bytes: Per rank, values and optimizer state, which 2-D replicas average.
+    """
+    workload, layout, traffic = setup.workload, setup.layout, Traffic(setup.cluster)
+    ids, elements = lookups
+    is_direct = not setup.is_cuda and workload.config.entities.deduplicate
+    counts = (_DIRECT_COUNTS if is_direct else _COUNTS) * workload.micro_batches
+    traffic.sent["ids"] += 8 * ids
+    for group in setup.groups:
+        traffic.sent["ids"][group[:, None], group] += 8 * counts
+    traffic.sent["gradients"] += 4 * elements
+    traffic.sent["rows"] += 4 * elements.T
+    if layout.is_replicated:
+        traffic.all_reduce("gradients", 4 * workload.num_entities * workload.dim)
+    dense, numbers = setup.dense, workload.dense_parameters
+    if dense.is_sharded:  # parameters are gathered per micro-batch, gradients travel at the last
+        _send_parts(traffic, setup, dense.gathers * workload.micro_batches + 1)
+    for copies in np.arange(setup.cluster.world_size).reshape(-1, dense.splits).T:
+        traffic.all_reduce("dense", 4 * numbers / dense.splits, copies)
+    if layout.replicas > 1:  # the mean of values and state, spread over the steps between
+        for group in np.arange(setup.cluster.world_size).reshape(layout.replicas, -1).T:
+            traffic.all_reduce("replicas", table_bytes[group[0]] / layout.sync_every, group)
+    return traffic
+
+
+def full_traffic(setup: Setup) -> Traffic:
+    """Return the traffic of a step against all entities."""
+    workload, traffic = setup.workload, Traffic(setup.cluster)
+    for kind in ("rows", "gradients"):
+        traffic.all_reduce(kind, 4 * workload.fetched * workload.dim)
+    if setup.dense.is_sharded:  # parameters are gathered once, gradients are summed whole
+        _send_parts(traffic, setup, 1)
+    traffic.all_reduce("dense", 4 * workload.dense_parameters)
+    traffic.ring("rows", 8 * 3 * workload.queries * (setup.cluster.world_size - 1))
+    return traffic
+
+
+def _send_parts(traffic: Traffic, setup: Setup, passes: int) -> None:
+    """Add all parts of the dense parameters, ``passes`` times around the ranks of each copy."""
+    splits = setup.dense.splits
+    size = passes * (splits - 1) * 4 * setup.workload.dense_parameters / splits
+    for group in np.arange(setup.cluster.world_size).reshape(-1, splits):
+        traffic.ring("dense", size, group)
+
+
+def step_time(
+    setup: Setup, step: RankStep, columns: float, traffic: Traffic, cache_hits: float
+) -> dict[str, float]:
+    """Return the seconds of each part of a step.
+
+    Args:
+        setup: The run, the devices and the layout.
+        step: Of the rank that updates most rows.
+        columns: Mean number of columns of that rank's shards.
+        traffic: What all ranks send.
+        cache_hits: Share of the rows that a cache holds.
+    """
+    workload, form, micro_batches = setup.workload, setup.form, setup.workload.micro_batches
+    local, values, _ = _row_speeds(setup, cache_hits)
+    read, sent = columns * form.value_bytes / values, 4 * columns / local  # sent as float32
+    times = {
+        "lookup": step.looked_up * (read + sent),
+        "scoring": micro_batches * _scoring_seconds(setup, step.cost),
+        "table optimizer": _optimizer_seconds(setup, step.updated, columns, cache_hits),
+        "starting operations": micro_batches
+        * (step.cost.operations * setup.cluster.device.launch + PYTHON),
+    }
+    if setup.cluster.world_size > 1:
+        latency = LATENCY["between" if setup.cluster.hosts > 1 else "within"]
+        collectives = (
+            _FULL_COLLECTIVES if workload.is_full else COLLECTIVES + _dense_collectives(setup)
+        )
+        times["starting collectives"] = micro_batches * collectives * latency
+    for name, kind in {
+        "exchange of ids": "ids",
+        "exchange of rows": "rows",
+        "exchange of gradients": "gradients",
+        "dense gradients": "dense",
+        "averaging replicas": "replicas",
+    }.items():
+        times[name] = _sending_seconds(setup, traffic, kind)
+    return {name: seconds for name, seconds in times.items() if seconds}
+
+
+def _dense_collectives(setup: Setup) -> int:
+    """Return the collectives per step: an all-reduce, or gathers, a scatter and a sum of copies."""
+    dense = setup.dense
+    if not dense.is_sharded:
+        return 1
+    return dense.gathers + (2 if setup.cluster.world_size > dense.splits else 1)
+
+
+def _speed(setup: Setup) -> float:
+    """Return the share of the data sheet's speeds that a rank has; a CPU's ranks share them."""
+    return EFFICIENCY / (1 if setup.is_cuda else setup.cluster.local_world_size)
+
+
+def _scoring_seconds(setup: Setup, cost: Cost) -> float:
+    """Return the seconds of arithmetic, and of the bytes that all other operations move."""
+    device, train = setup.cluster.device, setup.workload.config.train
+    flops = device.flops
+    if train.precision != "fp32":
+        flops = device.flops_16bit
+    elif train.tf32 and device.is_cuda:  # half as fast as 16 bits
+        flops = max(flops, device.flops_16bit / 2)
+    speed = _speed(setup)
+    return cost.flops / (flops * speed) + cost.moved_bytes / (device.memory_bandwidth * speed)
+
+
+def _row_speeds(setup: Setup, cache_hits: float) -> tuple[float, float, float]:
+    """Return the bytes per second of single rows on the device, of the table and of its state.
+
+    Rows in main memory pass the host's link; cached values do when they are missed.
+    """
+    device, form, speed = setup.cluster.device, setup.form, _speed(setup)
+    local = values = state = device.gather_bandwidth
+    if device.is_cuda:
+        link, in_main = device.host_link, form.kernel not in (FUSED, DENSE)
+        if in_main:
+            hits = cache_hits if form.kernel == UVM_CACHING else 0.0
+            values = 1 / (hits / local + (1 - hits) / link)
+        by_row_only = not optimizer_class(form.optimizer).state_numbers()[0]  # stays on the GPU
+        if form.state_in_main if not in_main else not by_row_only:
+            state = link
+    return local * speed, values * speed, state * speed
+
+
+def _optimizer_seconds(setup: Setup, rows: float, columns: float, cache_hits: float) -> float:
+    """Return the seconds to update rows: read gradients in float32, read and write the rest."""
+    form = setup.form
+    each, by_row = optimizer_class(form.optimizer).state_numbers()
+    if form.kernel == DENSE:  # the whole table and its gradient, every step
+        moved = setup.workload.num_entities * setup.workload.dim * (3 * form.value_bytes + 8 * each)
+        return moved / (setup.cluster.device.memory_bandwidth * _speed(setup))
+    local, values, state = _row_speeds(setup, cache_hits)
+    value_bytes = columns * form.value_bytes
+    state_bytes = form.state_bytes * (each * columns + by_row)
+    return rows * (4 * columns / local + 2 * value_bytes / values + 2 * state_bytes / state)
+
+
+def _sending_seconds(setup: Setup, traffic: Traffic, kind: str) -> float:
+    """Return the seconds until the last rank has sent its bytes of a kind; both ways at once."""
+    device, (within, between) = setup.cluster.device, traffic.of_ranks(kind)
+    return float(np.max(within / device.within_host + between / device.between_hosts)) / EFFICIENCY
