@@ -305,7 +305,7 @@ def test_a_store_of_the_user_in_the_run_folder_is_neither_used_nor_removed(tmp_p
 
 def test_a_run_folder_that_cannot_be_made(tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    refused(capsys, ["train", *flags(run__dir=tmp_path / "file" / "run")], "Not a directory")
+    refused(capsys, ["train", *flags(run__dir=tmp_path / "file" / "run")], "and a folder is needed")
 
 
 def test_a_store_of_another_version(tmp_path, capsys):
