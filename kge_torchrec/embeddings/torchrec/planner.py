@@ -1,13 +1,13 @@
-"""Where the rows of the entity table go, and whether they fit: TorchRec's planner, asked quietly.
+"""The layout of the entity table over ranks, by TorchRec's planner, and the memory that it needs.
 
-Needs no process group and no GPU, so a plan for 64 GPUs can be looked at on a laptop.  The planner
-is told the bytes of ``table_memory`` in place of its own estimate.  Those are after FBGEMM's
-split_table_batched_embeddings_ops_training (1.6 to 1.8): state is float32 whatever the values are;
-with rows in main memory ("unified virtual memory", UVM) state of D numbers per row lies there too,
-while state of one number per row stays on the GPU; the cache holds values only.  TorchRec's own
-estimate (1.8) counts the state in the type of the values, in the cache as well.
+It needs no process group and no GPU, so a laptop can plan for 64 GPUs. ``table_memory`` replaces
+the planner's own estimate of bytes. It follows FBGEMM's split_table_batched_embeddings_ops_training
+(1.6 to 1.8): state is float32 whatever the values are. With rows in main memory ("unified virtual
+memory", UVM) state of D elements per row lies there too, state of one element per row stays on the
+GPU, and the cache holds values only. TorchRec's estimate (1.8) counts the state in the type of the
+values, and in the cache as well.
 
-Shapes: N entities, D numbers per entity, W ranks; n rows and d columns of a shard.
+Shapes: N entities, D elements per row, W ranks; n rows and d columns of a shard.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PlanDoesNotFit(KGEError, RuntimeError):
 
 
 def device_memory() -> int:
-    """Bytes of the current CUDA device, or 0 without one."""
+    """Return the bytes of the current CUDA device, or 0 without one."""
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -94,10 +94,14 @@ def plan_row_wise(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> ShardingPlan:
-    """``plan_table`` by rows over all ranks, as training has it.
+    """Return the plan of ``plan_table`` by rows over all ranks, which training uses.
 
-    process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
-    collective call).  Raises ConfigError for a D that FBGEMM's CUDA kernels cannot have.
+    With a process group the call is collective: rank 0 plans and sends its plan, or its error, to
+    all ranks.
+
+    Raises:
+        ConfigError: FBGEMM's CUDA kernels cannot have this D.
+        PlanDoesNotFit: The rows of a rank do not fit.
     """
     if device_type == "cuda":
         check_cuda_dim(_find_collection(model)[1].embeddings[ENTITY].weight.shape[1])
@@ -122,11 +126,11 @@ def plan_table(
     reserve: float = 0.05,
     ids_per_batch: int = 4096,
 ) -> ShardingPlan:
-    """The plan that splits the entity table of ``model`` over all ranks.
+    """Return the plan that splits the entity table of ``model`` over all ranks.
 
     Args:
         model: holds one EmbeddingCollection with the table ENTITY, on the meta device.
-        sharder: its ``fused_params`` say which optimizer state to count.
+        sharder: its ``fused_params`` name the optimizer, whose state is counted.
         world_size, local_world_size: ranks in all, and on one machine.
         device_type: "cpu" or "cuda".
         sharding: one of SHARDINGS.
@@ -136,10 +140,11 @@ def plan_table(
         cache_load_factor: share of the rows that the cache of fused_uvm_caching holds.
         device_bytes: memory of one GPU; default, the current one's.
         host_bytes: main memory of one machine, which its ranks share; default, this one's.
-        reserve: share of the memory to keep for everything else (scorer, activations).
+        reserve: share of the memory that is left to scorer, activations and the rest.
         ids_per_batch: distinct entity ids that a rank looks up in a step.
 
-    Raises PlanDoesNotFit, saying which rank and how many bytes, if a rank's rows do not fit.
+    Raises:
+        PlanDoesNotFit: The rows of a rank do not fit; the message names the rank and the bytes.
     """
     name, collection = _find_collection(model)
     table = collection.embeddings[ENTITY].weight
@@ -164,7 +169,7 @@ def plan_table(
     }
     storage = _TableStorage(topology, constraints, form)
     estimators = [EmbeddingPerfEstimator(topology, constraints), storage]
-    batch_size = 1  # one bag a rank, which holds the step's distinct ids
+    batch_size = 1  # one bag per rank, which holds the step's distinct ids
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -181,12 +186,12 @@ def plan_table(
         rows, parts = storage.largest
         need = sum(parts.values(), Bytes())
         if need.device <= room.device and need.main <= room.main:
-            raise  # some other complaint
+            raise  # another problem
         raise PlanDoesNotFit(_explain(name, sharding, world_size, rows, parts, room)) from error
 
 
 class _TableStorage(ShardEstimator):
-    """Tells TorchRec's planner the bytes of each shard."""
+    """Sets the bytes of each shard for TorchRec's planner."""
 
     def __init__(
         self,
@@ -261,7 +266,7 @@ def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Planning warns of things that are meant, such as a replicated table without shards."""
+    """Silence warnings about intended things, such as a replicated table without shards."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -271,7 +276,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _on_rank_0(group: dist.ProcessGroup, work: Callable[[], Value]) -> Value:
-    """Rank 0's result or error on every rank: an error on one alone would leave others waiting."""
+    """Return rank 0's result, or raise its error, on every rank, so that no rank waits forever."""
     box: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
@@ -307,13 +312,16 @@ class Bytes:
 class TableForm:
     """How rows and optimizer state are kept.
 
-    kernel: FUSED (rows on the device), UVM (rows in main memory), UVM_CACHING (main memory with a
-        cache on the GPU), or DENSE (data-parallel: whole gradients and torch's own optimizer).
-    cache_ratio: share of the rows that the cache of UVM_CACHING holds.
-    state_bytes: of one number of state; 2 for the all_to_all backend's bfloat16 state.
-    counts_rows: whether each row counts its steps in an int32 (the all_to_all backend's
-        bias_correction row).
-    state_in_main: whether all state is kept in main memory (its state_device cpu).
+    Args:
+        optimizer: Name of the table's optimizer.
+        kernel: FUSED (rows on the device), UVM (rows in main memory), UVM_CACHING (main memory with
+            a cache on the GPU), or DENSE (data-parallel: whole gradients and torch's own
+            optimizer).
+        cache_ratio: Share of the rows that the cache of UVM_CACHING holds.
+        value_bytes: Bytes per element of a row.
+        state_bytes: Bytes per element of state; 2 for the all_to_all backend's bfloat16 state.
+        counts_rows: Whether each row counts its steps in an int32 (entities.bias_correction row).
+        state_in_main: Whether all state is in main memory (entities.state_device cpu).
     """
 
     optimizer: str
@@ -325,13 +333,13 @@ class TableForm:
     state_in_main: bool = False
 
     def row_state_bytes(self, columns: int) -> int:
-        """Bytes of state of one row of a shard."""
+        """Return the bytes of state of one row of a shard."""
         each, row = optimizer_class(self.optimizer).state_numbers()
         return (each * columns + row) * self.state_bytes + (4 if self.counts_rows else 0)
 
 
 def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    """Bytes of a shard of n rows by part: "weights", "optimizer state", "cache", "gradients"."""
+    """Return the bytes of a shard by part: "weights", "optimizer state", "cache", "gradients"."""
     values = rows * columns * form.value_bytes
     if form.kernel == DENSE:
         return _dense_table(rows * columns, form, is_cuda)
@@ -353,9 +361,9 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
 
 
 def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    """A replica that DDP keeps equal: its gradient has the size of the table.
+    """Return the bytes of a replica that DDP keeps equal, with a gradient of the table's size.
 
-    Its optimizer is the dense one, which has no state by row.
+    It has the dense optimizer, which has no state by row.
     """
     return {
         "weights": _in(is_cuda, numbers * form.value_bytes),
@@ -365,12 +373,12 @@ def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Byte
 
 
 def dense_state_numbers(optimizer: str) -> int:
-    """Numbers of state for each dense parameter: those of the optimizer without state by row."""
+    """Return the elements of state per element of a dense parameter, which has none by row."""
     return len(optimizer_class(optimizer).states)
 
 
 def _cache(rows: int, columns: int, form: TableForm) -> int:
-    """Cached values, their ids and use (int64 each a slot), and the table of each row (int32)."""
+    """Return the bytes of values, ids and use (int64 per slot), and places (int32 per row)."""
     if not rows:
         return 0
     sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS))
@@ -387,9 +395,9 @@ Value = TypeVar("Value")
 
 
 def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None = None) -> str:
-    """A few lines for people: per table its sharding, rows and bytes of every rank.
+    """Return a few lines per table: its sharding, and the rows and bytes of every rank.
 
-    Bytes are those of float32 values, with the optimizer's state if ``sharder`` is given.
+    The bytes are those of float32 values, and of the optimizer's state if ``sharder`` is given.
     """
     lines = []
     optimizer = from_fused_params(sharder.fused_params or {}).name if sharder else "sgd"
@@ -411,7 +419,7 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
 
 
 def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
-    """(first, last, value) of neighbours that are equal."""
+    """Yield (first, last, value) of neighbors that are equal."""
     first = 0
     for at in range(1, len(values) + 1):
         if at == len(values) or values[at] != values[first]:
@@ -425,7 +433,7 @@ def ranks_text(first: int, last: int) -> str:
 
 
 def amount(size: float) -> str:
-    """Bytes for people: 96.11 GiB."""
+    """Return bytes in a unit that suits them: "96.11 GiB"."""
     if size >= 10 << 40:
         return f"{size / (1 << 40):.2f} TiB"
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
