@@ -39,7 +39,7 @@ CONFIG_FAULTS = [
     Fault("no more candidates than the hardest are chosen", SIZING,
           "return max(count, _power_above(config.negatives.hardest + 1))", "return count",
           "tests/training/test_sizing.py -k follow"),
-    Fault("an option of a verb without effect is taken in silence", "commands/effects.py",
+    Fault("an option of a verb without effect is taken in silence", "config/verb_options.py",
           "            raise ConfigError(", "            print(", "tests/test_verb_options.py"),
     Fault("reading options are taken in silence by prepare", "commands/prepare.py",
           "        if name in reading:", "        if False:",
