@@ -126,7 +126,8 @@ def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]
     reader = make_reader(given.get("reader"), given.get("reader_options", {}), "--reader-options")
     if reader is not None:
         reading["reader"] = reader
-    for name in unread_options(sources[0] if len(sources) == 1 else sources, reader):
+    unread = unread_options(sources[0] if len(sources) == 1 else sources, reader)
+    for name in sorted(unread):
         if name in reading:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(

@@ -326,7 +326,7 @@ def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(
     assert store.report["sources"] == {split: ["countries"] for split in splits}
     for option in (["--columns", "a,b,c"], ["--header", "no"], ["--reader", "foreign_parts:Words"]):
         assert main(["prepare", "countries", "-o", "other", *option]) == 1
-        assert "a graph by name, not a file: leave out" in capsys.readouterr().err
+        assert "has no effect here: it acts only on" in capsys.readouterr().err
     (tmp_path / "countries").mkdir()
     (tmp_path / "countries" / "train.tsv").write_text("a\tr\tb\n")
     assert main(["prepare", "countries", "-o", "own"]) == 0

@@ -170,7 +170,7 @@ def test_wrong_choices_are_refused(run, capsys):
         api.evaluate(run, by=["entity"])
     with pytest.raises(DataError, match="has no types of entities"):
         api.evaluate(run, candidates="types")
-    with pytest.raises(ConfigError, match=r"evaluation\.types is not read"):
+    with pytest.raises(ConfigError, match=r"types has no effect with candidates seen"):
         api.evaluate(run, candidates="seen", types="types.tsv")
     assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
     assert "nowhere.tsv: no such file" in capsys.readouterr().err
