@@ -162,7 +162,8 @@ def _of_block(workload: Workload, queries: int, height: int, is_cuda: bool) -> C
 
 def _loss(workload: Workload) -> FullLoss:
     loss = FullSoftmax if workload.config.loss.name == "softmax" else FullBinaryCrossEntropy
-    return loss(workload.num_entities, workload.config.loss.label_smoothing)
+    options = workload.config.loss.loss_options()
+    return loss(workload.num_entities, getattr(options, "label_smoothing", 0.0))
 
 
 def _watch(objective: Objective, loss: FullLoss, queries: int, height: int) -> Cost:
