@@ -18,7 +18,7 @@ CONFIGS = [
     LossConfig("bce", options={"reduction": "mean"}),
     LossConfig("bce", options={"reduction": "mean", "label_smoothing": 0.2}),
 ]
-every_loss = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name} {c.reduction}")
+every_loss = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name} {c.options}")
 
 
 def random_scores() -> torch.Tensor:
