@@ -13,7 +13,7 @@ CONFIG_FAULTS = [
     Fault("only the first condition of a key is looked at", KEYS,
           "for c in rules.acts if", "for c in rules.acts[:1] if", f"{RULES} -k without_effect"),
     Fault("a condition that is not known yet refuses", KEYS,
-          "c.holds(config, facts) is False", "not c.holds(config, facts)", RULES),
+          "c.holds(config, facts) is False", "not c.holds(config, facts)", f"{RULES} -k not_known"),
     Fault("a run's other config.yaml is refused for what was chosen", "training/effects.py",
           "if key not in PICKED_KEYS]", "]", f"{RULES} -k earlier"),
     Fault("reading options are taken in silence by train", "training/effects.py",

@@ -7,7 +7,7 @@ from typing import Any
 from plain_config import PLAIN
 
 from kge_torchrec.config import GraphSize
-from kge_torchrec.config.parser import load_config
+from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.planning.choice import Choice
 from kge_torchrec.planning.devices import Cluster, parse_devices
 from kge_torchrec.planning.plan import TrainingPlan, plan_training
@@ -20,7 +20,7 @@ def workload(
 ) -> Workload:
     """Sizes of a run; ``keys`` are those of the config, with __ for the dot."""
     given = {key.replace("__", "."): value for key, value in keys.items()}
-    config = load_config(None, {**PLAIN, **given})
+    config = config_from_dict({**PLAIN, **given})
     config = config.settled(GraphSize(entities, relations, triples))
     popularity = EntityFrequency.zipf(max(1, entities), skew)
     return Workload(config, entities, relations, triples, build_objective, popularity)

@@ -117,6 +117,12 @@ def test_defaults_never_lack_an_effect():
     assert without_effect(Config(), Facts(False, False, UNREAD.unread)) == {}
 
 
+def test_what_is_not_known_yet_refuses_nothing():
+    config = config_from_dict({"train.tf32": True, "train.replay": 0.5, "train.freeze": "old"})
+    assert without_effect(config, Facts()) == {}
+    assert len(without_effect(config, Facts(on_cuda=False, extended=False))) == 3
+
+
 def test_the_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
     """Keys of it that have no effect are not refused, but those that change are."""
     store = tiny_store(tmp_path / "store").path

@@ -69,6 +69,8 @@ def tiny_store(
 def config_of(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
     """A quiet config; ``changes`` are keys with __ for the dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
+    if dotted.get("train.optimizer") == "sgd":
+        dotted.setdefault("train.eps", Config().train.eps)  # which sgd has none of
     where = {"data.path": str(store), "run.dir": folder and str(folder)}
     return config_from_dict({**where, **QUIET, **dotted})
 

@@ -183,7 +183,7 @@ def test_a_rank_that_fails_in_training_keeps_the_losses_so_far(tmp_path, capsys)
     """A huge learning rate: the first loss is a number, a later one is not."""
     folder = tmp_path / "compared"
     changes = {"train__optimizer": "sgd", "train__lr": 1e12, "train__epochs": 4,
-               "train__log_every": 1}  # fmt: skip
+               "train__log_every": 1, "train__eps": 1e-8}  # fmt: skip
     assert main(arguments(folder, "--repeats", "0", **changes)) == 1
     found = json.loads((folder / "comparison.json").read_text())
     training = found["training"]["1"]
