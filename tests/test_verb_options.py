@@ -13,9 +13,9 @@ import pytest
 from training_runs import tiny_store
 
 from kge_torchrec import cli
-from kge_torchrec.commands.effects import check_options, rules_of
 from kge_torchrec.comparison import command as compare
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.verb_options import check_options, rules_of
 from kge_torchrec.planning import command as plan
 from kge_torchrec.tuning import command as tune
 

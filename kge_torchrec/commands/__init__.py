@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands.effects import check_options
+from kge_torchrec.config.verb_options import check_options
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:

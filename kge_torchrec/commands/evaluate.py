@@ -7,7 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
-from kge_torchrec.commands.effects import acts_with
+from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs

@@ -7,8 +7,8 @@ import sys
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_output, add_verb, answering, is_first_rank, write_records
-from kge_torchrec.commands.effects import acts_with
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_verb, as_flag
-from kge_torchrec.commands.effects import acts_with
+from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands.effects import acts_with, check_options
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.config.verb_options import acts_with, check_options
 
 # name -> (entities.engine, entities.preset)
 VARIANTS = {

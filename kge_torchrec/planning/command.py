@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands.effects import acts_with, check_options
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.config.verb_options import acts_with, check_options
 
 if TYPE_CHECKING:
     from kge_torchrec.planning.advice import Advice, Faster
