@@ -39,16 +39,12 @@ CONFIG_FAULTS = [
     Fault("no more candidates than the hardest are chosen", SIZING,
           "return max(count, _power_above(config.negatives.hardest + 1))", "return count",
           "tests/training/test_sizing.py -k follow"),
-<<<<<<< HEAD
     Fault("an old key is not renamed on the command line", "config/parser.py",
           "{current_name(name.removeprefix('--'))}", "{name.removeprefix('--')}",
           f"{RULES} -k old_names"),
     Fault("an old key without effect stops a run from opening", "config/parser.py",
           "if drops_unknown and not", "if False and not", f"{RULES} -k earlier"),
-    Fault("an option of a verb without effect is taken in silence", "commands/effects.py",
-=======
     Fault("an option of a verb without effect is taken in silence", "config/verb_options.py",
->>>>>>> 83fda4ef71c54808ec51d27036e91e0e5a950c01
           "            raise ConfigError(", "            print(", "tests/test_verb_options.py"),
     Fault("reading options are taken in silence by prepare", "commands/prepare.py",
           "        if name in reading:", "        if False:",
