@@ -18,7 +18,7 @@ class Fault:
 
 CHECKPOINTS, TRAINER = "training/checkpoints.py", "training/trainer.py"
 SESSION, ASSEMBLY = "training/session.py", "training/assembly.py"
-MODEL_CONFIG, FOREIGN = "config/model.py", "embeddings/foreign_optimizer.py"
+FOREIGN = "embeddings/foreign_optimizer.py"
 FULL, DROPOUT = "training/full_candidates.py", "training/step.py"
 GRADIENTS = "training/gradients.py"
 
@@ -111,8 +111,9 @@ FAULTS = [
     Fault("degree_power ignored", "data/negatives.py",
           "store.degrees(), options.degree_power", "store.degrees(), 0.75",
           "tests/test_every_key.py -k degree_power"),
-    Fault("temperature ignored", MODEL_CONFIG,
-          'common = ("margin", "temperature", ', 'common = ("margin", ',
+    Fault("temperature ignored", "models/losses.py",
+          "self.margin, self.temperature = margin, temperature",
+          "self.margin, self.temperature = margin, 1.0",
           "tests/test_every_key.py -k temperature"),
     Fault("reduction of sampled bce ignored", "models/losses.py",
           """total + low * (positive - others.sum(-1))
@@ -198,8 +199,8 @@ FAULTS = [
           "FullBinaryCrossEntropy(num_entities, self.label_smoothing, self.reduction)",
           "FullBinaryCrossEntropy(num_entities, self.label_smoothing)",
           "tests/models/test_same_losses.py"),
-    Fault("bce is a mean by default", MODEL_CONFIG,
-          '"sum",\n        "sum or mean of the loss', '"mean",\n        "sum or mean of the loss',
+    Fault("bce is a mean by default", "models/losses.py",
+          '        reduction: str = "sum"\n', '        reduction: str = "mean"\n',
           "tests/training/test_full_candidates_parts.py -k adam_moves"),
     # dropout
     Fault("the same dropout at every step", DROPOUT, "seed_generators(seed, _STREAM, step, rank)",

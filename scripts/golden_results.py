@@ -35,7 +35,7 @@ CASES = {
     "per-triple": (1, 8, {"negatives.chunk_size": 1, "loss.name": "margin",
                           "model.scorer": "transe_l2", "model.reciprocal": False}),
     "self-adversarial": (1, 8, {"model.scorer": "rotate", "loss.name": "self_adversarial",
-                                "loss.margin": 6.0, "model.reciprocal": False}),
+                                "loss.options.margin": 6.0, "model.reciprocal": False}),
     "regularized": (1, 8, {"loss.n3": 0.05, "loss.relation_weight": 0.5, "train.schedule": "cosine",
                            "train.warmup_steps": 7}),
     "dropout": (2, 8, {"model.scorer": "conve", "model.hidden_dropout": 0.2,

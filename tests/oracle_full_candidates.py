@@ -183,13 +183,14 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     scores = score_of(config, head, factors, tail, formula)
     label = torch.zeros_like(scores)
     label[: len(answers)] = 1
-    smooth = config.loss.label_smoothing
+    of = config.loss.loss_options()
+    smooth = of.label_smoothing
     if config.loss.name == "softmax":
         label = (1 - smooth) * label / label.sum() + smooth / len(label)
         loss = cross_entropy(scores[None], label[None])
     else:
         label = (1 - smooth) * label + smooth / 2
-        loss = binary_cross_entropy_with_logits(scores, label, reduction=config.loss.reduction)
+        loss = binary_cross_entropy_with_logits(scores, label, reduction=of.reduction)
     regularizers = penalty_of_rows(config, entities[anchor])
     regularizers = regularizers + penalty_of_rows(config, factors, is_relation=True)
     if answers:

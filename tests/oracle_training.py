@@ -115,7 +115,9 @@ def global_batch(
     by_degree = None
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
-        sums = np.cumsum(np.where(degrees > 0, degrees.clip(1) ** options.degree_power, 0))
+        sums = np.cumsum(
+            np.where(degrees > 0, degrees.clip(1) ** options.sampler_options().degree_power, 0)
+        )
         by_degree = partial(_drawn, sums)
     sampler = NegativeSampler(store.num_entities, options.count, config.seed, by_degree)
     chunk = np.arange(len(rows)) // (options.chunk_size or size)
@@ -202,7 +204,9 @@ def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor
     ends = np.stack([np.bincount(triples[:, column], minlength=count) for column in (0, 2)])
     chance = np.full(count, 1 / count)
     if options.sampling == "degree":
-        weights = np.where(ends.sum(0) > 0, ends.sum(0).clip(1) ** options.degree_power, 0)
+        weights = np.where(
+            ends.sum(0) > 0, ends.sum(0).clip(1) ** options.sampler_options().degree_power, 0
+        )
         chance = weights / weights.sum()
     drawn = (options.head_count if side == "head" else None) or options.count
     expected = drawn * chance
@@ -330,7 +334,8 @@ def hyperbolic(head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
 def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
     """(B, 1) and (B, K) scores -> (B,)"""
     loss, log_sigmoid = config.loss, torch.nn.functional.logsigmoid
-    smooth, count = loss.label_smoothing, mask.sum(1).clamp(min=1)
+    of = loss.loss_options()
+    smooth, count = getattr(of, "label_smoothing", 0.0), mask.sum(1).clamp(min=1)
     if loss.name == "softmax":
         both = torch.cat([positive, negative.masked_fill(~mask, -math.inf)], 1)
         chances = both.log_softmax(1)
@@ -342,13 +347,13 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
         of_positive = -(1 - low) * log_sigmoid(positive) - low * log_sigmoid(-positive)
         of_negative = -low * log_sigmoid(negative) - (1 - low) * log_sigmoid(-negative)
         total = of_positive[:, 0] + (of_negative * mask).sum(1)
-        return total if loss.reduction == "sum" else total / (1 + mask.sum(1))
+        return total if of.reduction == "sum" else total / (1 + mask.sum(1))
     if loss.name == "margin":
-        return ((loss.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
-    logits = (loss.temperature * negative.detach()).masked_fill(~mask, -math.inf)
+        return ((of.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
+    logits = (of.temperature * negative.detach()).masked_fill(~mask, -math.inf)
     shares = logits.softmax(1).nan_to_num()  # no candidate counts: all are nan
-    of_negative = (shares * log_sigmoid(-loss.margin - negative)).sum(1)
-    return -(of_negative + log_sigmoid(loss.margin + positive[:, 0])) / 2
+    of_negative = (shares * log_sigmoid(-of.margin - negative)).sum(1)
+    return -(of_negative + log_sigmoid(of.margin + positive[:, 0])) / 2
 
 
 def penalty(config: Config, anchor: Tensor, relation: Tensor, answer: Tensor) -> Tensor:

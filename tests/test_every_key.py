@@ -8,7 +8,7 @@ other keys that it takes to see it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from training_runs import QUIET
 
 from kge_torchrec.config import SCORER_NAMES, Config, all_keys
 from kge_torchrec.config.options import options_help
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.registry import KINDS, resolve
+from kge_torchrec.config.sparse_options import FBGEMM
 from kge_torchrec.distributed.processes import processes
 
 BASE = {**QUIET, "data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
@@ -120,12 +121,13 @@ CASES = [
     case("loss.name", "margin", "self_adversarial", "table"),
     case("loss.name", "softmax", "bce", "table", **KVSALL),
     case("loss.name", "softmax", "bce", "table", **KVSSAMPLE),
-    *(case("loss.reduction", "sum", "mean", "table", loss__name="bce", negatives__regime=regime)
-      for regime in ("sampled", "kvsall", "kvssample")),
-    case("loss.margin", 1.0, 2.0, "table", loss__name="margin"),
-    case("loss.margin", 1.0, 2.0, "table", loss__name="self_adversarial"),
-    case("loss.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),
-    *(case("loss.label_smoothing", 0.0, 0.3, "table", loss__name=name, negatives__regime=regime)
+    *(case("loss.options.reduction", "sum", "mean", "table", loss__name="bce",
+           negatives__regime=regime) for regime in ("sampled", "kvsall", "kvssample")),
+    case("loss.options.margin", 1.0, 2.0, "table", loss__name="margin"),
+    case("loss.options.margin", 1.0, 2.0, "table", loss__name="self_adversarial"),
+    case("loss.options.temperature", 0.5, 2.0, "table", loss__name="self_adversarial"),
+    *(case("loss.options.label_smoothing", 0.0, 0.3, "table", loss__name=name,
+           negatives__regime=regime)
       for name in ("softmax", "bce") for regime in ("sampled", "kvsall", "kvssample")),
     *(case(f"loss.{penalty}", 0.0, 0.1, "table", "scorer", negatives__regime=regime,
            **ONE_STEP)
@@ -138,7 +140,6 @@ CASES = [
       for given in ({"weight": 0.1},) for regime in ("sampled", "kvsall", "kvssample")),
     case("loss.regularizers", {"lp": {"weight": 0.1}}, {"lp": {"weight": 0.1, "p": 2.0}}, "table",
          "scorer", **ONE_STEP),
-    case("loss.options", {}, {"label_smoothing": 0.3}, "table"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer"),
     case("loss.relation_weight", 0.0, 1.0, "table", "scorer", negatives__regime="1vsall"),
     # negatives
@@ -156,9 +157,8 @@ CASES = [
            model__reciprocal=False) for regime in ("sampled", "kvsall", "kvssample")),
     case("negatives.sampling", "uniform", "degree", "batches", "table"),
     case("negatives.sampling", "uniform", "degree", "batches", "table", **KVSSAMPLE),
-    case("negatives.options", {}, {"degree_power": 3.0}, "batches", "table",
+    case("negatives.options.degree_power", 0.5, 3.0, "batches", "table",
          negatives__sampling="degree"),
-    case("negatives.degree_power", 0.5, 3.0, "batches", "table", negatives__sampling="degree"),
     case("negatives.filtered", False, True, "batches", "table"),
     case("negatives.among", "all", "seen", "batches", "table"),
     case("negatives.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv", "batches",
@@ -171,14 +171,14 @@ CASES = [
     case("entities.engine", "torchrec", "handrolled", "engine"),
     case("entities.deduplicate", True, False, "batches"),
     case("entities.preset", "fbgemm", "dgl", "table", **ADAM),
-    case("entities.duplicates", "sum", "mean", "table"),
-    case("entities.bias_correction", "table", "row", "table", **ADAM),
-    case("entities.epsilon", "outside", "inside", "table", **ADAM),
-    case("entities.state_dtype", "fp32", "bf16", "table", **ADAM),
-    case("entities.state_rounding", "stochastic", "nearest", "table",
-         entities__state_dtype="bf16", **ADAM),
-    case("entities.state_device", "same", "cpu", "state_device", **ADAM),
-    case("entities.async_step", False, True, "steps_in_thread"),
+    case("entities.options.duplicates", "sum", "mean", "table"),
+    case("entities.options.bias_correction", "table", "row", "table", **ADAM),
+    case("entities.options.epsilon", "outside", "inside", "table", **ADAM),
+    case("entities.options.state_dtype", "fp32", "bf16", "table", **ADAM),
+    case("entities.options.state_rounding", "stochastic", "nearest", "table",
+         entities__options__state_dtype="bf16", **ADAM),
+    case("entities.options.state_device", "same", "cpu", "state_device", **ADAM),
+    case("entities.options.async_step", False, True, "steps_in_thread"),
     # dense
     case("dense.wrapper", "none", "ddp", "dense_wrapper"),
     *(case("dense.wrapper", "none", "fsdp", "dense_wrapper", **regime)
@@ -307,7 +307,15 @@ def test_the_table_has_every_key():
         for name in SCORER_NAMES
         for option in options_help(resolve("scorer", name))
     }
-    keys = set(all_keys()) - {"model.options"} | of_scorers
+    of_losses = {
+        f"loss.options.{option.name}"
+        for name in KINDS["loss"].ours
+        for option in options_help(resolve("loss", name))
+    }
+    others = {f"entities.options.{name}" for name in asdict(FBGEMM)}
+    others |= {"negatives.options.degree_power"} | of_losses | of_scorers
+    groups = {key.rpartition(".")[0] for key in others}
+    keys = set(all_keys()) - groups | others
     there = {case.key for case in CASES}
     assert keys - there == set(), "CASES has no entry for these keys"
     assert there - keys == set(), "CASES has entries for what is no key"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
@@ -23,6 +24,7 @@ from kge_torchrec.config.keys import (
     declared,
     default_of,
     key_of,
+    moved_keys,
     without_effect,
 )
 from kge_torchrec.config.parser import config_from_dict, load_config
@@ -46,10 +48,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "data.reader": ("foreign_parts:Words", UNREAD, Facts()),
     "model.init_width": ("pca", {}, {"model.init_from": "x.npy"}),
     "model.init_frozen": (True, {}, {"model.init_from": "x.npy"}),
-    "loss.margin": (3.0, {}, {"loss.name": "margin"}),
-    "loss.temperature": (2.0, {"loss.name": "margin"}, {"loss.name": "self_adversarial"}),
-    "loss.reduction": ("mean", {}, {"loss.name": "bce"}),
-    "loss.label_smoothing": (0.1, {"loss.name": "margin"}, {"loss.name": "bce"}),
     "negatives.count": (9, FULL, {"negatives.regime": "kvssample"}),
     "negatives.head_count": (9, {"negatives.regime": "kvssample"}, {}),
     "negatives.in_batch": (True, FULL, {}),
@@ -57,7 +55,6 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.log_q": (True, {"negatives.regime": "kvssample"}, {}),
     "negatives.chunk_size": (9, FULL, {}),
     "negatives.sampling": ("degree", FULL, {"negatives.regime": "kvssample"}),
-    "negatives.degree_power": (0.5, {}, {"negatives.sampling": "degree"}),
     "negatives.types": ("x.tsv", {"negatives.among": "seen"}, {"negatives.among": "types"}),
     "negatives.file": ("x.tsv", {}, {"negatives.among": "own"}),
     "negatives.among_share": (0.5, {}, {"negatives.among": "seen"}),
@@ -131,12 +128,17 @@ def test_the_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
     store = tiny_store(tmp_path / "store").path
     with api.train(config_of(store, tmp_path / "run", train__epochs=1)) as run:
         text = (run.path / "config.yaml").read_text()
-        assert "margin: 9.0" in text
-        (run.path / "config.yaml").write_text(text.replace("margin: 9.0", "margin: 3.0"))
+        assert "decay: 0.95" in text
+        text = text.replace("\n  decay: 0.95", "\n  decay: 0.5")
+        # Keys of before, at their defaults and not, with an effect and without.
+        text = text.replace("\nloss:\n", "\nloss:\n  margin: 3.0\n  label_smoothing: 0.1\n")
+        text = text.replace("\nentities:\n", "\nentities:\n  epsilon: null\n")
+        (run.path / "config.yaml").write_text(text)
     with api.open_run(tmp_path / "run") as old:
-        assert old.config.loss.margin == 3.0
-    with pytest.raises(ConfigError, match=r"loss.temperature 2.0 has no effect here"):
-        api.resume(tmp_path / "run", {"loss.temperature": 2.0})
+        assert old.config.train.decay == 0.5 and old.config.entities.options == {}
+        assert old.config.loss.options == {"label_smoothing": 0.1}
+    with pytest.raises(ConfigError, match=r"train.plateau_patience 1 has no effect here"):
+        api.resume(tmp_path / "run", {"train.plateau_patience": 1})
     with api.resume(tmp_path / "run", {"train.epochs": 2}) as resumed:
         assert resumed.results["train"]["epochs"] == 2
     caplog.clear()
@@ -145,6 +147,50 @@ def test_the_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
         api.train(config_of(store, tmp_path / "full", **_python(again))).close()
     said = [record.getMessage() for record in caplog.records if "effects" in record.name]
     assert len(said) == 1 and said[0].startswith("negatives.count 6 has no effect here")
+
+
+# Keys that have moved
+
+
+MOVED = {  # old: (value, other keys that it needs)
+    "loss.margin": (3.0, {"loss.name": "margin"}),
+    "loss.temperature": (2.0, {"loss.name": "self_adversarial"}),
+    "loss.reduction": ("mean", {"loss.name": "bce"}),
+    "loss.label_smoothing": (0.1, {}),
+    "negatives.degree_power": (0.5, {"negatives.sampling": "degree"}),
+    "entities.duplicates": ("mean", {}),
+    "entities.bias_correction": ("row", {}),
+    "entities.epsilon": ("inside", {}),
+    "entities.state_dtype": ("bf16", {}),
+    "entities.state_rounding": ("nearest", {"entities.state_dtype": "bf16"}),
+    "entities.state_device": ("cpu", {}),
+    "entities.async_step": (True, {}),
+}
+
+
+@pytest.mark.parametrize("old", MOVED)
+def test_old_names_of_keys_work_with_a_note(old, tmp_path, caplog):
+    value, others = MOVED[old]
+    if old.startswith("entities."):
+        others = {**others, "entities.engine": "handrolled", "train.optimizer": "adam"}
+    new, _ = moved_keys(Config)[old]
+    expected = load_config(None, {**others, new: value})
+    caplog.clear()
+    assert load_config(None, {**others, old: value}) == expected
+    assert f"{old} is now {new}; the old name still works" in caplog.messages
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({**others, old: value}))
+    caplog.clear()
+    assert load_config(file) == expected
+    assert f"{old} is now {new}; the old name still works" in caplog.messages
+    words = [f"--{key}={other}" for key, other in others.items()]
+    assert load_config(None, [*words, f"--{old}", str(value)]) == expected
+    assert config_from_dict({**others, old: value}) == expected
+
+
+def test_every_moved_key_is_in_the_table():
+    assert set(MOVED) == set(moved_keys(Config))
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 104
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -194,24 +240,20 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "model.hidden_dropout": (0.1, True), "model.options": ({"p": 1}, False),
     "model.init_from": ("x.npy", False), "model.init_width": ("pca", False),
     "model.init_frozen": (True, False),
-    "loss.name": ("bce", True), "loss.margin": (3.0, True), "loss.temperature": (2.0, True),
-    "loss.reduction": ("mean", True), "loss.label_smoothing": (0.1, True), "loss.n3": (0.1, True),
+    "loss.name": ("bce", True), "loss.n3": (0.1, True),
     "loss.l2": (0.1, True), "loss.relation_weight": (0.1, True),
     "loss.regularizers": ({"dura": 0.1}, True), "loss.options": ({"label_smoothing": 0.1}, True),
     "negatives.regime": ("1vsall", False), "negatives.count": (9, True),
     "negatives.head_count": (9, True), "negatives.in_batch": (True, True),
     "negatives.hardest": (2, True), "negatives.log_q": (True, True),
     "negatives.chunk_size": (4, True), "negatives.sides": ("tail", True),
-    "negatives.sampling": ("degree", True), "negatives.degree_power": (0.5, True),
+    "negatives.sampling": ("degree", True),
     "negatives.filtered": (True, True), "negatives.among": ("seen", True),
     "negatives.types": ("x.tsv", True), "negatives.file": ("x.tsv", True),
     "negatives.among_share": (0.5, True), "negatives.max_answers": (9, True),
     "negatives.options": ({"degree_power": 0.5}, True),
     "entities.engine": ("handrolled", True), "entities.deduplicate": (False, True),
-    "entities.preset": ("dgl", False), "entities.duplicates": ("mean", True),
-    "entities.bias_correction": ("row", False), "entities.epsilon": ("inside", True),
-    "entities.state_dtype": ("bf16", True), "entities.state_rounding": ("nearest", True),
-    "entities.state_device": ("cpu", True), "entities.async_step": (True, True),
+    "entities.preset": ("dgl", False), "entities.options": ({"duplicates": "mean"}, True),
     "dense.wrapper": ("fsdp", True), "dense.sharding": ("grad_op", True),
     "dense.replicas": (2, True), "dense.cpu_offload": (True, True), "dense.compile": (True, True),
     "dense.compile_mode": ("max-autotune", True),
@@ -250,7 +292,6 @@ def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
     others = {
         "model.options": {"model.scorer": "keci", "model.dim": 12},
         "data.reader_options": {"data.reader": "foreign_parts:Words"},
-        "loss.reduction": {"loss.name": "bce"},
         "train.optimizer_options": {"train.optimizer": "foreign_parts:Momentum"},
         "train.weight_decay": {"train.optimizer": "adam"},
         "negatives.options": {"negatives.sampling": "degree"},
@@ -260,8 +301,6 @@ def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
     }.get(key, {})
     if key.startswith("entities.") and key != "entities.engine":
         others = {"entities.engine": "handrolled", "train.optimizer": "adam"}
-    if key == "entities.state_rounding":
-        others["entities.state_dtype"] = "bf16"
     if key.startswith("model.init_"):
         others = {"model.init_from": "y.npy"}
     elif key.startswith("dense."):

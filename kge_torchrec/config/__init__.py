@@ -130,8 +130,9 @@ class Config:
         sparse = self.entities.sparse_options(self.train.optimizer)
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(
-                "train.accumulation: with entities.duplicates mean the places of a micro-batch "
-                "would count, not those of the step; use entities.duplicates sum"
+                "train.accumulation: with entities.options.duplicates mean the places of a "
+                "micro-batch would count, not those of the step; use entities.options.duplicates "
+                "sum"
             )
         self._check_weights()
         self._check_regime()

@@ -140,12 +140,6 @@ class DataConfig:
 
 _SAMPLED = only_with("negatives.regime", "sampled")
 _DRAWN = only_with("negatives.regime", "sampled", "kvssample")
-_HAS_POWER = Condition(
-    "negatives.sampling degree",
-    lambda config, _: (
-        config.negatives.sampling != "uniform" and config.negatives.sampler_has("degree_power")
-    ),
-)
 
 
 def _keeps_fewer(config: Any, _: Any) -> bool | None:
@@ -217,12 +211,9 @@ class NegativesConfig:
     )
     sampling: str = key(
         "uniform",
-        "Distribution of sampled entities: uniform, degree (in proportion to degree ** "
-        "degree_power), or package.module:Class.",
+        "Distribution of sampled entities: uniform, degree (in proportion to a power of it), or "
+        "package.module:Class.",
         acts=_DRAWN,
-    )
-    degree_power: float = key(
-        0.75, "Exponent of degree sampling.", check=not_negative, acts=(_DRAWN, _HAS_POWER)
     )
     filtered: bool = key(False, "Never use a known training triple as a negative.")
     among: str = key(
@@ -257,7 +248,9 @@ class NegativesConfig:
     )
     options: dict[str, Any] = key(
         dict,
-        "Other options of the sampling; `kge-torchrec parts negative_sampler` lists them.",
+        "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec parts "
+        "negative_sampler` lists them.",
+        moved={"degree_power": 0.75},
     )
 
     def __post_init__(self) -> None:
@@ -325,15 +318,10 @@ class NegativesConfig:
         """Whether every entity is a candidate."""
         return self.regime in FULL_REGIMES
 
-    def sampler_has(self, option: str) -> bool:
-        """Return whether the sampling has an option of this name."""
-        return hasattr(resolve("negative_sampler", self.sampling).Options, option)
-
     def sampler_options(self) -> Any:
-        """The sampling's ``Options``, of ``degree_power`` if it has that and of ``options``."""
+        """The sampling's ``Options``."""
         draw = resolve("negative_sampler", self.sampling)
-        common = {"degree_power": self.degree_power} if self.sampler_has("degree_power") else {}
-        return parse_options(draw, {**common, **self.options}, "negatives.options")
+        return parse_options(draw, self.options, "negatives.options")
 
     @property
     def examples(self) -> str:

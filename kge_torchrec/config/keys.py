@@ -86,6 +86,7 @@ class Key(NamedTuple):
     acts: tuple[Condition, ...]
     resume: Resume
     silent: tuple[Any, ...]  # values besides the default that need no effect
+    moved: Mapping[str, Any]  # keys of before that are options in it now, with their default
 
 
 def key(
@@ -96,6 +97,7 @@ def key(
     acts: Condition | tuple[Condition, ...] = (),
     resume: Resume = MAY_CHANGE,
     silent: tuple[Any, ...] = (),
+    moved: Mapping[str, Any] = {},
 ) -> Any:
     """Return a dataclass field for a key of the config.
 
@@ -106,9 +108,11 @@ def key(
         acts: All conditions under which the key has an effect; none: it always has.
         resume: Whether it may change when a run resumes.
         silent: Values besides the default that are accepted where the key has no effect.
+        moved: Names of keys of this section that became options in this key, with the default
+            that they had. They stay as aliases.
     """
     conditions = (acts,) if isinstance(acts, Condition) else acts
-    metadata = {"key": Key(help, check, conditions, resume, silent)}
+    metadata = {"key": Key(help, check, conditions, resume, silent, moved)}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -151,6 +155,16 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
         else:
             found[prefix + item.name] = item
     return found
+
+
+@cache
+def moved_keys(of: Any) -> dict[str, tuple[str, Any]]:
+    """Return {old key: (new key, the default that it had)}."""
+    return {
+        f"{key.rpartition('.')[0]}.{name}": (f"{key}.{name}", default)
+        for key, item in declared(of).items()
+        for name, default in key_of(item).moved.items()
+    }
 
 
 def default_of(item: Field[Any]) -> Any:

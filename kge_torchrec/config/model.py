@@ -15,10 +15,10 @@ from kge_torchrec.config.checks import (
     choice,
     least,
     not_negative,
+    one_of,
     positive,
 )
 from kge_torchrec.config.keys import (
-    Condition,
     Resume,
     check_values,
     default_of,
@@ -165,11 +165,6 @@ class ModelConfig:
         return asdict(parse_options(resolve("scorer", self.scorer), self.options, "model.options"))
 
 
-def _loss_has(option: str, words: str) -> Condition:
-    """Return the condition that the loss has an option."""
-    return Condition(f"loss.name {words}", lambda config, _: option in config.loss.common_options())
-
-
 @documented
 @dataclass(frozen=True)
 class LossConfig:
@@ -179,30 +174,6 @@ class LossConfig:
         "softmax",
         "softmax (cross-entropy over the candidates), bce (logistic), margin, self_adversarial, "
         "or package.module:Class.",
-    )
-    margin: float = key(
-        9.0,
-        "Margin of the losses margin and self_adversarial.",
-        check=not_negative,
-        acts=_loss_has("margin", "margin or self_adversarial"),
-    )
-    temperature: float = key(
-        1.0,
-        "Sampling temperature of the loss self_adversarial.",
-        check=not_negative,
-        acts=_loss_has("temperature", "self_adversarial"),
-    )
-    reduction: str = key(
-        "sum",
-        "sum or mean of the loss bce over all candidates of a query, answers included.",
-        check=choice("sum", "mean"),
-        acts=_loss_has("reduction", "bce"),
-    )
-    label_smoothing: float = key(
-        0.0,
-        "Label smoothing of the losses softmax and bce, in [0, 1).",
-        check=_dropout,
-        acts=_loss_has("label_smoothing", "softmax or bce"),
     )
     n3: PickedFloat = key(
         PICKED,
@@ -223,7 +194,10 @@ class LossConfig:
         "parts regularizer` lists them.",
     )
     options: dict[str, Any] = key(
-        dict, "Other options of the loss; `kge-torchrec parts loss` lists them."
+        dict,
+        "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec parts "
+        "loss` lists them.",
+        moved={"margin": 9.0, "temperature": 1.0, "reduction": "sum", "label_smoothing": 0.0},
     )
 
     def __post_init__(self) -> None:
@@ -234,15 +208,8 @@ class LossConfig:
         self.regularizer_options()
 
     def loss_options(self) -> Any:
-        """The loss's ``Options``, of the keys above that it has and of ``options``."""
-        loss = resolve("loss", self.name)
-        return parse_options(loss, {**self.common_options(), **self.options}, "loss.options")
-
-    def common_options(self) -> dict[str, Any]:
-        """Return the keys above that are options of the loss."""
-        common = ("margin", "temperature", "reduction", "label_smoothing")
-        known = {item.name for item in fields(resolve("loss", self.name).Options)}
-        return {key: getattr(self, key) for key in common if key in known}
+        """The loss's ``Options``."""
+        return parse_options(resolve("loss", self.name), self.options, "loss.options")
 
     def regularizer_options(self) -> dict[str, Any]:
         """The ``Options`` of each of ``regularizers``, by name."""
@@ -307,9 +274,8 @@ ENGINE_NAMES = ("torchrec", "handrolled")
 
 
 BIAS_CORRECTION = Resume(
-    "unless it changes entities.bias_correction",
-    "that changes what the states of the optimizer mean (entities.bias_correction); start a new "
-    "run",
+    "unless it changes bias_correction",
+    "that changes what the states of the optimizer mean (bias_correction); start a new run",
     lambda before, after: _bias_correction(before) != _bias_correction(after),
 )
 
@@ -335,35 +301,22 @@ class EntitiesConfig:
     )
     preset: str = key(
         "fbgemm",
-        "System that handrolled imitates, the defaults of the keys below: fbgemm, dicee or dgl.",
+        "System that handrolled imitates, with its options: fbgemm, dicee or dgl.",
         resume=BIAS_CORRECTION,
     )
-    duplicates: Optional[str] = key(  # noqa: UP045
-        None, "sum or mean of the gradients of one row; null: of the preset."
-    )
-    bias_correction: Optional[str] = key(  # noqa: UP045
-        None,
-        "Steps that Adam counts: table, row or shard; null: of the preset.",
+    options: dict[str, Any] = key(
+        dict,
+        "Options in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
+        "state_rounding, state_device, async_step; docs/guide.md has their values.",
         resume=BIAS_CORRECTION,
-    )
-    epsilon: Optional[str] = key(  # noqa: UP045
-        None,
-        "Place of epsilon: outside or inside the root, or uncorrected (Adam); null: of the preset.",
-    )
-    state_dtype: Optional[str] = key(  # noqa: UP045
-        None, "Type of the optimizer state: fp32 or bf16; null: of the preset."
-    )
-    state_rounding: Optional[str] = key(  # noqa: UP045
-        None, "Rounding of bf16 state: stochastic or nearest; null: of the preset."
-    )
-    state_device: Optional[str] = key(  # noqa: UP045
-        None, "Place of the optimizer state: same (as the table) or cpu; null: of the preset."
-    )
-    async_step: Optional[bool] = key(  # noqa: UP045
-        None, "Step in a thread while the next batch is loaded; null: of the preset."
+        moved=dict.fromkeys(asdict(FBGEMM)),
     )
 
     def __post_init__(self) -> None:
+        given = {name: value for name, value in self.options.items() if value is not None}
+        object.__setattr__(self, "options", given)
+        for name in given:
+            one_of("entities.options", name, tuple(asdict(FBGEMM)))
         check_values(self, "entities.")
 
     def sparse_options(self, optimizer: str) -> SparseOptions:
@@ -372,11 +325,11 @@ class EntitiesConfig:
         Raises ConfigError, naming the key, when they contradict each other, the optimizer or the
         backend.
         """
-        keys = {name: getattr(self, name) for name in asdict(FBGEMM)}
         try:
-            options = choose(self.preset, optimizer, **keys)
+            options = choose(self.preset, optimizer, **self.options)
         except ValueError as error:
-            raise ConfigError(f"entities.{error}") from None
+            group = "entities." if str(error).startswith("preset") else "entities.options."
+            raise ConfigError(f"{group}{error}") from None
         if self.engine == "torchrec" and options != FBGEMM:
             _refuse_for_fbgemm(self.preset, options)
         return options
@@ -391,6 +344,6 @@ def _refuse_for_fbgemm(preset: str, options: SparseOptions) -> None:
     ours, theirs = asdict(options), asdict(FBGEMM)
     key = next(name for name in ours if ours[name] != theirs[name])
     raise ConfigError(
-        f"entities.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, has "
-        f"{theirs[key]!r} only; set entities.engine handrolled"
+        f"entities.options.{key} {ours[key]!r}: FBGEMM's kernel, which the torchrec engine runs, "
+        f"has {theirs[key]!r} only; set entities.engine handrolled"
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 import os
 import re
 from argparse import RawDescriptionHelpFormatter
@@ -16,11 +17,13 @@ import yaml
 from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.keys import check_effects
+from kge_torchrec.config.keys import check_effects, declared, default_of, moved_keys
 from kge_torchrec.config.options import wrong_type
+from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.yaml_file import read_yaml
 
+log = logging.getLogger(__name__)
 Overrides = Sequence[str] | dict[str, Any]  # ["--train.lr", "0.1"] or {"train.lr": 0.1}
 # Also nested or dotted values, a YAML file or the name of one in configs/, None for the defaults.
 AnyConfig = Config | dict[str, Any] | str | Path | None
@@ -63,19 +66,30 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
     Raises ConfigError on an unknown key, a wrong type, a value out of range, or a key that was set
     and has no effect.
     """
+    file = {} if path is None else _flatten(_values_of(_find(path)))
+    for old in [*file, *(word.partition("=")[0].removeprefix("--") for word in _words(overrides))]:
+        if old in moved_keys(Config):
+            log.warning("%s is now %s; the old name still works", old, moved_keys(Config)[old][0])
     config = read_config(path, overrides)
     # The config.yaml of a run has numbers for keys that were null, whether they act or not.
     check_effects(config, keys=[k for k in all_keys() if k not in PICKED or is_set(k, overrides)])
     return config
 
 
-def read_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
-    """Reads a config as ``load_config``, with keys that have no effect, as earlier runs may."""
+def read_config(
+    path: str | Path | None = None, overrides: Overrides = (), drops_unknown: bool = False
+) -> Config:
+    """Reads a config as ``load_config``, with keys that have no effect, as earlier runs may.
+
+    drops_unknown: leave out a moved key that had no effect in an earlier run.
+    """
     arguments = []
     if path is not None:
         file = _find(path)
-        _check_file(file)
+        values = _check_file(file)
         arguments = ["--config", str(file)]
+        if values.keys() & moved_keys(Config).keys():
+            arguments = _as_arguments(_with_new_names(values, drops_unknown))
     try:
         # Without defaults, which it would check with everything: that takes twenty times as long.
         given = _parser().parse_args([*arguments, *_as_arguments(overrides)], defaults=False)
@@ -98,7 +112,8 @@ def _made_of(values: dict[str, Any]) -> Config:
 
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
     """A Config from nested values, as ``Config.to_dict`` gives them, with overrides."""
-    return read_config(None, [*_as_arguments(_flatten(values)), *_as_arguments(overrides)])
+    arguments = _as_arguments(_with_new_names(_flatten(values)))
+    return read_config(None, [*arguments, *_as_arguments(overrides)])
 
 
 def as_config(config: AnyConfig) -> Config:
@@ -112,13 +127,65 @@ def as_config(config: AnyConfig) -> Config:
 
 def is_set(key: str, overrides: Overrides) -> bool:
     """Whether overrides name a key."""
-    return any(re.match(rf"--{re.escape(key)}(=|$)", word) for word in _as_arguments(overrides))
+    option = re.compile(rf"--{re.escape(current_name(key))}(=|$)")
+    return any(option.match(word) for word in _as_arguments(overrides))
 
 
-def _as_arguments(overrides: Overrides) -> list[str]:
+def current_name(key: str) -> str:
+    """Return the name of a key today; keys that have not moved keep theirs."""
+    return moved_keys(Config).get(key, (key, None))[0]
+
+
+def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict[str, Any]:
+    """Return flat values of a file with keys that have moved in their new place.
+
+    A file lists moved keys at the default that they had, whether the part that is chosen has them
+    or not; those are left out.
+    """
+    moved = moved_keys(Config)
+    found = {key: value for key, value in values.items() if key not in moved}
+    for old, (new, default) in moved.items():
+        if old not in values or values[old] == default:
+            continue
+        options, _, name = new.rpartition(".")
+        if drops_unknown and not _has_option(options, name, values):
+            continue
+        found[options] = {name: values[old], **(found.get(options) or {})}
+    return found
+
+
+_OWNERS = {  # of options: the kind of part, and the key that names it
+    "loss.options": ("loss", "loss.name"),
+    "negatives.options": ("negative_sampler", "negatives.sampling"),
+}
+
+
+def _has_option(options: str, name: str, values: dict[str, Any]) -> bool:
+    """Return whether the part that flat values choose has an option."""
+    if options not in _OWNERS:
+        return True
+    kind, key = _OWNERS[options]
+    chosen = values.get(key, default_of(declared(Config)[key]))
+    return name in {item.name for item in fields(resolve(kind, chosen).Options)}
+
+
+def _words(overrides: Overrides) -> list[str]:
+    """Return overrides as they were typed."""
     if not isinstance(overrides, dict):
         return list(overrides)
     return [f"--{key}={_as_text(value)}" for key, value in overrides.items()]
+
+
+def _as_arguments(overrides: Overrides) -> list[str]:
+    """Return overrides as the parser takes them, with the new names of keys that have moved."""
+    return [_renamed(word) for word in _words(overrides)]
+
+
+def _renamed(word: str) -> str:
+    name, equals, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    return f"--{current_name(name.removeprefix('--'))}{equals}{value}"
 
 
 def _as_text(value: Any) -> str:
@@ -153,15 +220,22 @@ def _flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check_file(path: Path) -> None:
-    """Raises ConfigError unless the file is YAML of known keys."""
+def _values_of(path: Path) -> dict[str, Any]:
+    """Return what a YAML file holds. Raises ConfigError unless that is a mapping."""
     values = read_yaml(path)
     if values is None:
         raise ConfigError(f"{path} is empty; it should hold keys, such as 'seed: 1'")
     if not isinstance(values, dict):
         raise ConfigError(f"{path} should hold 'key: value' pairs, not a {type(values).__name__}")
-    keys, defaults = all_keys(), _flatten(Config().to_dict())
-    for key, value in _flatten(values).items():
+    return values
+
+
+def _check_file(path: Path) -> dict[str, Any]:
+    """Return the flat values of a file. Raises ConfigError unless it is YAML of known keys."""
+    flat = _flatten(_values_of(path))
+    moved = {old: default for old, (_, default) in moved_keys(Config).items()}
+    keys, defaults = [*all_keys(), *moved], _flatten(Config().to_dict()) | moved
+    for key, value in flat.items():
         if key in keys:
             if value is None and defaults[key] is not None:
                 raise ConfigError(f"{key} has no value in {path}")
@@ -169,6 +243,7 @@ def _check_file(path: Path) -> None:
         if any(k.startswith(key + ".") for k in keys):
             raise ConfigError(f"{key} in {path} is a group of keys and needs nested 'key: value'")
         raise ConfigError(f"unknown key {key} in {path}{_closest(key, keys)}")
+    return flat
 
 
 def _explain(message: str) -> str:

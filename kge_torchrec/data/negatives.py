@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.checks import ConfigError, not_negative
 from kge_torchrec.data.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
 
@@ -157,6 +157,9 @@ class DegreeDraw(EntityDraw):
         """
 
         degree_power: float = 0.75
+
+        def __post_init__(self) -> None:
+            not_negative("negatives.options.degree_power", self.degree_power)
 
     @classmethod
     def of(cls, store: TripleStore, options: Options) -> DegreeDraw:

@@ -184,7 +184,8 @@ class _Placer:
             added = softplus(scores - of.log_sum[None, some, None]).sum(-1).mean()
             return added * chance * every / len(rows)
         loss = self.objective.loss(of.positive[None, some], scores, torch.ones_like(scores) > 0)
-        if self.session.config.loss.name == "bce" and self.session.config.loss.reduction == "sum":
+        chosen = self.session.config.loss
+        if chosen.name == "bce" and chosen.loss_options().reduction == "sum":
             return loss.mean() * chance * every / len(rows)
         return loss.mean() * every / entities  # the mean over candidates
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, relu, softplus
 
+from kge_torchrec.config.checks import check_share, not_negative, one_of
 from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, FullSoftmax
 
 
@@ -67,7 +68,7 @@ class Loss(nn.Module):
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of this loss: keys of ``loss`` that it has in common, others in loss.options."""
+        """Settings of this loss: ``loss.options`` of the config."""
 
     needs_answers = False  # nothing to learn from a query without any
 
@@ -124,6 +125,9 @@ class SoftmaxLoss(Loss):
 
         label_smoothing: float = 0.0
 
+        def __post_init__(self) -> None:
+            check_share("loss.options.label_smoothing", self.label_smoothing)
+
     needs_answers = True
 
     def __init__(self, label_smoothing: float = 0.0):
@@ -169,6 +173,10 @@ class BinaryCrossEntropyLoss(Loss):
         label_smoothing: float = 0.0
         reduction: str = "sum"
 
+        def __post_init__(self) -> None:
+            check_share("loss.options.label_smoothing", self.label_smoothing)
+            one_of("loss.options.reduction", self.reduction, ("sum", "mean"))
+
     def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):
         super().__init__()
         self.label_smoothing, self.reduction = label_smoothing, reduction
@@ -203,6 +211,9 @@ class MarginLoss(Loss):
 
         margin: float = 9.0
 
+        def __post_init__(self) -> None:
+            not_negative("loss.options.margin", self.margin)
+
     def __init__(self, margin: float = 1.0):
         super().__init__()
         self.margin = margin
@@ -229,6 +240,10 @@ class SelfAdversarialLoss(Loss):
 
         margin: float = 9.0
         temperature: float = 1.0
+
+        def __post_init__(self) -> None:
+            not_negative("loss.options.margin", self.margin)
+            not_negative("loss.options.temperature", self.temperature)
 
     def __init__(self, margin: float = 9.0, temperature: float = 1.0):
         super().__init__()

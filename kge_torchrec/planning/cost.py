@@ -164,7 +164,9 @@ def _block_run(workload: Workload, queries: int, height: int) -> Callable[[], No
     objective = workload.objective
     scorer = cast(QueryScorer, objective.scorer)  # training against all entities takes no other
     kind = FullSoftmax if workload.config.loss.name == "softmax" else FullBinaryCrossEntropy
-    loss = kind(workload.num_entities, workload.config.loss.label_smoothing)
+    loss = kind(
+        workload.num_entities, getattr(workload.config.loss.loss_options(), "label_smoothing", 0.0)
+    )
     sides: tuple[Side, ...] = ("tail",) if scorer.reciprocal else objective.sides
     ends = [queries * i // len(sides) for i in range(len(sides) + 1)]
     counts = [end - start for start, end in pairwise(ends)]

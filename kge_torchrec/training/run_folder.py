@@ -140,7 +140,7 @@ class RunFolder:
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
-        return read_config(self._config_file(), overrides)
+        return read_config(self._config_file(), overrides, drops_unknown=True)
 
     def check_loss(self, overrides: Overrides) -> None:
         """Raises ConfigError if going on would change the loss without anybody having said so.
@@ -150,8 +150,8 @@ class RunFolder:
         """
         values = yaml.safe_load(self._config_file().read_text(encoding="utf-8"))
         loss = values.get("loss", {})
-        if loss.get("name") != "bce" or "reduction" in loss:
-            return
+        if loss.get("name") != "bce" or "reduction" in loss or "label_smoothing" not in loss:
+            return  # the latter are options since
         if is_set("loss.reduction", overrides) or is_set("loss.name", overrides):
             return
         same = "--loss.reduction mean"

@@ -4,7 +4,7 @@ A file of a mapping from dotted keys to ranges or lists:
 
     train.lr: {low: 0.01, high: 1.0, log: true}      # numbers; whole ones if both bounds are
     train.batch_size: [128, 256, 512]                # choices
-    loss.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
+    loss.options.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
     train.eps:                                       # several, each under a condition of its own
       - {low: 1.0e-10, high: 1.0e-6, log: true, when: {train.optimizer: adam}}
       - {choices: [1.0e-8], when: {train.optimizer: adagrad}}
@@ -33,7 +33,7 @@ from optuna.distributions import (
 from optuna.trial import Trial
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.parser import config_from_dict, current_name
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer
@@ -51,7 +51,8 @@ _FIXED = (
     "device",
     "threads",
 )
-_HOLD_ANY = ("model.options", "loss.options", "negatives.options", "train.optimizer_options")
+_HOLD_ANY = ("model.options", "loss.options", "negatives.options", "entities.options",
+             "train.optimizer_options")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,8 @@ class SearchSpace:
             raise ConfigError(f"{where} should hold keys with a range or a list of values each")
         self.values = values
         found: dict[str, list[Parameter]] = {}
-        for key, given in values.items():
+        for name, given in values.items():
+            key = current_name(str(name))
             _check_key(key, where)
             several = isinstance(given, list) and any(isinstance(one, dict) for one in given)
             parts = given if several else [given]
@@ -180,7 +182,7 @@ def _parameter(key: str, given: Any, conditional: bool, where: str) -> Parameter
             f"{key} in {where}: {sorted(unknown)[0]} is none of {', '.join(sorted(_OPTIONS))}"
         )
     when = {
-        other: tuple(values) if isinstance(values, list) else (values,)
+        current_name(str(other)): tuple(values) if isinstance(values, list) else (values,)
         for other, values in (given.get("when") or {}).items()
     }
     for other in when:
@@ -259,14 +261,15 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
     sampled = {"negatives.regime": "sampled"}
     if is_distance:
         space["loss.name"] = ["softmax", "self_adversarial"]
-        space["loss.margin"] = {"low": 2.0, "high": 24.0, "when": {"loss.name": "self_adversarial"}}
+        when = {"loss.name": "self_adversarial"}
+        space["loss.options.margin"] = {"low": 2.0, "high": 24.0, "when": when}
         space["negatives.count"] = {"low": 32, "high": 1024, "log": True}
         return space
     space["negatives.regime"] = [*(() if is_network and full else ("sampled",)), *full]
     space["negatives.count"] = {"low": 64, "high": 2048, "log": True, "when": sampled}
     space["model.hidden_dropout"] = {"low": 0.0, "high": 0.5}
     if is_network:
-        space["loss.label_smoothing"] = {"low": 0.0, "high": 0.3}
+        space["loss.options.label_smoothing"] = {"low": 0.0, "high": 0.3}
     else:
         space["loss.n3"] = {"low": 1e-4, "high": 0.3, "log": True}
     if issubclass(

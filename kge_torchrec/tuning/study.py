@@ -82,7 +82,7 @@ class Study:
         if values.get("version") != VERSION:
             raise ConfigError(f"{path} is a study of another version of this program")
         self.settings = Settings(**values)
-        self.config = read_config(path / "config.yaml")
+        self.config = read_config(path / "config.yaml", drops_unknown=True)
         self.space = SearchSpace.read(path / "space.yaml")
         journal = str(path / "journal.log")
         self.storage = JournalStorage(JournalFileBackend(journal, _JournalLock(journal)))

@@ -221,5 +221,7 @@ def test_a_refusal_is_one_sentence(tmp_path, capsys):
     options = ["--engines", "torchrec", "handrolled", "--entities.bias_correction", "row"]
     assert main(arguments(tmp_path / "compared", *options, train__optimizer="adam")) == 1
     out, err = capsys.readouterr()
-    assert out == "" and err.startswith("kge-torchrec: torchrec: entities.bias_correction 'row'")
+    assert out == "" and err.startswith(
+        "kge-torchrec: torchrec: entities.options.bias_correction 'row'"
+    )
     assert err.count("\n") == 1 and not (tmp_path / "compared").exists()

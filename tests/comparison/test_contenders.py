@@ -27,8 +27,8 @@ def test_options_of_the_optimizer_reach_contenders():
         entities__bias_correction="row",
     )  # fmt: skip
     for config in variants(base, ["handrolled", "dgl", "dicee"]).values():
-        assert config.entities.bias_correction == "row"
-    with pytest.raises(ConfigError, match=r"^torchrec: entities.bias_correction 'row'"):
+        assert config.entities.options == {"bias_correction": "row"}
+    with pytest.raises(ConfigError, match=r"^torchrec: entities.options.bias_correction 'row'"):
         variants(base, ["handrolled", "torchrec"])
 
 
@@ -43,7 +43,7 @@ REFUSED = {
     "FBGEMM counts steps of the table": (
         ["--engines", "torchrec", "handrolled", "--train.optimizer", "adam",
          "--entities.bias_correction", "row"],
-        "torchrec: entities.bias_correction 'row'",
+        "torchrec: entities.options.bias_correction 'row'",
     ),
     "presets without weight decay": (
         ["--engines", "handrolled", "dgl", "--train.optimizer", "adam",

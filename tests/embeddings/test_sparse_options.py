@@ -133,8 +133,8 @@ def test_contradictions_are_refused(name, optimizer, chosen, option):
 # Keys of a config
 
 
-def handrolled(**keys):
-    return EntitiesConfig(engine="handrolled", **keys)
+def handrolled(preset="fbgemm", **options):
+    return EntitiesConfig(engine="handrolled", preset=preset, options=options)
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -146,13 +146,13 @@ def test_keys_give_the_options(name):
 
 @pytest.mark.parametrize(("name", "optimizer", "chosen", "option"), CONTRADICTIONS)
 def test_contradictions_name_the_key(name, optimizer, chosen, option):
-    with pytest.raises(ConfigError, match=rf"^entities\.{option}: "):
+    with pytest.raises(ConfigError, match=rf"^entities\.options\.{option}: "):
         handrolled(preset=name, **chosen).sparse_options(optimizer)
 
 
 @pytest.mark.parametrize(("option", "value"), UNKNOWN)
 def test_unknown_values_name_the_key(option, value):
-    with pytest.raises(ConfigError, match=rf"^entities\.{option}: '{value}' is none of"):
+    with pytest.raises(ConfigError, match=rf"^entities\.options\.{option}: '{value}' is none of"):
         handrolled(**{option: value}).sparse_options("adam")
 
 
@@ -175,9 +175,11 @@ def test_a_preset_without_the_optimizer_names_the_key():
     ],
 )
 def test_torchrec_has_fbgemms_options_only(option, value):
-    with pytest.raises(ConfigError, match=rf"^entities\.{option} .*entities\.engine handrolled$"):
-        EntitiesConfig(**{option: value}).sparse_options("adam")
-    same = EntitiesConfig(**{option: getattr(FBGEMM, option)})
+    with pytest.raises(
+        ConfigError, match=rf"^entities\.options\.{option} .*entities\.engine handrolled$"
+    ):
+        EntitiesConfig(options={option: value}).sparse_options("adam")
+    same = EntitiesConfig(options={option: getattr(FBGEMM, option)})
     assert same.sparse_options("adam") == FBGEMM
 
 

@@ -82,7 +82,7 @@ WRONG = [
     ({"train.optimizer": LION, "train.weight_decay": 0.1}, "settings from train.optimizer_options"),
     ({"train.optimizer": LION, "train.optimizer_options": {"beta3": 1}}, "beta3 is no option of L"),
     ({"train.optimizer": LION, "entities.engine": "handrolled", "entities.duplicates": "mean"},
-     "entities.duplicates: .*Lion is not ours and takes its own step"),
+     "entities.options.duplicates: .*Lion is not ours and takes its own step"),
     ({"data.reader": "jsonl"}, "data.reader must be a name or package.module:Class, got 'jsonl'"),
     ({"data.reader_options": {"head": "h"}}, "data.reader_options are of data.reader"),
 ]  # fmt: skip

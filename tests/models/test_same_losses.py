@@ -12,13 +12,13 @@ from kge_torchrec.training.assembly import build_loss
 QUERIES, ENTITIES = 4, 9
 CONFIGS = [
     LossConfig("softmax"),
-    LossConfig("softmax", label_smoothing=0.2),
+    LossConfig("softmax", options={"label_smoothing": 0.2}),
     LossConfig("bce"),
-    LossConfig("bce", label_smoothing=0.2),
-    LossConfig("bce", reduction="mean"),
-    LossConfig("bce", reduction="mean", label_smoothing=0.2),
+    LossConfig("bce", options={"label_smoothing": 0.2}),
+    LossConfig("bce", options={"reduction": "mean"}),
+    LossConfig("bce", options={"reduction": "mean", "label_smoothing": 0.2}),
 ]
-every_loss = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name} {c.reduction}")
+every_loss = pytest.mark.parametrize("config", CONFIGS, ids=lambda c: f"{c.name} {c.options}")
 
 
 def random_scores() -> torch.Tensor:

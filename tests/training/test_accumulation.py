@@ -211,7 +211,7 @@ def contents(batch, ranks: int) -> dict:
         (
             {"train__accumulation": 2, "entities__engine": "handrolled",
              "entities__duplicates": "mean"},
-            "train.accumulation: .*use entities.duplicates sum",
+            "train.accumulation: .*use entities.options.duplicates sum",
         ),
     ],
 )  # fmt: skip

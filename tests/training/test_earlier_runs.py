@@ -73,7 +73,7 @@ def test_a_run_of_the_former_bce_goes_on_once_its_loss_is_said(tmp_path, regime,
     store = tiny_store(tmp_path / "store").path
     keys = {"loss__name": "bce", "negatives__regime": regime, "train__epochs": 1}
     run = api.train(config_of(store, tmp_path / "run", **keys))
-    rewrite(run, lambda values: values["loss"].pop("reduction"))
+    rewrite(run, lambda values: values["loss"].update(margin=9.0, label_smoothing=0.0))
     with api.open_run(run.path) as old:
         assert old.evaluate() == run.results["test"]
     said = " ".join(f"--{key} {value}" for key, value in same.items())

@@ -196,7 +196,7 @@ def test_train_evaluate_predict_resume(tmp_path):
 @pytest.mark.parametrize(
     "changes, word",
     [
-        ({"entities.bias_correction": "row"}, "entities.bias_correction"),
+        ({"entities.bias_correction": "row"}, "entities.options"),
         ({"entities.preset": "dgl"}, "entities.preset"),
     ],
 )

@@ -7,6 +7,7 @@ import itertools
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from oracle_training import train_dense
@@ -30,6 +31,13 @@ def variant(store: Path, number: int) -> Config:
     """The number-th optimizer and scorer; the other options rotate so that all of them occur."""
     optimizer, scorer = PAIRS[number]
     loss = ("softmax", "bce", "margin", "self_adversarial")[number % 4]
+    smooth = 0.1 if number % 3 == 0 else 0.0
+    options: dict[str, Any] = {
+        "softmax": {"label_smoothing": smooth},
+        "bce": {"label_smoothing": smooth, "reduction": "mean" if number % 8 == 1 else "sum"},
+        "margin": {"margin": 2.0},
+        "self_adversarial": {"margin": 2.0, "temperature": 0.6},
+    }[loss]
     reciprocal = number % 2 == 0
     sides = ("both", "both", "tail", "both", "head")[number * 3 % 5]
     chunk_size, log_q = (0, 8, 1)[number % 3], loss == "softmax" and number // 4 % 2 == 0
@@ -38,10 +46,7 @@ def variant(store: Path, number: int) -> Config:
         model__scorer=scorer,
         model__reciprocal=reciprocal,
         loss__name=loss,
-        loss__margin=2.0,
-        loss__temperature=0.6,
-        loss__reduction="mean" if loss == "bce" and number % 8 == 1 else "sum",
-        loss__label_smoothing=0.1 if loss in ("softmax", "bce") and number % 3 == 0 else 0.0,
+        loss__options=options,
         loss__n3=(0.0, 0.01)[number // 2 % 2],
         loss__l2=(0.0, 0.0, 0.02)[number % 3],
         negatives__chunk_size=chunk_size,

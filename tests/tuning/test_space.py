@@ -34,7 +34,7 @@ def test_conditions_ranges_and_kinds():
     space, config = SearchSpace(yaml.safe_load(TEXT)), config_from_dict(BASE)
     rates: dict[str, list] = {"adagrad": [], "adam": []}
     for values in drawn(space, config, 24):
-        assert ("loss.margin" in values) == (values["loss.name"] == "margin")
+        assert ("loss.options.margin" in values) == (values["loss.name"] == "margin")
         rates[values["train.optimizer"]].append(values["train.lr"])
         assert values["negatives.count"] % 8 == 0 and isinstance(values["negatives.count"], int)
         made = with_values(config, values)
