@@ -32,7 +32,7 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
     limit_spinning()  # as the command line does, before torch is loaded
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.loader import BatchBuilder
+    from kge_torchrec.data.batches.triples import BatchBuilder
     from kge_torchrec.data.negatives import NegativeSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.assembly import build_backend

@@ -41,7 +41,7 @@ def make(folder: Path) -> None:
     import pyarrow as pa
 
     from kge_torchrec.data import SIDES
-    from kge_torchrec.data.filter_index import build_side
+    from kge_torchrec.data.store.filter_index import build_side
     from kge_torchrec.data.store import write_store
 
     stream = np.random.default_rng(0)
@@ -125,7 +125,7 @@ def degree_sampler(store):
 
 def queries_listed(store):
     """What each rank makes for kvsall and kvssample; held to the end."""
-    from kge_torchrec.data.queries import DistinctQueries
+    from kge_torchrec.data.batches.queries import DistinctQueries
 
     return lambda: DistinctQueries(store.filter_index(("train",)), ("head", "tail"))
 
@@ -134,7 +134,7 @@ def hubs_asked(store):
     """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
     import torch
 
-    from kge_torchrec.data.queries import DistinctQueries
+    from kge_torchrec.data.batches.queries import DistinctQueries
     from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.training.query_shards import QueryShard
 
@@ -156,8 +156,8 @@ def hubs_asked(store):
 def hub_sampled(store):
     """A kvssample step of the query with 10 million answers."""
     from kge_torchrec.data.negatives import NegativeSampler
-    from kge_torchrec.data.queries import QuerySampleBuilder
-    from kge_torchrec.data.shuffle import EpochShuffle
+    from kge_torchrec.data.batches.queries import QuerySampleBuilder
+    from kge_torchrec.data.batches.order import EpochShuffle
 
     known, sampler = store.filter_index(("train",)), NegativeSampler(ENTITIES, 512, 0)
     batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), max_answers=1024)

@@ -31,7 +31,7 @@ def rank_memory(wrapper: str) -> dict[str, float]:
     from torch.distributed.tensor import DTensor
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.loader import BatchBuilder
+    from kge_torchrec.data.batches.triples import BatchBuilder
     from kge_torchrec.data.negatives import NegativeSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.environment import set_threads

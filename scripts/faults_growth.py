@@ -18,7 +18,7 @@ FAULTS = [
     Fault("frozen rows count in the clipped norm", "training/gradients.py",
           "            self.backend.dense.frozen.drop_gradients()", "            pass",
           "tests/growth/test_extend.py -k dense_oracle"),
-    Fault("replay draws the same old triples every epoch", "data/shuffle.py",
+    Fault("replay draws the same old triples every epoch", "data/batches/order.py",
           "EpochShuffle(old, seed + 1, epoch)", "EpochShuffle(old, seed + 1, 0)",
           "tests/data/test_extended_store.py -k replay"),
     Fault("placing forgets old queries", "growth/placement.py",

@@ -29,7 +29,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
+from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, draw_distinct
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.weighted_draw import WeightedDraw
 

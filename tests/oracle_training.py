@@ -20,9 +20,9 @@ from torch import Tensor
 
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.suited_negatives import make_suited
+from kge_torchrec.data.typed_negatives import make_suited
 from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 

@@ -35,8 +35,8 @@ from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.loader import Batch, BatchBuilder, as_feature
-from kge_torchrec.data.queries import QueryBatches, QuerySampleBuilder, SampledBatch
+from kge_torchrec.data.batches.triples import Batch, BatchBuilder, as_feature
+from kge_torchrec.data.batches.queries import QueryBatches, QuerySampleBuilder, SampledBatch
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend

@@ -16,7 +16,7 @@ import numba
 import numpy as np
 
 from kge_torchrec.config.checks import ConfigError
-from kge_torchrec.data.filter_index import Degrees
+from kge_torchrec.data.store.filter_index import Degrees
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore

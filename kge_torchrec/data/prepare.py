@@ -21,9 +21,9 @@ from tqdm import tqdm
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.countries import EMBEDDED, country_splits
-from kge_torchrec.data.division import by_split, check_ratio, divide
+from kge_torchrec.data.split import by_split, check_ratio, divide
 from kge_torchrec.data.encoding import Encoded, encode
-from kge_torchrec.data.filter_index import SideIndex, build_side
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.labels import fault_of, first_fault, lookalikes
 from kge_torchrec.data.readers import (
     SPLITS,
@@ -117,7 +117,7 @@ def prepare(
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
     # Loaded here, with more of pyarrow, which whoever prepares nothing need not wait for.
-    from kge_torchrec.data.catalogues import is_named, open_named
+    from kge_torchrec.data.datasets import is_named, open_named
     from kge_torchrec.data.type_triples import TypeTriples
 
     dropped: Counter[str] = Counter()

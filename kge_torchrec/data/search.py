@@ -19,7 +19,7 @@ def find_ranges(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
     if len(anchors) > FEW:
-        from kge_torchrec.data import compiled_index as compiled_search
+        from kge_torchrec.data.store import search as compiled_search
 
         return compiled_search.find_ranges(indptr, row_relations, anchors, relations)
     rows = list(zip(indptr[anchors].tolist(), indptr[anchors + 1].tolist(), strict=True))
@@ -32,7 +32,7 @@ def narrow(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
     if len(starts) > FEW:
-        from kge_torchrec.data import compiled_index as compiled_search
+        from kge_torchrec.data.store import search as compiled_search
 
         return compiled_search.narrow(ids, starts, stops, first, last)
     ranges = list(zip(starts.tolist(), stops.tolist(), strict=True))
@@ -49,7 +49,7 @@ def mark_members(
 ) -> None:
     """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     if len(starts) > FEW:
-        from kge_torchrec.data import compiled_index as compiled_search
+        from kge_torchrec.data.store import search as compiled_search
 
         compiled_search.mark_members(entities, starts, stops, candidates, found)
         return

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data.encoding import Labels
-from kge_torchrec.data.entity_types import TypeTable, table_of
+from kge_torchrec.data.store.entity_types import TypeTable, table_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
 

@@ -22,10 +22,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.cardinality import OTHER, seen_pairs
-from kge_torchrec.data.compiled_index import mark_members
-from kge_torchrec.data.entity_types import EntityTypes
-from kge_torchrec.data.filter_index import FilterIndex, SideIndex, build_side
+from kge_torchrec.data.store.cardinality import OTHER, seen_pairs
+from kge_torchrec.data.store.search import mark_members
+from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex, build_side
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 
 from kge_torchrec import files
 from kge_torchrec.config.checks import check
-from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
+from kge_torchrec.data.store.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
 from kge_torchrec.data.report import Spell, reading_notes

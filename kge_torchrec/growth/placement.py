@@ -33,7 +33,7 @@ from torch.nn.functional import softplus
 
 from kge_torchrec.config import Config, GraphSize
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder
+from kge_torchrec.data.batches.triples import ENTITY, Batch, BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.triple_objective import TripleObjective

@@ -21,8 +21,8 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.filter_index import Degrees
-from kge_torchrec.data.loader import share_of
+from kge_torchrec.data.store.filter_index import Degrees
+from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SIDES, Side
 from kge_torchrec.planning.operations import Cost

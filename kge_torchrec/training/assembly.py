@@ -14,9 +14,9 @@ from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.loader import LOOKUP_BAGS, BatchBuilder, as_feature
+from kge_torchrec.data.batches.triples import LOOKUP_BAGS, BatchBuilder, as_feature
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.queries import (
+from kge_torchrec.data.batches.queries import (
     DistinctQueries,
     EveryQuery,
     Examples,
@@ -24,9 +24,9 @@ from kge_torchrec.data.queries import (
     QuerySampleBuilder,
     TripleQueries,
 )
-from kge_torchrec.data.shuffle import replayed_size
+from kge_torchrec.data.batches.order import replayed_size
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.suited_negatives import make_suited
+from kge_torchrec.data.typed_negatives import make_suited
 from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank

@@ -129,7 +129,7 @@ class Session:
     def _check_types(self, evaluation: EvaluationConfig) -> None:
         """Before training rather than at the first validation."""
         if evaluation.candidates == "types" and evaluation.types is None:
-            from kge_torchrec.data.entity_types import EntityTypes
+            from kge_torchrec.data.store.entity_types import EntityTypes
 
             EntityTypes.find(None, self.store)
 

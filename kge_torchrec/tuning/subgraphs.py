@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.division import divide
-from kge_torchrec.data.filter_index import SideIndex, build_side
+from kge_torchrec.data.split import divide
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore, new_store, write_store
 

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import FilterIndex, build_side
-from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder, share_of
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.batches.triples import ENTITY, Batch, BatchBuilder, share_of
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches.order import EpochShuffle
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)

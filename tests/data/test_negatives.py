@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import Degrees
+from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.data.negatives import STEP, DegreeDraw, NegativeSampler
 
 
@@ -86,7 +86,7 @@ def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
 def test_degrees_are_counted_in_chunks(counts, chunk):
     counts = np.array(counts, np.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kge_torchrec.data.filter_index._CHUNK", chunk)
+        patch.setattr("kge_torchrec.data.store.filter_index._CHUNK", chunk)
         found = degrees_of(counts, counts).histogram()
     for part, expected in zip(found, np.unique(2 * counts, return_counts=True), strict=True):
         np.testing.assert_array_equal(part, expected)

@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.compiled_index import QueryList
-from kge_torchrec.data.filter_index import FilterIndex, build_side
-from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.store.search import QueryList
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.batches.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
+from kge_torchrec.data.batches.order import EpochShuffle
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 

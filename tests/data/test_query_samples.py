@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.filter_index import FilterIndex, build_side
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.queries import QuerySampleBuilder
+from kge_torchrec.data.batches.queries import QuerySampleBuilder
 
 ENTITIES, RELATIONS, COUNT = 9, 3, 4
 IDS = [st.integers(0, size - 1) for size in (ENTITIES, RELATIONS, ENTITIES)]

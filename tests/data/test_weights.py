@@ -13,11 +13,12 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import delimited, weighted_draw
+from kge_torchrec.data import weighted_draw
+from kge_torchrec.data.readers import delimited
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import read_triples
 from kge_torchrec.data.report import notes
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.data.streams import ColumnChoice
 from kge_torchrec.data.weighted_draw import WeightedDraw

@@ -30,7 +30,7 @@ from worlds import run_world
 from kge_torchrec import api, extend
 from kge_torchrec.config import Config
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle
+from kge_torchrec.data.batches.order import EpochShuffle, ReplayShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError

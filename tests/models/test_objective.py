@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from scorer_cases import CASES, normal
 from scorer_cases import make as make_scorer
 
-from kge_torchrec.data.filter_index import FilterIndex, build_side
-from kge_torchrec.data.loader import BatchBuilder
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.batches.triples import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.models.losses import MarginLoss, OfHardest, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.model import relation_prediction, take_rows
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers

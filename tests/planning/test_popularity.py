@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import Degrees
-from kge_torchrec.data.loader import BatchBuilder
+from kge_torchrec.data.store.filter_index import Degrees
+from kge_torchrec.data.batches.triples import BatchBuilder
 from kge_torchrec.data.negatives import DegreeDraw, NegativeSampler
 from kge_torchrec.planning.workload import EntityFrequency
 

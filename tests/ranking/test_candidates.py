@@ -9,8 +9,8 @@ from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
 from worlds import run_world
 
-from kge_torchrec.data import cardinality
-from kge_torchrec.data.entity_types import EntityTypes
+from kge_torchrec.data.store import cardinality
+from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError

@@ -17,7 +17,7 @@ from training_runs import config_of, fit, largest_difference, shared_folder, tin
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.loader import BatchBuilder
+from kge_torchrec.data.batches.triples import BatchBuilder
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.training.trainer import Trainer
 

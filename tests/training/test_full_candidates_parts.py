@@ -20,7 +20,7 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueries
+from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard

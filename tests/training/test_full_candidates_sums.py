@@ -30,7 +30,7 @@ from training_runs import (
 from worlds import run_world
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.queries import QueryBatches, TripleQueries
+from kge_torchrec.data.batches.queries import QueryBatches, TripleQueries
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes

@@ -23,10 +23,10 @@ from worlds import run_world
 
 from kge_torchrec.config import Config, ConfigError, RunConfig
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data.entity_types import EntityTypes
+from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.suited_negatives import OwnNegatives, SeenSets, TypeSets, make_suited
+from kge_torchrec.data.typed_negatives import OwnNegatives, SeenSets, TypeSets, make_suited
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.trainer import Trainer
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data import SIDES, Side
-from kge_torchrec.data.distinct import distinct
-from kge_torchrec.data.filter_index import Answers, FilterIndex
-from kge_torchrec.data.jagged import KeyedJaggedTensor
-from kge_torchrec.data.loader import (
+from kge_torchrec.data.batches.distinct import distinct
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex
+from kge_torchrec.data.batches.jagged import KeyedJaggedTensor
+from kge_torchrec.data.batches.triples import (
     SIDE_CODES,
     Batch,
     EpochBatches,
@@ -32,7 +32,7 @@ from kge_torchrec.data.loader import (
     as_feature,
 )
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import ROUNDS, draw_distinct
+from kge_torchrec.data.batches.order import ROUNDS, draw_distinct
 from kge_torchrec.data.weighted_draw import Order, WeightedDraw
 from kge_torchrec.data.weights import mean_of
 

@@ -19,13 +19,13 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.data import ENTITY, SIDES, Side, jagged
-from kge_torchrec.data.distinct import distinct
-from kge_torchrec.data.filter_index import Degrees, FilterIndex
-from kge_torchrec.data.jagged import KeyedJaggedTensor
+from kge_torchrec.data.batches.distinct import distinct
+from kge_torchrec.data.store.filter_index import Degrees, FilterIndex
+from kge_torchrec.data.batches.jagged import KeyedJaggedTensor
 from kge_torchrec.data.negatives import NegativeSampler
 from kge_torchrec.data.prefetch import prefetched
-from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle, replayed_size
-from kge_torchrec.data.suited_negatives import SuitedNegatives
+from kge_torchrec.data.batches.order import EpochShuffle, ReplayShuffle, replayed_size
+from kge_torchrec.data.typed_negatives import SuitedNegatives
 from kge_torchrec.data.weighted_draw import Order, WeightedDraw
 from kge_torchrec.data.weights import mean_of
 

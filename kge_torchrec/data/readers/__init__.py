@@ -17,9 +17,9 @@ import pyarrow as pa
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.id_files import layout_of, read_id_files
+from kge_torchrec.data.readers.id_files import layout_of, read_id_files
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.rdf import FORMATS, read_rdf
+from kge_torchrec.data.readers.rdf import FORMATS, read_rdf
 from kge_torchrec.data.streams import (
     COMPRESSIONS,
     WEIGHT,
@@ -109,17 +109,17 @@ def read_triples(
         return read_id_files(path, layout, on_bytes)
     # Loaded here, which whoever reads no files need not wait for.
     if suffix in DELIMITERS:
-        from kge_torchrec.data.delimited import read_delimited
+        from kge_torchrec.data.readers.delimited import read_delimited
 
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice, on_first_line)
     if suffix == ".nt":
-        from kge_torchrec.data.ntriples import read_ntriples
+        from kge_torchrec.data.readers.ntriples import read_ntriples
 
         return read_ntriples(path, on_bytes, on_literals)
     if suffix in FORMATS:
         return read_rdf(path, on_bytes, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
-        from kge_torchrec.data.parquet import read_parquet
+        from kge_torchrec.data.readers.tables import read_parquet
 
         return read_parquet(path, on_bytes, choice, on_first_line)
     raise DataError(

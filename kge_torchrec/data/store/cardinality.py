@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from kge_torchrec.data.filter_index import SideIndex
+from kge_torchrec.data.store.filter_index import SideIndex
 from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore
 

@@ -20,7 +20,7 @@ from kge_torchrec.data.search import find_ranges, mark_members, narrow
 from kge_torchrec.data.sort import id_counts, sorted_rows
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.compiled_index import QueryList
+    from kge_torchrec.data.store.search import QueryList
 
 
 class SideIndex(NamedTuple):
@@ -116,7 +116,7 @@ class FilterIndex:
     def queries(self, side: str) -> QueryList:
         """The distinct queries for a side.  Raises ValueError unless they are of one split."""
         # Imported on use: numba takes a second that others need not wait.
-        from kge_torchrec.data.compiled_index import QueryList
+        from kge_torchrec.data.store.search import QueryList
 
         (index,) = self._indices
         return QueryList(index[side].indptr, index[side].relations)
