@@ -41,8 +41,8 @@ def make(folder: Path) -> None:
     import pyarrow as pa
 
     from kge_torchrec.data import SIDES
-    from kge_torchrec.data.store.filter_index import build_side
     from kge_torchrec.data.store import write_store
+    from kge_torchrec.data.store.filter_index import build_side
 
     stream = np.random.default_rng(0)
     hubs = np.repeat(np.arange(HUBS), HUB_ANSWERS)
@@ -155,12 +155,14 @@ def hubs_asked(store):
 
 def hub_sampled(store):
     """A kvssample step of the query with 10 million answers."""
-    from kge_torchrec.data.negatives import NegativeSampler
-    from kge_torchrec.data.batches.queries import QuerySampleBuilder
+    from kge_torchrec.data.batches import BatchPlan, Candidates
     from kge_torchrec.data.batches.order import EpochShuffle
+    from kge_torchrec.data.batches.queries import QuerySampleBatches
+    from kge_torchrec.data.negatives import UniformSampler
 
-    known, sampler = store.filter_index(("train",)), NegativeSampler(ENTITIES, 512, 0)
-    batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), max_answers=1024)
+    candidates = Candidates(UniformSampler(ENTITIES), 512)
+    plan = BatchPlan(1, sides=("tail",), candidates=candidates, max_answers=1024)
+    batches = QuerySampleBatches(store.filter_index(("train",)), plan)
     order = EpochShuffle(batches.examples, 0, 0)
     every = order(np.arange(batches.examples))
     step = int(np.flatnonzero(every == HUBS)[0])

@@ -35,8 +35,9 @@ from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.batches.triples import Batch, BatchBuilder, as_feature
-from kge_torchrec.data.batches.queries import QueryBatches, QuerySampleBuilder, SampledBatch
+from kge_torchrec.data.batches.lookup import as_feature
+from kge_torchrec.data.batches.queries import QueryBatches, QuerySampleBatches, SampledBatch
+from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -48,7 +49,7 @@ from kge_torchrec.training.step import PARTS, PlainStep, StepOptimizer
 from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 
-SampledBatches = BatchBuilder | QuerySampleBuilder
+SampledBatches = TripleBatches | QuerySampleBatches
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -120,7 +121,7 @@ def _timed_blocks(trainer: Trainer, timing: Timing, reporter: Reporter) -> list[
     blocks = [timing.warm_up, *[timing.steps] * timing.blocks]
     # Batches beyond the last block keep the pipeline as full there as in any other.
     steps_of_all = sum(blocks) + _IN_FLIGHT
-    stream = islice(_endless(batches), steps_of_all * batches.accumulation)
+    stream = islice(_endless(batches), steps_of_all * batches.plan.accumulation)
     sizes = _sizes(batches)
     rates = []
     for steps in blocks:
@@ -143,7 +144,7 @@ def _traffic(trainer: Trainer, timing: Timing, reporter: Reporter) -> dict[str, 
         entities = replace(session.config.entities, deduplicate=deduplicate)
         config = replace(session.config, entities=entities)
         batches = _sampled(build_batches(config, session.store, session.processes))
-        some = islice(_endless(batches), timing.traffic * batches.accumulation)
+        some = islice(_endless(batches), timing.traffic * batches.plan.accumulation)
         counted = [_in_order(batch) for batch in some]
         stream = iter(counted)
         with Traffic(session.backend.shard().dim) as traffic:
@@ -172,7 +173,7 @@ def _endless(batches: SampledBatches) -> Iterator[Any]:
 
 def _sizes(batches: SampledBatches) -> Iterator[int]:
     """Triples of each step of ``_endless``, over all ranks."""
-    total, size = batches.examples, batches.batch_size
+    total, size = batches.examples, batches.plan.batch_size
     while True:
         for step in range(batches.steps_per_epoch):
             yield min(size, total - step * size)

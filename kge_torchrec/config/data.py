@@ -220,10 +220,10 @@ class NegativesConfig:
 
     def sampler_options(self) -> Any:
         """The sampling's ``Options``, of ``degree_power`` if it has that and of ``options``."""
-        draw = resolve("negative_sampler", self.sampling)
-        has_power = hasattr(draw.Options, "degree_power")
+        sampler = resolve("negative_sampler", self.sampling)
+        has_power = hasattr(sampler.Options, "degree_power")
         common = {"degree_power": self.degree_power} if has_power else {}
-        return parse_options(draw, {**common, **self.options}, "negatives.options")
+        return parse_options(sampler, {**common, **self.options}, "negatives.options")
 
     @property
     def examples(self) -> str:

@@ -19,8 +19,8 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv
 
-from kge_torchrec.data.readers.tables import column_batch, column_names
 from kge_torchrec.data.readers import SPLITS, WHOLE, split_named
+from kge_torchrec.data.readers.tables import column_batch, column_names
 from kge_torchrec.data.streams import COLUMNS, ColumnChoice
 from kge_torchrec.errors import DataError
 

@@ -21,9 +21,7 @@ from tqdm import tqdm
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.countries import EMBEDDED, country_splits
-from kge_torchrec.data.split import by_split, check_ratio, divide
 from kge_torchrec.data.encoding import Encoded, encode
-from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.labels import fault_of, first_fault, lookalikes
 from kge_torchrec.data.readers import (
     SPLITS,
@@ -35,7 +33,9 @@ from kge_torchrec.data.readers import (
     read_triples,
 )
 from kge_torchrec.data.sort import repeats
+from kge_torchrec.data.split import by_split, check_ratio, divide
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice, FirstLine
 from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
 from kge_torchrec.errors import DataError

@@ -6,11 +6,11 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.labels import numbers
 from kge_torchrec.data.readers import SPLITS
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.streams import FirstLine, roles
 
 EXAMPLES = 5

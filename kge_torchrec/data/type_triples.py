@@ -17,8 +17,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from kge_torchrec.data.encoding import Labels
-from kge_torchrec.data.store.entity_types import TypeTable, table_of
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.entity_types import TypeTable, table_of
 from kge_torchrec.errors import DataError
 
 RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"

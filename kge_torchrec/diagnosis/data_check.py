@@ -18,11 +18,11 @@ from matplotlib.figure import Figure
 
 from kge_torchrec import files
 from kge_torchrec.config.checks import check
-from kge_torchrec.data.store.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
 from kge_torchrec.data.report import Spell, reading_notes
 from kge_torchrec.data.store import META, TripleStore
+from kge_torchrec.diagnosis.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.diagnosis.relation_overlap import (
     THRESHOLD,
     Overlap,

@@ -21,8 +21,8 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.data.batches.triples import share_of
+from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import SIDES, Side
 from kge_torchrec.planning.operations import Cost
@@ -121,8 +121,8 @@ class Workload:
     def negative_power(self) -> float | None:
         """Exponent of degree sampling; None draws uniformly.  A plan asks for each rank."""
         negatives = self.config.negatives
-        draw = resolve("negative_sampler", negatives.sampling)
-        return draw.frequency_power(negatives.sampler_options())
+        sampler = resolve("negative_sampler", negatives.sampling)
+        return sampler.frequency_power(negatives.sampler_options())
 
     def batches(self, world_size: int) -> list[list[RankBatch]]:
         """Every rank's share of a full batch, in its micro-batches."""

@@ -16,10 +16,10 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.split import divide
-from kge_torchrec.data.store.filter_index import SideIndex, build_side
 from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.data.split import divide
 from kge_torchrec.data.store import TripleStore, new_store, write_store
+from kge_torchrec.data.store.filter_index import SideIndex, build_side
 
 FEWEST_VALID = 500  # triples to compare trials by; where a core has fewer, some of its train are
 MOST_HELD_OUT = 0.1  # of the core's train

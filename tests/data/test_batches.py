@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.store.filter_index import FilterIndex, build_side
-from kge_torchrec.data.batches.triples import ENTITY, Batch, BatchBuilder, share_of
-from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data import ENTITY
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
+from kge_torchrec.data.negatives import UniformSampler, random_numbers
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -29,10 +31,11 @@ def make_triples(count, seed=0):
 
 
 def builder(triples, rank=0, world=1, batch_size=10, negatives=3, seed=5, **options):
-    sampler = NegativeSampler(ENTITIES, negatives, seed)
-    return BatchBuilder(
-        triples, batch_size, sampler, seed=seed, rank=rank, world_size=world, **options
-    )
+    of_candidates = {key: options.pop(key) for key in ("chunk_size", "known") if key in options}
+    sides = {key: options.pop(key) for key in ("sides",) if key in options}
+    candidates = Candidates(UniformSampler(ENTITIES), negatives, **of_candidates)
+    plan = BatchPlan(batch_size, seed, candidates=candidates, **sides)
+    return TripleBatches(triples, plan, Delivery(rank, world, **options))
 
 
 def decoded(batch, sides=("head", "tail")):
@@ -216,10 +219,9 @@ def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
         here = order(np.arange(step * 8, min(step * 8 + 8, 30)))
         np.testing.assert_array_equal(rows, triples[here])
         sampler, chunks = building.sampler, len(batch.relation)
-        for side, code in (("head", 0), ("tail", 1)):
-            if side in sides:
-                drawn = sampler.draw(1, step, code, 0, chunks)
-                np.testing.assert_array_equal(parts.negatives[side], drawn)
+        for side in sides:
+            numbers = random_numbers(5, (1, step, side), range(chunks), 3)
+            np.testing.assert_array_equal(parts.negatives[side], sampler(numbers))
 
 
 def known_of(triples):

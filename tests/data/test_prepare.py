@@ -13,13 +13,13 @@ from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data import encoding, split
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data.split import by_split, divide
-from kge_torchrec.data.store.filter_index import build_side
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
 from kge_torchrec.data.report import unseen_relations
+from kge_torchrec.data.split import by_split, divide
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import build_side
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError, StoreError
 from kge_torchrec.training.session import open_store

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.readers import delimited
-from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.readers import delimited, read_triples
 from kge_torchrec.errors import DataError
 
 ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]

@@ -12,9 +12,9 @@ from worlds import run_world
 from kge_torchrec import api
 from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.store.cardinality import cardinalities, categories
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.diagnosis import report
+from kge_torchrec.diagnosis.cardinality import cardinalities, categories
 from kge_torchrec.diagnosis.groups import GROUPINGS, by_category, by_frequency, grouped
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES

@@ -1,21 +1,31 @@
-"""Epoch order: a keyed pseudo-random permutation computed position by position.
+"""Epoch order: which example comes at which position of an epoch.
 
-Every rank computes just its own share, in memory of the batch's size; a stored permutation of 1.4
-billion triples would take 10 GiB a rank.  The permutation is a Feistel network (Luby and Rackoff
-1988) on the next even power of two, walked until it lands inside the range (Black and Rogaway
-2002).  The order is a function of (seed, epoch, position) only, never of the world size.
+An order is a function of (seed, epoch, position) only, never of the world size.  It is computed
+position by position, so every rank computes its own share in memory of the batch's size; a stored
+permutation of 1.4 billion triples would take 10 GiB per rank.
+
+Shapes: T triples, M positions, Q queries.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numba
 import numpy as np
 
+from kge_torchrec.data.sort import CHUNK
+
+Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
 ROUNDS = 6
 
 
 class EpochShuffle:
-    """A bijection of [0, size) onto itself, different for every (seed, epoch)."""
+    """A keyed pseudo-random permutation of [0, size), different for every (seed, epoch).
+
+    The permutation is a Feistel network (Luby and Rackoff 1988) on the next even power of two.  It
+    is applied until the result lies inside the range (Black and Rogaway 2002).
+    """
 
     def __init__(self, size: int, seed: int, epoch: int):
         if size < 1:
@@ -27,16 +37,21 @@ class EpochShuffle:
         self._keys = keys.generate_state(ROUNDS, np.uint64)
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """(M,) positions in the epoch -> (M,) int64 indices of triples."""
+        """Return the examples (M,) int64 at some positions (M,) of the epoch."""
         out = positions.astype(np.uint64)
         _permute(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
 
 
 class ReplayShuffle:
-    """The order of an epoch over new examples and a share of the old ones, drawn anew every epoch.
+    """The order of an epoch over all new examples and a share of the old ones.
 
-    old: examples [0, old) of [0, size) are old ones; share: of those, in [0, 1], 0 for none.
+    Every epoch samples other old examples.
+
+    Args:
+        size: Number of examples.
+        old: Examples [0, old) are old, the others new.
+        share: Share of the old examples per epoch, in [0, 1].
     """
 
     def __init__(self, size: int, old: int, share: float, seed: int, epoch: int):
@@ -46,7 +61,7 @@ class ReplayShuffle:
         self._drawn = EpochShuffle(old, seed + 1, epoch) if self.size > self._new else None
 
     def __call__(self, positions: np.ndarray) -> np.ndarray:
-        """(M,) positions in the epoch -> (M,) int64 indices of examples, each at most once."""
+        """Return the examples (M,) int64 at some positions (M,), each at most once per epoch."""
         places = self._order(positions)
         index = places + self._old  # of new ones
         if self._drawn is not None:
@@ -56,26 +71,34 @@ class ReplayShuffle:
 
 
 def replayed_size(size: int, old: int, share: float) -> int:
-    """Examples of an epoch over all new ones and a share of the old ones."""
+    """Return the examples per epoch over all new examples and a share of the old ones."""
     return size - old + round(old * share)
 
 
-def draw_distinct(
+def sample_distinct(
     sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
 ) -> np.ndarray:
-    """``count`` different positions in [0, sizes[i]) for every i; all of them where no more are.
+    """Sample ``count`` different positions in [0, sizes[i]) for every i, or all if there are fewer.
 
-    sizes, numbers: (Q,) int64; those drawn for i are a function of its size and number and of the
-    keys (ROUNDS,) uint64: the first of the permutation that these make.  Returns the positions for
-    all i, one after another, int64.
+    The positions for i are the first of the permutation that its size, its number and the keys
+    make, and depend on nothing else.
+
+    Args:
+        sizes: (Q,) int64.
+        count: Positions for each i.
+        numbers: (Q,) int64.
+        keys: (ROUNDS,) uint64.
+
+    Returns:
+        The positions for all i, one after another, int64.
     """
     out = np.empty(np.minimum(sizes, count).sum(), np.int64)
-    _draw_distinct(sizes, count, numbers.view(np.uint64), keys, out)
+    _sample_distinct(sizes, count, numbers.view(np.uint64), keys, out)
     return out
 
 
 @numba.njit(cache=True, nogil=True)
-def _draw_distinct(
+def _sample_distinct(
     sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
 ) -> None:
     own = np.empty_like(keys)
@@ -94,17 +117,17 @@ def _draw_distinct(
         start += len(drawn)
 
 
-_BLOCK = 1024  # values that are walked at once: they stay in the nearest cache
+_BLOCK = 1024  # values per block; a block stays in the nearest cache
 
 
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
 @numba.njit(cache=True, nogil=True)
 def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
-    """Replaces every value by its image, in place.
+    """Replace every value by its image, in place.
 
-    A block of values goes through each round of the network together, in vector lanes; those that
-    land outside the range go through once more.  One value after another, a processor waits for
-    every product, and guesses wrong where each walk ends: ten times as long.
+    A block of values goes through each round of the network together, in vector lanes; values that
+    land outside the range go through again.  One value at a time takes ten times as long: the
+    processor waits for every product and mispredicts where each walk ends.
     """
     scratch = np.empty((2, _BLOCK), np.uint64)
     outside = np.empty(_BLOCK, np.int64)
@@ -130,7 +153,7 @@ def _encrypt(
     left: np.ndarray,
     right: np.ndarray,
 ) -> None:
-    """The Feistel network on 2 * half bits of the values at some places, in place."""
+    """Apply the Feistel network on 2 * half bits to the values at some places, in place."""
     mask = (np.uint64(1) << half) - np.uint64(1)
     for i in range(len(places)):
         left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
@@ -143,7 +166,69 @@ def _encrypt(
 
 @numba.njit(cache=True, nogil=True)
 def _mix(value: np.uint64) -> np.uint64:
-    """The finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
+    """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return value ^ (value >> np.uint64(31))
+
+
+STEP = 64  # triples between two stored sums of weights
+_STREAM = 4  # separates the offsets from other random numbers of the same seed and epoch
+
+
+class WeightedOrder:
+    """Epoch orders in which each triple comes in proportion to its weight.
+
+    Systematic sampling (Madow and Madow 1944): the weights are laid end to end on a line, and T
+    equally spaced points on it, from an offset that every epoch samples, choose the triples.  A
+    triple of weight w comes either floor or ceil of w / mean weight times per epoch, and on average
+    exactly w / mean weight times; with equal weights it comes once.  Only the sum of weights before
+    every 64th triple is in memory.
+
+    Args:
+        weights: (T,) float32; may be memory-mapped.
+    """
+
+    def __init__(self, weights: np.ndarray):
+        self._weights = np.asarray(weights).view()
+        self._weights.flags.writeable = False
+        self._sums = np.zeros(-(-len(weights) // STEP) + 1)
+        for start in range(0, len(weights), CHUNK):  # a multiple of STEP
+            part = weights[start : start + CHUNK].astype(np.float64)
+            sums = np.add.reduceat(part, np.arange(0, len(part), STEP))
+            first = start // STEP + 1
+            self._sums[first : first + len(sums)] = sums
+        np.cumsum(self._sums, out=self._sums)
+
+    def of(self, order: Order, seed: int, epoch: int) -> Order:
+        """Return the order of an epoch; ``order`` says which point comes at which position."""
+        words = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(
+            1, np.uint64
+        )
+        offset = float(words[0] >> np.uint64(11)) * 2.0**-53
+
+        def weighted(positions: np.ndarray) -> np.ndarray:
+            places = (order(positions) + offset) / len(self._weights)
+            total = self._sums[-1]
+            targets = np.minimum(places * total, np.nextafter(total, 0.0))
+            triples = np.empty(len(targets), np.int64)
+            _walk(self._weights, self._sums, STEP, targets, triples)
+            return triples
+
+        return weighted
+
+
+@numba.njit(cache=True, nogil=True)
+def _walk(
+    weights: np.ndarray, sums: np.ndarray, step: int, targets: np.ndarray, triples: np.ndarray
+) -> None:
+    """Find the first triple at which the sum of weights exceeds each target."""
+    for i in range(len(targets)):
+        block = np.searchsorted(sums, targets[i], side="right") - 1
+        place = block * step
+        last = min(place + step, len(weights)) - 1
+        total = sums[block] + weights[place]
+        while total <= targets[i] and place < last:  # rounding may leave the last one short
+            place += 1
+            total += weights[place]
+        triples[i] = place

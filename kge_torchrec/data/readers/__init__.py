@@ -17,8 +17,8 @@ import pyarrow as pa
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.readers.id_files import layout_of, read_id_files
 from kge_torchrec.data.labels import fault_of, first_fault
+from kge_torchrec.data.readers.id_files import layout_of, read_id_files
 from kge_torchrec.data.readers.rdf import FORMATS, read_rdf
 from kge_torchrec.data.streams import (
     COMPRESSIONS,

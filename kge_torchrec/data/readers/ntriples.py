@@ -10,9 +10,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data.readers.delimited import BLOCK_BYTES
 from kge_torchrec.data.labels import fault_of, first_fault
 from kge_torchrec.data.prefetch import map_prefetched
+from kge_torchrec.data.readers.delimited import BLOCK_BYTES
 from kge_torchrec.data.streams import COLUMNS, OnBytes, lines, open_bytes, unreadable
 from kge_torchrec.errors import DataError
 

@@ -22,8 +22,8 @@ import pyarrow.compute as pc
 from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
 FORMAT = "kge-torchrec triple store"

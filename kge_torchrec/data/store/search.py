@@ -1,10 +1,8 @@
-"""Compiled walks over the filter index: look-ups, and the distinct queries without a list of them.
+"""Compiled searches in the filter index, and the list of its distinct queries.
 
-In the filter index all rows of a query stand together, so a query is the place where its rows
-start.  How many starts come before every 512th row is all that is held (a byte for 64 triples); the
-way from there to a start is read off the index.
+`filter_index` imports this file only for many queries: numba takes a second to load.
 
-Shapes: Q distinct queries, T triples, N entities.
+Shapes: B queries, K candidates, Q distinct queries, T triples, N entities.
 """
 
 from __future__ import annotations
@@ -14,42 +12,36 @@ import numpy as np
 
 
 @numba.njit(cache=True, nogil=True)
-def lower_bound(values: np.ndarray, value: int, low: int, high: int) -> int:
-    """First position in the ascending ``values[low:high]`` that is not below ``value``."""
-    while low < high:
-        middle = (low + high) // 2
-        if values[middle] < value:
-            low = middle + 1
-        else:
-            high = middle
-    return low
-
-
-@numba.njit(cache=True, nogil=True)
-def find_ranges(
-    indptr: np.ndarray, row_relations: np.ndarray, anchors: np.ndarray, relations: np.ndarray
+def bounds(
+    values: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    lows: np.ndarray,
+    highs: np.ndarray,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where the answers of each query (anchor, relation) lie: starts (B,), stops (B,)."""
-    starts = np.empty(len(anchors), np.int64)
-    stops = np.empty(len(anchors), np.int64)
-    for query in range(len(anchors)):
-        low, high = indptr[anchors[query]], indptr[anchors[query] + 1]
-        starts[query] = lower_bound(row_relations, relations[query], low, high)
-        stops[query] = lower_bound(row_relations, relations[query] + 1, starts[query], high)
-    return starts, stops
+    """Return where the values from low to high - 1 lie in ascending ranges of ``values``.
 
+    Args:
+        values: (T,) ids, ascending within each range.
+        starts, stops: (B,) int64, the ranges.
+        lows, highs: (B,) int64.
 
-@numba.njit(cache=True, nogil=True)
-def narrow(
-    ids: np.ndarray, starts: np.ndarray, stops: np.ndarray, first: int, last: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """The parts of ascending ranges of ``ids`` whose ids lie in [first, last): starts, stops."""
-    lows = np.empty(len(starts), np.int64)
-    highs = np.empty(len(starts), np.int64)
+    Returns:
+        Starts (B,) and stops (B,), int64.
+    """
+    out = np.empty((2, len(starts)), np.int64)
     for query in range(len(starts)):
-        lows[query] = lower_bound(ids, first, starts[query], stops[query])
-        highs[query] = lower_bound(ids, last, lows[query], stops[query])
-    return lows, highs
+        low = starts[query]
+        for end, value in enumerate((lows[query], highs[query])):
+            high = stops[query]
+            while low < high:
+                middle = (low + high) // 2
+                if values[middle] < value:
+                    low = middle + 1
+                else:
+                    high = middle
+            out[end, query] = low
+    return out[0], out[1]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -60,7 +52,7 @@ def mark_members(
     candidates: np.ndarray,
     found: np.ndarray,
 ) -> None:
-    """Sets ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
+    """Set ``found[b, k]`` where ``candidates[b, k]`` is in the ascending range of query b."""
     for query in range(len(starts)):
         low, high = starts[query], stops[query]
         if low == high:
@@ -70,7 +62,7 @@ def mark_members(
             candidate = candidates[query, column]
             if candidate < first or candidate > last:
                 continue
-            # Steps that depend on the range's length only, not on the data, cost no mispredictions.
+            # The steps depend on the range's length only, so none is mispredicted.
             position, size = low, high - low
             while size > 1:
                 half = size // 2
@@ -86,8 +78,13 @@ STEP = 512  # rows between two counts
 class QueryList:
     """The pairs (anchor, relation) that have an answer, ordered by anchor, then by relation.
 
-    indptr (N + 1,), relations (T,): of a `known.SideIndex`.
-    step: rows between two counts; others than STEP are for tests.
+    In the filter index all rows of a query stand together, so a query is the place where its rows
+    start.  Only the number of starts before every 512th row is in memory (a byte for 64 triples);
+    the way from there to a start is read off the index.
+
+    Args:
+        indptr, relations: (N + 1,) and (T,), of a `filter_index.SideIndex`.
+        step: Rows between two counts; values other than STEP are for tests.
     """
 
     def __init__(self, indptr: np.ndarray, relations: np.ndarray, step: int = STEP):
@@ -99,7 +96,7 @@ class QueryList:
         return self._queries
 
     def find(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Numbers (B,) int64 in [0, Q) -> anchors (B,), relations (B,), both int64."""
+        """Return the anchors (B,) and relations (B,), int64, of queries by number in [0, Q)."""
         anchors, relations = np.empty((2, len(numbers)), np.int64)
         _find(*self._index, self._step, self._before, numbers, anchors, relations)
         return anchors, relations
@@ -107,7 +104,7 @@ class QueryList:
 
 @numba.njit(cache=True, nogil=True)
 def _count_starts(indptr: np.ndarray, relations: np.ndarray, step: int, before: np.ndarray) -> int:
-    """Fills in how many queries start before each block of rows; returns how many there are."""
+    """Fill in how many queries start before each block of rows; return how many there are."""
     count = 0
     for anchor in range(len(indptr) - 1):
         first = indptr[anchor]
@@ -128,6 +125,7 @@ def _find(
     anchors: np.ndarray,
     found: np.ndarray,
 ) -> None:
+    """Walk from the nearest count to each query."""
     for i in range(len(numbers)):
         block = np.searchsorted(before, numbers[i], side="right") - 1
         row, count = block * step, before[block]
