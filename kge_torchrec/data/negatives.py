@@ -171,8 +171,8 @@ def check_sampler(
             raise ConfigError(shared)
         return np.resize(triples[:8], (4, 2, 3)).astype(np.int64)
 
-    numbers = np.append(np.random.default_rng(0).random(62), [0.0, np.nextafter(1.0, 0.0)])
-    numbers = numbers.reshape(4, 16)
+    ends = [0.0, np.nextafter(1.0, 0.0)]
+    numbers = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
     for side in sides:
         ids = sampler.sample(Chunks(side, numbers.copy(), some_triples))
         turned = Chunks(side, numbers[::-1].copy(), lambda: some_triples()[::-1])

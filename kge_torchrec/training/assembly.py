@@ -271,16 +271,16 @@ def batch_plan(config: Config, store: TripleStore, processes: Processes) -> Batc
 
     Collective, and raises errors, as ``build_batches``.
     """
-    negatives, weights = config.negatives, store.weights("train")
-    weighted = config.data.weights == "sampling" and weights is not None
+    negatives = config.negatives
+    weights = store.weights("train") if config.data.weights == "sampling" else None
     return BatchPlan(
         batch_size=config.train.batch_size,
         seed=config.seed,
         sides=sides_of(negatives.sides),
         candidates=None if negatives.is_full else _candidates(config, store, processes),
         accumulation=config.train.accumulation,
-        replay=(0, 1.0) if negatives.regime == "kvssample" else replay_of(config, store),
-        weighted_order=WeightedOrder(weights) if weighted else None,
+        replay=replay_of(config, store),
+        weighted_order=None if weights is None else WeightedOrder(weights),
         max_answers=negatives.max_answers,
     )
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data import encoding, split
+from kge_torchrec.data import encoding
+from kge_torchrec.data import split as splitting
 from kge_torchrec.data import sort as ordering
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
@@ -411,7 +412,7 @@ def test_bad_triples_in_memory(tmp_path, splits, message):
 def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):
     """Bytes a triple at the fullest moment: int64 copies of a column would be 8 more."""
     total, entities, relations = 400_000, 5000, 50
-    for module in (ordering, split):
+    for module in (ordering, splitting):
         monkeypatch.setattr(module, "CHUNK", 1 << 12)
     sizes = (entities, relations, entities)
     triples = np.random.default_rng(0).integers(0, sizes, (total, 3), np.int32)
