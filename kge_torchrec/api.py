@@ -17,7 +17,8 @@ import torch
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
-from kge_torchrec.data.prepare import InMemory, prepare
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.diagnosis.relation_overlap import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,

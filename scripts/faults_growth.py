@@ -38,7 +38,7 @@ FAULTS = [
     Fault("names of columns are not those of the run", "data/prepare.py",
           "ColumnChoice.of(columns, None)", "ColumnChoice.of(None, None)",
           "tests/data/test_extended_store.py -k columns"),
-    Fault("types of the store before are lost", "data/type_triples.py",
+    Fault("types of the store before are lost", "data/store/entity_types.py",
           "known = np.concatenate([_table_of_store(self._base).pairs(), known])", "pass",
           "tests/data/test_type_triples.py -k extended"),
     Fault("rows that have not changed are exported", "export/changes.py",

@@ -36,7 +36,7 @@ import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
 from kge_torchrec.config.parser import as_config, config_from_dict
-from kge_torchrec.data.countries import country_splits
+from kge_torchrec.data.datasets import country_splits
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

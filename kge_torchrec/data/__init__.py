@@ -6,7 +6,9 @@ ENTITY = "entity"  # name of the entity table and of its only feature, in every 
 Side = Literal["head", "tail"]  # the missing entity of a query
 SIDES: tuple[Side, ...] = ("head", "tail")
 OTHER: dict[str, Side] = {"head": "tail", "tail": "head"}
-HEAD, RELATION, TAIL = range(3)  # columns of triples
+HEAD, RELATION, TAIL = range(3)  # columns of triples of ids
+COLUMNS = ("head", "relation", "tail")  # columns of triples of labels
+WEIGHT = "weight"  # a fourth column, of numbers
 
 
 def answer_column(side: str) -> int:

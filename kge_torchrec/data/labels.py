@@ -1,15 +1,23 @@
-"""Which texts may be labels, and which labels are easily mistaken for each other.
+"""Labels: which texts may be one, which ones look alike, files of them, and ids for them.
 
-Shapes: N labels.
+Shapes: N labels, T triples.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from kge_torchrec.data import WEIGHT
+from kge_torchrec.data.streams import map_prefetched
+from kge_torchrec.errors import DataError
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
 EXAMPLES = 3
@@ -100,3 +108,131 @@ def numbers(labels: pa.Array) -> np.ndarray:
         matches = pc.match_substring_regex(labels.take(pa.array(may_be)), _NUMBER)
         found[may_be] = matches.to_numpy(zero_copy_only=False)
     return found
+
+
+# Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return
+# inside a label are escaped, so that a line is always a label.
+ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
+_PLAIN = {written: plain for plain, written in ESCAPES.items()}
+_NEWLINE = 10
+WHITESPACE = r"[\x09-\x0d\x1c-\x1f\x{85}\pZ]"  # all that str.isspace and str.split know
+
+
+def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
+    """The labels (count,) of a file, held in memory, without a Python object for each.
+
+    foreign: by another program, which may leave the last newline out or end lines as Windows does.
+    Raises DataError if the file is no such text, or of another number of lines.
+    """
+    data = np.fromfile(file, np.uint8)
+    if foreign and data.size and data[-1] != _NEWLINE:
+        data = np.append(data, np.uint8(_NEWLINE))
+    ends = np.flatnonzero(data == _NEWLINE) + 1
+    if len(ends) != count or data.size != (ends[-1] if count else 0):
+        raise DataError(
+            f"{file} should hold {count:,} lines, one label each, and has {len(ends):,}"
+        )
+    offsets = np.concatenate([[0], ends])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    lines = pa.Array.from_buffers(pa.large_string(), count, buffers)
+    try:
+        lines.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file} is not valid UTF-8 ({error})") from error
+    pattern = r"\r?\n" if foreign else "\n"
+    return _unescaped(pc.replace_substring_regex(lines, pattern, ""))
+
+
+def _unescaped(labels: pa.Array) -> pa.Array:
+    escaped = pc.match_substring(labels, "\\")
+    plain = [
+        re.sub(r"\\[\\nr]", lambda match: _PLAIN[match[0]], label)
+        for label in labels.filter(escaped).to_pylist()
+    ]
+    return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
+
+
+# Dictionaries of batches are merged when they hold this much, so that they never hold all text.
+MERGE_BYTES = 1 << 30
+
+
+class Encoded(NamedTuple):
+    """Triples as numbers."""
+
+    entities: pa.Array  # (N,) labels
+    relations: pa.Array  # (R,) labels
+    triples: dict[str, np.ndarray]  # per split (T, 3) int32
+    weights: dict[str, list[np.ndarray | None]]  # per split, of each batch (T,) float32 or None
+
+
+def encode(
+    batches: Iterable[tuple[str, pa.RecordBatch]],
+    known_entities: pa.Array | None = None,
+    known_relations: pa.Array | None = None,
+) -> Encoded:
+    """Numbers labels by their first appearance, batch by batch.
+
+    Args:
+        batches: (split, batch of the large_string columns head, relation, tail; and float32 weight
+            where there is one).
+        known_entities, known_relations: labels that have the first ids, in this order.
+    """
+    entities, relations = Labels(known_entities), Labels(known_relations)
+    blocks: dict[str, list[np.ndarray]] = defaultdict(list)
+    weights: dict[str, list[np.ndarray | None]] = defaultdict(list)
+    filled = (item for item in batches if item[1].num_rows)
+    for split, new_entities, new_relations, codes, own in map_prefetched(_encode_batch, filled):
+        entities.add(new_entities, codes[:, 0::2])
+        relations.add(new_relations, codes[:, 1:2])
+        blocks[split].append(codes)
+        weights[split].append(own)
+    entities.merge()
+    relations.merge()
+    # One split at a time, so that only one is held twice.
+    triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
+    return Encoded(entities.values, relations.values, triples, weights)
+
+
+class Labels:
+    """One vocabulary in the making.  known: distinct labels that come first."""
+
+    def __init__(self, known: pa.Array | None = None) -> None:
+        self.values = pa.array([], pa.large_string()) if known is None else known
+        self._pending: list[tuple[pa.Array, np.ndarray]] = []
+
+    def add(self, labels: pa.Array, codes: np.ndarray) -> None:
+        """Labels of one batch and the codes into them, which `merge` will overwrite."""
+        self._pending.append((labels, codes))
+        # Waiting for as much as there is already keeps the repeated merging linear.
+        waiting = sum(pending.nbytes for pending, _ in self._pending)
+        if waiting > max(MERGE_BYTES, self.values.nbytes):
+            self.merge()
+
+    def merge(self) -> None:
+        if not self._pending:
+            return
+        labels = [self.values, *(pending for pending, _ in self._pending)]
+        encoded = pa.chunked_array(labels, pa.large_string()).dictionary_encode()
+        final = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
+        # The labels so far come first and are distinct, hence keep their ids.
+        start = len(self.values)
+        for pending, codes in self._pending:
+            codes[:] = final[start : start + len(pending)][codes]
+            start += len(pending)
+        self.values = encoded.chunk(0).dictionary
+        self._pending = []
+
+
+def _encode_batch(
+    item: tuple[str, pa.RecordBatch],
+) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None]:
+    """Split, labels of the entities and relations of a batch, its triples as codes, weights."""
+    split, batch = item
+    ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
+    relations = batch["relation"].dictionary_encode()
+    codes = np.empty((batch.num_rows, 3), np.int32)
+    codes[:, 0] = ends.chunk(0).indices
+    codes[:, 1] = relations.indices
+    codes[:, 2] = ends.chunk(1).indices
+    weights = batch[WEIGHT].to_numpy() if WEIGHT in batch.schema.names else None
+    return split, ends.chunk(0).dictionary, relations.dictionary, codes, weights

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -20,9 +20,7 @@ from tqdm import tqdm
 
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.countries import EMBEDDED, country_splits
-from kge_torchrec.data.encoding import Encoded, encode
-from kge_torchrec.data.labels import fault_of, first_fault, lookalikes
+from kge_torchrec.data.labels import Encoded, encode, fault_of, first_fault, lookalikes
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,
@@ -32,16 +30,16 @@ from kge_torchrec.data.readers import (
     find_sources,
     read_triples,
 )
+from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
+from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.sort import repeats
 from kge_torchrec.data.split import by_split, check_ratio, divide
 from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
 from kge_torchrec.data.store.filter_index import SideIndex, build_side
-from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice, FirstLine
-from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.type_triples import TypeTriples
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
 log = logging.getLogger(__name__)
 Batches = Iterable[tuple[str, pa.RecordBatch]]
@@ -116,9 +114,8 @@ def prepare(
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
-    # Loaded here, with more of pyarrow, which whoever prepares nothing need not wait for.
-    from kge_torchrec.data.datasets import is_named, open_named
-    from kge_torchrec.data.type_triples import TypeTriples
+    from kge_torchrec.data.datasets import EMBEDDED, country_splits, is_named, open_named
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
     dropped: Counter[str] = Counter()
     first_lines: list[FirstLine] = []
@@ -199,7 +196,7 @@ def extend_store(
     Raises:
         DataError, StoreError: as `prepare`, and where nothing is new.
     """
-    from kge_torchrec.data.type_triples import TypeTriples
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
@@ -264,7 +261,7 @@ def _prepare(
         batches = type_triples.passing(batches)
     with new_store(output, overwrite) as directory:
         entities, relations, triples, blocks = _encode(batches, notes, base)
-        weights = joined(blocks, needs_weights)
+        weights = _joined(blocks, needs_weights)
         sizes = (len(entities), len(relations))
         with tqdm(total=6, desc="index", unit="table", disable=_hidden(progress)) as bar:
             if base is not None:
@@ -293,7 +290,7 @@ def _prepare(
             "unseen_entities": reports.unseen_entities(entities, triples),
             "unseen_relations": unseen,
             "literals": {},
-            "weights": summary(weights),
+            "weights": reports.weight_summary(weights),
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
             "lookalikes": {
                 kind: found
@@ -390,6 +387,32 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     return found
 
 
+def _joined(
+    blocks: Mapping[str, Sequence[np.ndarray | None]], needed: bool
+) -> dict[str, np.ndarray]:
+    """Return the weights (T,) float32 of each split that has some.
+
+    Args:
+        blocks: By split, the weights of its batches, or None.
+        needed: Whether the training triples must have weights.
+
+    Raises:
+        DataError: Weights are needed and missing, or only some triples of a split have them.
+    """
+    found = {}
+    for split, parts in blocks.items():
+        weighted = [part for part in parts if part is not None]
+        if weighted and len(weighted) < len(parts):
+            raise DataError(f"{split}: some of its triples have a weight and others have none")
+        if weighted:
+            found[split] = np.concatenate(weighted)
+    if needed and not found.keys() & {"train", "whole"}:
+        raise DataError(
+            "the training triples have no weights: give each a fourth column, a positive number"
+        )
+    return found
+
+
 def _drop_repeats(
     triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
 ) -> dict[str, int]:
@@ -437,57 +460,3 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
         "learnt for them. Correct the files, or keep them with",
         allow_unseen_relations=True,
     )
-
-
-InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a data frame
-
-
-def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, and weight; none if there are no rows.
-
-    Raises:
-        DataError: naming split and triple: not three or four fields, a label that is no string, a
-            weight that is not positive and finite.
-    """
-    try:
-        given = _table(split, rows)
-        labels = given.select(list(COLUMNS))
-        table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
-        table.validate(full=True)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"{split}: labels must be strings: {error}") from error
-    for role in COLUMNS:
-        column = table[role].combine_chunks()
-        position = first_fault(column)
-        if position is not None:
-            fault = fault_of(column[position].as_py() or "")
-            raise DataError(f"{split}: triple {position}: the {role} {fault}")
-    if WEIGHT in given.column_names:
-        try:
-            weights = parse_weights(given[WEIGHT].combine_chunks())
-        except NotAWeight as error:
-            raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
-        table = table.append_column(WEIGHT, weights)
-    yield from table.to_batches()
-
-
-def _table(split: str, rows: InMemory) -> pa.Table:
-    if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
-        rows = pa.table(rows)
-        by_name = set(COLUMNS) <= set(rows.column_names)
-        names = [*COLUMNS, *({WEIGHT} & set(rows.column_names))] if by_name else rows.column_names
-        columns = rows.select(names).columns
-    elif isinstance(rows, np.ndarray):
-        columns = [pa.array(column) for column in rows.T]
-    else:
-        rows = list(rows)
-        for position, row in enumerate(rows):
-            if len(row) not in (3, 4) or len(row) != len(rows[0]):
-                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
-        fields = list(zip(*rows, strict=True))
-        columns = [pa.array(column, pa.large_string()) for column in fields[:3]]
-        columns = columns or [pa.array([], pa.large_string())] * 3
-        columns += [pa.array(column) for column in fields[3:]]
-    if len(columns) not in (3, 4):
-        raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
-    return pa.table(list(columns), [*COLUMNS, WEIGHT][: len(columns)])

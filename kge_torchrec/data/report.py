@@ -8,10 +8,10 @@ import pyarrow as pa
 
 from kge_torchrec.data.labels import numbers
 from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.readers.columns import FirstLine, roles
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
-from kge_torchrec.data.streams import FirstLine, roles
 
 EXAMPLES = 5
 
@@ -103,6 +103,19 @@ def numeric_tails(
         "relations": relations.take(pa.array(found)).to_pylist(),
         "triples": int(count[found].sum()),
         "example": entities[int(next(filter(len, examples))[0])].as_py(),
+    }
+
+
+def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Return the min, mean and max of the weights of each split."""
+    return {
+        split: {
+            "min": float(values.min()),
+            "mean": float(values.mean(dtype=np.float64)),
+            "max": float(values.max()),
+        }
+        for split, values in weights.items()
+        if len(values)
     }
 
 

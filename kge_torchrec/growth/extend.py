@@ -24,8 +24,9 @@ from torch import Tensor
 from kge_torchrec import api, files
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import Overrides, config_from_dict
-from kge_torchrec.data.prepare import InMemory, extend_store
+from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers import Sources, make_reader
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
 from kge_torchrec.embeddings.backend import EntityShard

@@ -159,8 +159,7 @@ def _sizes_of_data(
     """((entities, relations, triples), frequency) of the config's data, read as training does."""
     import torch
 
-    from kge_torchrec.data.countries import EMBEDDED
-    from kge_torchrec.data.datasets import is_named
+    from kge_torchrec.data.datasets import EMBEDDED, is_named
     from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.planning.workload import EntityFrequency
     from kge_torchrec.training.session import open_store

@@ -6,7 +6,7 @@ from itertools import combinations
 import pytest
 
 from kge_torchrec.cli import main
-from kge_torchrec.data.countries import (
+from kge_torchrec.data.datasets import (
     COLUMN_OF_RELATION,
     SEPARATOR,
     country_splits,

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data import encoding
-from kge_torchrec.data import split as splitting
+from kge_torchrec.data import labels as encoding
 from kge_torchrec.data import sort as ordering
+from kge_torchrec.data import split as splitting
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
@@ -97,7 +97,7 @@ def test_compression_and_blocks_do_not_change_the_triples(tmp_path, monkeypatch)
 
 
 def test_ntriples_with_blocks_of_comments(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.readers.ntriples.BLOCK_BYTES", 40)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 40)
     path = tmp_path / "x.nt"
     path.write_text("# comment\n" * 20 + "<a> <r> <b> .\n" + "\n" * 100 + '<b> <r> "c" .\n')
     store = prepare(path, tmp_path / "store", ratio=(1, 0, 0), literals="keep")
@@ -114,7 +114,7 @@ _:x <age> "7"^^<int> .
 
 def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
     """Blank nodes are entities; who occurs with literals only is none."""
-    monkeypatch.setattr("kge_torchrec.data.readers.ntriples.BLOCK_BYTES", 20)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 20)
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.nt").write_text(NTRIPLES + '<c> <name> "C" .\n')

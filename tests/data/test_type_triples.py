@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import encoding
+from kge_torchrec.data import labels as encoding
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.store.entity_types import EntityTypes, table_of
-from kge_torchrec.data.type_triples import RDF_TYPE
+from kge_torchrec.data.store.entity_types import RDF_TYPE, EntityTypes, table_of
 from kge_torchrec.errors import DataError
 from kge_torchrec.tuning.subgraphs import write_core
 

@@ -17,9 +17,9 @@ from kge_torchrec.data.batches import order as orders
 from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import delimited, read_triples
+from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.data.streams import ColumnChoice
 from kge_torchrec.errors import DataError
 
 LABEL = st.text(

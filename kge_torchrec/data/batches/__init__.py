@@ -7,7 +7,10 @@ step, never of the world size; each rank makes its own share.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -24,8 +27,8 @@ from kge_torchrec.data.batches.order import (
     replayed_size,
 )
 from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.prefetch import prefetched
 from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.data.streams import Item, Result, in_order
 
 B = TypeVar("B", bound=Pipelineable)
 
@@ -173,3 +176,41 @@ def mean_weight(weights: np.ndarray | None) -> float:
 
 def _pinned(batch: B) -> B:
     return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+# A GPU trains a batch in the time that several cores take to make one.
+BATCH_WORKERS = 8
+
+
+def prefetched(make: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield ``map(make, items)``, made ahead by at most 8 workers that share torch's threads."""
+    workers = max(1, min(BATCH_WORKERS, torch.get_num_threads()))
+    with _pool_of_shares(workers, torch.get_num_threads()) as pool:
+        yield from in_order(pool, workers, make, items)
+
+
+@contextmanager
+def _pool_of_shares(workers: int, threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Open a pool whose workers have equal shares of the CPU threads.
+
+    Otherwise each worker would start as many threads as there are cores.  ``set_num_threads`` holds
+    for the calling thread, but also for threads that start later and for MKL, hence the order.
+    """
+    started = threading.Barrier(workers + 1)
+
+    def take_share() -> None:
+        torch.get_num_threads()  # a thread takes up the common number when it first needs one
+        torch.set_num_threads(max(1, threads // workers))
+        started.wait()
+
+    with ThreadPoolExecutor(workers, initializer=take_share) as pool:
+        try:
+            for _ in range(workers):
+                pool.submit(int)  # starts one worker, as the others wait for the last
+            started.wait()
+        except BaseException:
+            started.abort()
+            raise
+        finally:
+            torch.set_num_threads(threads)
+        yield pool

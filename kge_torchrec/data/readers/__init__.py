@@ -17,18 +17,17 @@ import pyarrow as pa
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.readers.id_files import layout_of, read_id_files
-from kge_torchrec.data.readers.rdf import FORMATS, read_rdf
-from kge_torchrec.data.streams import (
-    COMPRESSIONS,
-    WEIGHT,
+from kge_torchrec.data.readers.columns import (
     ColumnChoice,
-    OnBytes,
+    NotAWeight,
     OnFirstLine,
-    bare_name,
+    parse_weights,
 )
-from kge_torchrec.data.weights import NotAWeight, parse_weights
+from kge_torchrec.data.readers.id_files import layout_of, read_id_files
+from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
+from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
 from kge_torchrec.errors import DataError
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
@@ -113,8 +112,6 @@ def read_triples(
 
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice, on_first_line)
     if suffix == ".nt":
-        from kge_torchrec.data.readers.ntriples import read_ntriples
-
         return read_ntriples(path, on_bytes, on_literals)
     if suffix in FORMATS:
         return read_rdf(path, on_bytes, on_literals)
@@ -128,7 +125,7 @@ def read_triples(
     )
 
 
-_COLUMNS = pa.schema([(name, pa.large_string()) for name in ("head", "relation", "tail")])
+_COLUMNS = pa.schema([(name, pa.large_string()) for name in COLUMNS])
 
 
 def _checked(

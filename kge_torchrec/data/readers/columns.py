@@ -1,79 +1,17 @@
-"""A data file as a stream of bytes, compressed or not, and the rule that recognises its header."""
+"""Columns of a file of triples: which is head, relation, tail and weight, by name or by place."""
 
 from __future__ import annotations
 
-import io
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import pyarrow as pa
 
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.errors import DataError
 
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
-
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
-
-OnBytes = Callable[[int], object]
-
-
-def bare_name(path: Path) -> str:
-    """The file name without a compression suffix: ``train.tsv.gz`` -> ``train.tsv``."""
-    return path.stem if path.suffix.lower() in COMPRESSIONS else path.name
-
-
-class CountingFile(io.RawIOBase):
-    """A file that reports how many of its bytes on disk were read (for a progress bar)."""
-
-    def __init__(self, path: Path, on_bytes: OnBytes | None = None):
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 closed by close()
-        self._on_bytes = on_bytes or (lambda count: None)
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        count = self._file.readinto(buffer)
-        self._on_bytes(count)
-        return count
-
-    def close(self) -> None:
-        self._file.close()
-        super().close()
-
-
-def open_bytes(path: Path, on_bytes: OnBytes | None = None) -> pa.NativeFile:
-    """The decompressed bytes of ``path``; ``on_bytes(n)`` hears of every n bytes read from disk."""
-    source = pa.PythonFile(CountingFile(path, on_bytes), mode="r")
-    compression = COMPRESSIONS.get(path.suffix.lower())
-    return pa.CompressedInputStream(source, compression) if compression else source
-
-
-def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines ``(1, b"...")`` of a file, without line ends or byte order mark.
-
-    Slow (a Python object per line): for looking at the first line or for naming a faulty one.
-    """
-    try:
-        with io.BufferedReader(open_bytes(path), 1 << 20) as stream:
-            for number, line in enumerate(stream, 1):
-                if number == 1:
-                    line = line.removeprefix(BYTE_ORDER_MARK)
-                yield number, line.removesuffix(b"\n").removesuffix(b"\r")
-    except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> DataError:
-    return DataError(f"{path}: cannot be read or decompressed: {error}")
-
-
-COLUMNS = ("head", "relation", "tail")
-WEIGHT = "weight"
 _WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
 
 
@@ -248,3 +186,39 @@ def is_triple_after_all(again: Sequence[str]) -> bool:
     three, nor a name with a number, such as "node1".
     """
     return len(again) > 1 or any(map(str.isdigit, "".join(again)))
+
+
+class NotAWeight(DataError):
+    """A column holds something else than positive, finite numbers; ``row`` is the first."""
+
+    def __init__(self, row: int):
+        super().__init__("no positive, finite number")
+        self.row = row
+
+
+def parse_weights(column: pa.Array) -> pa.Array:
+    """A column of numbers or text, (T,), as float32.
+
+    Raises NotAWeight for a value that is none: null, no number, not positive or not finite, as it
+    is in float32.
+    """
+    try:
+        numbers = column.cast(pa.float64())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise NotAWeight(_first_unreadable(column)) from None
+    values = numbers.to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        weights = values.astype(np.float32)
+        good = np.isfinite(weights) & (weights > 0)
+    if not good.all():
+        raise NotAWeight(int(good.argmin()))
+    return pa.array(weights)
+
+
+def _first_unreadable(column: pa.Array) -> int:
+    for row in range(len(column)):
+        try:
+            parse_weights(column.slice(row, 1)) if len(column) > 1 else column.cast(pa.float64())
+        except (NotAWeight, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            return row
+    return 0

@@ -10,25 +10,22 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
-from kge_torchrec.data.streams import (
-    COLUMNS,
+from kge_torchrec.data.readers.columns import (
     ROWS,
-    WEIGHT,
     ColumnChoice,
     FirstLine,
-    OnBytes,
+    NotAWeight,
     OnFirstLine,
     again,
     is_triple_after_all,
-    lines,
-    open_bytes,
+    parse_weights,
     places,
     role,
     unclear,
-    unreadable,
 )
-from kge_torchrec.data.weights import NotAWeight, parse_weights
+from kge_torchrec.data.streams import OnBytes, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
@@ -133,20 +130,10 @@ def _rows(path: Path, delimiter: str, strict: bool = False) -> Iterator[tuple[in
     not closed or followed by text.
     """
 
-    def decoded() -> Iterator[tuple[int, str]]:
-        for number, line in lines(path):
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
-                    f"{error.start + 1} of the line); convert the file to UTF-8"
-                ) from error
-
     if delimiter == "\t":
-        yield from ((number, text.split("\t")) for number, text in decoded() if text)
+        yield from ((number, text.split("\t")) for number, text in text_lines(path) if text)
         return
-    texts = (text + "\n" for _, text in decoded())
+    texts = (text + "\n" for _, text in text_lines(path))
     reader = csv.reader(texts, delimiter=delimiter, strict=strict)
     try:
         yield from ((reader.line_num, fields) for fields in reader if fields)

@@ -9,8 +9,9 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.streams import COLUMNS, OnBytes, bare_name, lines, open_bytes, unreadable
+from kge_torchrec.data.streams import OnBytes, bare_name, lines, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
 
@@ -124,11 +125,14 @@ def _fault(
 ) -> DataError | None:
     """The first faulty row, found by reading the file again row by row."""
     skip, delimiter, _ = _start(path, layout)
-    for number, line in islice(lines(path), skip, None):
+    rows = islice(text_lines(path), skip, None)
+    while True:
         try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError:
-            return DataError(f"{path}:{number}: invalid UTF-8; convert the file to UTF-8")
+            number, text = next(rows, (0, ""))
+        except DataError as error:
+            return error
+        if not number:
+            return None
         if "\r" in text:
             return DataError(f"{path}:{number}: carriage return inside the line: {text!r}")
         fields = text.split(delimiter)
@@ -148,7 +152,6 @@ def _fault(
                 return DataError(f"{path}:{number}: the {column} is no number: {field!r}")
             elif int(field) >= sizes.get(column, 1 << 63):
                 return DataError(f"{path}:{number}: the {column} {field} has no label")
-    return None
 
 
 def _is_number(text: str) -> bool:

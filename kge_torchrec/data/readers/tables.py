@@ -1,24 +1,25 @@
-"""Parquet files to record batches."""
+"""Tables of triples to record batches: Parquet files, and triples in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.streams import (
-    COLUMNS,
-    WEIGHT,
+from kge_torchrec.data.readers.columns import (
     ColumnChoice,
     FirstLine,
-    OnBytes,
+    NotAWeight,
     OnFirstLine,
     is_weight_name,
+    parse_weights,
     places,
     unclear,
 )
-from kge_torchrec.data.weights import NotAWeight, parse_weights
+from kge_torchrec.data.streams import OnBytes
 from kge_torchrec.errors import DataError
 
 BATCH_ROWS = 1 << 20
@@ -41,6 +42,8 @@ def read_parquet(
         DataError: no Parquet file, no rows, other columns, a field that is null or no label (with
             its row), a weight that is not positive and finite, bytes that are not UTF-8.
     """
+    import pyarrow.parquet as pq  # starts threads
+
     try:
         with pq.ParquetFile(path) as file:
             fields = file.schema_arrow.names
@@ -140,3 +143,57 @@ def _undecodable(column: pa.Array) -> int | None:
         except UnicodeDecodeError:
             return row
     return None
+
+
+InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a data frame
+
+
+def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
+    """Batches of the string columns head, relation, tail, and weight; none if there are no rows.
+
+    Raises:
+        DataError: naming split and triple: not three or four fields, a label that is no string, a
+            weight that is not positive and finite.
+    """
+    try:
+        given = _table(split, rows)
+        labels = given.select(list(COLUMNS))
+        table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
+        table.validate(full=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"{split}: labels must be strings: {error}") from error
+    for role in COLUMNS:
+        column = table[role].combine_chunks()
+        position = first_fault(column)
+        if position is not None:
+            fault = fault_of(column[position].as_py() or "")
+            raise DataError(f"{split}: triple {position}: the {role} {fault}")
+    if WEIGHT in given.column_names:
+        try:
+            weights = parse_weights(given[WEIGHT].combine_chunks())
+        except NotAWeight as error:
+            raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
+        table = table.append_column(WEIGHT, weights)
+    yield from table.to_batches()
+
+
+def _table(split: str, rows: InMemory) -> pa.Table:
+    if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
+        rows = pa.table(rows)
+        by_name = set(COLUMNS) <= set(rows.column_names)
+        names = [*COLUMNS, *({WEIGHT} & set(rows.column_names))] if by_name else rows.column_names
+        columns = rows.select(names).columns
+    elif isinstance(rows, np.ndarray):
+        columns = [pa.array(column) for column in rows.T]
+    else:
+        rows = list(rows)
+        for position, row in enumerate(rows):
+            if len(row) not in (3, 4) or len(row) != len(rows[0]):
+                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
+        fields = list(zip(*rows, strict=True))
+        columns = [pa.array(column, pa.large_string()) for column in fields[:3]]
+        columns = columns or [pa.array([], pa.large_string())] * 3
+        columns += [pa.array(column) for column in fields[3:]]
+    if len(columns) not in (3, 4):
+        raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
+    return pa.table(list(columns), [*COLUMNS, WEIGHT][: len(columns)])

@@ -1,0 +1,125 @@
+"""Data files as streams of bytes, compressed or not; work on several blocks at once."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import pyarrow as pa
+
+from kge_torchrec.errors import DataError
+
+if TYPE_CHECKING:
+    from _typeshed import WriteableBuffer
+
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+OnBytes = Callable[[int], object]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def bare_name(path: Path) -> str:
+    """Return the file name without a compression suffix: ``train.tsv.gz`` -> ``train.tsv``."""
+    return path.stem if path.suffix.lower() in COMPRESSIONS else path.name
+
+
+class CountingFile(io.RawIOBase):
+    """A file that reports how many of its bytes on disk were read (for a progress bar)."""
+
+    def __init__(self, path: Path, on_bytes: OnBytes | None = None):
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 closed by close()
+        self._on_bytes = on_bytes or (lambda count: None)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: WriteableBuffer) -> int:
+        count = self._file.readinto(buffer)
+        self._on_bytes(count)
+        return count
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def open_bytes(path: Path, on_bytes: OnBytes | None = None) -> pa.NativeFile:
+    """Open the decompressed bytes of a file; ``on_bytes(n)`` is called for n bytes from disk."""
+    source = pa.PythonFile(CountingFile(path, on_bytes), mode="r")
+    compression = COMPRESSIONS.get(path.suffix.lower())
+    return pa.CompressedInputStream(source, compression) if compression else source
+
+
+def lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield numbered lines ``(1, b"...")`` of a file, without line ends or byte order mark.
+
+    Slow (a Python object per line): for looking at the first line or for naming a faulty one.
+    """
+    try:
+        with io.BufferedReader(open_bytes(path), 1 << 20) as stream:
+            for number, line in enumerate(stream, 1):
+                if number == 1:
+                    line = line.removeprefix(BYTE_ORDER_MARK)
+                yield number, line.removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as error:
+        raise unreadable(path, error) from error
+
+
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield ``lines`` as text.
+
+    Raises:
+        DataError: A line is not UTF-8.
+    """
+    for number, line in lines(path):
+        try:
+            yield number, line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
+                f"{error.start + 1} of the line); convert the file to UTF-8"
+            ) from error
+
+
+def unreadable(path: Path, error: OSError) -> DataError:
+    """Return the error for a file that cannot be read."""
+    return DataError(f"{path}: cannot be read or decompressed: {error}")
+
+
+# More threads would hold more blocks in memory than they save time.
+WORKERS = max(1, min(4, os.cpu_count() or 1))
+
+
+def map_prefetched(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield ``map(function, items)``, a few results ahead, with memory for a few items at a time.
+
+    The function should release Python's lock, as pyarrow's do.
+    """
+    with ThreadPoolExecutor(WORKERS) as pool:
+        yield from in_order(pool, WORKERS, function, items)
+
+
+def in_order(
+    pool: ThreadPoolExecutor,
+    workers: int,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+) -> Iterator[Result]:
+    """Yield the results in order, computed ahead by the workers of a pool."""
+    running: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            running.append(pool.submit(function, item))
+            if len(running) > workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
