@@ -97,7 +97,9 @@ def test_the_mixture_is_the_same_on_any_number_of_ranks(folder, store):
 
 
 def batches_of(store, rank=0, world_size=1, **changes):
-    ranks = SimpleNamespace(rank=rank, world_size=world_size, device=torch.device("cpu"))
+    ranks = SimpleNamespace(
+        rank=rank, world_size=world_size, device=torch.device("cpu"), gather=lambda x: [x]
+    )
     return build_batches(config_of(store, **changes), TripleStore.open(store), ranks)
 
 
@@ -121,6 +123,20 @@ def test_a_sampler_may_know_the_relation(folder, store, in_batch):
     for name in ("known_head", "known_tail", "relation"):
         found = torch.cat([getattr(batch, name)[batch.weight > 0] for batch in parts])
         assert torch.equal(found, getattr(whole, name)[counted])
+
+
+def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, store):
+    keys = {"negatives__count": 12, "negatives__among": "seen", "negatives__chunk_size": 8,
+            "negatives__among_share": 0.5}  # fmt: skip
+    typed = next(batches_of(store, **keys).epoch(0))
+    both = next(batches_of(store, **keys, negatives__sampling=BERNOULLI).epoch(0))
+    assert torch.equal(typed.ids.values(), both.ids.values())
+    alone = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
+        "negatives__among": "all", "negatives__among_share": 1.0}).epoch(0))  # fmt: skip
+    for name in ("known_head", "known_tail"):
+        expected = getattr(typed, name) | getattr(alone, name)
+        assert torch.equal(getattr(both, name), expected)
+    assert (typed.known_tail & ~alone.known_tail).any()  # every entity is a head of each relation
 
 
 def test_a_sampler_that_looks_at_triples_is_refused_where_queries_share_candidates(folder, store):
