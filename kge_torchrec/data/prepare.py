@@ -114,7 +114,7 @@ def prepare(
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
-    from kge_torchrec.data.datasets import EMBEDDED, country_splits, is_named, open_named
+    from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
     from kge_torchrec.data.store.entity_types import TypeTriples
 
     dropped: Counter[str] = Counter()
@@ -130,7 +130,7 @@ def prepare(
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
         _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
-        batches = _in_memory(country_splits())
+        batches = _read(embedded_files(), False, None, [], None, choice, progress)
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
         _refuse(f"{sources} is a graph by name, not a file", has_header, reader)

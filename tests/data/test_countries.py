@@ -6,14 +6,15 @@ from itertools import combinations
 import pytest
 
 from kge_torchrec.cli import main
-from kge_torchrec.data.datasets import (
+from kge_torchrec.data.datasets import embedded_files
+from kge_torchrec.data.store import TripleStore
+from scripts.make_countries import (
     COLUMN_OF_RELATION,
     SEPARATOR,
     country_splits,
     country_triples,
     read_countries,
 )
-from kge_torchrec.data.store import TripleStore
 
 COLUMNS = {
     "country",
@@ -313,6 +314,12 @@ def test_what_is_held_out_follows_from_train(seed):
 def test_splits_are_deterministic(splits):
     assert country_splits() == splits == country_splits(seed=0)
     assert country_splits(seed=1) != splits
+
+
+def test_the_package_has_the_files_of_the_script(splits):
+    for split, (path,) in embedded_files().items():
+        lines = path.read_text("utf-8").splitlines()
+        assert [tuple(line.split("\t")) for line in lines] == splits[split]
 
 
 def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(
