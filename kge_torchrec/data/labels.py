@@ -24,7 +24,7 @@ EXAMPLES = 3
 
 
 def fault_of(label: str) -> str | None:
-    """Why this cannot be a label, as a clause; None if it can."""
+    """Return why a text cannot be a label, as a clause; None if it can."""
     if not label:
         return "is empty"
     if label.isspace():
@@ -41,9 +41,12 @@ def fault_of(label: str) -> str | None:
 
 
 def first_fault(labels: pa.Array) -> int | None:
-    """The position of the first of these (N,) large_strings that cannot be a label.
+    """Return the position of the first of some texts that cannot be a label, or None.
 
-    A few nanoseconds a label where there is none.  Null counts as empty.
+    Takes a few nanoseconds per label where all are good.
+
+    Args:
+        labels: (N,) large_string; null counts as empty.
     """
     lengths = pc.min_max(pc.binary_length(labels)).as_py()
     if not len(labels):
@@ -60,7 +63,7 @@ def first_fault(labels: pa.Array) -> int | None:
 
 
 def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Where each label starts in their bytes, and where the last one ends, (N + 1,); the bytes."""
+    """Return where each label starts and the last one ends, (N + 1,), and the bytes of all."""
     _, offsets, text = labels.buffers()
     starts = np.frombuffer(offsets, np.int64)[labels.offset : labels.offset + len(labels) + 1]
     every = np.frombuffer(text or b"", np.uint8)
@@ -68,10 +71,14 @@ def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lookalikes(labels: pa.Array) -> dict[str, Any] | None:
-    """Different labels that are one but for blanks at their ends and Unicode's composed forms.
+    """Find labels that differ only by blanks at their ends or by Unicode's composed forms.
 
-    labels: (N,) distinct ones, none empty.  Returns how many "labels" there are of the kind, and
-    "examples", each a list of those that look alike; None if there are none.
+    Args:
+        labels: (N,) distinct labels, none empty.
+
+    Returns:
+        The number of such "labels", and "examples", each a list of labels that look alike; None if
+        there are no such labels.
     """
     if not len(labels):
         return None
@@ -100,7 +107,7 @@ _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def numbers(labels: pa.Array) -> np.ndarray:
-    """Which labels (N,) are decimal numbers: (N,) bool."""
+    """Return which labels (N,) are decimal numbers: (N,) bool."""
     starts, text = _text(labels)
     found = np.zeros(len(labels), bool)
     may_be = np.flatnonzero((text[starts[:-1]] >= ord("+")) & (text[starts[:-1]] <= ord("9")))
@@ -119,10 +126,16 @@ WHITESPACE = r"[\x09-\x0d\x1c-\x1f\x{85}\pZ]"  # all that str.isspace and str.sp
 
 
 def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
-    """The labels (count,) of a file, held in memory, without a Python object for each.
+    """Return the labels (count,) of a file, in memory, without a Python object for each.
 
-    foreign: by another program, which may leave the last newline out or end lines as Windows does.
-    Raises DataError if the file is no such text, or of another number of lines.
+    Args:
+        file: One label per line.
+        count: The expected number of lines.
+        foreign: Whether another program wrote the file: it may leave out the last newline or end
+            lines as Windows does.
+
+    Raises:
+        DataError: The file is not such a text, or has another number of lines.
     """
     data = np.fromfile(file, np.uint8)
     if foreign and data.size and data[-1] != _NEWLINE:
@@ -144,6 +157,7 @@ def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
 
 
 def _unescaped(labels: pa.Array) -> pa.Array:
+    """Return labels without escapes."""
     escaped = pc.match_substring(labels, "\\")
     plain = [
         re.sub(r"\\[\\nr]", lambda match: _PLAIN[match[0]], label)
@@ -152,17 +166,23 @@ def _unescaped(labels: pa.Array) -> pa.Array:
     return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
 
 
-# Dictionaries of batches are merged when they hold this much, so that they never hold all text.
+# The dictionaries of batches are merged at this size, so that they never hold all text.
 MERGE_BYTES = 1 << 30
 
 
 class Encoded(NamedTuple):
-    """Triples as numbers."""
+    """Triples of ids.
 
-    entities: pa.Array  # (N,) labels
-    relations: pa.Array  # (R,) labels
-    triples: dict[str, np.ndarray]  # per split (T, 3) int32
-    weights: dict[str, list[np.ndarray | None]]  # per split, of each batch (T,) float32 or None
+    Args:
+        entities, relations: Labels in order of id.
+        triples: (T, 3) int32, by split.
+        weights: By split, those of each batch, (T,) float32 or None.
+    """
+
+    entities: pa.Array
+    relations: pa.Array
+    triples: dict[str, np.ndarray]
+    weights: dict[str, list[np.ndarray | None]]
 
 
 def encode(
@@ -170,12 +190,16 @@ def encode(
     known_entities: pa.Array | None = None,
     known_relations: pa.Array | None = None,
 ) -> Encoded:
-    """Numbers labels by their first appearance, batch by batch.
+    """Give labels ids by their first appearance, batch by batch.
+
+    Memory is bounded but for the ids, and there is no Python object per label.  Each batch is
+    dictionary-encoded on its own, several at a time.  The small dictionaries of the batches are
+    then dictionary-encoded themselves, which gives the map from ids of a batch to final ids.
 
     Args:
-        batches: (split, batch of the large_string columns head, relation, tail; and float32 weight
-            where there is one).
-        known_entities, known_relations: labels that have the first ids, in this order.
+        batches: Split, and a batch of the large_string columns head, relation, tail, and of float32
+            weight where there is one.
+        known_entities, known_relations: Labels that have the first ids, in this order.
     """
     entities, relations = Labels(known_entities), Labels(known_relations)
     blocks: dict[str, list[np.ndarray]] = defaultdict(list)
@@ -194,21 +218,26 @@ def encode(
 
 
 class Labels:
-    """One vocabulary in the making.  known: distinct labels that come first."""
+    """A vocabulary in the making.
+
+    Args:
+        known: Distinct labels that come first.
+    """
 
     def __init__(self, known: pa.Array | None = None) -> None:
         self.values = pa.array([], pa.large_string()) if known is None else known
         self._pending: list[tuple[pa.Array, np.ndarray]] = []
 
     def add(self, labels: pa.Array, codes: np.ndarray) -> None:
-        """Labels of one batch and the codes into them, which `merge` will overwrite."""
+        """Add the labels of a batch and the codes into them, which ``merge`` will overwrite."""
         self._pending.append((labels, codes))
-        # Waiting for as much as there is already keeps the repeated merging linear.
+        # To wait for as much as there is already keeps the repeated merging linear.
         waiting = sum(pending.nbytes for pending, _ in self._pending)
         if waiting > max(MERGE_BYTES, self.values.nbytes):
             self.merge()
 
     def merge(self) -> None:
+        """Give the labels that are waiting their final ids."""
         if not self._pending:
             return
         labels = [self.values, *(pending for pending, _ in self._pending)]
@@ -226,7 +255,7 @@ class Labels:
 def _encode_batch(
     item: tuple[str, pa.RecordBatch],
 ) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None]:
-    """Split, labels of the entities and relations of a batch, its triples as codes, weights."""
+    """Return split, labels of entities and relations, triples as codes, and weights of a batch."""
     split, batch = item
     ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
     relations = batch["relation"].dictionary_encode()

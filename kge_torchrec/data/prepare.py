@@ -1,7 +1,7 @@
-"""From triples of strings, in files or in memory, to a `TripleStore`.
+"""Prepare a `TripleStore` from triples of strings, in files or in memory.
 
-Labels become ids (``encoding``), repeated triples are dropped, and triples that come without a
-split are split at random; all of it in bounded memory but for the ids.
+Labels become ids (`labels.encode`), repeated triples are dropped, and triples without a split are
+split at random.  Memory is bounded, except for the ids.
 """
 
 from __future__ import annotations
@@ -64,49 +64,51 @@ def prepare(
     progress: bool = True,
     log_notes: bool = True,
 ) -> TripleStore:
-    """Reads triples from files and writes a store to ``output``, whole or not at all.
+    """Read triples and write a store to ``output``, whole or not at all.
+
+    A triple that is repeated within a split is kept once, with the largest of its weights.
+    Entities without a training triple, and triples that splits share, stay.  The store's ``report``
+    counts them all: ``triples`` and ``duplicates`` by split ("whole" for triples without a split),
+    ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
+    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
+    among labels, ``numbers`` that are entities; also ``sources``, their ``first_lines``, ``split``
+    (ratio and seed, or None) and ``types`` (relation, and counts).
 
     Args:
-        sources: a directory with train, valid and test files, one file, or a list of files (see
+        sources: A directory with train, valid and test files, one file, or a list of files (see
             `find_sources` for the names and `read_triples` for the formats); or a data set of a
-            library by name, such as "pykeen:fb15k237" (see `catalogues`); or "countries", the graph
-            inside the package, where no file has that name; or splits in memory: "train" and
+            library by name, such as "pykeen:fb15k237" (see `datasets`); or "countries", the graph
+            inside the package, unless a file has that name; or splits in memory: "train" and
             optionally "valid" and "test", each a list of (head, relation, tail) strings, an array
             of strings (T, 3), or a pyarrow table or data frame of three string columns, in this
             order unless they have these names.  All but arrays may have the triple's weight as a
             fourth.
-        output: the store's directory, replaced if it is a store and ``overwrite`` is set.
-        ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
-            name no split; every entity and relation is kept in train.
-        has_header: whether text files start with a header; None recognises one by its words, unless
-            the next lines have them as labels.
-        allow_unseen_relations: accept relations that have no training triple.
-        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date,
-            a number) and counts them; "keep" makes an entity of every literal.
-        columns: what the header of text and Parquet files calls head, relation and tail, and the
-            weight if there is a fourth; other columns are left out.
-        weights: True wants a weight of every training triple, a fourth column, which may be without
-            a name; None takes one that the header names so (weight, confidence, ...); False none.
-        types_from: a relation whose tails are types of its heads, such as "rdf:type", for negatives
+        output: The store's directory, replaced if it is a store and ``overwrite`` is set.
+        ratio, seed: Shares of train, valid and test, and the seed of the random split, where the
+            files name no split.  Every entity and relation is in train.
+        has_header: Whether text files start with a header.  None recognizes a header by its words,
+            unless the next lines have them as labels.
+        allow_unseen_relations: Accept relations without a training triple.
+        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date, a
+            number) and counts them; "keep" makes an entity of every literal.
+        columns: The header's names of head, relation and tail in text and Parquet files, and of the
+            weight if there is a fourth name; other columns are left out.
+        weights: True: every training triple must have a weight, a fourth column, which needs no
+            name.  None: take a column with a known name (weight, confidence, ...).  False: none.
+        types_from: A relation whose tails are types of its heads, such as "rdf:type", for negatives
             and ranks among entities of the right type.
-        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and only
-            those of train say types.
-        reader: reads files of a format that is not ours; None goes by their names.  For graphs by
-            name and in memory it must be None, as must ``has_header``, and ``columns`` but for hf.
-        progress: show a progress bar, if standard error is a terminal.
-        log_notes: log what to know about the data (`report.notes`) as warnings: how first lines
+        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and then
+            only those of train give types.
+        reader: Reads files of a format from outside; None goes by the names of files.  For graphs
+            by name and in memory it must be None, as must ``has_header``, and ``columns`` except
+            for hf.
+        overwrite: Replace a store at ``output``.
+        progress: Show a progress bar if standard error is a terminal.
+        log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
             were read, repeated triples, labels that look alike, sizes that say little, ...
 
-    A triple repeated within a split is kept once, with the largest of its weights. Entities without
-    a training triple and triples shared by splits stay; the store's ``report`` counts them all:
-    ``triples`` and ``duplicates`` by split ("whole" for what was read undivided),
-    ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
-    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
-    among labels, ``numbers`` that are entities, and where they came from: ``sources``, their
-    ``first_lines``, ``split`` (ratio and seed, or None), ``types`` (relation, and counts).
-
     Raises:
-        DataError: bad input, named by file and line.
+        DataError: Bad input, named by file and line.
         StoreError: ``output`` must not be written to.
     """
     check_ratio(ratio)
@@ -160,7 +162,7 @@ def prepare_triples(
     allow_unseen_relations: bool = False,
     overwrite: bool = False,
 ) -> TripleStore:
-    """`prepare` for triples in memory, without a progress bar."""
+    """Prepare a store from triples in memory, without a progress bar, see `prepare`."""
     return prepare(
         splits,
         output,
@@ -182,19 +184,23 @@ def extend_store(
     reader: Reader | None = None,
     progress: bool = True,
 ) -> TripleStore:
-    """Writes a store of the triples of ``base`` and new ones, whole or not at all.
+    """Write a store of the triples of ``base`` and new ones, whole or not at all.
 
-    Labels of ``base`` keep their ids, new ones follow; so do the triples of every split.  What
-    comes without a split is trained on.  Triples that ``base`` has in the same split are dropped
-    and counted.  Where either has weights, triples without one weigh 1.  If ``base`` was prepared
-    with ``types_from``, new triples of that relation say types as the old ones do.
-    The report's ``extends`` says where the new begins: numbers of ``entities``, ``relations``,
-    ``triples`` (train) and ``valid`` of ``base``.
+    Labels of ``base`` keep their ids and new labels follow; the same holds for the triples of every
+    split.  Triples without a split are training triples.  Triples that ``base`` has in the same
+    split are dropped and counted.  Where either has weights, triples without one weigh 1.  If
+    ``base`` was prepared with ``types_from``, new triples of that relation give types as well.
+    The report's ``extends`` has the counts of ``base``, at which the new part begins: ``entities``,
+    ``relations``, ``triples`` (train) and ``valid``.
 
-    new: as ``sources`` of `prepare`.  The rest as for `prepare`.
+    Args:
+        base: The store that is extended.
+        new: As ``sources`` of `prepare`.
+        output, has_header, allow_unseen_relations, literals, columns, reader, progress: As for
+            `prepare`.
 
     Raises:
-        DataError, StoreError: as `prepare`, and where nothing is new.
+        DataError, StoreError: As `prepare`, and where nothing is new.
     """
     from kge_torchrec.data.store.entity_types import TypeTriples
 
@@ -222,14 +228,14 @@ def extend_store(
         notes,
         type_triples=TypeTriples.of_extended(base),
         base=base,
-        log_notes=False,  # which the new run's training prints
+        log_notes=False,  # training of the new run logs them
     )
 
 
 def _refuse(
     why: str, has_header: bool | None, reader: Reader | None, columns: Sequence[str] | None = None
 ) -> None:
-    """Raises DataError for options of files."""
+    """Raise DataError for options that only files have."""
     options = {"has_header": has_header, "reader": reader, "columns": columns}
     for name, value in options.items():
         if value is not None:
@@ -256,7 +262,7 @@ def _prepare(
     base: TripleStore | None = None,
     log_notes: bool = True,
 ) -> TripleStore:
-    """base: whose labels and triples come first."""
+    """Write the store of some batches; labels and triples of ``base`` come first."""
     if type_triples is not None:
         batches = type_triples.passing(batches)
     with new_store(output, overwrite) as directory:
@@ -317,9 +323,10 @@ def _read(
     choice: ColumnChoice,
     progress: bool,
 ) -> Batches:
-    """Batches with their split; counts the literals left out in ``dropped``, None keeps them.
+    """Yield batches with their split.
 
-    Adds how the first line of each file was read to ``first_lines``.
+    Literals are counted in ``dropped`` and left out; None keeps them.  ``first_lines`` gets how the
+    first line of each file was read.
     """
     total = sum(path.stat().st_size for paths in files.values() for path in paths)
     with tqdm(
@@ -338,15 +345,16 @@ def _count(counter: Counter[str], key: str, number: int) -> None:
 
 
 def _hidden(progress: bool) -> bool | None:
-    return None if progress else True  # None: tqdm looks whether there is a terminal
+    return None if progress else True  # None: tqdm checks whether there is a terminal
 
 
 def _after(
     base: TripleStore, triples: dict[str, np.ndarray], weights: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Triples and weights of every split of ``base``, and then what is new, to train on by default.
+    """Return triples and weights of every split: those of ``base``, then the new ones.
 
-    Where either has weights, triples that have none weigh 1.
+    New triples without a split are training triples.  Where either has weights, triples without one
+    weigh 1.
     """
     for parts in (triples, weights):
         if WHOLE in parts:
@@ -367,7 +375,7 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     known = () if base is None else (base.entities.array, base.relations.array)
     found = encode(batches, *known)
     for kind, labels in (("an entity", found.entities), ("a relation", found.relations)):
-        position = first_fault(labels)  # of what no reader of files has checked
+        position = first_fault(labels)  # data sets by name have not been checked
         if position is not None:
             raise DataError(f"the label of {kind} {fault_of(labels[position].as_py() or '')}")
     triples = found.triples
@@ -416,9 +424,10 @@ def _joined(
 def _drop_repeats(
     triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
 ) -> dict[str, int]:
-    """Leaves each split every triple once, at its first place; returns the numbers dropped.
+    """Keep every triple of a split once, at its first place, with the largest of its weights.
 
-    A triple takes the largest of its weights.
+    Returns:
+        The number of triples dropped, by split.
     """
     dropped = {}
     for split, rows in triples.items():
@@ -441,7 +450,7 @@ def _divided(
     seed: int,
     sizes: tuple[int, int],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What came undivided, in splits; and its weights, if it has any."""
+    """Return triples without a split in random splits, and their weights, if they have any."""
     split_of = divide(triples[WHOLE], ratio, seed, *sizes)
     return by_split(triples[WHOLE], split_of), (
         by_split(weights[WHOLE], split_of) if WHOLE in weights else {}

@@ -33,27 +33,33 @@ from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.streams import text_lines
 from kge_torchrec.errors import DataError
 
-ROWS = 1 << 14  # at a time
+ROWS = 1 << 14  # rows at a time
 
 
 @dataclass(frozen=True)
 class Vectors:
-    """Labels (M,), and their rows in the same order.
+    """Labels, and their vectors in the same order.
 
-    words: labels are single words, whitespace in them being written as underscores.
+    Args:
+        source: The file.
+        labels: (M,) labels.
+        width: W.
+        rows: Yields the vectors, (m, W) float32 at a time.
+        words: Whether labels are single words, with underscores for whitespace.
     """
 
     source: Path
     labels: pa.Array
-    width: int  # W
-    rows: Callable[[], Iterator[np.ndarray]]  # (m, W) float32 each, M in all
+    width: int
+    rows: Callable[[], Iterator[np.ndarray]]
     words: bool = False
 
 
 def open_vectors(path: str | Path) -> Vectors:
-    """The vectors of a file or folder; their labels are read, their numbers not yet.
+    """Open the vectors of a file or folder; the labels are read, the vectors not yet.
 
-    Raises DataError for what is none of the forms above, naming what is wrong where.
+    Raises:
+        DataError: The file has none of the forms above; the message says what is wrong where.
     """
     path = Path(path)
     if path.is_dir():
@@ -72,9 +78,10 @@ def open_vectors(path: str | Path) -> Vectors:
 
 
 def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
-    """(M,) int64 places of the vectors' labels among ``labels`` (N,), -1 where there is none.
+    """Return the places of the vectors' labels in ``labels`` (N,): (M,) int64, -1 for none.
 
-    Raises DataError where two vectors have one label, or none has a label that is there.
+    Raises:
+        DataError: Two vectors have the same label, or no label is in ``labels``.
     """
     known = labels
     if vectors.words:
@@ -101,9 +108,13 @@ def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
 
 
 def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndarray) -> None:
-    """Raises DataError, naming the label, for a wanted row (m,) bool that has NaN or infinity.
+    """Raise DataError, with the label, for a wanted row that has NaN or infinity.
 
-    first: number of the first row (m, W) among all.
+    Args:
+        vectors: The file.
+        first: Number of the first row among all rows.
+        rows: (m, W).
+        wanted: (m,) bool.
     """
     bad = np.flatnonzero(~np.isfinite(rows).all(1) & wanted)
     if len(bad):
@@ -115,6 +126,7 @@ def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndar
 
 
 def _in_folder(folder: Path) -> Path:
+    """Return the file of vectors in a folder."""
     names = [
         folder / f"entities{suffix}" for suffix in (".npy", ".safetensors", ".vec", ".parquet")
     ]
@@ -129,7 +141,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
-    """Some rows after others of what is sliced like an array (M, W)."""
+    """Return what yields a few rows at a time of anything sliced like an array (M, W)."""
 
     def rows() -> Iterator[np.ndarray]:
         for first in range(0, count, ROWS):
@@ -139,6 +151,7 @@ def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
 
 
 def _labels_beside(path: Path, count: int) -> pa.Array:
+    """Return the labels in the text file beside a file of vectors."""
     file = path.with_suffix(".txt")
     if not file.is_file():
         raise DataError(f"{path}: its labels should be in {file.name} beside it, one a line")
@@ -152,6 +165,7 @@ def _matrix(path: Path, shape: tuple[int, ...], is_real: bool) -> tuple[int, int
 
 
 def _npy(path: Path) -> Vectors:
+    """Open a .npy file."""
     try:
         table = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
@@ -161,6 +175,7 @@ def _npy(path: Path) -> Vectors:
 
 
 def _safetensors(path: Path) -> Vectors:
+    """Open a .safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -177,6 +192,7 @@ def _safetensors(path: Path) -> Vectors:
 
 
 def _parquet(path: Path) -> Vectors:
+    """Open a Parquet file."""
     from pyarrow import parquet
 
     try:
@@ -226,6 +242,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _word2vec(path: Path) -> Vectors:
+    """Open a file in word2vec's text format."""
     with path.open("rb") as file:
         head = file.readline().split()
         skipped = 1 if len(head) == 2 and all(part.isdigit() for part in head) else 0
@@ -274,13 +291,13 @@ _READERS: dict[str, Callable[[Path], Vectors]] = {
 }
 
 
-_TEXTS = 1 << 12  # encoded between two writes; the encoder sorts them by length
+_TEXTS = 1 << 12  # texts encoded between two writes; the encoder sorts them by length
 
 Encode = Callable[[list[str]], np.ndarray]  # m texts -> (m, W)
 
 
 class Encoded(NamedTuple):
-    """How many vectors were written, and their width W."""
+    """The number of vectors written, and their width W."""
 
     vectors: int
     width: int
@@ -293,18 +310,20 @@ def encode_texts(
     device: str | None = None,
     batch_size: int = 64,
 ) -> Encoded:
-    """Writes a Parquet file of the columns ``label`` and ``vector``, a row a text.
+    """Write a Parquet file of the columns ``label`` and ``vector``, one row per text.
 
-    source: a prepared store, whose entities' labels are the texts; or a file of lines "label, tab,
-        text".
-    encoder: a model of sentence-transformers: its name, or the folder that it lies in.
-    device: of the encoder; None leaves it to sentence-transformers.
-    batch_size: texts that the encoder sees at once.
+    Args:
+        source: A prepared store, whose entities' labels are the texts; or a file of lines "label,
+            tab, text".
+        output: The file, NAME.parquet.
+        encoder: A model of sentence-transformers: its name or its folder.
+        device: Device of the encoder; None leaves it to sentence-transformers.
+        batch_size: Texts per batch of the encoder.
 
     Raises:
-        DataError: a batch size below 1; sentence-transformers or the model is not there; a line
-            without a tab, label or text, or of a label that was there before; NaN; no texts.
-        OSError: the file cannot be written; what had its name stays.
+        DataError: A batch size below 1; sentence-transformers or the model is missing; a line
+            without a tab, label or text, or with a label that came before; NaN; no texts.
+        OSError: The file cannot be written; an earlier file of that name stays.
     """
     source, output = Path(source), Path(output)
     if batch_size < 1:
@@ -326,7 +345,11 @@ def encode_texts(
 
 
 def read_texts(path: Path) -> Iterator[tuple[str, str]]:
-    """(label, text) of every line that is not blank.  Raises DataError, naming the line."""
+    """Yield (label, text) of every line that is not blank.
+
+    Raises:
+        DataError: A line without a label or a text, or with a label that came before.
+    """
     seen: dict[str, int] = {}
     for number, line in text_lines(path):
         if not line.strip():
@@ -344,7 +367,11 @@ def read_texts(path: Path) -> Iterator[tuple[str, str]]:
 
 
 def sentence_encoder(name: str, device: str | None, batch_size: int) -> Encode:
-    """The encoder of a model.  Raises DataError where it or the package is not there."""
+    """Return the encoder of a model.
+
+    Raises:
+        DataError: The model or its package is missing.
+    """
     try:
         from sentence_transformers import SentenceTransformer
     except ImportError:

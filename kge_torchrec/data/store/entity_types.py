@@ -24,14 +24,20 @@ from kge_torchrec.errors import DataError
 
 
 class TypeTable(NamedTuple):
-    """Types as a store has them."""
+    """Types as a store has them.
 
-    names: pa.Array  # (K,)
-    indptr: np.ndarray  # (N + 1,) int64, where the types of each entity start
-    types: np.ndarray  # (M,) int64, ascending for each entity, each once
+    Args:
+        names: (K,) labels of the types.
+        indptr: (N + 1,) int64, where the types of each entity start.
+        types: (M,) int64, ascending for each entity, each once.
+    """
+
+    names: pa.Array
+    indptr: np.ndarray
+    types: np.ndarray
 
     def pairs(self) -> np.ndarray:
-        """(M, 2) int64: entity and type."""
+        """Return the pairs of entity and type, (M, 2) int64."""
         entities = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
         return np.stack([entities, self.types], 1)
 
@@ -39,7 +45,7 @@ class TypeTable(NamedTuple):
 def table_of(
     names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int
 ) -> TypeTable:
-    """Of pairs of entity (M,) and type (M,), in any order, some perhaps repeated."""
+    """Return the table of pairs of entity (M,) and type (M,), in any order, perhaps repeated."""
     entities, types = sorted_rows((entities, types), (num_entities, len(names)))
     new = np.ones(len(types), bool)
     new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
@@ -52,10 +58,10 @@ class EntityTypes:
     """The types of all entities of a store.
 
     Attributes:
-        names: (K,) their names, a pyarrow array.
+        names: (K,) labels of the types, a pyarrow array.
         indptr: (N + 1,) int64, where the types of each entity start in ``types``.
         types: (M,) int64, ascending for each entity.
-        ignored: lines of entities that are not in the graph.
+        ignored: Number of lines of entities that are not in the graph.
     """
 
     def __init__(self, names: pa.Array, indptr: np.ndarray, types: np.ndarray, ignored: int = 0):
@@ -63,10 +69,10 @@ class EntityTypes:
 
     @classmethod
     def read(cls, path: str | Path, store: TripleStore) -> EntityTypes:
-        """Reads a file; lines of entities that are not in the graph are counted.
+        """Read a file of lines "entity, tab, type"; count entities that are not in the graph.
 
-        Raises DataError for a file that is missing, that is not of two columns, or that has none
-        of the graph's entities.
+        Raises:
+            DataError: The file is missing, has other columns or none of the graph's entities.
         """
         table = _read(Path(path))
         place = pc.index_in(table["entity"], value_set=store.entities.array)
@@ -84,9 +90,10 @@ class EntityTypes:
 
     @classmethod
     def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
-        """Those of a file, or where None is given those that the store has.
+        """Return the types of a file or, where ``path`` is None, of the store.
 
-        Raises DataError as ``read`` does, and for a store that has none.
+        Raises:
+            DataError: The file is unusable (see ``read``), or the store has no types.
         """
         if path is not None:
             return cls.read(path, store)
@@ -102,7 +109,7 @@ class EntityTypes:
         return len(self.names)
 
     def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
+        """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
         starts = self.indptr[entities]
         counts = self.indptr[entities + 1] - starts
         which = np.repeat(np.arange(len(entities)), counts)
@@ -128,21 +135,25 @@ def _read(path: Path) -> pa.Table:
 
 
 RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
-USES = ("drop", "keep")  # of the triples
+USES = ("drop", "keep")  # what becomes of the triples
 
 
 def _table_of_store(store: TripleStore) -> TypeTable:
     table = store.types()
-    assert table is not None  # its report speaks of them
+    assert table is not None  # its report has counts of them
     return TypeTable(*table)
 
 
 class TypeTriples:
-    """Finds the triples of a relation, and makes types of entities of them.
+    """Finds the triples of a relation, such as rdf:type, and makes types of entities of them.
 
-    relation: its label; ``rdf:type`` is also the IRI that it stands for.
-    use: "drop" takes them out of the graph, "keep" leaves them in.
-    base: a store that is extended, whose own types come first.
+    Triples that are dropped are not ranked, so those of all splits give types.  Of triples that
+    stay only those of train give types: the others would leak answers of test.
+
+    Args:
+        relation: Label of the relation; ``rdf:type`` also stands for its IRI.
+        use: "drop" takes the triples out of the graph, "keep" leaves them in.
+        base: The store that is extended, whose own types come first.
     """
 
     def __init__(self, relation: str, use: str = "drop", base: TripleStore | None = None):
@@ -151,21 +162,21 @@ class TypeTriples:
         self.relation, self.use = relation, use
         names = [relation, RDF_TYPE] if relation == "rdf:type" else [relation]
         self._names = pa.array(names, pa.large_string())
-        self._base = base if use == "drop" else None  # what stays in the graph is found there
+        self._base = base if use == "drop" else None  # triples that stay are in its graph
         self._entities = Labels()
         self._types = Labels(None if self._base is None else _table_of_store(self._base).names)
         self._pairs: list[np.ndarray] = []
 
     @classmethod
     def of_extended(cls, base: TripleStore) -> TypeTriples | None:
-        """As a store was prepared, for triples that come after its own; None if it has no types."""
+        """Return the same for triples that extend a store; None if it has no types."""
         said = base.report.get("types")
         return None if said is None else cls(said["relation"], said["use"], base)
 
     def passing(
         self, batches: Iterable[tuple[str, pa.RecordBatch]]
     ) -> Iterator[tuple[str, pa.RecordBatch]]:
-        """The batches without those triples, which are kept here; or as they are, if they stay."""
+        """Yield the batches, without the triples if they are dropped; those are kept here."""
         if self.use == "keep":
             yield from batches
             return
@@ -214,7 +225,7 @@ class TypeTriples:
         }
 
     def _of_dropped(self, entities: pa.Array) -> tuple[int, pa.Array, np.ndarray]:
-        """Number of triples, names of types, and pairs (M, 2), -1 for what is no entity."""
+        """Return the number of triples, names of types, and pairs (M, 2), -1 for no entity."""
         self._entities.merge()
         self._types.merge()
         pairs = np.concatenate([np.empty((0, 2), np.int32), *self._pairs]).astype(np.int64)
@@ -227,7 +238,7 @@ class TypeTriples:
     def _of_train(
         self, entities: pa.Array, relations: pa.Array, train: np.ndarray
     ) -> tuple[int, pa.Array, np.ndarray]:
-        """The same of triples that stay; types are entities."""
+        """Return the same for triples that stay; their types are entities."""
         ids = np.flatnonzero(pc.is_in(relations, value_set=self._names).to_numpy(False))
         rows = train[np.isin(train[:, 1], ids)]
         tails, types = np.unique(rows[:, 2], return_inverse=True)
