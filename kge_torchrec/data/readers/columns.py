@@ -18,10 +18,11 @@ _WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probab
 class ColumnChoice(NamedTuple):
     """Which columns of a file are read.
 
-    names: what its header calls head, relation and tail, and the weight if there is a fourth; all
-        others are left out.  None goes by known words, and by the order where there are none.
-    weights: True takes a fourth column without a name as the weight too; None, one that is named
-        so; False, none.
+    Args:
+        names: The header's names of head, relation and tail, and of the weight if there is a
+            fourth; other columns are left out.  None goes by known words, otherwise by the order.
+        weights: True also takes a fourth column without a name as the weight; None takes a column
+            that is named so; False takes none.
     """
 
     names: tuple[str, ...] | None = None
@@ -29,7 +30,7 @@ class ColumnChoice(NamedTuple):
 
     @classmethod
     def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
-        """Raises DataError for other than three or four different names."""
+        """Return a choice; raise DataError unless there are three or four different names."""
         if names is None:
             return cls(None, weights)
         names = tuple(_plain(name) for name in names)
@@ -43,7 +44,7 @@ class ColumnChoice(NamedTuple):
         return cls(names, weights)
 
     def named(self, fields: Sequence[str]) -> list[str | None] | None:
-        """What each column of a header with these fields is; None if it is no such header."""
+        """Return what each column of a header is; None if the fields are no such header."""
         fields = [_plain(field) for field in fields]
         if self.names is not None:
             if any(fields.count(name) != 1 for name in self.names):
@@ -60,7 +61,7 @@ class ColumnChoice(NamedTuple):
         return [*found] if found else None
 
     def lacking(self, fields: Sequence[str]) -> str:
-        """Why ``named`` found nothing by ``names``."""
+        """Return why ``named`` found nothing by ``names``, as a clause."""
         fields, names = [_plain(field) for field in fields], self.names or ()
         missing = [name for name in names if name not in fields]
         twice = [name for name in names if fields.count(name) > 1]
@@ -69,12 +70,12 @@ class ColumnChoice(NamedTuple):
 
 
 def is_weight_name(field: str) -> bool:
-    """Whether a column name means a weight."""
+    """Return whether a column name means a weight."""
     return _plain(field).lower() in _WEIGHT_WORDS
 
 
 def _plain(field: str) -> str:
-    """A column name without what does not matter around it."""
+    """Return a column name without the characters around it that do not matter."""
     return field.strip().lstrip("#:?").strip()
 
 
@@ -87,7 +88,7 @@ _WORDS = {
     "tail_entity entity2 entity_2 e2 node2",
 }
 _ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
-# Names that are less usual: one of these words, and perhaps what is in the column.
+# Less usual names: one of these words, perhaps followed by what is in the column.
 _MORE = {
     "head": "start x u lhs entity (entity|node|e|n|arg|term|concept)_?1",
     "relation": "prop attribute attr link (edge|rel|relation|relationship|link)_type",
@@ -101,7 +102,7 @@ _PATTERNS = {
 
 
 def role(field: str) -> str | None:
-    """``head``, ``relation`` or ``tail`` if the column name means one of them.
+    """Return ``head``, ``relation`` or ``tail`` if the column name means one of them, or None.
 
     Case, surrounding blanks, a leading ``#``, ``:`` or ``?`` and a group in brackets after the name
     (Neo4j's ``:START_ID(Person)``) do not matter; "Head Entity" and "headEntity" are "head_entity".
@@ -114,21 +115,20 @@ def role(field: str) -> str | None:
 
 
 def roles(fields: Sequence[str]) -> list[str] | None:
-    """The roles of a header's three fields in file order, or None if this is no header.
+    """Return the roles of a header's three fields in file order, or None if this is no header.
 
-    The rule: three fields are a header if each is a word for a different one of head, relation
-    and tail (``subject predicate object``, ``h r t``, ``source type target``, ...). The columns
-    may come in any order: ``head,tail,relation`` is read as such.
+    Three fields are a header if each is a word for a different one of head, relation and tail
+    (``subject predicate object``, ``h r t``, ``source type target``, ...), in any order.
     """
     found = [meant for field in fields if (meant := role(field))]
     return found if len(fields) == len(found) == 3 and set(found) == set(COLUMNS) else None
 
 
 def places(names: Sequence[str]) -> list[int] | None:
-    """Positions of head, relation and tail among any number of column names, or None.
+    """Return the positions of head, relation and tail among column names, or None.
 
-    They are those called exactly so, or else the only ones that mean them by a usual word, or else
-    the only ones that mean them by any name.
+    They are the columns with exactly these names; otherwise the only columns that mean them by a
+    usual word; otherwise the only columns that mean them by any name.
     """
     usual = [_ROLES.get(_plain(name).lower()) for name in names]
     for meant in (names, usual, [role(name) for name in names]):
@@ -138,7 +138,7 @@ def places(names: Sequence[str]) -> list[int] | None:
 
 
 def unclear(names: Sequence[str]) -> str:
-    """Why ``places`` found none, as a clause."""
+    """Return why ``places`` found none, as a clause."""
     meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
     for wanted, found in meant.items():
         if len(found) > 1:
@@ -148,16 +148,19 @@ def unclear(names: Sequence[str]) -> str:
 
 
 class FirstLine(NamedTuple):
-    """How the first line of a text file was read, or which columns of a Parquet file were.
+    """How the first line of a text file was read, or which columns of a Parquet file were read.
 
-    columns: the name of head, relation, tail (and weight), as the file has it; None: the line is a
-        triple.
-    again: fields of the line that occur as labels in the following rows.
-    rows: how many following rows were looked at.
+    Args:
+        file: The file.
+        line: Number of the line; None in Parquet.
+        fields: The fields of the line, or the names of the columns.
+        columns: The file's name of head, relation, tail (and weight); None: the line is a triple.
+        again: Fields of the line that occur as labels in the following rows.
+        rows: Number of following rows that were compared.
     """
 
     file: str
-    line: int | None  # None in Parquet
+    line: int | None
     fields: list[str]
     columns: dict[str, str] | None
     again: Sequence[str] = ()
@@ -165,11 +168,11 @@ class FirstLine(NamedTuple):
 
 
 OnFirstLine = Callable[[FirstLine], object]
-ROWS = 1000  # that are compared with the first line
+ROWS = 1000  # rows that are compared with the first line
 
 
 def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The fields of a first line that later rows have as labels, were it a triple.
+    """Return the fields of a first line that later rows have as labels, as if it were a triple.
 
     An entity counts in both columns of entities, a relation in its own.
     """
@@ -180,16 +183,16 @@ def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def is_triple_after_all(again: Sequence[str]) -> bool:
-    """Whether a line of column names is a triple, by those of its fields that are labels later.
+    """Return whether a line of column names is a triple, by its fields that are labels later.
 
-    A single word, such as "type" or "head", may be a column name and a label too; not so two of
-    three, nor a name with a number, such as "node1".
+    A single word, such as "type" or "head", may be both a column name and a label.  Two of three
+    words, or a name with a number, such as "node1", are labels.
     """
     return len(again) > 1 or any(map(str.isdigit, "".join(again)))
 
 
 class NotAWeight(DataError):
-    """A column holds something else than positive, finite numbers; ``row`` is the first."""
+    """A column has a value that is no positive, finite number, first in ``row``."""
 
     def __init__(self, row: int):
         super().__init__("no positive, finite number")
@@ -197,10 +200,10 @@ class NotAWeight(DataError):
 
 
 def parse_weights(column: pa.Array) -> pa.Array:
-    """A column of numbers or text, (T,), as float32.
+    """Return a column of numbers or text as float32.
 
-    Raises NotAWeight for a value that is none: null, no number, not positive or not finite, as it
-    is in float32.
+    Raises:
+        NotAWeight: A value is null, no number, or not positive and finite in float32.
     """
     try:
         numbers = column.cast(pa.float64())

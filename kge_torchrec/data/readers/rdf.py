@@ -33,7 +33,7 @@ from kge_torchrec.data.streams import (
 )
 from kge_torchrec.errors import DataError
 
-# By the end of a file's name, what pyoxigraph calls the format.
+# pyoxigraph's name of the format, by the end of a file's name.
 FORMATS = {
     ".ttl": "TURTLE",
     ".trig": "TRIG",
@@ -43,7 +43,7 @@ FORMATS = {
     ".owl": "RDF_XML",
     ".jsonld": "JSON_LD",
 }
-BATCH_ROWS = 1 << 16  # triples that are Python objects at once
+BATCH_ROWS = 1 << 16  # triples that are Python objects at the same time
 
 
 def read_rdf(
@@ -51,19 +51,22 @@ def read_rdf(
     on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail; named graphs are read as one.
+    """Yield batches of the string columns head, relation, tail; named graphs are read as one.
 
     Labels are as in N-Triples: IRIs without angle brackets, blank nodes as ``_:name``, literals
-    with language or type.  Nameless blank nodes are numbered as they come, ``_:FILE#0`` and so on,
-    in memory of a few hundred bytes each; all else is read in a stream (of JSON-LD the parser may
-    hold more).
+    with language or type.  Nameless blank nodes are numbered in order, ``_:FILE#0`` and so on, and
+    take a few hundred bytes of memory each; the rest is a stream (for JSON-LD the parser may hold
+    more).
 
-    on_literals: hears of the number of triples whose object is a literal, which are left out;
-        None keeps them.
+    Args:
+        path: The file.
+        on_bytes: Called with the number of bytes just read.
+        on_literals: Called with the number of triples that are left out because their object is a
+            literal; None keeps them.
 
     Raises:
-        DataError: naming file and line: what is no such format, a relative IRI without a base; no
-            triples at all; or pyoxigraph is not there.
+        DataError: The file is not of its format, has a relative IRI without a base, or has no
+            triples, named by file and line; or pyoxigraph is missing.
     """
     try:
         import pyoxigraph
@@ -104,12 +107,12 @@ def read_rdf(
         raise DataError(f"{path}: empty file: no triples")
 
 
-# The names that the parser invents, others in every run: 128 bits without leading zeros.
+# The parser invents other names in every run: 128 bits without leading zeros.
 _NAMELESS = re.compile("[0-9a-f]{24,32}")
 
 
 class _Labels:
-    """The label of a term.  Raises SyntaxError for a triple in place of one."""
+    """Returns the label of a term, or raises SyntaxError for a triple in place of a term."""
 
     def __init__(self, pyoxigraph: Any, file: str):
         self._file = file
@@ -153,18 +156,18 @@ def read_ntriples(
     on_bytes: OnBytes | None = None,
     on_literals: Callable[[int], object] | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail.
+    """Yield batches of the string columns head, relation, tail of an N-Triples file.
 
-    IRIs lose their angle brackets and escapes, blank nodes stay as written. Literals keep language
-    and type and are in canonical form, with escapes for quotes, backslashes and control characters
-    alone. Comments and blank lines are skipped.
+    IRIs lose their angle brackets and escapes, blank nodes stay as written.  Literals keep language
+    and type and are in canonical form, with escapes only for quotes, backslashes and control
+    characters.  Comments and blank lines are skipped.
 
-    on_literals: hears of the number of triples whose object is a literal, which are left out;
-        None keeps them.
+    Args:
+        path, on_bytes, on_literals: As for ``read_rdf``.
 
     Raises:
-        DataError: naming file and line: a malformed line or escape, a label that is refused
-            (`labels.fault_of`), invalid UTF-8; or no triples at all.
+        DataError: A malformed line or escape, a label that is refused (`labels.fault_of`), invalid
+            UTF-8, named by file and line; or no triples.
     """
     count, parse = 0, partial(_parse, keeps_literals=on_literals is None)
     try:
@@ -185,7 +188,7 @@ def read_ntriples(
 
 
 def _texts(path: Path, stream: pa.NativeFile) -> Iterator[tuple[Path, pa.Array, int]]:
-    """The lines in blocks, each with the number of its first line."""
+    """Yield the lines in blocks, each with the number of its first line."""
     first_line = 1
     for batch in _open_lines(path, stream):
         yield path, batch.column(0), first_line
@@ -211,7 +214,7 @@ def _open_lines(path: Path, stream: pa.NativeFile) -> arrow_csv.CSVStreamingRead
 def _parse(
     block: tuple[Path, pa.Array, int], keeps_literals: bool
 ) -> tuple[pa.RecordBatch, pa.Array]:
-    """The triples of some lines, and which of them have a literal."""
+    """Return the triples of some lines, and which of them have a literal."""
     path, text, first_line = block
     parts = pc.extract_regex(text, TRIPLE)
     rows = np.arange(len(text))  # that the triples are in
@@ -244,7 +247,7 @@ def _parse(
 
 
 class _BadLabel(ValueError):
-    """The label at a position is not one."""
+    """The label at a position is invalid."""
 
     def __init__(self, position: int, why: str):
         super().__init__(why)
@@ -260,9 +263,10 @@ _CANONICAL |= {ord(char): f"\\{short}" for short, char in _SHORT.items() if shor
 
 
 def _decoded(column: pa.Array, left_out: pa.Array | None = None) -> pa.Array:
-    """Labels with their escapes decoded, each different one once.  left_out: (N,) stay as they are.
+    """Return labels with their escapes decoded, except those ``left_out`` (N,).
 
-    Raises _BadLabel for the first with an escape that stands for nothing.
+    Raises:
+        _BadLabel: An escape stands for nothing.
     """
     escaped = pc.match_substring_regex(column, _NOT_PLAIN)
     if left_out is not None:
@@ -278,7 +282,7 @@ def _decoded(column: pa.Array, left_out: pa.Array | None = None) -> pa.Array:
 
 
 def _without_escapes(label: str) -> str:
-    """Raises ValueError for an escape that stands for nothing, or not for a character of an IRI."""
+    """Return a label without escapes; raise ValueError for one that stands for nothing there."""
     if label.startswith("_:"):
         return label
     if not label.startswith('"'):
@@ -290,7 +294,7 @@ def _without_escapes(label: str) -> str:
 
 
 def _character(found: re.Match[str], iri: bool) -> str:
-    """What an escape stands for."""
+    """Return the character that an escape stands for."""
     code = found[1]
     if len(code) > 1:
         number = int(code[1:], 16)

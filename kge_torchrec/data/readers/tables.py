@@ -1,4 +1,4 @@
-"""Tables of triples to record batches: Parquet files, and triples in memory."""
+"""Read tables of triples: Parquet files, and triples in memory."""
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -31,15 +31,20 @@ def read_parquet(
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, and float32 weight where there is one.
+    """Yield batches of the string columns head, relation, tail, and float32 weight if there is one.
 
-    Columns are found by name where head, relation and tail are among them (or one synonym of each,
-    see `streams.places`), otherwise a file of exactly three columns is taken in its order.
-    Integers become their decimal text.  ``on_first_line`` gets the columns that were taken, where
-    neither their names nor ``choice`` leave no doubt.
+    Columns are found by their names, or by one synonym of each (`columns.places`); otherwise a file
+    of exactly three columns is read in its order.  Integers become their decimal text.
+
+    Args:
+        path: The file.
+        on_bytes: Called with the number of bytes just read.
+        choice: Which columns are read.
+        on_first_line: Called with the columns that were read if their names leave a doubt and
+            ``choice`` does not name them.
 
     Raises:
-        DataError: no Parquet file, no rows, other columns, a field that is null or no label (with
+        DataError: No Parquet file, no rows, other columns, a field that is null or no label (with
             its row), a weight that is not positive and finite, bytes that are not UTF-8.
     """
     import pyarrow.parquet as pq  # starts threads
@@ -69,9 +74,10 @@ def read_parquet(
 
 
 def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[str]:
-    """A table's names of head, relation and tail, and of the weight if there is one.
+    """Return a table's names of head, relation and tail, and of the weight if there is one.
 
-    Raises DataError, naming the ``source``, where they cannot be told.
+    Raises:
+        DataError: The names are unclear; the message names the ``source``.
     """
     if choice.names is not None:
         if choice.named(names) is None:
@@ -96,9 +102,10 @@ def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[st
 def column_batch(
     source: str, batch: pa.RecordBatch, names: list[str], first_row: int
 ) -> pa.RecordBatch:
-    """The named columns of a table as head, relation, tail, and the weight if it is named.
+    """Return the named columns of a table as head, relation, tail, and the weight if it is named.
 
-    Raises DataError for a field that is none, by its row.
+    Raises:
+        DataError: A field is no label or no weight, named by its row.
     """
     columns = [_strings(source, batch.column(name), name, first_row) for name in names[:3]]
     if len(names) == 4:
@@ -132,7 +139,7 @@ def _strings(path: str, column: pa.Array, name: str, first_row: int) -> pa.Array
 
 
 def _undecodable(column: pa.Array) -> int | None:
-    """The first row whose bytes are not UTF-8, looked for row by row."""
+    """Return the first row whose bytes are not UTF-8, or None."""
     try:
         values = column.cast(pa.large_binary())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -149,11 +156,11 @@ InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a 
 
 
 def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, and weight; none if there are no rows.
+    """Yield batches of the string columns head, relation, tail and weight from triples in memory.
 
     Raises:
-        DataError: naming split and triple: not three or four fields, a label that is no string, a
-            weight that is not positive and finite.
+        DataError: A triple has not three or four fields, a label is no string, or a weight is not
+            positive and finite; named by split and triple.
     """
     try:
         given = _table(split, rows)
