@@ -40,9 +40,8 @@ def make(folder: Path) -> None:
     """A store with hubs of many answers to relation 0, and random triples."""
     import pyarrow as pa
 
-    from kge_torchrec.data import SIDES
-    from kge_torchrec.data.store import write_store
-    from kge_torchrec.data.store.filter_index import build_side
+    from kge_torchrec.data.store import StoreContents, write_store
+    from kge_torchrec.data.store.filter_index import build_indices
 
     stream = np.random.default_rng(0)
     hubs = np.repeat(np.arange(HUBS), HUB_ANSWERS)
@@ -56,13 +55,10 @@ def make(folder: Path) -> None:
     train = np.concatenate([np.stack(part, 1).astype(np.int32) for part in parts])
     test = np.stack([np.arange(TEST), np.zeros(TEST), np.ones(TEST) * ENTITIES // 2], 1)
     splits = {"train": train, "valid": train[:0], "test": test.astype(np.int32)}
-    indices = {
-        split: {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
-        for split, rows in splits.items()
-    }
+    indices = build_indices(splits, ENTITIES, RELATIONS)
     labels = [pa.array(map(str, range(size)), pa.large_string()) for size in (ENTITIES, RELATIONS)]
     folder.mkdir(parents=True, exist_ok=True)
-    write_store(folder, *labels, splits, indices, {})
+    write_store(folder, StoreContents(*labels, splits, indices), {})
 
 
 def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:

@@ -262,7 +262,7 @@ class DegreeSampler(NegativeSampler):
     def __init__(self, degrees: Degrees, power: float):
         self._pointers, self._power = degrees.pointers, float(power)
         self._sums = np.empty(-(-len(degrees) // STEP) + 1)
-        _add_up(*self._pointers, self._power, STEP, self._sums)
+        _add_up(*self._pointers, self._power, self._sums)
         if not self._sums[-1] > 0:
             raise ValueError("negatives cannot be sampled by degree: no entity is in a triple")
 
@@ -271,7 +271,7 @@ class DegreeSampler(NegativeSampler):
         # Rounding may reach the total itself, which no entity lies beyond.
         targets = np.minimum(numbers.ravel() * total, np.nextafter(total, 0.0))
         ids = np.empty(len(targets), np.int64)
-        _find(*self._pointers, self._power, STEP, self._sums, targets, ids)
+        _find(*self._pointers, self._power, self._sums, targets, ids)
         return ids.reshape(numbers.shape)
 
     def chance(self, ids: np.ndarray) -> np.ndarray:
@@ -287,14 +287,12 @@ def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> 
 
 
 @numba.njit(cache=True, nogil=True)
-def _add_up(
-    heads: np.ndarray, tails: np.ndarray, power: float, step: int, sums: np.ndarray
-) -> None:
-    """Fill in the sum of weights before every step-th entity, and the total at the end."""
+def _add_up(heads: np.ndarray, tails: np.ndarray, power: float, sums: np.ndarray) -> None:
+    """Fill in the sum of weights before every STEP-th entity, and the total at the end."""
     total = 0.0
     for entity in range(len(heads) - 1):
-        if entity % step == 0:
-            sums[entity // step] = total
+        if entity % STEP == 0:
+            sums[entity // STEP] = total
         total += _weight(heads, tails, power, entity)
     sums[-1] = total
 
@@ -304,7 +302,6 @@ def _find(
     heads: np.ndarray,
     tails: np.ndarray,
     power: float,
-    step: int,
     sums: np.ndarray,
     targets: np.ndarray,
     ids: np.ndarray,
@@ -312,7 +309,7 @@ def _find(
     """Find the first entity at which the sum of weights exceeds each target."""
     for i in range(len(targets)):
         block = np.searchsorted(sums, targets[i], side="right") - 1
-        entity, total = block * step, sums[block]
+        entity, total = block * STEP, sums[block]
         while True:
             total += _weight(heads, tails, power, entity)
             if total > targets[i]:

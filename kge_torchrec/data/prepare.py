@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
 from kge_torchrec.data.labels import Encoded, encode, fault_of, first_fault, lookalikes
 from kge_torchrec.data.readers import (
@@ -34,8 +33,14 @@ from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
 from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.sort import repeats
 from kge_torchrec.data.split import by_split, check_ratio, divide
-from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
-from kge_torchrec.data.store.filter_index import SideIndex, build_side
+from kge_torchrec.data.store import (
+    StoreContents,
+    TripleStore,
+    check_writable,
+    new_store,
+    write_store,
+)
+from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
@@ -119,9 +124,9 @@ def prepare(
     from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
     from kge_torchrec.data.store.entity_types import TypeTriples
 
-    dropped: Counter[str] = Counter()
-    first_lines: list[FirstLine] = []
-    notes: dict[str, Any] = {"literals": dropped, "first_lines": first_lines}  # filled in later
+    reading = _Reading(has_header, reader, choice, progress, literals == "keep")
+    # Filled in while files are read.
+    notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
     if isinstance(sources, Mapping):
         _refuse("these triples are in memory", has_header, reader, columns)
@@ -132,7 +137,9 @@ def prepare(
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
         _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
-        batches = _read(embedded_files(), False, None, [], None, choice, progress)
+        batches = _Reading(False, None, choice, progress, keeps_literals=True).batches(
+            embedded_files()
+        )
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
         _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
@@ -140,19 +147,17 @@ def prepare(
         batches = of_library
         notes["sources"] = {split: [str(sources)] for split in splits}
     else:
-        files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-        notes["sources"] = {split: [str(path) for path in paths] for split, paths in files.items()}
-        counted = dropped if literals == "drop" else None
-        batches = _read(files, has_header, counted, first_lines, reader, choice, progress)
+        files = reading.files(sources)
+        notes["sources"] = _names(files)
+        batches = reading.batches(files)
     if WHOLE in notes["sources"]:
         notes["split"] = {"ratio": list(ratio), "seed": seed}
-    return _prepare(
-        batches,
-        Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
+    target = _Target(
+        Path(output), progress, allow_unseen_relations, overwrite, log_notes, ratio, seed,
         needs_weights=weights is True or len(choice.names or ()) == 4,
-        type_triples=None if types_from is None else TypeTriples(types_from, type_triples),
-        log_notes=log_notes,
     )  # fmt: skip
+    types = None if types_from is None else TypeTriples(types_from, type_triples)
+    return _prepare(batches, notes, target, types)
 
 
 def prepare_triples(
@@ -209,27 +214,15 @@ def extend_store(
     if isinstance(new, Mapping):
         batches: Batches = _in_memory(new)
     else:
-        files = find_sources(new, SUFFIXES if reader is None else reader.suffixes)
-        named = {split: [str(path) for path in paths] for split, paths in files.items()}
-        dropped: Counter[str] = Counter()
-        first_lines: list[FirstLine] = []
-        notes |= {"sources": named, "literals": dropped, "first_lines": first_lines}
-        left_out = dropped if literals == "drop" else None
         choice = ColumnChoice.of(columns, None)
-        batches = _read(files, has_header, left_out, first_lines, reader, choice, progress)
-    return _prepare(
-        batches,
-        Path(output),
-        (1, 0, 0),
-        0,
-        allow_unseen_relations,
-        False,
-        progress,
-        notes,
-        type_triples=TypeTriples.of_extended(base),
-        base=base,
-        log_notes=False,  # training of the new run logs them
-    )
+        reading = _Reading(has_header, reader, choice, progress, literals == "keep")
+        files = reading.files(new)
+        notes |= {"sources": _names(files), "literals": reading.literals}
+        notes |= {"first_lines": reading.first_lines}
+        batches = reading.batches(files)
+    # Training of the new run logs the notes.
+    target = _Target(Path(output), progress, allow_unseen_relations)
+    return _prepare(batches, notes, target, TypeTriples.of_extended(base), base)
 
 
 def _refuse(
@@ -248,44 +241,46 @@ def _in_memory(splits: Mapping[str, InMemory]) -> Batches:
     )
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The store to be written, see `prepare` and `extend_store`."""
+
+    output: Path
+    progress: bool
+    allow_unseen_relations: bool
+    overwrite: bool = False
+    log_notes: bool = False
+    ratio: Sequence[float] = (1, 0, 0)
+    seed: int = 0
+    needs_weights: bool = False
+
+
 def _prepare(
     batches: Batches,
-    output: Path,
-    ratio: Sequence[float],
-    seed: int,
-    allow_unseen_relations: bool,
-    overwrite: bool,
-    progress: bool,
     notes: Mapping[str, Any],
-    needs_weights: bool = False,
+    target: _Target,
     type_triples: TypeTriples | None = None,
     base: TripleStore | None = None,
-    log_notes: bool = True,
 ) -> TripleStore:
     """Write the store of some batches; labels and triples of ``base`` come first."""
     if type_triples is not None:
         batches = type_triples.passing(batches)
-    with new_store(output, overwrite) as directory:
+    with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks = _encode(batches, notes, base)
-        weights = _joined(blocks, needs_weights)
+        weights = _joined(blocks, target.needs_weights)
         sizes = (len(entities), len(relations))
-        with tqdm(total=6, desc="index", unit="table", disable=_hidden(progress)) as bar:
+        with tqdm(total=6, desc="index", unit="table", disable=_hidden(target.progress)) as bar:
             if base is not None:
                 triples, weights = _after(base, triples, weights)
             duplicates = _drop_repeats(triples, weights, sizes)
             if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
                 raise DataError(f"none of the triples is new: {base.path} has them all")
             if WHOLE in triples:
-                triples, weights = _divided(triples, weights, ratio, seed, sizes)
+                triples, weights = _divided(triples, weights, target.ratio, target.seed, sizes)
             unseen = reports.unseen_relations(relations, triples)
-            if unseen and not allow_unseen_relations:
+            if unseen and not target.allow_unseen_relations:
                 raise _unseen_error(unseen)
-            indices: dict[str, dict[str, SideIndex]] = {}
-            for split in SPLITS:
-                indices[split] = {}
-                for side in SIDES:
-                    indices[split][side] = build_side(side, triples[split], *sizes)
-                    bar.update()
+            indices = build_indices(triples, *sizes, on_built=bar.update)
         types = None
         if type_triples is not None:
             types, of_types = type_triples.table(entities, relations, triples)
@@ -307,41 +302,56 @@ def _prepare(
             "split": None,
             **notes,
         }
-        write_store(directory, entities, relations, triples, indices, report, weights, types)
-    store = TripleStore.open(output)
-    for note in reports.notes(store) if log_notes else ():
+        contents = StoreContents(entities, relations, triples, indices, weights, types)
+        write_store(directory, contents, report)
+    store = TripleStore.open(target.output)
+    for note in reports.notes(store) if target.log_notes else ():
         log.warning(note)
     return store
 
 
-def _read(
-    files: Mapping[str, list[Path]],
-    has_header: bool | None,
-    dropped: Counter[str] | None,
-    first_lines: list[FirstLine],
-    reader: Reader | None,
-    choice: ColumnChoice,
-    progress: bool,
-) -> Batches:
-    """Yield batches with their split.
+@dataclass
+class _Reading:
+    """How files are read, see `prepare`, and what is noted on the way.
 
-    Literals are counted in ``dropped`` and left out; None keeps them.  ``first_lines`` gets how the
-    first line of each file was read.
+    Args:
+        has_header, reader, choice, progress: As for `read_triples` and `prepare`.
+        keeps_literals: Whether triples of RDF whose object is a literal are read.
+        literals: Number of such triples that were left out, by split.
+        first_lines: How the first line of each file was read.
     """
-    total = sum(path.stat().st_size for paths in files.values() for path in paths)
-    with tqdm(
-        total=total, desc="read", unit="B", unit_scale=True, disable=_hidden(progress)
-    ) as bar:
-        for split in (*SPLITS, WHOLE):
-            on_literals = None if dropped is None else partial(_count, dropped, split)
-            for path in files.get(split, ()):
-                options = has_header, bar.update, on_literals, reader, choice, first_lines.append
-                for batch in read_triples(path, *options):
-                    yield split, batch
+
+    has_header: bool | None
+    reader: Reader | None
+    choice: ColumnChoice
+    progress: bool
+    keeps_literals: bool
+    literals: Counter[str] = field(default_factory=Counter)
+    first_lines: list[FirstLine] = field(default_factory=list)
+
+    def files(self, sources: Sources) -> dict[str, list[Path]]:
+        """Return the files of each split."""
+        return find_sources(sources, SUFFIXES if self.reader is None else self.reader.suffixes)
+
+    def batches(self, files: Mapping[str, list[Path]]) -> Batches:
+        """Yield batches with their split."""
+        total = sum(path.stat().st_size for paths in files.values() for path in paths)
+        hidden = _hidden(self.progress)
+        with tqdm(total=total, desc="read", unit="B", unit_scale=True, disable=hidden) as bar:
+            for split in (*SPLITS, WHOLE):
+                count = partial(self._count_literals, split)
+                on_literals = None if self.keeps_literals else count
+                for path in files.get(split, ()):
+                    options = self.has_header, bar.update, on_literals, self.reader, self.choice
+                    for batch in read_triples(path, *options, self.first_lines.append):
+                        yield split, batch
+
+    def _count_literals(self, split: str, number: int) -> None:
+        self.literals[split] += number
 
 
-def _count(counter: Counter[str], key: str, number: int) -> None:
-    counter[key] += number
+def _names(files: Mapping[str, list[Path]]) -> dict[str, list[str]]:
+    return {split: [str(path) for path in paths] for split, paths in files.items()}
 
 
 def _hidden(progress: bool) -> bool | None:

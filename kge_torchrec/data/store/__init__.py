@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -164,27 +164,28 @@ class TripleStore:
         )
 
 
-def write_store(
-    directory: Path,
-    entities: pa.Array,
-    relations: pa.Array,
-    triples: Mapping[str, np.ndarray],
-    indices: Mapping[str, Mapping[str, SideIndex]],
-    report: Mapping[str, Any],
-    weights: Mapping[str, np.ndarray] | None = None,
-    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None,
-) -> None:
-    """Write all files of a store into an existing directory, the meta file last.
+class StoreContents(NamedTuple):
+    """What a store is to hold.
 
     Args:
-        directory: Where the files go.
         entities, relations: Labels (N,) and (R,) in order of id.
         triples: (T, 3) by split.
         indices: The filter index by split and side.
-        report: What `prepare` found out about the data.
         weights: (T,) of the splits that have them.
         types: The fields of an `entity_types.TypeTable`.
     """
+
+    entities: pa.Array
+    relations: pa.Array
+    triples: Mapping[str, np.ndarray]
+    indices: Mapping[str, Mapping[str, SideIndex]]
+    weights: Mapping[str, np.ndarray] = {}
+    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
+
+
+def write_store(directory: Path, contents: StoreContents, report: Mapping[str, Any]) -> None:
+    """Write all files of a store into an existing directory, the meta file last."""
+    entities, relations, triples, _, weights, types = contents
     if types is not None:
         Vocabulary(types[0]).save(directory / _TYPES)
         for name, array in zip(_TYPE_ARRAYS, types[1:], strict=True):
@@ -193,9 +194,9 @@ def write_store(
     Vocabulary(relations).save(directory / "relations.arrow")
     for split in SPLITS:
         np.save(directory / f"{split}.npy", triples[split])
-        if weights and split in weights:
+        if split in weights:
             np.save(directory / _weights_name(split), weights[split].astype(np.float32, copy=False))
-        for side, index in indices[split].items():
+        for side, index in contents.indices[split].items():
             for part, array in zip(SideIndex._fields, index, strict=True):
                 np.save(directory / _index_name(split, side, part), array)
     meta = {

@@ -10,7 +10,7 @@ Shapes: Q queries, M answers, N entities, T triples, K candidates.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -48,6 +48,22 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     indptr = np.zeros(num_entities + 1, np.int64)
     np.cumsum(id_counts(anchors, num_entities), out=indptr[1:])
     return SideIndex(indptr, relations, answers)
+
+
+def build_indices(
+    triples: Mapping[str, np.ndarray],
+    num_entities: int,
+    num_relations: int,
+    on_built: Callable[[], object] = lambda: None,
+) -> dict[str, dict[str, SideIndex]]:
+    """Return the index of each split and side; ``on_built`` is called after each."""
+    indices: dict[str, dict[str, SideIndex]] = {}
+    for split, part in triples.items():
+        indices[split] = {}
+        for side in SIDES:
+            indices[split][side] = build_side(side, part, num_entities, num_relations)
+            on_built()
+    return indices
 
 
 def seen_pairs(

@@ -97,9 +97,9 @@ class QueryList:
 
     def find(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Return the anchors (B,) and relations (B,), int64, of queries by number in [0, Q)."""
-        anchors, relations = np.empty((2, len(numbers)), np.int64)
-        _find(*self._index, self._step, self._before, numbers, anchors, relations)
-        return anchors, relations
+        queries = np.empty((2, len(numbers)), np.int64)
+        _find(*self._index, self._step, self._before, numbers, queries)
+        return queries[0], queries[1]
 
 
 @numba.njit(cache=True, nogil=True)
@@ -122,10 +122,9 @@ def _find(
     step: int,
     before: np.ndarray,
     numbers: np.ndarray,
-    anchors: np.ndarray,
-    found: np.ndarray,
+    queries: np.ndarray,
 ) -> None:
-    """Walk from the nearest count to each query."""
+    """Walk from the nearest count to each query, and fill in its anchor and relation."""
     for i in range(len(numbers)):
         block = np.searchsorted(before, numbers[i], side="right") - 1
         row, count = block * step, before[block]
@@ -138,4 +137,4 @@ def _find(
                     break
                 count += 1
             row += 1
-        anchors[i], found[i] = anchor, relations[row]
+        queries[0, i], queries[1, i] = anchor, relations[row]
