@@ -318,5 +318,8 @@ def _find(
         ids[i] = entity
 
 
-# Earlier names, under which parts of other packages may know them.
-EntityDraw, UniformDraw, DegreeDraw = NegativeSampler, UniformSampler, DegreeSampler
+class EntityDraw(NegativeSampler):
+    """The earlier name of ``NegativeSampler``, under which other packages may know it."""
+
+
+UniformDraw, DegreeDraw = UniformSampler, DegreeSampler  # earlier names as well
