@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.keys import (
+    changed_keys,
+    check_effects,
+    check_resume,
+    declared,
+    key_of,
+)
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
 from kge_torchrec.data.prepare import prepare
@@ -36,10 +43,12 @@ from kge_torchrec.training.checkpoints import (
     name_of,
     no_checkpoint,
 )
+from kge_torchrec.training.effects import check_start, facts_of
 from kge_torchrec.training.growth import extension_results
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session, data_notes, remove_prepared, selection_of
 from kge_torchrec.training.state import TrainState
+from kge_torchrec.training.stop_signal import TrainingInterrupted
 from kge_torchrec.training.trackers import check_trackers, trackers_of
 from kge_torchrec.training.warm_start import begin
 
@@ -47,26 +56,6 @@ if TYPE_CHECKING:
     from kge_torchrec.training.trainer import Callback
 
 log = logging.getLogger(__name__)
-
-# What the tensors of a checkpoint and the position in the data mean depends on these.
-FIXED = (
-    "model.scorer",
-    "model.dim",
-    "model.reciprocal",
-    "model.normalization",
-    "model.biases",
-    "model.options",
-    "negatives.regime",
-    "data.weights",
-    "train.optimizer",
-    "train.batch_size",
-    "seed",
-)
-# How a run is shown and run, which may change when the same command is started again.
-OF_THIS_START = (
-    "run.resume", "run.progress", "run.tensorboard", "run.wandb", "run.mlflow",
-    "device", "threads",
-)  # fmt: skip
 
 
 def train(
@@ -86,17 +75,34 @@ def train(
         ``prepare`` takes them.
     Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
     ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
-    after SIGTERM or SIGUSR1; RankLost where another rank died.
+    after SIGTERM or SIGUSR1; TrainingInterrupted, a KeyboardInterrupt, after Ctrl-C, whose
+    checkpoint is written if training has begun; RankLost where another rank died.
     """
-    config = as_config(config)
+    return run_training(as_config(config), callbacks, rank_test, triples)
+
+
+def run_training(
+    config: Config,
+    callbacks: Sequence[Callback] = (),
+    rank_test: bool = True,
+    triples: Mapping[str, InMemory] | None = None,
+    checks_effects: bool = True,
+) -> Run:
+    """Train like ``train``.
+
+    checks_effects: False accepts keys that were set and have no effect, as a trial may have them.
+    """
     if triples is not None and config.run.resume != "never":
         raise ConfigError(
             "run.resume: triples in memory cannot be compared with those of a run; write a store "
             "with `prepare` and name it as data.path, or leave run.resume at never"
         )
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
+        if checks_effects:
+            on_first_rank(ranks, lambda: _check_start(config, ranks, triples))
         folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
         lock(folder, ranks, held)
+        held.enter_context(interrupts_named(folder, config))
         found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
         if found is not None:
             go_on(folder, found, ranks, callbacks, rank_test=rank_test)
@@ -124,15 +130,29 @@ def resume(
     folder = RunFolder(path)
     before, config = folder.load_config(), folder.load_config(overrides)
     folder.check_loss(overrides)
-    check_overrides(before, config)
-    with processes(config.device) as ranks, ExitStack() as held:
+    check_resume(before, config, folder.path)
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
+        on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
         lock(folder, ranks, held)
+        held.enter_context(interrupts_named(folder, config))
         before, config = ranks.broadcast((before, config))  # a host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
         go_on(folder, config, ranks, callbacks, before, force=force)
         _give_memory_back()
     return Run(folder.path)
+
+
+def _check_start(config: Config, ranks: Processes, triples: Mapping[str, InMemory] | None) -> None:
+    """Raises ConfigError for a key without effect, unless a run by an earlier version resumes."""
+    if config.run.resume == "never" or not RunFolder.new(config).holds_run:
+        check_start(config, facts_of(config, ranks.device.type == "cuda", triples))
+
+
+def _check_changes(before: Config, config: Config, folder: RunFolder, ranks: Processes) -> None:
+    """Raises ConfigError for a key that changes on resume and has no effect."""
+    facts = facts_of(config, ranks.device.type == "cuda", extended=folder.extension.is_file())
+    check_effects(config, facts, changed_keys(before, config))
 
 
 def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
@@ -142,6 +162,21 @@ def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
         held.enter_context(folder.locked())
 
     on_first_rank(ranks, lock)
+
+
+@contextmanager
+def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
+    """Lets a KeyboardInterrupt say how the run resumes, where there is one to resume."""
+    try:
+        yield
+    except TrainingInterrupted:
+        raise
+    except KeyboardInterrupt as error:
+        if not (folder.holds_run and config.checkpoint.keep):
+            raise
+        raise TrainingInterrupted(
+            f"interrupted; `train --resume {folder.path}` goes on."
+        ) from error
 
 
 def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
@@ -156,14 +191,16 @@ def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
         return None
     there = folder.load_config()
     config = config.filled_from(there)  # also on other ranks than it was settled for
-    before, now = _flat(there), _flat(config)
-    differing = [key for key in now if key not in OF_THIS_START and before[key] != now[key]]
-    if differing:
-        key = differing[0]
+    for key in changed_keys(there, config):
+        rule = key_of(declared(Config)[key]).resume
+        if rule.per_start:
+            continue
+        remedy = "name another run.dir"
+        if not rule.refuses(there, config):
+            remedy += f", or change the run by `train --resume {folder.path} --{key} ...`"
         raise ConfigError(
             f"run.resume {wanted}: {folder.path} holds a run of another config: {key} is "
-            f"{before[key]!r} there and {now[key]!r} here; name another run.dir, or change the run "
-            f"by `train --resume {folder.path} --{key} ...`"
+            f"{attrgetter(key)(there)!r} there and {attrgetter(key)(config)!r} here; {remedy}"
         )
     folder.check_loss(())
     return config
@@ -278,27 +315,6 @@ def _give_memory_back() -> None:
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-def check_overrides(before: Config, after: Config) -> None:
-    old, new = _fixed_values(before), _fixed_values(after)
-    for key in old:
-        if old[key] != new[key]:
-            raise ConfigError(
-                f"{key} is {old[key]!r} in this run and cannot change on resume; start a new run"
-            )
-
-
-def _fixed_values(config: Config) -> dict[str, Any]:
-    values = {key: attrgetter(key)(config) for key in FIXED}
-    if config.negatives.examples == "queries":  # which an epoch passes through
-        values["negatives.sides"] = config.negatives.sides
-    options = config.entities.sparse_options(config.train.optimizer)
-    return values | {"entities.bias_correction": options.bias_correction}  # states of its own
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    return {key: attrgetter(key)(config) for key in all_keys()}
 
 
 def _fit(

@@ -33,6 +33,7 @@ from kge_torchrec.commands import (
 )
 from kge_torchrec.environment import check_packages, prepare_process, versions
 from kge_torchrec.errors import KGEError
+from kge_torchrec.files import in_words
 
 _DESCRIPTION = """\
 Knowledge-graph embeddings on TorchRec.
@@ -59,27 +60,43 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if os.getcwd() not in sys.path:  # configs may name classes of modules that lie here
         sys.path.append(os.getcwd())
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    logging.getLogger("kge_torchrec.kernels").setLevel(logging.INFO)  # reports that it compiles
     try:
         return _run(arguments)
     except (KGEError, OSError) as error:
         _tell(error)
         return getattr(error, "exit_code", 1)
-    except KeyboardInterrupt:
-        folders = {"train": "RUN", "tune": "STUDY"}
-        verb = next(iter(arguments), "")
-        hint = f"; continue with {verb} --resume {folders[verb]}" if verb in folders else ""
-        print(f"kge-torchrec: interrupted{hint}", file=sys.stderr)
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
+        print(
+            f"kge-torchrec: not enough memory: {str(error).splitlines()[0] if str(error) else ''}; "
+            "smaller values of model.dim, negatives.count, train.batch_size or "
+            "evaluation.batch_size need less",
+            file=sys.stderr,
+        )
+        return 1
+    except KeyboardInterrupt as error:
+        if is_first_rank():
+            print(f"kge-torchrec: {error or 'interrupted'}", file=sys.stderr)
         return 130
+
+
+def _is_out_of_memory(error: BaseException) -> bool:
+    """Return whether numpy, torch on the CPU or CUDA could not allocate what was needed."""
+    words = ("can't allocate memory", "CUDA out of memory", "not enough memory")
+    return isinstance(error, MemoryError) or any(word in str(error) for word in words)
 
 
 def _tell(error: KGEError | OSError) -> None:
     """Says what went wrong, once for all ranks where they all know."""
     if isinstance(error, KGEError):
         error.spell(as_flag)
+    message = in_words(error) if isinstance(error, OSError) else error
     if is_first_rank():
-        print(f"kge-torchrec: {error}", file=sys.stderr)
+        print(f"kge-torchrec: {message}", file=sys.stderr)
     elif not getattr(error, "on_every_rank", False):
-        print(f"kge-torchrec: rank {os.environ['RANK']}: {error}", file=sys.stderr)
+        print(f"kge-torchrec: rank {os.environ['RANK']}: {message}", file=sys.stderr)
 
 
 def _run(arguments: list[str]) -> int:

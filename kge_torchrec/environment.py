@@ -399,3 +399,11 @@ def peak_resident_bytes() -> int:
         return 0
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def host_memory() -> int:
+    """Bytes of main memory of this machine, or of the container it runs in."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return physical if text == "max" else min(physical, int(text))

@@ -155,6 +155,8 @@ class Run(Answering):
         if candidates is None and types is None:
             return own
         kind = candidates or "types"
+        if types is not None and kind != "types":
+            raise ConfigError(f"types has no effect with candidates {kind}: leave it out")
         kept = own.types if kind == "types" else None
         return replace(own, candidates=kind, types=kept if types is None else str(types))
 
@@ -316,7 +318,8 @@ class Run(Answering):
     @property
     def _processes(self) -> Processes:
         if self._ranks is None:
-            self._ranks = self._open.enter_context(processes(self.config.device))
+            joined = processes(self.config.device, self.config.timeout)
+            self._ranks = self._open.enter_context(joined)
         return self._ranks
 
     def _load(self, checkpoint: str) -> Session:

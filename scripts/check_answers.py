@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kge_torchrec import open_run
-from kge_torchrec.answers.predictions import best
+from kge_torchrec.answers.predictions import find_best
 from kge_torchrec.models.scorers import SIDES
 
 BATCH = 100
@@ -49,7 +49,7 @@ def answer_ranks(run, triples: np.ndarray, side: str) -> tuple[np.ndarray, np.nd
     index, found = run.session.store.filter_index(), []
     for first in range(0, len(triples), BATCH):
         part = triples[first : first + BATCH]
-        scores, ids = (x.numpy() for x in best(model, side, torch.from_numpy(part), 10**9))
+        scores, ids = (x.numpy() for x in find_best(model, side, torch.from_numpy(part), 10**9))
         true = model.scores(torch.from_numpy(part), side).numpy()[:, None]
         own = ids == part[:, column, None]
         if not np.array_equal(scores[own][:, None], true):

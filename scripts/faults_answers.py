@@ -88,4 +88,10 @@ FAULTS = [
           "tests/answers/test_ask.py -k dense"),
     Fault("softmax over this rank's entities", ANSWERS + "fuzzy_answers.py",
           "total = torch.stack(parts).logsumexp(0)", "pass", "tests/answers/test_ranks.py"),
+    Fault("degrees above 1 are all alike", "answers/fuzzy_answers.py",
+          " + TIE * expected / (1 + expected)", "",
+          "tests/answers/test_ask.py -k certain"),
+    Fault("degrees have the precision of scores", "answers/fuzzy_answers.py",
+          ").to(scores.device)", ").to(scores)",
+          "tests/answers/test_ask.py -k one_probability"),
 ]  # fmt: skip

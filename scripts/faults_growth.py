@@ -106,4 +106,13 @@ FAULTS = [
     Fault("the state before the first step is not zero", "distributed/dense.py",
           "            state.zero_()", "            pass",
           "tests/training/test_checkpoints.py -k first_step"),
+    Fault("an extension takes checkpoints that it finds for its own", "training/run_folder.py",
+          "if self.checkpoints.exists():", "if False:",
+          "tests/growth/test_killed_extensions.py -k another_run"),
+    Fault("an extension that fails at once leaves a folder", "growth/extend.py",
+          'elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:', "elif False:",
+          "tests/growth/test_killed_extensions.py -k damaged_checkpoint"),
+    Fault("a run whose checkpoints are gone was never trained", "training/checkpoints.py",
+          "if recorded and self.keep:", "if False:",
+          "tests/growth/test_killed_extensions.py -k every_verb"),
 ]  # fmt: skip

@@ -333,6 +333,20 @@ DATA_FAULTS = [
         "tests/data/test_prepare.py -k symbolic",
     ),
     Fault(
+        "log_q counts the draws of the other side",
+        "data/batches/triples.py",
+        "np.log(self.sampler.expected(chunks[side], ids)).ravel()",
+        "np.log(self.sampler.expected(chunks[self.plan.sides[-1]], ids)).ravel()",
+        "tests/data/test_batches.py -k counted_by_side",
+    ),
+    Fault(
+        "log_q counts the answers of the other side",
+        "data/negatives.py",
+        "self.degrees.share(chunks.side, ids)",
+        'self.degrees.share("tail" if chunks.side == "head" else "head", ids)',
+        "tests/data/test_batches.py -k counted_by_side",
+    ),
+    Fault(
         "loops of the last chunk only",
         "diagnosis/relation_overlap.py",
         "loops += np.bincount(relation[head == tail]",
@@ -359,5 +373,19 @@ DATA_FAULTS = [
         "allow_unseen_relations=True, log_notes=False, **reading)",
         "allow_unseen_relations=True, log_notes=False)",
         "tests/diagnosis/test_data_check.py -k as_prepare_does",
+    ),
+    Fault(
+        "a store's counts are believed",
+        "data/store/__init__.py",
+        "if count != len(labels):",
+        "if False:",
+        "tests/data/test_store.py -k meta",
+    ),
+    Fault(
+        "a file is written where a folder is",
+        "files.py",
+        "    if path.is_dir():",
+        "    if False:",
+        "tests/test_files.py -k place",
     ),
 ]

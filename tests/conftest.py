@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 
@@ -13,6 +14,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 def shared_folders(tmp_path_factory):
     """Where tests keep what they share, which pytest takes away with its other folders."""
     os.environ["KGE_TESTS_SHARED"] = str(tmp_path_factory.mktemp("shared"))
+
+
+@pytest.fixture
+def ctrl_c():
+    """Sends SIGINT, which raises KeyboardInterrupt even where a shell has it ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield lambda: signal.raise_signal(signal.SIGINT)
+    signal.signal(signal.SIGINT, before)
 
 
 def pytest_collection_finish(session):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, redirect_stderr
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from dataclasses import fields, is_dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -159,6 +159,13 @@ class Effects:
         with patch.object(assembly, "with_exchange", side_effect=assembly.with_exchange) as asked:
             assembly.build_backend(self.config, self.session.store, self.ranks)
         return asked.call_args.args[1]
+
+    @property
+    def timeout(self) -> float:
+        joining = patch.object(api, "processes", side_effect=KeyboardInterrupt)
+        with joining as joined, suppress(KeyboardInterrupt):
+            api.train(self.config)
+        return joined.call_args.args[1]
 
     @property
     def tf32(self) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from training_runs import kernels_of_cuda
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "check_gpu.py"
@@ -89,6 +90,18 @@ def test_a_wrong_step_of_the_table_fails(tmp_path, monkeypatch):
     assert set(failed(lines_of("tables", tmp_path))) >= {
         "adagrad, 1 bags, momentum1", "sgd, 1 bags, rows", "sgd, 64 bags, rows",
     }  # fmt: skip
+
+
+def test_steps_that_fbgemm_does_not_count_are_no_failure(tmp_path, monkeypatch):
+    """By FBGEMM's own table, which counts alike on a CPU and on a GPU."""
+    from gpu_checks import tables
+
+    monkeypatch.setattr(tables, "NAMES", ("adagrad", "sgd", "rowwise_adagrad"))
+    with kernels_of_cuda(True):
+        lines = lines_of("tables", tmp_path)
+    assert not failed(lines)
+    counted = [line["name"] for line in lines if line["name"].endswith(", steps")]
+    assert counted == ["rowwise_adagrad, 1 bags, steps", "rowwise_adagrad, 64 bags, steps"]
 
 
 def test_ties_that_break_fail(tmp_path, monkeypatch):

@@ -274,6 +274,7 @@ CASES = [
     case("device", "cpu", "auto", "device"),
     case("threads", 1, 2, "threads"),
     case("transport", "auto", "gloo", "transport"),
+    case("timeout", 1800, 5, "timeout"),
 ]  # fmt: skip
 
 

@@ -60,3 +60,25 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
         files.write_json(file, {"mrr": 0.6})
     assert file.read_text() == '{\n "mrr": 0.5\n}\n'
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+@pytest.mark.parametrize("name, said", [
+    ("gone/it", "gone: no such file or folder"),
+    ("file/it", "file: this is, or lies in, a file, and a folder is needed"),
+    ("folder", "folder: this is a folder, and a file is needed"),
+])  # fmt: skip
+def test_a_place_where_no_file_can_be(tmp_path, monkeypatch, name, said):
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("folder").mkdir()
+    for write in (files.check_place, lambda path: files.write_text(path, "")):
+        with pytest.raises(OSError) as error:
+            write(Path(name))
+        assert files.in_words(error.value) == said
+    assert files.in_words(OSError(28, "No space left on device")) == "no space is left on the disk"
+    assert files.in_words(OSError("a pipe")) == "a pipe"
+
+
+def test_nothing_can_lie_beside_the_root_folder():
+    with pytest.raises(IsADirectoryError, match="the root folder; name a file in it"):
+        files.partial_of(Path("/"))

@@ -10,10 +10,10 @@ import kge_torchrec
 
 PACKAGE = Path(kge_torchrec.__file__).parent
 ROOMS = [
-    "kge_torchrec", "errors", "files", "environment", "config", "data", "models", "distributed",
-    "embeddings", "ranking", "answers", "training", "planning", "export", "comparison", "diagnosis",
-    "trained_run", "run_report", "api", "growth", "serving", "tuning", "commands", "cli",
-    "__main__",
+    "kge_torchrec", "errors", "files", "environment", "config", "kernels", "data", "models",
+    "distributed", "embeddings", "ranking", "answers", "training", "planning", "export",
+    "comparison", "diagnosis", "trained_run", "run_report", "api", "growth", "serving", "tuning",
+    "commands", "cli", "__main__",
 ]  # fmt: skip
 
 
@@ -35,6 +35,22 @@ def imports(file: Path, known: dict[str, Path]) -> set[str]:
                 found.add(inner if inner in known else node.module)
         elif isinstance(node, ast.Import):
             found |= {n.name for n in node.names if n.name.startswith("kge_torchrec")}
+    return found
+
+
+def names_of(file: Path) -> set[str]:
+    """Names that a module binds outside its functions and classes."""
+    found, nodes = set(), list(ast.parse(file.read_text(encoding="utf-8")).body)
+    for node in nodes:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            found |= {name.asname or name.name.split(".")[0] for name in node.names}
+        elif isinstance(node, (ast.If, ast.Try, ast.With)):
+            nodes += [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.stmt)]
+            nodes += [line for part in getattr(node, "handlers", []) for line in part.body]
+        else:
+            found |= {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
     return found
 
 
@@ -65,3 +81,23 @@ def test_every_room_is_described():
     rooms = {room_of(module) for module in modules()} - {"kge_torchrec", "__main__"}
     assert rooms <= set(ROOMS)
     assert [room for room in rooms if f"`{room}/`" not in text and f"`{room}.py`" not in text] == []
+
+
+def test_tests_and_scripts_import_names_that_exist():
+    """A script or a test of an optional package fails late otherwise, where nobody runs it."""
+    known, missing = modules(), []
+    exported = {"kge_torchrec": {*vars(kge_torchrec), *kge_torchrec.__all__}}
+    for folder in ("tests", "scripts", "kge_torchrec"):
+        for file in sorted((PACKAGE.parent / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+                if not isinstance(node, ast.ImportFrom) or node.module not in known:
+                    continue
+                if node.module not in exported:
+                    exported[node.module] = names_of(known[node.module])
+                missing += [
+                    f"{file.name}:{node.lineno}: {node.module}.{name.name}"
+                    for name in node.names
+                    if name.name not in exported[node.module] | {"*"}
+                    and f"{node.module}.{name.name}" not in known
+                ]
+    assert missing == []

@@ -82,8 +82,10 @@ def test_a_damaged_file_of_results_is_named(runs, capsys):
     assert main(["report", str(folder), "--no-models"]) == 0
     text = (folder / "report.html").read_text(encoding="utf-8")
     assert f"{folder / 'results.json'} is damaged" in text
-    with pytest.raises(ConfigError, match=r"results.json is damaged.*train --resume .* writes it"):
-        _ = api.open_run(folder).results
+    for content in ('{"test": ', "[]", '{"test": 3}'):
+        (folder / "results.json").write_text(content)
+        with pytest.raises(ConfigError, match=r"results.json is damaged.*--resume .* writes it"):
+            _ = api.open_run(folder).results
 
 
 def test_resolved_defaults_stand_apart_from_own_settings(runs, tmp_path):

@@ -26,7 +26,7 @@ Method = Literal["platt", "isotonic"]
 METHODS = ("platt", "isotonic")
 FILE = "calibration.json"
 BOTH = "both"  # the curve of either side, where a triple has one score
-TIE = 1e-4  # of a probability by steps, which differs between the scores of one step
+TIE = 1e-6  # of a probability by steps, which differs between the scores of one step
 BINS = 15  # of the expected calibration error, as Guo et al. 2017 have them
 
 

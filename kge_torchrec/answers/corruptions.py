@@ -48,7 +48,7 @@ def labelled(
     if limit < 1:
         raise ConfigError(f"limit must be an integer >= 1, got {limit}")
     if seed < 0:
-        raise ConfigError("seed must be an integer >= 0")
+        raise ConfigError(f"seed must be an integer >= 0, got {seed}")
     random = np.random.default_rng(seed)
     triples = np.asarray(store.split(split), np.int64)
     if not len(triples):

@@ -22,15 +22,17 @@ from typing import Literal, NamedTuple
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
+from kge_torchrec.answers.calibration import TIE
 from kge_torchrec.answers.logical_queries import And, Entity, Node, Step
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import FEW, check_count
 from kge_torchrec.config import ConfigError
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
-from kge_torchrec.ranking.topk import top_k_of
 
 TNorm = Literal["product", "min"]
 T_NORMS = ("product", "min")
@@ -78,15 +80,17 @@ def ask(model: AnsweringModel, query: Node, options: AskOptions) -> list[Member]
     """The members of highest degree, best first, those of degree 0 left out."""
     with scoring(model.scorer):
         members = _Asker(model, options).members(query)
-        k = min(options.k, model.num_entities)
-        degrees, ids = (part[0] for part in top_k_of(members.degrees[None], model.shard, k))
-        wanted = degrees > 0
-        degrees, ids = degrees[wanted].cpu(), ids[wanted]
+        degrees, ids = _best(members.degrees, model.shard, min(options.k, model.num_entities))
         ways = [model.entities.labels(way.cpu().numpy()) for way in members.ways(ids)]
     labels = model.entities.labels(ids.cpu().numpy())
     vias = zip(*ways, strict=True) if ways else [()] * len(labels)
     answers = zip(labels, degrees.tolist(), vias, strict=True)
     return [Member(rank, *answer) for rank, answer in enumerate(answers, 1)]
+
+
+def _at_most_one(expected: Tensor) -> Tensor:
+    """Expected numbers of answers to probabilities, those above 1 still in their order."""
+    return (1 - TIE) * expected.clamp_max(1) + TIE * expected / (1 + expected)
 
 
 class _Members(NamedTuple):
@@ -95,12 +99,34 @@ class _Members(NamedTuple):
     ways: for entities (M,) int64 the ids (M,) on the best way to each, step by step; collective.
     """
 
-    degrees: Tensor  # (n,) float32
+    degrees: Tensor  # (n,) float64, so that different scores have different degrees
     ways: Callable[[Tensor], list[Tensor]]
 
 
 def _no_ways(ids: Tensor) -> list[Tensor]:
     return []
+
+
+def _best(degrees: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
+    """Return the k largest degrees above 0, the largest first, and their ids (k,).  Collective.
+
+    degrees: (n,) float64 of this rank's rows.  Equal ones come in order of id.
+    """
+    here = min(k, len(degrees))
+    least = degrees.topk(here).values[-1:].clamp_min(0) if here else degrees
+    rows = (degrees >= least).nonzero()[:, 0] if here else degrees.long()
+    values, order = degrees[rows].sort(descending=True, stable=True)
+    values, ids = values[:k], rows[order][:k] + shard.first_row
+    if shard.ranks > 1:  # all ranks send as many, and their ids ascend
+        missing = (0, k - len(values))
+        parts = [(torch.empty_like(degrees[:0]).new_empty(k), ids.new_empty(k))
+                 for _ in range(shard.ranks)]  # fmt: skip
+        dist.all_gather([part[0] for part in parts], F.pad(values, missing))
+        dist.all_gather([part[1] for part in parts], F.pad(ids, missing))
+        every, every_id = (torch.cat(x) for x in zip(*parts, strict=True))
+        values, order = every.sort(descending=True, stable=True)
+        values, ids = values[:k], every_id[order][:k]
+    return values[values > 0], ids[values > 0]
 
 
 class _Asker:
@@ -134,25 +160,27 @@ class _Asker:
         return x + y - x * y if self._options.t_norm == "product" else torch.maximum(x, y)
 
     def _one(self, entity: int) -> Tensor:
-        degrees = torch.zeros(self._shard.rows.shape[0], device=self._shard.rows.device)
+        degrees = self._nobody()
         start, stop = self._shard.row_range
         if start <= entity < stop:
             degrees[entity - start] = 1
         return degrees
 
+    def _nobody(self) -> Tensor:
+        rows = self._shard.rows
+        return torch.zeros(len(rows), dtype=torch.float64, device=rows.device)
+
     def _step(self, step: Step) -> _Members:
         device = self._shard.rows.device
         if isinstance(step.of, Entity):
             anchor = torch.tensor([step.of.id], device=device)
-            degrees, _ = self._taken(anchor, torch.ones(1, device=device), step)
+            degrees, _ = self._taken(anchor, self._nobody().new_ones(1), step)
             return _Members(degrees, _no_ways)
         before = self.members(step.of)
         beam = min(self._options.beam, self._model.num_entities)
-        weights, ids = (x[0] for x in top_k_of(before.degrees[None], self._shard, beam))
-        ids, weights = ids[weights > 0], weights[weights > 0]
+        weights, ids = _best(before.degrees, self._shard, beam)
         if not len(ids):
-            nobody = torch.zeros(self._shard.rows.shape[0], device=device)
-            return _Members(nobody, lambda some: [some, *before.ways(some)])
+            return _Members(self._nobody(), lambda some: [some, *before.ways(some)])
         degrees, place = self._taken(ids, weights, step)
 
         def ways(some: Tensor) -> list[Tensor]:
@@ -167,7 +195,7 @@ class _Asker:
         Returns degrees (n,) and the place in ids (n,) int32 that each comes from.
         """
         relations = torch.full_like(ids, step.relation)
-        degrees = torch.zeros(self._shard.rows.shape[0], device=ids.device)
+        degrees = self._nobody()
         place = torch.zeros(len(degrees), dtype=torch.int32, device=ids.device)
         for first, chances in self._chances(ids, relations, step.side):
             rows = slice(first - self._shard.first_row, None)
@@ -198,12 +226,12 @@ class _Asker:
         if calibration is not None:
             return lambda scores: torch.from_numpy(
                 calibration.probabilities(scores.cpu().numpy(), side)
-            ).to(scores)
+            ).to(scores.device)
         total = self._log_sum(rows, relations, side)
         if self._counts is not None:
             answers = self._counts.answers(side, *queries).counts
             total = total - torch.from_numpy(answers.clip(1)).to(total).log()
-        return lambda scores: (scores - total[:, None]).exp().clamp_max(1).nan_to_num(0)
+        return lambda scores: _at_most_one((scores - total[:, None]).double().exp().nan_to_num(0))
 
     def _log_sum(self, rows: Tensor, relations: Tensor, side: Side) -> Tensor:
         """(B,) float32: the logarithm of the sum of e^score over all entities.  Collective."""

@@ -106,7 +106,7 @@ def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str
     import faiss
 
     target = path.resolve()  # a symbolic link stays
-    partial = target.with_name(f".{target.name}.partial")
+    partial = files.partial_of(target)
     try:
         try:
             faiss.write_index(builder.index, str(partial))

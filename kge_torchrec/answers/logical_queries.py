@@ -18,6 +18,7 @@ from typing import Any
 
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.errors import DataError, KGEError
+from kge_torchrec.files import in_words
 from kge_torchrec.models.scorers.base import Side
 
 DEEPEST = 50  # steps inside steps
@@ -72,7 +73,7 @@ def read_query(path: str | Path, model: AnsweringModel) -> Node:
     try:
         value = json.loads(Path(path).read_text("utf-8"))
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error}") from error
+        raise DataError(in_words(error)) from error
     except ValueError as error:
         raise DataError(f"{path}: no JSON: {error}") from error
     except RecursionError:

@@ -207,7 +207,7 @@ def _answers(
 def _relations(
     model: AnsweringModel, queries: Tensor, exclude: FilterIndex | None
 ) -> tuple[Tensor, Tensor]:
-    """All relations of (h, ?, t), as ``best``, scored as the tail's query."""
+    """All relations of (h, ?, t), as ``find_best``, scored as the tail's query."""
     scores = torch.stack([relation_scores(model, *ends) for ends in queries[:, ::2].tolist()])
     left_out = np.zeros(scores.shape, bool)
     if exclude is not None:

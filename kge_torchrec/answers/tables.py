@@ -105,8 +105,9 @@ def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Tab
     if output is None:
         yield _text_writer(format, sys.stdout)
         return
+    files.check_place(Path(output))
     path = Path(output).resolve()  # a symbolic link stays
-    hidden = path.with_name(f".{path.name}.partial")
+    hidden = files.partial_of(path)
     try:
         if format == "parquet":
             with _parquet_writer(hidden) as write:

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kge_torchrec.config.verb_options import check_options
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -38,8 +39,19 @@ def add_verb(
     alone: torchrun's ranks cannot share its work.
     """
     verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
-    verb.set_defaults(run=partial(_run_alone, name, run) if alone else run)
+    verb.set_defaults(run=partial(_run_checked, verb, name if alone else None, run))
     return verb
+
+
+def _run_checked(
+    verb: argparse.ArgumentParser,
+    alone: str | None,
+    run: Callable[[argparse.Namespace], int],
+    parsed: argparse.Namespace,
+) -> int:
+    """Run a verb whose options all have an effect; ``alone`` names one that wants one process."""
+    check_options(verb, parsed)
+    return run(parsed) if alone is None else _run_alone(alone, run, parsed)
 
 
 def _run_alone(
@@ -53,17 +65,19 @@ def _run_alone(
     return run(parsed)
 
 
-def add_format(verb: argparse.ArgumentParser, *more: str) -> None:
+def add_format(verb: argparse.ArgumentParser, *more: str) -> argparse.Action:
     """--format, of what is printed: a table or JSON, or one of ``more``."""
-    verb.add_argument(
+    return verb.add_argument(
         "--format", choices=("table", "json", *more), default="table", help="default: table"
     )
 
 
-def add_output(verb: argparse.ArgumentParser) -> None:
+def add_output(verb: argparse.ArgumentParser) -> tuple[argparse.Action, argparse.Action]:
     """--format and -o, of rows that are printed or written to a file."""
-    add_format(verb, "tsv", "parquet")
-    verb.add_argument("-o", "--output", metavar="FILE", help="write there (default: print)")
+    form = add_format(verb, "tsv", "parquet")
+    return form, verb.add_argument(
+        "-o", "--output", metavar="FILE", help="write there (default: print)"
+    )
 
 
 def write_records(parsed: argparse.Namespace, records: Sequence[Any], kind: type) -> None:
@@ -86,6 +100,14 @@ def tell_problems(report: FileReport, path: str) -> int:
             lines = report.answered + len(report.problems)
             print(f"{len(report.problems):,} of {lines:,} lines not answered", file=sys.stderr)
     return int(bool(report.problems))
+
+
+def check_top(parsed: argparse.Namespace) -> None:
+    """Raises ConfigError for a --top below 1, before anything is loaded."""
+    if parsed.top is not None and parsed.top < 1:
+        from kge_torchrec.config.checks import ConfigError
+
+        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
 
 
 def as_flag(name: str, value: Any) -> str:

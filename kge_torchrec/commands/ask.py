@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_output, add_verb, answering, write_records
+from kge_torchrec.commands import add_output, add_verb, answering, check_top, write_records
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    check_top(parsed)
     with answering(parsed.folder) as trained, announced("answering"):
         found = trained.ask(
             parsed.query,

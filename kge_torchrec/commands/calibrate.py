@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
@@ -33,22 +34,25 @@ def add(verbs: Verbs) -> None:
         "beside corruptions, drawn from the entities seen with the relation on that side, or from "
         "all entities (default: listed)",
     )
-    calibrate.add_argument(
+    top = calibrate.add_argument(
         "--top", type=int, metavar="K", help="answers that predict lists (default: 10)"
     )
-    calibrate.add_argument(
+    corruptions = calibrate.add_argument(
         "--corruptions",
         type=int,
         metavar="N",
         help="with --among seen or all: of each triple and side (default: 4)",
     )
-    calibrate.add_argument(
+    share = calibrate.add_argument(
         "--positive-share",
         type=float,
         metavar="P",
         help="with --among seen or all: of true triples among those you will ask about "
         "(default: 0.5)",
     )
+    acts_with(top, "--among listed", lambda parsed: parsed.among == "listed")
+    for option in (corruptions, share):
+        acts_with(option, "--among seen or all", lambda parsed: parsed.among != "listed")
     add_sample(calibrate, 10_000)
     add_format(calibrate)
 

@@ -45,6 +45,8 @@ def run(parsed: argparse.Namespace) -> int:
         from kge_torchrec.diagnosis.data_check import check_data, table
 
     data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
-    found = check_data(data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed))
+    found = check_data(
+        data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed, parsed.data)
+    )
     print(json.dumps(found) if parsed.format == "json" else table(found))
     return 0

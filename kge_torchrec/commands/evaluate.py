@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -43,9 +44,10 @@ def add(verbs: Verbs) -> None:
         "train, or those of the same types; results are labelled (default: the run's "
         "evaluation.candidates)",
     )
-    evaluate.add_argument(
+    types = evaluate.add_argument(
         "--types", metavar="FILE", help="of --candidates types: lines of entity, tab, type"
     )
+    acts_with(types, "--candidates types", lambda parsed: parsed.candidates in (None, "types"))
     add_format(evaluate)
 
 

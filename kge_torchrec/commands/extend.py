@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import add_verb, config_of, is_first_rank
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -32,18 +33,20 @@ def add(verbs: Verbs) -> None:
         metavar="N",
         help="how long training goes on (default: a tenth of the run's epochs; 0 with --place)",
     )
-    extend.add_argument(
+    freeze = extend.add_argument(
         "--freeze",
         action="store_true",
         help="train the rows of new entities and relations alone; all others stay bit for bit",
     )
-    extend.add_argument(
+    replay = extend.add_argument(
         "--replay",
         type=float,
         default=1.0,
         metavar="SHARE",
         help="of the old triples in an epoch, beside all new ones (default: 1; 0: new ones alone)",
     )
+    for option in (freeze, replay):
+        acts_with(option, "--epochs above 0 (--place alone trains none)", _trains)
     extend.add_argument(
         "--checkpoint",
         default="best",
@@ -58,10 +61,22 @@ def add(verbs: Verbs) -> None:
     extend.add_argument(
         "--set",
         action="append",
+        type=_setting,
         default=[],
         metavar="KEY=VALUE",
         help="another key of the config, such as train.lr=0.01; may be repeated",
     )
+
+
+def _setting(text: str) -> str:
+    key, equals, _ = text.partition("=")
+    if not key or not equals:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form KEY=VALUE")
+    return text
+
+
+def _trains(parsed: argparse.Namespace) -> bool:
+    return not parsed.place if parsed.epochs is None else parsed.epochs != 0
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -6,8 +6,16 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_output, add_verb, answering, is_first_rank, write_records
+from kge_torchrec.commands import (
+    add_output,
+    add_verb,
+    answering,
+    check_top,
+    is_first_rank,
+    write_records,
+)
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
@@ -19,26 +27,29 @@ def add(verbs: Verbs) -> None:
     nearest = add_verb(verbs, "nearest", does, run)
     nearest.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     nearest.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
-    nearest.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    top = nearest.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
     nearest.add_argument(
         "--index",
         metavar="FILE",
         help="write a FAISS index of all entities, in order of id, in place of a list, and "
         "FILE.json, which says what it holds; needs pip install 'kge-torchrec[index]'",
     )
-    nearest.add_argument(
+    kind = nearest.add_argument(
         "--kind",
         default="HNSW32",
         metavar="NAME",
         help="of the index, as faiss.index_factory has them: Flat (exact), HNSW32, IVF4096,PQ32 "
         "and more (default: HNSW32)",
     )
-    add_output(nearest)
+    acts_with(kind, "--index", lambda parsed: parsed.index is not None)
+    for option in (top, *add_output(nearest)):
+        acts_with(option, "an ENTITY", lambda parsed: parsed.entity is not None)
 
 
 def run(parsed: argparse.Namespace) -> int:
     if (parsed.entity is None) == (parsed.index is None):
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
+    check_top(parsed)
     with answering(parsed.folder) as trained:
         if parsed.index is not None:
             with announced("writing the index"):

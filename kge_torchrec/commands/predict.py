@@ -11,12 +11,14 @@ from kge_torchrec.commands import (
     add_output,
     add_verb,
     answering,
+    check_top,
     is_first_rank,
     opened,
     tell_problems,
     write_records,
 )
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
@@ -57,28 +59,33 @@ def add(verbs: Verbs) -> None:
     predict.add_argument(
         "--new", action="store_true", help="leave out answers that the data holds already"
     )
-    predict.add_argument(
+    candidates = predict.add_argument(
         "--candidates",
         choices=("all", "seen"),
         default="all",
         help="heads and tails of the new links of a relation: all entities, or those seen with it "
         "on their side in train; every pair of them is scored (default: all)",
     )
-    predict.add_argument(
+    loops = predict.add_argument(
         "--loops", action="store_true", help="with new links of an entity and itself"
     )
+    for option in (candidates, loops):
+        acts_with(option, "--relation alone", _lists_links)
     add_output(predict)
 
 
+def _lists_links(parsed: argparse.Namespace) -> bool:
+    return parsed.relation is not None and {parsed.head, parsed.tail, parsed.queries} == {None}
+
+
 def run(parsed: argparse.Namespace) -> int:
-    if parsed.top is not None and parsed.top < 1:
-        raise ConfigError(f"--top must be an integer >= 1, got {parsed.top}")
+    check_top(parsed)
     given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
         if given:
             raise ConfigError("predict takes --queries or a query of its own, not both")
         return _file(parsed)
-    if len(given) == 1 and parsed.relation is not None:
+    if _lists_links(parsed):
         return _relation(parsed)
     if len(given) != 2:
         raise ConfigError(

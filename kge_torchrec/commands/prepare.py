@@ -6,6 +6,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.commands import add_verb, as_flag
+from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.commands import Verbs
@@ -98,28 +99,52 @@ def add_reading(verb: argparse.ArgumentParser) -> None:
         metavar="{NAME: VALUE}",
         help="settings of that reader",
     )
+    for action in reading._group_actions:
+        if action.dest == "type_triples":
+            acts_with(action, "--types-from", lambda parsed: hasattr(parsed, "types_from"))
+        elif action.dest == "reader_options":
+            acts_with(action, "--reader", lambda parsed: hasattr(parsed, "reader"))
 
 
 _READING = ("ratio", "seed", "has_header", "literals", "columns", "weights", "types_from",
             "type_triples")  # fmt: skip
 
 
-def reading_of(parsed: argparse.Namespace) -> dict[str, Any]:
-    """The given options of `add_reading`, as `prepare` takes them."""
+def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]:
+    """The given options of `add_reading`, as `prepare` takes them.
+
+    Raises ConfigError for one that changes nothing for these sources.
+    """
+    from kge_torchrec.config.checks import ConfigError
     from kge_torchrec.data.readers import make_reader
+    from kge_torchrec.data.reading_options import ACTS_ON, unread_options
 
     given = vars(parsed)
     reading = {name: given[name] for name in _READING if name in given}
     if given.get("header", "auto") != "auto":
         reading["has_header"] = given["header"] == "yes"
     reader = make_reader(given.get("reader"), given.get("reader_options", {}), "--reader-options")
-    return reading if reader is None else {**reading, "reader": reader}
+    if reader is not None:
+        reading["reader"] = reader
+    for name in unread_options(sources[0] if len(sources) == 1 else sources, reader):
+        if name in reading:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(
+                f"{flag} has no effect here: it acts only on {ACTS_ON[name]}; leave {flag} out"
+            )
+    return reading
 
 
 def _yaml_dict(text: str) -> dict[str, Any]:
     import yaml
 
-    values = yaml.safe_load(text)
+    from kge_torchrec.config.checks import ConfigError
+    from kge_torchrec.config.yaml_file import parse_yaml
+
+    try:
+        values = parse_yaml(text)
+    except (yaml.YAMLError, ConfigError) as error:
+        raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {error}") from None
     if not isinstance(values, dict):
         raise argparse.ArgumentTypeError(f"not of the form {{name: value}}: {text}")
     return values
@@ -133,7 +158,7 @@ def run(parsed: argparse.Namespace) -> int:
     store = prepare(
         sources,
         parsed.output,
-        **reading_of(parsed),
+        **reading_of(parsed, parsed.sources),
         allow_unseen_relations=parsed.allow_unseen_relations,
         overwrite=parsed.overwrite,
         progress=not parsed.no_progress,

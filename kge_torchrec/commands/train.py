@@ -73,12 +73,12 @@ def _help() -> str:
 
 
 def _resume(arguments: list[str]) -> int:
-    from kge_torchrec.config.parser import load_config
+    from kge_torchrec.config.parser import read_config
 
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError("train --resume needs the folder of a run")
     folder, overrides = arguments[0], [word for word in arguments[1:] if word != "--force"]
-    load_config(None, overrides)  # complains about unknown keys before anything starts
+    read_config(None, overrides)  # complains about unknown keys before anything starts
     with loading_torch():
         config_of(folder)
         from kge_torchrec import api

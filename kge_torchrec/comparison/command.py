@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.config.verb_options import acts_with, check_options
 
 # name -> (entities.engine, entities.preset)
 VARIANTS = {
@@ -110,7 +111,9 @@ def run(arguments: Sequence[str]) -> int:
     name, rest = None, arguments
     if not arguments[0].startswith("-"):
         name, rest = arguments[0], arguments[1:]
-    options, overrides = _parser().parse_known_args(rest)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(rest)
+    check_options(parser, options)
     check_names(options.engines, overrides)
     config = load_config(name, [*overrides, *NEUTRAL])
     comparison = _comparison(
@@ -134,7 +137,9 @@ def _comparison(
 
     from kge_torchrec.comparison.compare import Comparison, Extent  # torch takes seconds
     from kge_torchrec.comparison.speed import Timing
+    from kge_torchrec.training.effects import check_start, facts_of
 
+    check_start(config, facts_of(config))
     return Comparison(configs, Extent(tuple(world_sizes), repeats, Timing(steps=steps)))
 
 
@@ -164,11 +169,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="speed measurements of each variant, by turns; 0 measures none (default: 3)",
     )
-    parser.add_argument(
+    steps = parser.add_argument(
         "--steps",
         type=int,
         default=100,
         metavar="N",
         help="steps of each of the 3 timed blocks of a measurement (default: 100)",
     )
+    acts_with(steps, "--repeats above 0", lambda parsed: parsed.repeats > 0)
     return parser

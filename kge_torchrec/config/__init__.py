@@ -6,16 +6,25 @@ key and say what would be right.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from functools import cache
+from dataclasses import asdict, dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from kge_torchrec.config.checks import ConfigError, at_least, one_of
+from kge_torchrec.config.checks import ConfigError, between, choice, least
 from kge_torchrec.config.data import DataConfig, NegativesConfig
+from kge_torchrec.config.keys import (
+    PER_START,
+    Condition,
+    Facts,
+    check_values,
+    declared,
+    documented,
+    fixed,
+    key,
+)
 from kge_torchrec.config.model import (
     ENGINE_NAMES,
     INIT_NAMES,
@@ -58,20 +67,16 @@ __all__ = [
 ]
 
 
+def _leaves_open(config: Any, _: Facts) -> bool:
+    """Return whether ``size`` still decides something."""
+    open_count = config.negatives.count is None and not config.negatives.is_full
+    return open_count or config.model.dim is None or config.train.epochs is None
+
+
+@documented
 @dataclass(frozen=True)
 class Config:
-    """A whole run.
-
-    Args:
-        size: small, base or large: what numbers that are null are picked for, of the model (dim,
-            negatives) and of training (epochs); small is for a first look, large for the last
-            digits.
-        seed: The start, the data order and the negatives are functions of it.
-        device: auto, cpu or cuda.
-        threads: CPU threads a rank; 0 shares the cores out among the ranks of a host.
-        transport: What ranks send rows and gradients by; auto is shared_memory where all of them
-            run on the CPU of one Linux host, else gloo's sockets, on CUDA NCCL.
-    """
+    """A whole run."""
 
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -83,18 +88,45 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     run: RunConfig = field(default_factory=RunConfig)
-    size: str = "base"
-    seed: int = 0
-    device: str = "auto"
-    threads: int = 0
-    transport: str = "auto"
+    size: str = key(
+        "base",
+        "small (a first look), base or large (the last digits): what model.dim, negatives.count "
+        "and train.epochs are chosen for where they are null.",
+        check=choice(*SIZES),
+        acts=Condition("model.dim, negatives.count or train.epochs null", _leaves_open),
+        resume=fixed("what it chose is in config.yaml; change those keys, or start a new run"),
+    )
+    seed: int = key(
+        0,
+        "Seed of the initial values, the order of the data and the negatives.",
+        check=least(0),
+        resume=fixed(),
+    )
+    device: str = key(
+        "auto", "auto, cpu or cuda.", check=choice("auto", "cpu", "cuda"), resume=PER_START
+    )
+    threads: int = key(
+        0,
+        "CPU threads per rank, at most 1,024; 0: the cores of a host shared among its ranks.",
+        check=between("an integer from 0 to 1,024", lambda threads: 0 <= threads <= 1024),
+        resume=PER_START,
+    )
+    transport: str = key(
+        "auto",
+        "How ranks send rows and gradients: gloo, shared_memory (CPU ranks of one Linux host), or "
+        "auto; NCCL on CUDA.",
+        check=choice("auto", "gloo", "shared_memory"),
+    )
+    timeout: int = key(
+        1800,
+        "Seconds that a rank waits for another one, to start and in each collective, before it "
+        "ends with an error; rank 0 may prepare a large store meanwhile.",
+        check=least(1),
+        resume=PER_START,
+    )
 
     def __post_init__(self) -> None:
-        one_of("size", self.size, SIZES)
-        at_least("seed", self.seed, 0)
-        one_of("device", self.device, ("auto", "cpu", "cuda"))
-        at_least("threads", self.threads, 0)
-        one_of("transport", self.transport, ("auto", "gloo", "shared_memory"))
+        check_values(self, "")
         sparse = self.entities.sparse_options(self.train.optimizer)
         if self.train.accumulation > 1 and sparse.duplicates == "mean":
             raise ConfigError(
@@ -277,12 +309,6 @@ class Config:
         path.write_text(self.to_yaml(), encoding="utf-8")
 
 
-@cache
-def all_keys(of: Any = Config, prefix: str = "") -> list[str]:
+def all_keys() -> list[str]:
     """Every dotted key, in order."""
-    keys: list[str] = []
-    for item in fields(of):
-        default = item.default_factory if callable(item.default_factory) else None
-        nested = default if is_dataclass(default) else None
-        keys += all_keys(nested, f"{prefix}{item.name}.") if nested else [prefix + item.name]
-    return keys
+    return list(declared(Config))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Optional, TypeAlias
 
 from kge_torchrec.errors import KGEError
@@ -60,3 +60,21 @@ def one_of(key: str, value: str, choices: Sequence[str]) -> None:
 def check_share(key: str, value: float) -> None:
     """Raises ConfigError unless a share of what is dropped leaves some."""
     check(0 <= value < 1, key, "in [0, 1)", value)
+
+
+# Checks for `key`, each made once and called with the dotted key and its value.
+
+
+def choice(*choices: str) -> Callable[[str, Any], None]:
+    """Return the check that a value is one of these."""
+    return lambda key, value: one_of(key, value, choices)
+
+
+def least(bound: int) -> Callable[[str, Any], None]:
+    """Return the check that an integer is at least this."""
+    return lambda key, value: at_least(key, value, bound)
+
+
+def between(expected: str, holds: Callable[[Any], bool]) -> Callable[[str, Any], None]:
+    """Return the check that a value satisfies ``holds``, which ``expected`` says in words."""
+    return lambda key, value: check(holds(value), key, expected, value)

@@ -2,63 +2,131 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Optional
 
 from kge_torchrec.config.checks import (
     PICKED,
     ConfigError,
     PickedInt,
-    at_least,
+    between,
     check,
+    choice,
+    least,
     not_negative,
-    one_of,
+)
+from kge_torchrec.config.keys import (
+    Condition,
+    Resume,
+    check_values,
+    documented,
+    fixed,
+    key,
+    only_with,
+    only_without,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import check_name, resolve
 
+AMONG = ("all", "seen", "types", "own")
+REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
+FULL_REGIMES = ("1vsall", "kvsall", "allvsall")  # every entity is a candidate
+IN_STORE = fixed(
+    "the run has its triples in a store of its own; start a new run, or add triples by `extend`"
+)
 
+
+def _is_another_graph(before: Any, after: Any) -> bool:
+    """A store may have been moved; its checkpoints know the fingerprint of its triples."""
+    return not (Path(after.data.path) / "meta.json").is_file()
+
+
+def _read(name: str, words: str) -> Condition:
+    """Return the condition that the stored triples are read in a way that an option changes."""
+    return Condition(f"data.path naming {words}", lambda _, facts: name not in facts.unread)
+
+
+@documented
 @dataclass(frozen=True)
 class DataConfig:
-    """Where the triples come from.
+    """Where the triples come from."""
 
-    Args:
-        path: "countries" (the graph inside the package), a prepared store, a directory with
-            train/valid/test files, a single file of triples, or a library's data set, such as
-            pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME.
-        ratio: Shares of train, valid and test when there is only one file.
-        has_header: Whether the files start with a header; null finds out.
-        allow_unseen_relations: Accept relations that occur in valid or test only.
-        literals: Of RDF: drop leaves out triples whose object is a literal, and counts them; keep
-            makes an entity of every literal.
-        columns: What the header of text and Parquet files calls head, relation and tail, and the
-            weight if there is a fourth; null goes by known words.
-        weights: What weights of triples, a fourth column, are for: ignore, nothing; loss, a
-            triple's loss counts in proportion to its weight over the mean of train; sampling, an
-            epoch has a triple in proportion to it.
-        types_from: A relation whose tails are types of its heads, such as rdf:type; null: none.
-        type_triples: drop takes its triples out of the graph; keep leaves them in, and only those
-            of train say types.
-        reader: package.module:Class that reads the files; null goes by their names.
-        reader_options: Settings of that reader.
-    """
-
-    path: str = "countries"
-    ratio: tuple[float, float, float] = (0.9, 0.05, 0.05)
-    has_header: Optional[bool] = None  # noqa: UP045 - jsonargparse on Python 3.10
-    allow_unseen_relations: bool = False
-    literals: str = "drop"
-    columns: Optional[list[str]] = None  # noqa: UP045
-    weights: str = "ignore"
-    types_from: Optional[str] = None  # noqa: UP045
-    type_triples: str = "drop"
-    reader: Optional[str] = None  # noqa: UP045
-    reader_options: dict[str, Any] = field(default_factory=dict)
+    path: str = key(
+        "countries",
+        '"countries" (the graph inside the package), a prepared store, a directory with '
+        "train/valid/test files, a single file of triples, or a library's data set, such as "
+        "pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME.",
+        resume=Resume(
+            "to a store that was moved",
+            "name the store that it was trained on, start a new run, or add triples by `extend`",
+            _is_another_graph,
+        ),
+    )
+    ratio: tuple[float, float, float] = key(
+        (0.9, 0.05, 0.05),
+        "Shares of train, valid and test where the triples come without splits.",
+        acts=_read("ratio", "triples without splits"),
+        resume=IN_STORE,
+    )
+    has_header: Optional[bool] = key(  # noqa: UP045 - jsonargparse on Python 3.10
+        None,
+        "Whether text files start with a header; null: recognized by its words.",
+        acts=_read("has_header", "text files (.tsv, .txt, .tab, .csv)"),
+        resume=IN_STORE,
+    )
+    allow_unseen_relations: bool = key(
+        False,
+        "Accept relations that occur only in valid or test.",
+        acts=_read("allow_unseen_relations", "triples that are no store yet"),
+        resume=IN_STORE,
+    )
+    literals: str = key(
+        "drop",
+        "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
+        "an entity of every literal.",
+        check=choice("drop", "keep"),
+        acts=_read("literals", "RDF files (.nt, .ttl, ...)"),
+        resume=IN_STORE,
+    )
+    columns: Optional[list[str]] = key(  # noqa: UP045
+        None,
+        "Names of the head, relation and tail columns in text and Parquet files, and of the weight "
+        "as a fourth; null: known words.",
+        acts=_read("columns", "text or Parquet files"),
+        resume=IN_STORE,
+    )
+    weights: str = key(
+        "ignore",
+        "Use of triple weights, a fourth column: ignore; loss scales a triple's loss by its weight "
+        "over the mean of train; sampling draws triples in proportion.",
+        check=choice("ignore", "loss", "sampling"),
+        resume=fixed(),
+    )
+    types_from: Optional[str] = key(  # noqa: UP045
+        None,
+        "A relation whose tails are types of its heads, such as rdf:type; null: none.",
+        acts=_read("types_from", "triples that are no store yet"),
+        resume=IN_STORE,
+    )
+    type_triples: str = key(
+        "drop",
+        "Triples of data.types_from: drop takes them out of the graph; keep leaves them in, and "
+        "only those of train say types.",
+        check=choice("drop", "keep"),
+        acts=only_without("data.types_from", None, "data.types_from"),
+        resume=IN_STORE,
+    )
+    reader: Optional[str] = key(  # noqa: UP045
+        None,
+        "package.module:Class that reads the files; null: chosen by their names.",
+        acts=_read("reader", "files of triples"),
+        resume=IN_STORE,
+    )
+    reader_options: dict[str, Any] = key(dict, "Options of data.reader.", resume=IN_STORE)
 
     def __post_init__(self) -> None:
-        one_of("data.literals", self.literals, ("drop", "keep"))
-        one_of("data.type_triples", self.type_triples, ("drop", "keep"))
-        one_of("data.weights", self.weights, ("ignore", "loss", "sampling"))
+        check_values(self, "data.")
         if self.reader is not None:
             parse_options(
                 resolve("reader", self.reader), self.reader_options, "data.reader_options"
@@ -70,104 +138,148 @@ class DataConfig:
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
 
 
-AMONG = ("all", "seen", "types", "own")
-REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
-FULL_REGIMES = ("1vsall", "kvsall", "allvsall")  # every entity is a candidate
+_SAMPLED = only_with("negatives.regime", "sampled")
+_DRAWN = only_with("negatives.regime", "sampled", "kvssample")
+_HAS_POWER = Condition(
+    "negatives.sampling degree",
+    lambda config, _: (
+        config.negatives.sampling != "uniform" and config.negatives.sampler_has("degree_power")
+    ),
+)
 
 
+def _keeps_fewer(config: Any, _: Any) -> bool | None:
+    negatives = config.negatives
+    if negatives.count is None or negatives.in_batch:
+        return None
+    return negatives.hardest < max(negatives.drawn("head"), negatives.drawn("tail"))
+
+
+_KEEPS_FEWER = Condition("negatives.count above negatives.hardest", _keeps_fewer)
+
+
+@documented
 @dataclass(frozen=True)
 class NegativesConfig:
-    """Which entities a positive is compared with.
+    """Which entities a positive is compared with."""
 
-    Args:
-        regime: sampled; 1vsall (each triple against all entities); kvsall (each distinct query
-            with all its answers against all entities); allvsall (the same for every entity and
-            relation, answered or not); or kvssample (queries of kvsall against their answers and
-            sampled entities).  With all entities as candidates, the keys below but sides mean
-            nothing.
-        count: Negatives a chunk and side; null picks them by size, no more than need be.
-        head_count: Of head queries, where there are to be more or fewer; null takes count.
-        in_batch: Answers of a chunk's other triples are candidates as well.
-        hardest: Of a query's candidates only so many with the highest scores count; 0 takes all.
-        log_q: Correct the scores of candidates for how often they are drawn, so that the softmax
-            estimates that over all entities.
-        chunk_size: Triples that share their negatives: 1 gives each triple its own, 0 shares
-            them over the whole batch (one matrix product scores them).
-        sides: both, tail or head: which ends are corrupted; one alone needs model.reciprocal
-            false.
-        sampling: uniform, or degree (in proportion to degree ** degree_power); or
-            package.module:Class.
-        degree_power: Exponent of degree sampling.
-        filtered: Never use a known training fact as a negative.
-        among: Entities that negatives are drawn among: all; seen, those that the relation has been
-            seen with on that side in train; types, those that share a type with the true one; or
-            own, those that a file says are wrong.  Of a query that has none the negatives are
-            drawn among all.
-        types: Of among types: a file of lines entity, tab, type; null takes those that the store
-            has by data.types_from.
-        file: Of among own: a file of triples that are known to be wrong, of any format that
-            data.path takes.
-        among_share: Share of the drawn negatives that are drawn so; the others are drawn among all.
-        max_answers: Of kvssample: answers of a query that a step takes; of a query with more,
-            every epoch draws others at random.  0 takes them all, whatever memory that needs.
-        options: Settings that the sampling has besides; `kge-torchrec parts negative_sampler`
-            lists them.
-    """
-
-    regime: str = "sampled"
-    count: PickedInt = PICKED
-    head_count: Optional[int] = None  # noqa: UP045
-    in_batch: bool = False
-    hardest: int = 0
-    log_q: bool = False
-    chunk_size: int = 0
-    sides: str = "both"
-    sampling: str = "uniform"
-    degree_power: float = 0.75
-    filtered: bool = False
-    among: str = "all"
-    types: Optional[str] = None  # noqa: UP045
-    file: Optional[str] = None  # noqa: UP045
-    among_share: float = 1.0
-    max_answers: int = 1024
-    options: dict[str, Any] = field(default_factory=dict)
+    regime: str = key(
+        "sampled",
+        "Training type: sampled; 1vsall (each triple against all entities); kvsall (each distinct "
+        "query with all its answers); allvsall (unanswered queries too); or kvssample (queries "
+        "against sampled entities).",
+        check=choice(*REGIMES),
+        resume=fixed(),
+    )
+    count: PickedInt = key(
+        PICKED,
+        "Sampled entities per chunk and side; null: chosen by size.",
+        check=least(1),
+        acts=_DRAWN,
+    )
+    head_count: Optional[int] = key(  # noqa: UP045
+        None,
+        "Sampled entities of head queries; null: negatives.count.",
+        check=least(1),
+        acts=(_SAMPLED, only_without("negatives.sides", "tail")),
+    )
+    in_batch: bool = key(
+        False, "Use the answers of a chunk's other triples as candidates too.", acts=_SAMPLED
+    )
+    hardest: int = key(
+        0,
+        "Keep only this many candidates of each query, those with the highest scores; 0: all.",
+        check=least(0),
+        acts=(_SAMPLED, _KEEPS_FEWER),
+    )
+    log_q: bool = key(
+        False,
+        "Correct scores for how often a candidate is drawn, so that the softmax estimates the one "
+        "over all entities.",
+        acts=_SAMPLED,
+    )
+    chunk_size: int = key(
+        0,
+        "Triples that share their negatives: 1 gives each triple its own; 0 shares them over the "
+        "whole batch.",
+        check=least(0),
+        acts=_DRAWN,
+    )
+    sides: str = key(
+        "both",
+        "Ends that are corrupted: both, tail or head; one alone needs model.reciprocal false.",
+        check=choice("both", "tail", "head"),
+        resume=Resume(
+            "with negatives.regime sampled or 1vsall",
+            "start a new run",
+            lambda before, _: before.negatives.examples == "queries",
+        ),
+    )
+    sampling: str = key(
+        "uniform",
+        "Distribution of sampled entities: uniform, degree (in proportion to degree ** "
+        "degree_power), or package.module:Class.",
+        acts=_DRAWN,
+    )
+    degree_power: float = key(
+        0.75, "Exponent of degree sampling.", check=not_negative, acts=(_DRAWN, _HAS_POWER)
+    )
+    filtered: bool = key(False, "Never use a known training triple as a negative.")
+    among: str = key(
+        "all",
+        "Entities to draw from: all; seen (with the relation and side in train); types (sharing a "
+        "type with the answer); own (listed in a file). Queries without any draw from all.",
+        check=choice(*AMONG),
+    )
+    types: Optional[str] = key(  # noqa: UP045
+        None,
+        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
+        acts=only_with("negatives.among", "types"),
+    )
+    file: Optional[str] = key(  # noqa: UP045
+        None,
+        "File of triples that are known to be wrong, in any format that data.path takes.",
+        acts=only_with("negatives.among", "own"),
+    )
+    among_share: float = key(
+        1.0,
+        "Share of the negatives that negatives.among restricts; the others are drawn from all "
+        "entities.",
+        check=between("in (0, 1]", lambda share: 0 < share <= 1),
+        acts=only_without("negatives.among", "all", "negatives.among seen, types or own"),
+    )
+    max_answers: int = key(
+        1024,
+        "Answers of a query per step; every epoch draws others at random from more; 0: all, "
+        "whatever memory that needs.",
+        check=least(0),
+        acts=only_with("negatives.regime", "kvssample"),
+    )
+    options: dict[str, Any] = key(
+        dict,
+        "Other options of the sampling; `kge-torchrec parts negative_sampler` lists them.",
+    )
 
     def __post_init__(self) -> None:
-        one_of("negatives.regime", self.regime, REGIMES)
-        at_least("negatives.count", self.count, 1)
-        if self.head_count is not None:
-            at_least("negatives.head_count", self.head_count, 1)
-        at_least("negatives.hardest", self.hardest, 0)
-        at_least("negatives.chunk_size", self.chunk_size, 0)
+        check_values(self, "negatives.")
         self._check_candidates()
         self._check_among()
-        one_of("negatives.sides", self.sides, ("both", "tail", "head"))
         check_name("negative_sampler", self.sampling)
         if self.sampling not in ("uniform", "degree") or self.options:
             self.sampler_options()
-        not_negative("negatives.degree_power", self.degree_power)
-        at_least("negatives.max_answers", self.max_answers, 0)
         if self.filtered and self.regime in FULL_REGIMES:
             raise ConfigError(
                 f"negatives.filtered: {self.regime} takes every entity as a candidate; set it to "
                 "false, or use kvsall, where all known answers are right"
             )
 
+    @property
+    def masks_candidates(self) -> bool:
+        """Whether a batch says which of its candidates are no negatives."""
+        return self.filtered or self.among != "all"
+
     def _check_candidates(self) -> None:
-        """What only candidates that are drawn for triples can have."""
-        asked = {
-            "head_count": self.head_count is not None,
-            "in_batch": self.in_batch,
-            "hardest": self.hardest,
-            "log_q": self.log_q,
-        }
-        key = next((key for key, is_set in asked.items() if is_set), None)
-        if key and self.regime != "sampled":
-            raise ConfigError(f"negatives.{key} is of negatives.regime sampled, not {self.regime}")
-        if key == "head_count" and self.sides == "tail":
-            raise ConfigError(
-                "negatives.head_count: with negatives.sides tail no head is asked for"
-            )
+        """Raises ConfigError where options of sampled candidates contradict each other."""
         if self.in_batch and self.chunk_size == 1:
             raise ConfigError(
                 "negatives.in_batch: negatives.chunk_size 1 leaves a chunk no other triples"
@@ -179,29 +291,24 @@ class NegativesConfig:
             )
 
     def _check_among(self) -> None:
-        among, key = self.among, f"negatives.among {self.among}"
-        one_of("negatives.among", among, AMONG)
-        check(0 < self.among_share <= 1, "negatives.among_share", "in (0, 1]", self.among_share)
-        for name, owner in (("types", "types"), ("file", "own")):
-            if getattr(self, name) is not None and among != owner:
-                raise ConfigError(f"negatives.{name} is of negatives.among {owner}, not {among}")
+        among, said = self.among, f"negatives.among {self.among}"
         if among == "all":
             return
         if among == "own" and self.file is None:
-            raise ConfigError(f"{key} needs negatives.file, triples that are known to be wrong")
+            raise ConfigError(f"{said} needs negatives.file, triples that are known to be wrong")
         if self.regime != "sampled":
             what = "draws for all queries of a batch together"
             if self.regime in FULL_REGIMES:
                 what = "takes every entity as a candidate"
-            raise ConfigError(f"{key}: negatives.regime {self.regime} {what}; use sampled")
+            raise ConfigError(f"{said}: negatives.regime {self.regime} {what}; use sampled")
         if self.log_q:
             raise ConfigError(
-                f"negatives.log_q: with {key} it depends on the triple what is drawn how often; "
+                f"negatives.log_q: with {said} it depends on the triple what is drawn how often; "
                 "set it to false"
             )
         if among != "own" and self.among_share == 1 and self.sampling != "uniform":
             raise ConfigError(
-                f"negatives.sampling {self.sampling}: {key} draws uniformly; set uniform, or "
+                f"negatives.sampling {self.sampling}: {said} draws uniformly; set uniform, or "
                 "negatives.among_share below 1 for others that are drawn among all"
             )
 
@@ -218,11 +325,14 @@ class NegativesConfig:
         """Whether every entity is a candidate."""
         return self.regime in FULL_REGIMES
 
+    def sampler_has(self, option: str) -> bool:
+        """Return whether the sampling has an option of this name."""
+        return hasattr(resolve("negative_sampler", self.sampling).Options, option)
+
     def sampler_options(self) -> Any:
         """The sampling's ``Options``, of ``degree_power`` if it has that and of ``options``."""
         sampler = resolve("negative_sampler", self.sampling)
-        has_power = hasattr(sampler.Options, "degree_power")
-        common = {"degree_power": self.degree_power} if has_power else {}
+        common = {"degree_power": self.degree_power} if self.sampler_has("degree_power") else {}
         return parse_options(sampler, {**common, **self.options}, "negatives.options")
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from typing import Any, Optional
 
 from kge_torchrec.config.checks import (
@@ -11,11 +11,22 @@ from kge_torchrec.config.checks import (
     PickedFloat,
     PickedInt,
     PickedText,
-    at_least,
-    check,
+    between,
+    choice,
+    least,
     not_negative,
-    one_of,
     positive,
+)
+from kge_torchrec.config.keys import (
+    Condition,
+    Resume,
+    check_values,
+    default_of,
+    documented,
+    fixed,
+    key,
+    only_with,
+    only_without,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
@@ -25,57 +36,107 @@ SCORER_NAMES = tuple(KINDS["scorer"].ours)
 INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
+INITIAL = fixed("initial values were drawn when the run began; start a new run")
+_dropout = between("in [0, 1)", lambda share: 0 <= share < 1)
+_FROM_VECTORS = only_without("model.init_from", None, "model.init_from")
+
+
+@documented
 @dataclass(frozen=True)
 class ModelConfig:
-    """The scorer and its parameters.
+    """The scorer and its parameters."""
 
-    Args:
-        scorer: transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal,
-            tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke,
-            conve, conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim; or
-            package.module:Class.
-        dim: Real numbers an entity, whatever the scorer makes of them (complex: dim / 2 complex
-            numbers); null picks them by size.
-        reciprocal: Give every relation an inverse for head queries (Lacroix et al. 2018).
-        init: Distribution of the start: normal, uniform, xavier_normal or xavier_uniform; null
-            takes what suits the scorer.
-        init_scale: Standard deviation (normal) or half width (uniform) of the start; null takes
-            what suits the scorer.
-        normalization: none; unit (entities have Euclidean length 1); or layer (a LayerNorm of
-            entities, another of relations).
-        biases: Learn a bias of every entity as a head and one as a tail, which scores are added to
-            (Chami et al. 2020). They are the last two of its model.dim numbers, and start at 0.
-        entity_dropout: Share of the numbers of every entity's row that are dropped, of candidates
-            as of queries.
-        relation_dropout: Share of the numbers of a relation that are dropped.
-        input_dropout: Share of the numbers of a query's entity and relation that are dropped,
-            besides.
-        hidden_dropout: Share of the numbers of an encoded query that are dropped; of networks, of
-            their hidden layers too.
-        options: Settings that the scorer has besides; `kge-torchrec parts scorer` lists them.
-        init_from: Vectors to start from, by label: the folder of a run (its entities and relations)
-            or of an export, or a file of entities: .npy with their labels in a .txt beside it,
-            .safetensors, .parquet, or word2vec's text. Labels that it does not have are drawn.
-        init_width: Of vectors of another width than model.dim: refuse them, or project them by a
-            random orthonormal matrix (random) or onto their first principal components (pca).
-        init_frozen: Keep the entities that init_from has as they start.
-    """
-
-    scorer: str = "complex"
-    dim: PickedInt = PICKED
-    reciprocal: bool = True
-    init: PickedText = PICKED
-    init_scale: PickedFloat = PICKED
-    normalization: str = "none"
-    biases: bool = False
-    entity_dropout: float = 0.0
-    relation_dropout: float = 0.0
-    input_dropout: float = 0.0
-    hidden_dropout: float = 0.0
-    options: dict[str, Any] = field(default_factory=dict)
-    init_from: Optional[str] = None  # noqa: UP045
-    init_width: str = "refuse"
-    init_frozen: bool = False
+    scorer: str = key(
+        "complex",
+        "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
+        "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
+        "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim, see "
+        "docs/scorers.md; or package.module:Class.",
+        resume=fixed(),
+    )
+    dim: PickedInt = key(
+        PICKED,
+        "Elements per entity row, whatever the scorer makes of them (complex: dim / 2 complex "
+        "numbers); null: chosen by size.",
+        check=least(1),
+        resume=fixed(),
+    )
+    reciprocal: bool = key(
+        True,
+        "Give every relation an inverse for head queries (Lacroix et al. 2018).",
+        resume=fixed(),
+    )
+    init: PickedText = key(
+        PICKED,
+        "Distribution of the initial values: normal, uniform, xavier_normal or xavier_uniform; "
+        "null: what suits the scorer.",
+        check=choice(*INIT_NAMES),
+        resume=INITIAL,
+    )
+    init_scale: PickedFloat = key(
+        PICKED,
+        "Standard deviation (normal), half width (uniform) or gain (xavier) of the initial values; "
+        "null: what suits the scorer and model.init.",
+        check=positive,
+        resume=INITIAL,
+    )
+    normalization: str = key(
+        "none",
+        "none; unit (entities have Euclidean length 1); or layer (a LayerNorm of entities and one "
+        "of relations).",
+        check=choice("none", "unit", "layer"),
+        resume=fixed(),
+    )
+    biases: bool = key(
+        False,
+        "Learn a head bias and a tail bias per entity (Chami et al. 2020): the last two of its "
+        "model.dim elements, initially 0.",
+        resume=fixed(),
+    )
+    entity_dropout: float = key(
+        0.0,
+        "Dropout probability for entity embeddings, of queries and candidates.",
+        check=_dropout,
+    )
+    relation_dropout: float = key(
+        0.0, "Dropout probability for relation embeddings.", check=_dropout
+    )
+    input_dropout: float = key(
+        0.0,
+        "Further dropout probability for the entity and relation of a query.",
+        check=_dropout,
+    )
+    hidden_dropout: float = key(
+        0.0,
+        "Dropout probability for encoded queries and for the hidden layers of networks.",
+        check=_dropout,
+    )
+    options: dict[str, Any] = key(
+        dict,
+        "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec parts scorer` lists "
+        "them.",
+        resume=fixed(),
+    )
+    init_from: Optional[str] = key(  # noqa: UP045
+        None,
+        "Vectors to start from, by label: the folder of a run or of an export, or a file (.npy "
+        "with labels in a .txt beside it, .safetensors, .parquet, word2vec text).",
+        resume=INITIAL,
+    )
+    init_width: str = key(
+        "refuse",
+        "What to do with vectors of another width than model.dim: refuse; project them by a random "
+        "orthonormal matrix (random), or onto their first principal components (pca).",
+        check=choice("refuse", "random", "pca"),
+        acts=_FROM_VECTORS,
+        resume=INITIAL,
+    )
+    init_frozen: bool = key(
+        False,
+        "Keep entities of model.init_from at their initial values.",
+        acts=_FROM_VECTORS,
+        resume=INITIAL,
+    )
 
     def __post_init__(self) -> None:
         name = canonical(self.scorer)
@@ -84,19 +145,8 @@ class ModelConfig:
         given = {key: value for key, value in self.options.items() if value is not None}
         object.__setattr__(self, "options", given)
         check_name("scorer", self.scorer)
-        at_least("model.dim", self.dim, 1)
-        if self.init is not None:
-            one_of("model.init", self.init, INIT_NAMES)
-        positive("model.init_scale", self.init_scale)
-        one_of("model.init_width", self.init_width, ("refuse", "random", "pca"))
-        for key, unset in (("init_width", "refuse"), ("init_frozen", False)):
-            if self.init_from is None and getattr(self, key) != unset:
-                raise ConfigError(f"model.{key} is of model.init_from; set that too")
-        one_of("model.normalization", self.normalization, ("none", "unit", "layer"))
-        for key in ("entity_dropout", "relation_dropout", "input_dropout", "hidden_dropout"):
-            value = getattr(self, key)
-            check(0 <= value < 1, f"model.{key}", "in [0, 1)", value)
-        if asdict(self) != {item.name: item.default for item in fields(self)} | {"options": {}}:
+        check_values(self, "model.")
+        if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
             self._check_scorer()  # loads torch, which a help text of defaults does without
 
     def _check_scorer(self) -> None:
@@ -115,65 +165,83 @@ class ModelConfig:
         return asdict(parse_options(resolve("scorer", self.scorer), self.options, "model.options"))
 
 
+def _loss_has(option: str, words: str) -> Condition:
+    """Return the condition that the loss has an option."""
+    return Condition(f"loss.name {words}", lambda config, _: option in config.loss.common_options())
+
+
+@documented
 @dataclass(frozen=True)
 class LossConfig:
-    """The loss of a query and the penalties on touched rows.
+    """The loss of a query and the penalties on touched rows."""
 
-    Args:
-        name: softmax (cross-entropy over the candidates), bce (logistic), margin or
-            self_adversarial; or package.module:Class.
-        margin: Of margin and self_adversarial.
-        temperature: Of self_adversarial.
-        reduction: Of bce: sum, or mean, over all candidates of a query, answers included.
-        label_smoothing: Of softmax and bce, in [0, 1).
-        n3: Weight of the nuclear 3-norm penalty; null picks it by the triples an entity, where
-            scorers are linear and the loss is softmax.
-        l2: Weight of the squared-norm penalty.
-        relation_weight: Weight of telling a triple's relation by its entities (Chen et al. 2021);
-            null picks it by the number of relations where triples are trained by softmax and a
-            linear scorer, else 0.
-        regularizers: Other penalties, each with its weight or its options, such as {dura: 0.05} or
-            {n3: {weight: 0.1, relation_weight: 0.01}}; `kge-torchrec parts regularizer` lists them.
-        options: Settings that the loss has besides; `kge-torchrec parts loss` lists them.
-    """
-
-    name: str = "softmax"
-    margin: float = 9.0
-    temperature: float = 1.0
-    reduction: str = "sum"
-    label_smoothing: float = 0.0
-    n3: PickedFloat = PICKED
-    l2: float = 0.0
-    relation_weight: PickedFloat = PICKED
-    regularizers: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
+    name: str = key(
+        "softmax",
+        "softmax (cross-entropy over the candidates), bce (logistic), margin, self_adversarial, "
+        "or package.module:Class.",
+    )
+    margin: float = key(
+        9.0,
+        "Margin of the losses margin and self_adversarial.",
+        check=not_negative,
+        acts=_loss_has("margin", "margin or self_adversarial"),
+    )
+    temperature: float = key(
+        1.0,
+        "Sampling temperature of the loss self_adversarial.",
+        check=not_negative,
+        acts=_loss_has("temperature", "self_adversarial"),
+    )
+    reduction: str = key(
+        "sum",
+        "sum or mean of the loss bce over all candidates of a query, answers included.",
+        check=choice("sum", "mean"),
+        acts=_loss_has("reduction", "bce"),
+    )
+    label_smoothing: float = key(
+        0.0,
+        "Label smoothing of the losses softmax and bce, in [0, 1).",
+        check=_dropout,
+        acts=_loss_has("label_smoothing", "softmax or bce"),
+    )
+    n3: PickedFloat = key(
+        PICKED,
+        "Weight of the nuclear 3-norm penalty; null: chosen from the triples per entity for "
+        "softmax with a linear scorer, otherwise 0.",
+        check=not_negative,
+    )
+    l2: float = key(0.0, "Weight of the squared-norm penalty.", check=not_negative)
+    relation_weight: PickedFloat = key(
+        PICKED,
+        "Weight of the relation-prediction loss (Chen et al. 2021); null: chosen from the number "
+        "of relations for softmax training with a linear scorer, otherwise 0.",
+        check=not_negative,
+    )
+    regularizers: dict[str, Any] = key(
+        dict,
+        "Other penalties, each with its weight or its options, such as {dura: 0.05}; `kge-torchrec "
+        "parts regularizer` lists them.",
+    )
+    options: dict[str, Any] = key(
+        dict, "Other options of the loss; `kge-torchrec parts loss` lists them."
+    )
 
     def __post_init__(self) -> None:
         check_name("loss", self.name)
-        for key in ("margin", "temperature", "n3", "l2", "relation_weight"):
-            not_negative(f"loss.{key}", getattr(self, key))
-        one_of("loss.reduction", self.reduction, ("sum", "mean"))
-        smooth = self.label_smoothing
-        check(0 <= smooth < 1, "loss.label_smoothing", "in [0, 1)", smooth)
+        check_values(self, "loss.")
         if self.name != "softmax" or self.options:
-            self._check_loss()  # loads torch, which a help text of defaults does without
+            self.loss_options()  # loads torch, which a help text of defaults does without
         self.regularizer_options()
-
-    def _check_loss(self) -> None:
-        known = self._common_to(resolve("loss", self.name))
-        for key, unset in (("reduction", "sum"), ("label_smoothing", 0)):
-            if getattr(self, key) != unset and key not in known:
-                raise ConfigError(f"loss.{key} has no meaning for loss.name {self.name!r}")
-        self.loss_options()
 
     def loss_options(self) -> Any:
         """The loss's ``Options``, of the keys above that it has and of ``options``."""
         loss = resolve("loss", self.name)
-        return parse_options(loss, {**self._common_to(loss), **self.options}, "loss.options")
+        return parse_options(loss, {**self.common_options(), **self.options}, "loss.options")
 
-    def _common_to(self, loss: Any) -> dict[str, Any]:
+    def common_options(self) -> dict[str, Any]:
+        """Return the keys above that are options of the loss."""
         common = ("margin", "temperature", "reduction", "label_smoothing")
-        known = {item.name for item in fields(loss.Options)}
+        known = {item.name for item in fields(resolve("loss", self.name).Options)}
         return {key: getattr(self, key) for key in common if key in known}
 
     def regularizer_options(self) -> dict[str, Any]:
@@ -192,84 +260,111 @@ WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
 COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
 
 
+_IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")
+
+
+@documented
 @dataclass(frozen=True)
 class DenseConfig:
-    """How the dense parameters (relations and all others of the scorer) lie on the ranks.
+    """How the dense parameters (relations and all others of the scorer) lie on the ranks."""
 
-    Args:
-        wrapper: none (one rank only), ddp (every rank holds all), fsdp (every rank holds a part),
-            hybrid (parts within groups of ranks that repeat each other), or auto: none on one
-            rank, ddp on several.
-        sharding: Of fsdp and hybrid: full holds whole parameters only while a forward or a
-            backward runs, grad_op from forward to the end of backward.
-        replicas: Of hybrid: groups of ranks that each hold all; null makes each host one.
-        cpu_offload: Of fsdp and hybrid: parts, their gradients and optimizer state lie in main
-            memory.
-        compile: Compile scorer and loss with torch.compile.
-        compile_mode: What torch.compile is after: default; reduce-overhead (on CUDA the kernels of
-            a loss are replayed as one graph, which launches faster and keeps their memory); or
-            max-autotune and max-autotune-no-cudagraphs (kernels are timed first, with or without
-            graphs).
-    """
-
-    wrapper: str = "auto"
-    sharding: str = "full"
-    replicas: Optional[int] = None  # noqa: UP045
-    cpu_offload: bool = False
-    compile: bool = False
-    compile_mode: str = "default"
+    wrapper: str = key(
+        "auto",
+        "none (one rank only); ddp (every rank holds all); fsdp (every rank holds a part); hybrid "
+        "(parts within groups of ranks); auto: none on one rank, ddp on several.",
+        check=choice(*WRAPPERS),
+    )
+    sharding: str = key(
+        "full",
+        "full holds whole parameters only while a forward or a backward runs; grad_op from forward "
+        "to the end of backward.",
+        check=choice("full", "grad_op"),
+        acts=_IN_PARTS,
+    )
+    replicas: Optional[int] = key(  # noqa: UP045
+        None,
+        "Groups of ranks that each hold all parameters; null: each host is one.",
+        check=least(1),
+        acts=only_with("dense.wrapper", "hybrid"),
+    )
+    cpu_offload: bool = key(
+        False, "Keep parts, their gradients and optimizer state in main memory.", acts=_IN_PARTS
+    )
+    compile: bool = key(False, "Compile scorer and loss with torch.compile.")
+    compile_mode: str = key(
+        "default",
+        "Mode of torch.compile: default; reduce-overhead (CUDA graphs); max-autotune or "
+        "max-autotune-no-cudagraphs (kernels are timed first, with or without graphs).",
+        check=choice(*COMPILE_MODES),
+        acts=only_with("dense.compile", True),
+    )
 
     def __post_init__(self) -> None:
-        one_of("dense.wrapper", self.wrapper, WRAPPERS)
-        one_of("dense.sharding", self.sharding, ("full", "grad_op"))
-        one_of("dense.compile_mode", self.compile_mode, COMPILE_MODES)
-        if self.compile_mode != "default" and not self.compile:
-            raise ConfigError("dense.compile_mode is of dense.compile true; set that too")
-        if self.replicas is not None:
-            at_least("dense.replicas", self.replicas, 1)
-            if self.wrapper != "hybrid":
-                raise ConfigError("dense.replicas is of dense.wrapper hybrid; set that too")
-        if self.wrapper not in ("fsdp", "hybrid"):
-            if self.sharding != "full":
-                raise ConfigError("dense.sharding is of dense.wrapper fsdp or hybrid; set one")
-            if self.cpu_offload:
-                raise ConfigError("dense.cpu_offload needs dense.wrapper fsdp or hybrid")
+        check_values(self, "dense.")
 
 
 ENGINE_NAMES = ("torchrec", "handrolled")
 
 
+BIAS_CORRECTION = Resume(
+    "unless it changes entities.bias_correction",
+    "that changes what the states of the optimizer mean (entities.bias_correction); start a new "
+    "run",
+    lambda before, after: _bias_correction(before) != _bias_correction(after),
+)
+
+
+def _bias_correction(config: Any) -> str:
+    return config.entities.sparse_options(config.train.optimizer).bias_correction
+
+
+@documented
 @dataclass(frozen=True)
 class EntitiesConfig:
-    """The backend that holds the entity table.
+    """The backend that holds the entity table."""
 
-    Args:
-        engine: torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare
-            with).
-        deduplicate: Look every entity of a batch up once; false sends duplicates as well.
-        preset: Of handrolled: fbgemm, dicee or dgl, what the keys below are when null.
-        duplicates: sum or mean of the gradients of one row.
-        bias_correction: Steps that adam counts: table, row or shard.
-        epsilon: outside or inside the root, or uncorrected (adam).
-        state_dtype: fp32 or bf16 optimizer state.
-        state_rounding: Of bf16: stochastic or nearest.
-        state_device: same (as the table) or cpu.
-        async_step: Step in a thread while the next batch is loaded.
-    """
-
-    engine: str = "torchrec"
-    deduplicate: bool = True
-    preset: str = "fbgemm"
-    duplicates: Optional[str] = None  # noqa: UP045
-    bias_correction: Optional[str] = None  # noqa: UP045
-    epsilon: Optional[str] = None  # noqa: UP045
-    state_dtype: Optional[str] = None  # noqa: UP045
-    state_rounding: Optional[str] = None  # noqa: UP045
-    state_device: Optional[str] = None  # noqa: UP045
-    async_step: Optional[bool] = None  # noqa: UP045
+    engine: str = key(
+        "torchrec",
+        "torchrec, or handrolled (own all_to_all exchange and sparse optimizer, to compare with).",
+        check=choice(*ENGINE_NAMES),
+    )
+    deduplicate: bool = key(
+        True,
+        "Look every entity of a batch up once; false sends duplicates as well.",
+        acts=only_with("negatives.regime", "sampled", "kvssample"),
+    )
+    preset: str = key(
+        "fbgemm",
+        "System that handrolled imitates, the defaults of the keys below: fbgemm, dicee or dgl.",
+        resume=BIAS_CORRECTION,
+    )
+    duplicates: Optional[str] = key(  # noqa: UP045
+        None, "sum or mean of the gradients of one row; null: of the preset."
+    )
+    bias_correction: Optional[str] = key(  # noqa: UP045
+        None,
+        "Steps that Adam counts: table, row or shard; null: of the preset.",
+        resume=BIAS_CORRECTION,
+    )
+    epsilon: Optional[str] = key(  # noqa: UP045
+        None,
+        "Place of epsilon: outside or inside the root, or uncorrected (Adam); null: of the preset.",
+    )
+    state_dtype: Optional[str] = key(  # noqa: UP045
+        None, "Type of the optimizer state: fp32 or bf16; null: of the preset."
+    )
+    state_rounding: Optional[str] = key(  # noqa: UP045
+        None, "Rounding of bf16 state: stochastic or nearest; null: of the preset."
+    )
+    state_device: Optional[str] = key(  # noqa: UP045
+        None, "Place of the optimizer state: same (as the table) or cpu; null: of the preset."
+    )
+    async_step: Optional[bool] = key(  # noqa: UP045
+        None, "Step in a thread while the next batch is loaded; null: of the preset."
+    )
 
     def __post_init__(self) -> None:
-        one_of("entities.engine", self.engine, ENGINE_NAMES)
+        check_values(self, "entities.")
 
     def sparse_options(self, optimizer: str) -> SparseOptions:
         """The preset with the keys that are set.

@@ -22,6 +22,8 @@ _CANDIDATES = {"small": 256, "base": 1024, "large": 4096}
 _EPOCHS = {"small": 0.5, "base": 1.0, "large": 1.0}
 _RATES = {"adam": 0.003, "rowwise_adam": 0.003, "sgd": 0.5}  # adagrad and others: 0.1
 
+_SCALES = {"normal": 0.001, "uniform": 0.25, "xavier_normal": 1.0, "xavier_uniform": 1.0}
+
 # Entities from which a row has half the numbers, since memory decides: 10M x 128 with Adagrad's
 # state are 10 GB.
 _MANY = 1_000_000
@@ -67,7 +69,7 @@ def settled(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) ->
     epochs = _epochs(config, graph) if config.train.epochs is None else config.train.epochs
     picked = (
         _dim(config, scorer, graph),
-        *scorer.start,
+        *_initial(config, scorer),
         _n3(config, is_linear, graph),
         _told(config, graph) if is_linear else 0.0,
         _candidates(config, graph),
@@ -94,6 +96,18 @@ def filled(config: Config, values: dict[str, Any]) -> Config:
     return replace(config, **changed)
 
 
+def _initial(config: Config, scorer: Any) -> tuple[str, float]:
+    """Return the distribution and scale of initial values.
+
+    A scale belongs to its distribution: another one than the scorer's own gets the scale that is
+    usual for it, a gain of 1 for the xavier forms.
+    """
+    distribution, scale = scorer.start
+    if config.model.init in (None, distribution):
+        return distribution, scale
+    return config.model.init, _SCALES[config.model.init]
+
+
 def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:
     """Of the size, a multiple of what the scorer needs; less where relations are matrices."""
     dim = _DIM[config.size] // (2 if graph.entities > _MANY else 1)
@@ -114,7 +128,7 @@ def _with_biases(dim: int, multiple: int) -> int:
 def _n3(config: Config, is_linear: bool, graph: GraphSize) -> float:
     """Softmax's penalty, between Lacroix et al.'s .1 (WN18RR: 2.1 triples an entity), .05 of
     FB15k-237 (19) and the .01 that served Kinship and UMLS here (82 and 39)."""
-    if not is_linear or config.loss.name != "softmax":
+    if not is_linear or config.loss.name != "softmax" or "n3" in config.loss.regularizers:
         return 0.0
     return round(min(0.1, max(0.01, 0.18 / math.sqrt(max(graph.density, 1e-3)))), 3)
 
@@ -131,9 +145,17 @@ def _told(config: Config, graph: GraphSize) -> float:
 
 
 def _candidates(config: Config, graph: GraphSize) -> int:
-    """No more than there are entities, in powers of two."""
+    """Return a power of two: at least 256, otherwise no more than hold all entities once.
+
+    The hardest of them are a choice only if there are more than negatives.hardest.
+    """
     most = _CANDIDATES[config.size]
-    return min(most, max(256, 2 ** math.ceil(math.log2(max(2, graph.entities)))))
+    count = min(most, max(256, _power_above(graph.entities)))
+    return max(count, _power_above(config.negatives.hardest + 1))
+
+
+def _power_above(number: int) -> int:
+    return 2 ** math.ceil(math.log2(max(2, number)))
 
 
 def _epochs(config: Config, graph: GraphSize) -> int:

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
 from kge_torchrec.config.checks import ConfigError
 from kge_torchrec.data import SIDES, Side, answer_column
 from kge_torchrec.data.store.filter_index import Degrees
+from kge_torchrec.kernels.jit import helper, kernel
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
@@ -280,13 +280,13 @@ class DegreeSampler(NegativeSampler):
         return weight / self._sums[-1]
 
 
-@numba.njit(cache=True, nogil=True)
+@helper
 def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> float:
     degree = heads[entity + 1] - heads[entity] + tails[entity + 1] - tails[entity]
     return float(degree) ** power if degree else 0.0
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _add_up(heads: np.ndarray, tails: np.ndarray, power: float, sums: np.ndarray) -> None:
     """Fill in the sum of weights before every STEP-th entity, and the total at the end."""
     total = 0.0
@@ -297,7 +297,7 @@ def _add_up(heads: np.ndarray, tails: np.ndarray, power: float, sums: np.ndarray
     sums[-1] = total
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find(
     heads: np.ndarray,
     tails: np.ndarray,

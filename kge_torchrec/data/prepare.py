@@ -116,7 +116,7 @@ def prepare(
         DataError: Bad input, named by file and line.
         StoreError: ``output`` must not be written to.
     """
-    check_ratio(ratio)
+    check_ratio(ratio, seed)
     if literals not in LITERALS:
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     choice = ColumnChoice.of(columns, weights)

@@ -12,8 +12,10 @@ from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.errors import DataError
 
 
-def check_ratio(ratio: Sequence[float]) -> None:
+def check_ratio(ratio: Sequence[float], seed: int) -> None:
     """Raise DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
+    if seed < 0:
+        raise DataError(f"seed must be an integer >= 0, got {seed}")
     if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
         raise DataError(
             f"ratio {tuple(ratio)}: give the shares of train, valid and test, which sum to 1, "

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 import pyarrow as pa
 
 from kge_torchrec.errors import DataError
+from kge_torchrec.files import in_words
 
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
@@ -89,7 +90,9 @@ def text_lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def unreadable(path: Path, error: OSError) -> DataError:
-    """Return the error for a file that cannot be read."""
+    """Return the error for a file that cannot be opened, or has other bytes than its name says."""
+    if error.errno is not None and error.filename is not None:
+        return DataError(in_words(error))
     return DataError(f"{path}: cannot be read or decompressed: {error}")
 
 

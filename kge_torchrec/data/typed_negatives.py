@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
-import numba
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -35,6 +34,7 @@ from kge_torchrec.data.store.filter_index import (
     seen_pairs,
 )
 from kge_torchrec.errors import DataError
+from kge_torchrec.kernels.jit import kernel
 
 log = logging.getLogger(__name__)
 
@@ -209,7 +209,7 @@ class TypeSampler(TypedSampler):
         return triples[:, answer_column(side)]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _mark_sharing(
     indptr: np.ndarray,
     types: np.ndarray,

@@ -396,7 +396,7 @@ def _write_vectors(
     from pyarrow import parquet as pq  # starts threads
 
     output = output.resolve()
-    partial = output.with_name(f".{output.name}.partial")
+    partial = files.partial_of(output)
     writer: Any = None
     count, bar = 0, tqdm(desc="texts", unit="", unit_scale=True, leave=False)
     try:

@@ -19,13 +19,14 @@ import mmap
 import os
 import secrets
 import select
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
-import torch.distributed as dist
 
+from kge_torchrec.distributed.processes import RankGone
 from kge_torchrec.distributed.waiting import publish, read, wait_for
 
 _PUBLISHED, _CONSUMED, _LEFT, _TOKEN = 0, 8, 16, 24  # words, in cache lines of their own
@@ -57,6 +58,7 @@ class Mailboxes:
         self._consumed = 0  # messages that were read here
         self._room, self._under_way = LEAST_ROOM, deque[tuple[int, int, int]]()
         self._boxes: list[_Box] = []
+        self._places: list[str] = []  # process and host of each rank
         self._alive: list[int | None] = []  # a file of each other process, readable when it ended
         self._meet(exchange)
 
@@ -73,6 +75,7 @@ class Mailboxes:
             if own is not None and all(told):
                 for process, text in enumerate(told):
                     mine = process == self.rank
+                    self._places.append(f"process {text.split()[0]} on {socket.gethostname()}")
                     self._boxes.append(own if mine else self._open(*map(int, text.split())))
                     self._alive.append(None if mine else os.pidfd_open(int(text.split()[0])))
         except OSError as error:
@@ -98,6 +101,7 @@ class Mailboxes:
             raise OSError(errno.ESRCH, f"process {process} is another one here")
         box = _Box(opened, self._room_at, LEAST_ROOM)
         if box.words[_TOKEN] != token:
+            os.close(opened)
             raise OSError(errno.ESRCH, f"process {process} is another one here")
         return box
 
@@ -120,7 +124,7 @@ class Mailboxes:
         receive: reads what can be read here; called where so many messages are under way that
             this process has to wait for their readers.
 
-        Raises DistNetworkError; OSError without memory for it.
+        Raises RankGone; OSError without memory for it.
         """
         distinct = {id(part): part for part in parts}
         needed = sum(_lines(part.size) for part in distinct.values())
@@ -147,7 +151,7 @@ class Mailboxes:
     def part(self, number: int, source: int) -> np.ndarray:
         """What ``source`` left here in message ``number``, as a view; waits for it.
 
-        To be read before ``consumed(number)``.  Raises DistNetworkError.
+        To be read before ``consumed(number)``.  Raises RankGone.
         """
         box = self._boxes[source]
         self._wait(source, _PUBLISHED, number + 1)
@@ -217,9 +221,9 @@ class Mailboxes:
         box, alive = self._boxes[process], self._alive[process]
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if (ended or read(box.words, _LEFT)) and read(box.words, word) < value:
-            raise dist.DistNetworkError(f"connection closed: rank {process} ended")
+            raise RankGone(process, self._places[process], timed_out=False)
         if started is not None and time.monotonic() - started > self._timeout:
-            raise dist.DistNetworkError(f"wait timeout: rank {process} did not come")
+            raise RankGone(process, self._places[process], timed_out=True)
 
 
 class _Box:

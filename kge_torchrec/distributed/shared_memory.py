@@ -15,7 +15,6 @@ Shapes: W ranks.
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 from collections import deque
@@ -34,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.mailboxes import Mailboxes
-from kge_torchrec.distributed.processes import TIMEOUT, Processes
+from kge_torchrec.distributed.processes import Processes
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -55,7 +54,7 @@ _SUMMED = (
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A group of ranks on one host; ``gloo`` is a group of the same ranks, for all else.
+    """A group of all ranks, which share a host; ``gloo`` is their other group, for all else.
 
     An exchange is under way once it is called, and read when somebody waits for it or for a later
     one: in the order of the calls, which is that of every rank.
@@ -166,8 +165,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def shutdown(self) -> None:
         """Ranks that still wait for this one hear that it left."""
-        self._boxes.close()
-        super().shutdown()
+        self._boxes.close()  # gloo is the group of all ranks, which goes on
 
     # Exchanges under way
 
@@ -312,16 +310,17 @@ def _check(arrived: int, expected: int, source: int) -> None:
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
-    meetings = itertools.count()
+    """Makes the group by collectives alone, which fail at once if a rank dies; a store waits."""
+    world = dist.group.WORLD
+    assert world is not None  # who makes a group is in one
 
     def exchange(text: str) -> list[str]:
-        meeting = next(meetings)
-        store.set(f"{meeting}-{rank}", text)
-        return [store.get(f"{meeting}-{other}").decode() for other in range(size)]
+        texts = [text] * size
+        dist.all_gather_object(texts, text)
+        return texts
 
     boxes = Mailboxes(rank, size, exchange, timeout.total_seconds())
-    gloo = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size, timeout)
-    return SharedMemoryGroup(boxes, gloo)
+    return SharedMemoryGroup(boxes, world._get_backend(torch.device("cpu")))
 
 
 class CollectiveWatch(TorchDispatchMode):
@@ -372,7 +371,7 @@ def _through_memory(processes: Processes) -> dist.ProcessGroup | None:
     if processes.device.type != "cpu":
         return None
     try:
-        return dist.new_group(backend=NAME, timeout=TIMEOUT)
+        return dist.new_group(backend=NAME, timeout=timedelta(seconds=processes.timeout))
     except OSError as error:
         log.info("rows travel by gloo: %s", error)
         return None

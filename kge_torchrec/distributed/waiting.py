@@ -11,9 +11,11 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core.typing import signature
 from numba.extending import intrinsic
+
+from kge_torchrec.kernels.jit import kernel
 
 _WORD = 8  # bytes
 
@@ -51,19 +53,19 @@ _SPINS, _YIELDS, _NAPS = 2_000, 10_000, 30
 _FIRST_NAP, _LONGEST_NAP = 50, 1_000  # microseconds
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def publish(words: np.ndarray, index: int, value: int) -> None:
     """words[index] = value, once everything written before can be seen."""
     _store_release(words, index, value)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def read(words: np.ndarray, index: int) -> int:
     """words[index]; what its writer wrote before can be seen."""
     return _load_acquire(words, index)
 
 
-@njit(cache=True, nogil=True)
+@kernel
 def wait_for(words: np.ndarray, index: int, value: int, slept: bool) -> bool:
     """Returns once words[index] >= value, or False after some 20 ms.
 

@@ -21,21 +21,22 @@ Shapes: n rows in the table, D numbers a row, M gradients, U distinct rows among
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS, TableOptimizer
-from kge_torchrec.models.row_sums import JIT, threads_for
-
-_ADAM, _ROWWISE_ADAM, _ADAGRAD, _ROWWISE_ADAGRAD, _SGD = range(5)  # places in TABLE_OPTIMIZERS
+from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
+from kge_torchrec.kernels.jit import SUMS, helper, kernel
 
 _AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
+_ROWS = 64  # distinct rows that a thread takes at once
 
 
 class _Step(NamedTuple):
@@ -70,7 +71,7 @@ def _step_numbers(optimizer: TableOptimizer, lr: float, step: int) -> _Step:
     return _Step(*(np.float32(number) for number in numbers))
 
 
-@njit(**{**JIT, "fastmath": {"reassoc", "nsz"}})  # only lets the sum run in vector lanes
+@helper(fastmath=SUMS)
 def _mean_square(g: np.ndarray) -> np.float32:
     total = np.float32(0)
     for d in range(g.shape[0]):
@@ -78,8 +79,13 @@ def _mean_square(g: np.ndarray) -> np.float32:
     return total / np.float32(g.shape[0])
 
 
-@njit(**JIT)
-def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step) -> None:
+# Steps of one row: its gradient, weights and states, and scratch, (D,) each (a state may be (1,)).
+
+
+@helper
+def _adam_row(
+    g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, scratch: np.ndarray, step: _Step
+) -> None:
     for d in range(g.shape[0]):
         m_d = step.beta1 * m[d] + step.one_minus_beta1 * g[d]
         v_d = step.beta2 * v[d] + step.one_minus_beta2 * g[d] * g[d]
@@ -90,9 +96,9 @@ def _adam_row(g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: 
         w[d] -= step.lr * change
 
 
-@njit(**JIT)
+@helper
 def _rowwise_adam_row(
-    g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, step: _Step
+    g: np.ndarray, w: np.ndarray, m: np.ndarray, v: np.ndarray, scratch: np.ndarray, step: _Step
 ) -> None:
     v[0] = step.beta2 * v[0] + step.one_minus_beta2 * _mean_square(g)
     denominator = np.sqrt(v[0] * step.inverse_correction2) + step.eps
@@ -103,19 +109,21 @@ def _rowwise_adam_row(
         w[d] -= step.lr * (m_d * scale + step.weight_decay * w[d])
 
 
-@njit(**JIT)
-def _adagrad_row(g: np.ndarray, w: np.ndarray, s: np.ndarray, step: _Step) -> None:
+@helper
+def _adagrad_row(
+    g: np.ndarray, w: np.ndarray, s: np.ndarray, none: np.ndarray, scratch: np.ndarray, step: _Step
+) -> None:
     for d in range(g.shape[0]):
         s_d = s[d] + g[d] * g[d]
         s[d] = s_d
         w[d] -= step.lr * g[d] / (np.sqrt(s_d) + step.eps)
 
 
-@njit(**JIT)
+@helper
 def _rowwise_adagrad_row(
-    g: np.ndarray, w: np.ndarray, s: np.ndarray, total: np.ndarray, step: _Step
+    g: np.ndarray, w: np.ndarray, s: np.ndarray, none: np.ndarray, total: np.ndarray, step: _Step
 ) -> None:
-    """``total`` is scratch (D,): the gradient with its weight decay."""
+    """``total`` becomes the gradient with its weight decay."""
     for d in range(g.shape[0]):
         total[d] = g[d] + step.weight_decay * w[d]
     s[0] += _mean_square(total)
@@ -124,7 +132,24 @@ def _rowwise_adagrad_row(
         w[d] -= scale * total[d]
 
 
-@njit(**JIT)
+@helper
+def _sgd_row(
+    g: np.ndarray, w: np.ndarray, none: np.ndarray, no: np.ndarray, scratch: np.ndarray, step: _Step
+) -> None:
+    for d in range(g.shape[0]):
+        w[d] -= step.lr * g[d]
+
+
+_ROW_STEPS = {
+    "adam": _adam_row,
+    "rowwise_adam": _rowwise_adam_row,
+    "adagrad": _adagrad_row,
+    "rowwise_adagrad": _rowwise_adagrad_row,
+    "sgd": _sgd_row,
+}
+
+
+@helper
 def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> None:
     total[:] = np.float32(0)
     for place in places:
@@ -133,78 +158,54 @@ def _sum_gradients(grad: np.ndarray, places: np.ndarray, total: np.ndarray) -> N
             total[d] += g[d]
 
 
-@njit(**JIT)
-def _update_range(
-    kind: int,
-    start: int,
-    stop: int,
-    rows: np.ndarray,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    grad: np.ndarray,
-    weights: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    step: _Step,
-) -> None:
-    """Updates the distinct rows number ``start`` to ``stop``.
+@cache
+def _updates(optimizer: str) -> BlockKernel:
+    """Return the kernel of one optimizer; a run compiles no other.
 
-    Distinct row u has its gradients at places[bounds[u]:bounds[u + 1]].  When both are empty,
-    ``rows`` is strictly increasing: row u has the gradient u.
+    It updates the distinct rows number ``start`` to ``stop``.  Distinct row u has its gradients at
+    places[bounds[u]:bounds[u + 1]].  When both are empty, ``rows`` is strictly increasing: row u
+    has the gradient u.
     """
-    total = np.empty(grad.shape[1], np.float32)
-    scratch = np.empty(grad.shape[1], np.float32)
-    distinct = bounds.shape[0] == 0
-    for u in range(start, stop):
-        ahead = u + _AHEAD
-        if ahead < stop:
-            row = rows[ahead if distinct else places[bounds[ahead]]]
-            prefetch_row(weights, row)
-            if kind != _SGD:
-                prefetch_row(first, row)
-            if kind in (_ADAM, _ROWWISE_ADAM):
-                prefetch_row(second, row)
-        low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
-        place = u if distinct else places[low]
-        row = rows[place]
-        g = grad[place]
-        if high - low > 1:
-            _sum_gradients(grad, places[low:high], total)
-            g = total
-        w = weights[row]
-        if kind == _ADAM:
-            _adam_row(g, w, first[row], second[row], step)
-        elif kind == _ROWWISE_ADAM:
-            _rowwise_adam_row(g, w, first[row], second[row], step)
-        elif kind == _ADAGRAD:
-            _adagrad_row(g, w, first[row], step)
-        elif kind == _ROWWISE_ADAGRAD:
-            _rowwise_adagrad_row(g, w, first[row], scratch, step)
-        else:
-            for d in range(g.shape[0]):
-                w[d] -= step.lr * g[d]
+    step_row = _ROW_STEPS[optimizer]
+    has_first, has_second = optimizer != "sgd", optimizer in ("adam", "rowwise_adam")
+
+    def update(
+        start: int,
+        stop: int,
+        rows: np.ndarray,
+        places: np.ndarray,
+        bounds: np.ndarray,
+        grad: np.ndarray,
+        weights: np.ndarray,
+        first: np.ndarray,
+        second: np.ndarray,
+        step: _Step,
+    ) -> None:
+        total = np.empty(grad.shape[1], np.float32)
+        scratch = np.empty(grad.shape[1], np.float32)
+        distinct = bounds.shape[0] == 0
+        for u in range(start, stop):
+            ahead = u + _AHEAD
+            if ahead < stop:
+                row = rows[ahead if distinct else places[bounds[ahead]]]
+                _prefetch_row(weights, row)
+                if has_first:
+                    _prefetch_row(first, row)
+                if has_second:
+                    _prefetch_row(second, row)
+            low, high = (u, u + 1) if distinct else (bounds[u], bounds[u + 1])
+            place = u if distinct else places[low]
+            row = rows[place]
+            g = grad[place]
+            if high - low > 1:
+                _sum_gradients(grad, places[low:high], total)
+                g = total
+            step_row(g, weights[row], first[row], second[row], scratch, step)
+
+    return named_kernel(f"update_{optimizer}", update, _ROWS)
 
 
-@njit(parallel=True, **JIT)
-def _update_parallel(
-    kind: int,
-    threads: int,
-    count: int,
-    rows: np.ndarray,
-    places: np.ndarray,
-    bounds: np.ndarray,
-    grad: np.ndarray,
-    weights: np.ndarray,
-    first: np.ndarray,
-    second: np.ndarray,
-    step: _Step,
-) -> None:
-    for thread in prange(threads):
-        start, stop = count * thread // threads, count * (thread + 1) // threads
-        _update_range(kind, start, stop, rows, places, bounds, grad, weights, first, second, step)
-
-
-@njit(**JIT)
+@kernel
 def _strictly_increasing(rows: np.ndarray) -> bool:
     for i in range(1, rows.shape[0]):  # noqa: SIM110 (numba has no all() over generators)
         if rows[i] <= rows[i - 1]:
@@ -212,7 +213,7 @@ def _strictly_increasing(rows: np.ndarray) -> bool:
     return True
 
 
-@njit(**JIT)
+@kernel
 def _group_bounds(rows: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Where each run of equal rows starts in ``rows[places]``; the last bound is its length."""
     bounds = np.empty(places.shape[0] + 1, np.int64)
@@ -276,12 +277,7 @@ def update_rows(
         table if second is None else _two_dimensional(second),
         _step_numbers(optimizer, lr, step),
     )
-    kind = TABLE_OPTIMIZERS.index(optimizer.name)
-    threads = threads_for(count, grad.numel())
-    if threads == 1:
-        _update_range(kind, 0, count, *arguments)
-    else:
-        _update_parallel(kind, threads, count, *arguments)
+    _updates(optimizer.name)(count, grad.numel(), *arguments)
 
 
 def _two_dimensional(state: Tensor) -> np.ndarray:
@@ -309,8 +305,8 @@ def _prefetch(typing_context: Any, array: Any, index: Any) -> Any:
     return types.void(array, types.int64), generate
 
 
-@njit(cache=True, nogil=True)
-def prefetch_row(table: np.ndarray, row: int) -> None:
+@helper
+def _prefetch_row(table: np.ndarray, row: int) -> None:
     """``table``: (n, D) float32, contiguous.  Changes nothing."""
     for d in range(0, table.shape[1], _LINE):
         # numba itself passes the typing context

@@ -207,7 +207,7 @@ class ExportFolder:
         self.path, self.overwrite = Path(path), overwrite
         # A link to another disk stays: the export is made where it points to.
         self._target = self.path.resolve()
-        self.partial = self._target.with_name(f".{self._target.name}.partial")
+        self.partial = files.partial_of(self._target)
 
     def check(self) -> None:
         """Raises ExportError unless an export may be put at ``path``."""

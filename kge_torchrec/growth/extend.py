@@ -23,6 +23,15 @@ from torch import Tensor
 
 from kge_torchrec import api, files
 from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config.keys import (
+    Facts,
+    changed_keys,
+    check_effects,
+    check_resume,
+    declared,
+    key_of,
+)
+from kge_torchrec.config.model import INITIAL
 from kge_torchrec.config.parser import Overrides, config_from_dict
 from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers import Sources, make_reader
@@ -83,7 +92,7 @@ def extend(
     source, folder = RunFolder(run), RunFolder(output)
     before = source.load_config()
     config = _config_of(before, folder, epochs, freeze, replay, place, overrides)
-    with processes(config.device) as ranks, ExitStack() as held:
+    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
         api.lock(folder, ranks, held)
         made = _Extension(source, folder, before, config, ranks)
         try:
@@ -94,7 +103,8 @@ def extend(
             if ranks.is_first:
                 made.undo()
             raise
-        api.go_on(folder, config, ranks, callbacks)
+        with api.interrupts_named(folder, config):
+            api.go_on(folder, config, ranks, callbacks)
     return Run(folder.path)
 
 
@@ -122,9 +132,11 @@ def _config_of(
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
     )
     changed = config_from_dict(config.to_dict(), overrides)
-    api.check_overrides(before, changed)
     if changed.data != config.data or changed.run.dir != config.run.dir:
-        raise ConfigError("data.* and run.dir of an extended run are set by extend itself")
+        raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
+    initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
+    check_resume(config, changed, folder.path, allowed=initial)  # rows of new entities are drawn
+    check_effects(changed, Facts(extended=True), changed_keys(config, changed))
     if not changed.checkpoint.keep:
         raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
     return changed
@@ -178,7 +190,13 @@ class _Extension:
 
     def _begin(self, new: Sources | Mapping[str, InMemory], allow_unseen: bool) -> None:
         data = self.before.data
-        check_numbers(self.grown_from)
+        try:
+            check_numbers(self.grown_from)
+        except (OSError, Damaged) as error:
+            raise CheckpointError(
+                f"checkpoint {self.grown_from} cannot be read: {error}; extend another one by "
+                "--checkpoint NAME"
+            ) from error
         base = TripleStore.open(self.source.store_of(data.path))
         base.check()
         if self.folder.is_half_extended:
@@ -281,6 +299,8 @@ class _Extension:
         if self._began:
             self._clear()
             api.undo(self.folder)
+        elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:
+            api.undo(self.folder)  # made here for the lock alone
 
     def _clear(self) -> None:
         """Removes what ``extend`` has made, but the lock and the mark of a run under way."""

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
-from kge_torchrec.models.row_sums import JIT, threads_for
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import helper
 
 _CHUNK = 1 << 14  # numbers
 _U = np.uint32
@@ -30,14 +30,11 @@ def dropped(values: Tensor, share: float, key: int) -> Tensor:
         values.view(-1).numpy(), out.view(-1).numpy(), _U(least),
         np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32),
     )  # fmt: skip
-    if threads_for(-(-values.numel() // _CHUNK), values.numel()) == 1:
-        _drop(0, values.numel(), *arguments)
-    else:
-        _drop_in_parallel(*arguments)
+    _drop(values.numel(), values.numel(), *arguments)
     return out
 
 
-@njit(**JIT)
+@block_kernel(_CHUNK)
 def _drop(
     start: int,
     stop: int,
@@ -53,22 +50,7 @@ def _drop(
         out[place] = values[place] * (scale if drawn >= least else np.float32(0))
 
 
-@njit(parallel=True, **JIT)
-def _drop_in_parallel(
-    values: np.ndarray,
-    out: np.ndarray,
-    least: np.uint32,
-    scale: np.float32,
-    low: np.uint32,
-    high: np.uint32,
-) -> None:
-    for chunk in prange((values.size + _CHUNK - 1) // _CHUNK):
-        start = chunk * _CHUNK
-        stop = min(start + _CHUNK, values.size)
-        _drop(start, stop, values, out, least, scale, low, high)
-
-
-@njit(inline="always", **JIT)
+@helper
 def mixed(bits: np.uint32) -> np.uint32:
     """A bijection whose every bit depends on every bit (the constants are Wellons', lowbias32)."""
     bits = _U(bits ^ (bits >> _U(16)))

@@ -16,22 +16,27 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.ops import EPSILON, Distance, Mapped
+from kge_torchrec.models.ops import EPSILON, Distance, Mapped, block_device
 
 Kind = Distance | Mapped
 
 
 def is_fused(query: Tensor) -> bool:
-    """Whether ``fused`` is to be taken: training on CUDA, where Triton can compile."""
-    if query.device.type != "cuda":
+    """Whether ``fused`` is to be taken: training on CUDA, where Triton can compile.
+
+    A plan for CUDA, on the meta device, takes it too: the GPU's machine has the compiler.
+    """
+    if block_device(query) != "cuda":
         return False
-    return torch.compiler.is_compiling() or (torch.is_grad_enabled() and _has_compiler())
+    if torch.compiler.is_compiling():
+        return True
+    return torch.is_grad_enabled() and (query.device.type == "meta" or _has_compiler())
 
 
 @cache
@@ -71,7 +76,7 @@ in_memory.register_autograd(lambda ctx, grad: grad)
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, kind: Kind, *inputs: Tensor) -> Tensor:
-        value, known = _kernel(_value)(kind, *inputs)
+        value, known = _kernel(_value, inputs[0])(kind, *inputs)
         ctx.save_for_backward(known, *inputs)
         ctx.kind = kind
         return value
@@ -80,17 +85,50 @@ class _Fused(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         known, *inputs = ctx.saved_tensors
         given = ctx.kind, grad, known, *inputs
-        return None, *(_kernel(gradient)(*given) for gradient in _GRADIENTS[: len(inputs)])
+        gradients = _GRADIENTS[: len(inputs)]
+        return None, *(_kernel(gradient, inputs[0])(*given) for gradient in gradients)
 
 
-def _kernel(formula: Callable[..., Any]) -> Callable[..., Any]:
+def _kernel(formula: Callable[..., Any], query: Tensor) -> Callable[..., Any]:
     """The formula, compiled; in the middle of compiling it becomes part of what is compiled."""
-    return formula if torch.compiler.is_compiling() else _compiled(formula)
+    if torch.compiler.is_compiling():
+        return formula
+    return partial(_planned, formula) if query.device.type == "meta" else _compiled(formula)
 
 
 @cache
 def _compiled(formula: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(formula)
+
+
+# One operation for each kernel, which has a shape and no numbers: what a plan counts.
+_LIBRARY = torch.library.Library("kge_torchrec", "FRAGMENT")
+_LIBRARY.define("value_of_pairs(Tensor query, Tensor rows) -> Tensor")
+_LIBRARY.define("gradient_of_pairs(Tensor grad, Tensor of) -> Tensor")
+VALUE_OF_PAIRS = torch.ops.kge_torchrec.value_of_pairs
+GRADIENT_OF_PAIRS = torch.ops.kge_torchrec.gradient_of_pairs
+
+
+@torch.library.impl(_LIBRARY, "value_of_pairs", "Meta")
+def _of_pairs(query: Tensor, rows: Tensor) -> Tensor:
+    return query.new_empty(*query.shape[:2], rows.shape[1])
+
+
+@torch.library.impl(_LIBRARY, "gradient_of_pairs", "Meta")
+def _like(grad: Tensor, of: Tensor) -> Tensor:
+    return torch.empty_like(of)
+
+
+def _planned(formula: Callable[..., Any], kind: Kind, *given: Tensor) -> Any:
+    """The formula's results on the meta device, by the operations above."""
+    if formula is not _value:
+        grad, _, *inputs = given
+        of = inputs[_GRADIENTS.index(formula)]
+        return GRADIENT_OF_PAIRS(grad, of)
+    value = VALUE_OF_PAIRS(*given[:2])
+    if kind == "euclidean":
+        return value, value
+    return value, torch.empty_like(value) if kind == "hyperplane_squares" else None
 
 
 def _value(

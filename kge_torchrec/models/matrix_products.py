@@ -16,14 +16,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import FUSED_SUMS, helper, threads_for
 from kge_torchrec.models.dropout_kernels import mixed
-from kge_torchrec.models.row_sums import JIT, by_row, threads_for
+from kge_torchrec.models.row_sums import by_row
 
 _U = np.uint32
-_FAST = JIT | {"fastmath": {"reassoc", "nsz", "contract"}}  # sums may run in vector lanes
 
 
 def relation_products(
@@ -78,47 +78,31 @@ class _Work:
         # Not by .numpy(), after which FSDP could not free them.
         self.matrices = matrices.detach().float().contiguous()
         places, bounds = by_row(relation.numpy(), len(matrices))
-        parts = threads_for(len(places), len(places) * matrices.shape[1])
+        work = len(places) * matrices.shape[1]
+        parts = threads_for(len(places), work)
         ends = np.searchsorted(bounds, np.arange(parts + 1) * len(places) / parts)
         ends[0], ends[-1] = 0, len(matrices)
-        self.parts = parts
+        self.parts, self.work = parts, work
         self.given = (
             places, bounds, ends, share > 0, _U(min(round(share * 2**32), 2**32 - 1)),
             np.float32(1 / (1 - share)), _U(key & 0xFFFFFFFF), _U(key >> 32),
             self.vectors.numpy(), np.from_dlpack(self.matrices),
         )  # fmt: skip
 
-    def multiply(self, *given: Any) -> None:
-        """Of ``_multiply``: left, out."""
-        self._run(_multiply, _multiply_in_parallel, *given)
+    def multiply(self, left: bool, out: Tensor) -> None:
+        """Write the products."""
+        _multiply(self.parts, self.work, *self.given, left, out.numpy())
 
-    def pull(self, *given: Any) -> None:
-        """Of ``_pull``: left, gradients of what ``multiply`` gave, of vectors, of matrices."""
-        self._run(_pull, _pull_in_parallel, *given)
-
-    def _run(self, serial: Any, in_parallel: Any, left: bool, *arrays: Tensor) -> None:
-        given = *self.given, left, *(x.numpy() for x in arrays)
-        if self.parts == 1:
-            serial(0, *given)
-        else:
-            in_parallel(self.parts, *given)
+    def pull(self, left: bool, grad: Tensor, of_vectors: Tensor, of_matrices: Tensor) -> None:
+        """Write the gradients of vectors and add those of matrices; grad: of the products."""
+        grads = (x.numpy() for x in (grad, of_vectors, of_matrices))
+        _pull(self.parts, self.work, *self.given, left, *grads)
 
 
-@njit(parallel=True, **JIT)
-def _multiply_in_parallel(parts: int, *given: Any) -> None:
-    for part in prange(parts):
-        _multiply(part, *given)
-
-
-@njit(parallel=True, **JIT)
-def _pull_in_parallel(parts: int, *given: Any) -> None:
-    for part in prange(parts):
-        _pull(part, *given)
-
-
-@njit(**_FAST)
+@block_kernel(1, fastmath=FUSED_SUMS)
 def _multiply(
-    part: int,
+    start: int,
+    stop: int,
     places: np.ndarray,
     bounds: np.ndarray,
     ends: np.ndarray,
@@ -132,9 +116,9 @@ def _multiply(
     left: bool,
     out: np.ndarray,
 ) -> None:
-    """The products of a part's queries, (Q, D) -> (Q, D)."""
+    """The products of the queries of some parts, (Q, D) -> (Q, D)."""
     dim = vectors.shape[1]
-    for relation in range(ends[part], ends[part + 1]):
+    for relation in range(ends[start], ends[stop]):
         matrix = matrices[relation]
         for query in places[bounds[relation] : bounds[relation + 1]]:
             x, y = vectors[query], out[query]
@@ -154,9 +138,10 @@ def _multiply(
                     y[i] = total * scale
 
 
-@njit(**_FAST)
+@block_kernel(1, fastmath=FUSED_SUMS)
 def _pull(
-    part: int,
+    start: int,
+    stop: int,
     places: np.ndarray,
     bounds: np.ndarray,
     ends: np.ndarray,
@@ -172,9 +157,9 @@ def _pull(
     of_vectors: np.ndarray,
     of_matrices: np.ndarray,
 ) -> None:
-    """The gradients of a part's vectors, written, and matrices, added up."""
+    """The gradients of the vectors of some parts, written, and matrices, added up."""
     dim = vectors.shape[1]
-    for relation in range(ends[part], ends[part + 1]):
+    for relation in range(ends[start], ends[stop]):
         matrix, of_matrix = matrices[relation], of_matrices[relation]
         for query in places[bounds[relation] : bounds[relation + 1]]:
             # Whichever side x is on, a row of M meets one number of one and all of the other.
@@ -200,13 +185,13 @@ def _pull(
                         of_row[j] += x[j] * b
 
 
-@njit(inline="always", **JIT)
+@helper
 def _first(query: int, row: int, dim: int, low: np.uint32) -> np.uint32:
     """Where the draws of a row of a query's matrix begin."""
     return _U(_U((query * dim + row) * dim) + low)
 
 
-@njit(inline="always", **JIT)
+@helper
 def _kept(
     value: np.float32, place: int, draws: bool, first: np.uint32, high: np.uint32, least: np.uint32
 ) -> np.float32:

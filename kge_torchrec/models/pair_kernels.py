@@ -11,8 +11,7 @@ A pair's score depends on its own numbers alone, wherever it stands: the last ro
 filled up to four by repeating one, so that all go through the same instructions.
 
 The formulas are those of ``pair_scores``; ``_compare`` and the three ``_pull`` are all that knows
-them.  Everything is in one file, since numba compiles a cached kernel anew when its own file
-changes, and no other.
+them.
 
 Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D numbers a row; M numbers of a
 map, D or 0.
@@ -20,13 +19,11 @@ map, D or 0.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit, prange
 
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import FUSED_SUMS, helper
 from kge_torchrec.models.ops import EPSILON
-from kge_torchrec.models.row_sums import JIT
 
 # The kinds by their places among Comparison and Mapped of ``ops``.
 _DOT, EUCLIDEAN, _MANHATTAN, _MODULI, _SCALED_MANHATTAN, _SCALED_SQUARES, _HYPERPLANE = range(7)
@@ -39,10 +36,9 @@ ROWS = 16  # few, for threads to end together: some rows have more pairs than ot
 # A score's sum may run in vector lanes, products may be fused with it.  Nothing else is: gradients
 # are added as they are written, which is as fast, and gives the same bits however a kernel is
 # compiled, and the signs of small differences as torch has them.
-_FAST = JIT | {"fastmath": {"reassoc", "nsz", "contract"}}
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED_SUMS)
 def _compare(
     kind: int, q: np.ndarray, x0: np.ndarray, x1: np.ndarray, x2: np.ndarray, x3: np.ndarray
 ) -> tuple[np.float32, np.float32, np.float32, np.float32]:
@@ -80,7 +76,7 @@ def _compare(
     return s0, s1, s2, s3
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED_SUMS)
 def _compare_mapped(
     kind: int,
     q: np.ndarray,
@@ -118,12 +114,12 @@ def _compare_mapped(
     return s0, s1, s2, s3
 
 
-@njit(**JIT)
+@helper
 def _modulus(real: np.float32, imaginary: np.float32) -> np.float32:
     return np.sqrt(real * real + imaginary * imaginary + _EPSILON)
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED_SUMS)
 def _along(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32:
     """The part of the difference of two ends that lies along the normal.
 
@@ -136,7 +132,7 @@ def _along(normal: np.ndarray, end: np.ndarray, other: np.ndarray) -> np.float32
     return total
 
 
-@njit(**JIT)
+@helper
 def _beside(
     end: np.float32, other: np.float32, along: np.float32, normal: np.float32
 ) -> np.float32:
@@ -144,11 +140,11 @@ def _beside(
     return (end - other) - along * normal
 
 
-@njit(**JIT)
+@block_kernel(1)
 def score_blocks(
-    kind: int,
     start: int,
     stop: int,
+    kind: int,
     query: np.ndarray,
     maps: np.ndarray,
     rows: np.ndarray,
@@ -173,13 +169,7 @@ def score_blocks(
                 out[k], out[k1], out[k2], out[k3] = found
 
 
-@njit(parallel=True, **JIT)
-def score_in_parallel(kind: int, blocks: int, *given: Any) -> None:
-    for block in prange(blocks):
-        score_blocks(kind, block, block + 1, *given)
-
-
-@njit(**JIT)
+@helper
 def _pull(
     kind: int,
     w0: np.float32,
@@ -217,7 +207,7 @@ def _pull(
             )
 
 
-@njit(**JIT)
+@helper
 def _pull_signs(
     w0: np.float32,
     w1: np.float32,
@@ -241,7 +231,7 @@ def _pull_signs(
         total[d] += (s0 + s1) + (s2 + s3)
 
 
-@njit(**JIT)
+@helper
 def _pull_from_mapped(
     kind: int,
     w0: np.float32,
@@ -283,7 +273,7 @@ def _pull_from_mapped(
             total_m[d] -= x0[d] * r0 + x1[d] * r1 + x2[d] * r2 + x3[d] * r3
 
 
-@njit(**JIT)
+@helper
 def _pull_into_mapped(
     kind: int,
     w0: np.float32,
@@ -321,18 +311,18 @@ def _pull_into_mapped(
             total[d] -= near + far
 
 
-@njit(**JIT)
+@helper
 def _signed(weight: np.float32, q: np.float32, m: np.float32, x: np.float32) -> np.float32:
     """The weight with the sign of q - m x."""
     mapped = m * x
     return weight if q > mapped else (-weight if q < mapped else np.float32(0))
 
 
-@njit(**JIT)
+@block_kernel(1)
 def pull_into_queries(
-    kind: int,
     start: int,
     stop: int,
+    kind: int,
     query: np.ndarray,
     maps: np.ndarray,
     rows: np.ndarray,
@@ -368,17 +358,11 @@ def pull_into_queries(
                     _pull_from_mapped(kind, w0, w1, w2, w3, q, m, x0, x1, x2, x3, total, total_m)
 
 
-@njit(parallel=True, **JIT)
-def pull_into_queries_in_parallel(kind: int, blocks: int, *given: Any) -> None:
-    for block in prange(blocks):
-        pull_into_queries(kind, block, block + 1, *given)
-
-
-@njit(**JIT)
+@block_kernel(ROWS)
 def pull_into_rows(
-    kind: int,
     start: int,
     stop: int,
+    kind: int,
     query: np.ndarray,
     maps: np.ndarray,
     rows: np.ndarray,
@@ -388,11 +372,10 @@ def pull_into_rows(
     weights: np.ndarray,
     grad: np.ndarray,
 ) -> None:
-    """Blocks of ``ROWS`` rows."""
     # The pairs of a row that wait to be four: their queries' chunks and places, and weights.
     chunk, place = np.zeros(4, np.int64), np.zeros(4, np.int64)
     weight = np.zeros(4, np.float32)
-    for row in range(start * ROWS, min(stop * ROWS, rows.shape[0])):
+    for row in range(start, stop):
         waiting = 0
         grad[row] = np.float32(0)
         for at in range(bounds[row], bounds[row + 1]):
@@ -408,7 +391,7 @@ def pull_into_rows(
             _pull_four(kind, chunk, place, weight, query, maps, rows[row], grad[row])
 
 
-@njit(**JIT)
+@helper
 def _pull_four(
     kind: int,
     chunk: np.ndarray,
@@ -430,9 +413,3 @@ def _pull_four(
         m0, m1 = maps[chunk[0], place[0]], maps[chunk[1], place[1]]
         m2, m3 = maps[chunk[2], place[2]], maps[chunk[3], place[3]]
         _pull_into_mapped(kind, w0, w1, w2, w3, row, q0, q1, q2, q3, m0, m1, m2, m3, total)
-
-
-@njit(parallel=True, **JIT)
-def pull_into_rows_in_parallel(kind: int, blocks: int, *given: Any) -> None:
-    for block in prange(blocks):
-        pull_into_rows(kind, block, block + 1, *given)

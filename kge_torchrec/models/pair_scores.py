@@ -20,15 +20,15 @@ map, D or 0 where rows are compared as they are.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
+from kge_torchrec.kernels.blocks import BlockKernel
 from kge_torchrec.models import pair_kernels as kernels
 from kge_torchrec.models.ops import Comparison, Mapped
-from kge_torchrec.models.row_sums import by_row, threads_for
+from kge_torchrec.models.row_sums import by_row
 
 _KINDS: tuple[str, ...] = (*get_args(Comparison), *get_args(Mapped))
 
@@ -67,8 +67,7 @@ def _scores(query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, kind: int)
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
         raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
     scores = query.new_empty(*query.shape[:2], index.shape[1])
-    both = kernels.score_blocks, kernels.score_in_parallel
-    _over_queries(*both, kind, query, maps, rows, index, scores)
+    _over_queries(kernels.score_blocks, kind, query, maps, rows, index, scores)
     return scores
 
 
@@ -77,8 +76,8 @@ def _gradients_of_queries(
     query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
 ) -> tuple[Tensor, Tensor]:
     grad, grad_maps = torch.empty_like(query), torch.empty_like(maps)
-    both = kernels.pull_into_queries, kernels.pull_into_queries_in_parallel
-    _over_queries(*both, kind, query, maps, rows, index, weights, grad, grad_maps)
+    given = query, maps, rows, index, weights, grad, grad_maps
+    _over_queries(kernels.pull_into_queries, kind, *given)
     return grad, grad_maps
 
 
@@ -88,19 +87,13 @@ def _gradient_of_rows(
 ) -> Tensor:
     grad = torch.empty_like(rows)
     places, bounds = by_row(index.reshape(-1).numpy(), len(rows))
-    blocks = -(-len(rows) // kernels.ROWS)
-    given = _arrays(query, maps, rows)
-    arguments = (*given, index.shape[1], places, bounds, *_arrays(weights, grad))
-    if threads_for(blocks, weights.numel() * query.shape[2]) == 1:
-        kernels.pull_into_rows(kind, 0, blocks, *arguments)
-    else:
-        kernels.pull_into_rows_in_parallel(kind, blocks, *arguments)
+    given = *_arrays(query, maps, rows), index.shape[1], places, bounds, *_arrays(weights, grad)
+    kernels.pull_into_rows(len(rows), weights.numel() * query.shape[2], kind, *given)
     return grad
 
 
 def _over_queries(
-    serial: Callable[..., None],
-    parallel: Callable[..., None],
+    kernel: BlockKernel,
     kind: int,
     query: Tensor,
     maps: Tensor,
@@ -108,13 +101,10 @@ def _over_queries(
     index: Tensor,
     *of_pairs: Tensor,
 ) -> None:
-    """Runs a kernel over blocks of queries, on as many threads as pay."""
+    """Run a kernel over blocks of queries."""
     blocks = len(index) * -(-query.shape[1] // kernels.QUERIES)
     arguments = _arrays(query, maps, rows, index, *of_pairs)
-    if threads_for(blocks, query.numel() * index.shape[1]) == 1:
-        serial(kind, 0, blocks, *arguments)
-    else:
-        parallel(kind, blocks, *arguments)
+    kernel(blocks, query.numel() * index.shape[1], kind, *arguments)
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:

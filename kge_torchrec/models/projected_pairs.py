@@ -20,16 +20,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import SUMS, helper
 from kge_torchrec.models.ops import EPSILON
-from kge_torchrec.models.row_sums import JIT, by_row, in_blocks
+from kge_torchrec.models.row_sums import by_row
 
 _EPSILON = np.float32(EPSILON)
 _TAKEN = 16  # queries or rows that a thread takes at once
 _SIDE_BY_SIDE = 4  # pairs: a loop over the blocks of one is too short for what it costs to begin
-_SUMS = JIT | {"fastmath": {"reassoc", "nsz"}}  # only lets a sum run in vector lanes
 
 
 def projected_distances(
@@ -74,7 +74,7 @@ class _Distances(torch.autograd.Function):
         out = point.new_empty(*point.shape[:2], index.shape[1])
         given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
         count, numbers = len(point) * point.shape[1], out.numel() * rows.shape[1:].numel()
-        in_blocks(_measure, _measure_in_parallel, count, _TAKEN, numbers, given)
+        _measure(count, numbers, *given)
         return out
 
     @staticmethod
@@ -86,12 +86,10 @@ class _Distances(torch.autograd.Function):
         arrays = _arrays(*given)
         weights, numbers = grad.contiguous().numpy(), grad.numel() * rows.shape[1:].numel()
         of_queries = *arrays, index.numpy(), weights, *_arrays(*grads[:3])
-        both, count = (_pull_into_queries, _pull_into_queries_in_parallel), len(point)
-        in_blocks(*both, count * point.shape[1], _TAKEN, numbers, of_queries)
+        _pull_into_queries(len(point) * point.shape[1], numbers, *of_queries)
         places = by_row(index.reshape(-1).numpy(), len(rows))
         of_rows = *arrays, *places, weights, grads[3].numpy()
-        both = _pull_into_rows, _pull_into_rows_in_parallel
-        in_blocks(*both, len(rows), _TAKEN, numbers, of_rows)
+        _pull_into_rows(len(rows), numbers, *of_rows)
         return *grads, None
 
 
@@ -99,25 +97,7 @@ def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:
     return tuple(tensor.detach().numpy() for tensor in tensors)
 
 
-@njit(parallel=True, **JIT)
-def _measure_in_parallel(count: int, *given: Any) -> None:
-    for part in prange(-(-count // _TAKEN)):
-        _measure(part * _TAKEN, min((part + 1) * _TAKEN, count), *given)
-
-
-@njit(parallel=True, **JIT)
-def _pull_into_queries_in_parallel(count: int, *given: Any) -> None:
-    for part in prange(-(-count // _TAKEN)):
-        _pull_into_queries(part * _TAKEN, min((part + 1) * _TAKEN, count), *given)
-
-
-@njit(parallel=True, **JIT)
-def _pull_into_rows_in_parallel(count: int, *given: Any) -> None:
-    for part in prange(-(-count // _TAKEN)):
-        _pull_into_rows(part * _TAKEN, min((part + 1) * _TAKEN, count), *given)
-
-
-@njit(**JIT)
+@block_kernel(_TAKEN)
 def _measure(
     start: int,
     stop: int,
@@ -144,7 +124,7 @@ def _measure(
                 out[c, i, k + t] = _sum(lengths[t * blocks : (t + 1) * blocks])
 
 
-@njit(**JIT)
+@block_kernel(_TAKEN)
 def _pull_into_queries(
     start: int,
     stop: int,
@@ -189,7 +169,7 @@ def _pull_into_queries(
             _fold(of_u[p], of_vectors[c, i, p])
 
 
-@njit(**JIT)
+@block_kernel(_TAKEN)
 def _pull_into_rows(
     start: int,
     stop: int,
@@ -234,13 +214,13 @@ def _pull_into_rows(
 # Tiles: the blocks of four pairs side by side, (..., 4 B).
 
 
-@njit(**JIT)
+@helper
 def _tile(row: np.ndarray) -> np.ndarray:
     """For four of (k, B), 0 so far: what is never filled stays finite."""
     return np.zeros((row.shape[0], _SIDE_BY_SIDE * row.shape[1]), np.float32)
 
 
-@njit(**JIT)
+@helper
 def _tiles_of_query(
     vectors: np.ndarray, scales: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -252,7 +232,7 @@ def _tiles_of_query(
     return point, of_vectors, np.zeros((projections, lanes), np.float32)
 
 
-@njit(**JIT)
+@helper
 def _put(t: int, x: np.ndarray, tile: np.ndarray) -> None:
     """x (k, B) as number t of the four."""
     blocks = x.shape[1]
@@ -261,7 +241,7 @@ def _put(t: int, x: np.ndarray, tile: np.ndarray) -> None:
             tile[r, t * blocks + i] = x[r, i]
 
 
-@njit(**JIT)
+@helper
 def _put_query(
     t: int,
     point: np.ndarray,
@@ -277,13 +257,13 @@ def _put_query(
         _put(t, vectors[p], u[p])
 
 
-@njit(**JIT)
+@helper
 def _weigh(t: int, weight: np.float32, tile: np.ndarray) -> None:
     blocks = tile.shape[0] // _SIDE_BY_SIDE
     tile[t * blocks : (t + 1) * blocks] = weight
 
 
-@njit(**JIT)
+@helper
 def _fold(tile: np.ndarray, out: np.ndarray) -> None:
     """Their sum: (k, 4 B) -> (k, B)"""
     blocks = out.shape[1]
@@ -293,7 +273,7 @@ def _fold(tile: np.ndarray, out: np.ndarray) -> None:
             out[r, i] = near + (tile[r, 2 * blocks + i] + tile[r, 3 * blocks + i])
 
 
-@njit(**JIT)
+@helper
 def _project(
     u: np.ndarray, s: np.ndarray, row: np.ndarray, projected: np.ndarray, along: np.ndarray
 ) -> np.ndarray:
@@ -305,7 +285,7 @@ def _project(
     return row
 
 
-@njit(**JIT)
+@helper
 def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
     """<u, x> of each block: (k, B) twice -> (B,)"""
     out[:] = np.float32(0)
@@ -313,7 +293,7 @@ def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
         _add_products(u[r], x[r], out)
 
 
-@njit(**JIT)
+@helper
 def _remove(
     s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
 ) -> None:
@@ -322,7 +302,7 @@ def _remove(
         _less(s, along, u[r], x[r], out[r])
 
 
-@njit(**JIT)
+@helper
 def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
     """Of the blocks of their difference."""
     out[:] = _EPSILON  # the gradient of a length is finite at 0 so
@@ -332,7 +312,7 @@ def _lengths(end: np.ndarray, point: np.ndarray, out: np.ndarray) -> None:
         out[i] = np.sqrt(out[i])
 
 
-@njit(**JIT)
+@helper
 def _slope(
     end: np.ndarray, point: np.ndarray, weight: np.ndarray, share: np.ndarray, out: np.ndarray
 ) -> None:
@@ -347,49 +327,49 @@ def _slope(
 # Loops over blocks, (B,) all.
 
 
-@njit(**JIT)
+@helper
 def _add(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] += x[i]
 
 
-@njit(**JIT)
+@helper
 def _subtract(x: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] -= x[i]
 
 
-@njit(**JIT)
+@helper
 def _add_products(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] += x[i] * y[i]
 
 
-@njit(**JIT)
+@helper
 def _subtract_products(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] -= x[i] * y[i]
 
 
-@njit(**JIT)
+@helper
 def _add_squares(x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] += (x[i] - y[i]) * (x[i] - y[i])
 
 
-@njit(**JIT)
+@helper
 def _scaled_difference(scale: np.ndarray, x: np.ndarray, y: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] = scale[i] * (x[i] - y[i])
 
 
-@njit(**JIT)
+@helper
 def _less(s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
     for i in range(out.shape[0]):
         out[i] = x[i] - s[i] * along[i] * u[i]
 
 
-@njit(**JIT)
+@helper
 def _subtract_of_vector(
     s: np.ndarray,
     along: np.ndarray,
@@ -402,7 +382,7 @@ def _subtract_of_vector(
         out[i] -= s[i] * (along[i] * slope[i] + slope_along[i] * x[i])
 
 
-@njit(**_SUMS)
+@helper(fastmath=SUMS)
 def _sum(x: np.ndarray) -> np.float32:
     total = np.float32(0)
     for i in range(x.shape[0]):

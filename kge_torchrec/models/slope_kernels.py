@@ -21,14 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 from llvmlite import ir
-from numba import njit, prange, types
+from numba import types
 from numba.extending import intrinsic, overload
 from torch import Tensor
 
-from kge_torchrec.models.row_sums import JIT, threads_for
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import FUSED, helper
 
-# A product and a sum at once.  Sums keep their order, whatever a function is compiled into.
-_FAST: dict[str, Any] = {**JIT, "fastmath": {"contract"}}
 _LANES = 64  # maxima and sums of a row, each of every 64th score
 _LEAST = np.float32(-1e38)  # no score is below it
 _F = np.float32  # a number that is not one would make all others double
@@ -37,10 +36,7 @@ _F = np.float32  # a number that is not one would make all others double
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
     """Overwrites (Q,) float64 by log sum exp s, or by sum log(1 + exp s), of scores (Q, m)."""
     arrays = _array(scores), scores.shape[1], out.numpy(), softmax
-    if threads_for(len(scores), scores.numel()) == 1:
-        _normalizers(0, len(scores), *arrays)
-    else:
-        _normalizers_in_parallel(*arrays)
+    _normalizers(len(scores), scores.numel(), *arrays)
 
 
 def gradients(
@@ -55,10 +51,7 @@ def gradients(
     small = (normalizer - whole).float()
     of_query = (x.contiguous().numpy() for x in (whole, small, weight))
     given = _array(scores), scores.shape[1], *of_query, np.float32(rest), softmax
-    if threads_for(len(scores), scores.numel()) == 1:
-        _gradients(0, len(scores), *given)
-    else:
-        _gradients_in_parallel(*given)
+    _gradients(len(scores), scores.numel(), *given)
 
 
 def takes(scores: Tensor) -> bool:
@@ -93,11 +86,8 @@ class _LogSums(torch.autograd.Function):
         slopes, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
         every = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
         matrices = (x.contiguous().view(-1, count).numpy() for x in (scores, every, slopes))
-        arrays = (*matrices, sums.view(-1).numpy(), softmax)
-        if threads_for(sums.numel(), scores.numel()) == 1:
-            _log_sums(0, sums.numel(), *arrays)
-        else:
-            _log_sums_in_parallel(*arrays)
+        kernel = _softmax_sums if softmax else _logistic_sums
+        kernel(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
         ctx.save_for_backward(slopes)
         return sums
 
@@ -108,35 +98,41 @@ class _LogSums(torch.autograd.Function):
         return slopes * grad.unsqueeze(-1), None, None
 
 
-@njit(**_FAST)
-def _log_sums(
+# Two kernels, of which a run compiles the one that its loss needs.  A mask of one row is that of
+# all queries.
+
+
+@block_kernel(1, fastmath=FUSED)
+def _softmax_sums(
     start: int,
     stop: int,
     scores: np.ndarray,
     mask: np.ndarray,
     slopes: np.ndarray,
     out: np.ndarray,
-    softmax: bool,
 ) -> None:
-    """Slopes too; a mask of one row is that of all queries."""
+    """Write log sum exp s of each query, and its gradients."""
     lanes = np.empty(_LANES, np.float32)
     for q in range(start, stop):
-        row, counts, slope = scores[q], mask[min(q, mask.shape[0] - 1)], slopes[q]
-        if softmax:
-            out[q] = _softmax(row, counts, slope, lanes)
-        else:
-            out[q] = _logistic(row, counts, slope, lanes)
+        out[q] = _softmax(scores[q], mask[min(q, mask.shape[0] - 1)], slopes[q], lanes)
 
 
-@njit(parallel=True, **_FAST)
-def _log_sums_in_parallel(
-    scores: np.ndarray, mask: np.ndarray, slopes: np.ndarray, out: np.ndarray, softmax: bool
+@block_kernel(1, fastmath=FUSED)
+def _logistic_sums(
+    start: int,
+    stop: int,
+    scores: np.ndarray,
+    mask: np.ndarray,
+    slopes: np.ndarray,
+    out: np.ndarray,
 ) -> None:
-    for q in prange(scores.shape[0]):
-        _log_sums(q, q + 1, scores, mask, slopes, out, softmax)
+    """Write sum log(1 + exp s) of each query, and its gradients."""
+    lanes = np.empty(_LANES, np.float32)
+    for q in range(start, stop):
+        out[q] = _logistic(scores[q], mask[min(q, mask.shape[0] - 1)], slopes[q], lanes)
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _softmax(
     row: np.ndarray, counts: np.ndarray, slope: np.ndarray, lanes: np.ndarray
 ) -> np.float32:
@@ -153,7 +149,7 @@ def _softmax(
     return np.log(total) + top
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _logistic(
     row: np.ndarray, counts: np.ndarray, slope: np.ndarray, lanes: np.ndarray
 ) -> np.float32:
@@ -175,7 +171,7 @@ def _logistic(
     return _sum_of(lanes)
 
 
-@njit(**_FAST)
+@block_kernel(1, fastmath=FUSED)
 def _normalizers(
     start: int, stop: int, scores: np.ndarray, entities: int, out: np.ndarray, softmax: bool
 ) -> None:
@@ -189,15 +185,7 @@ def _normalizers(
             out[q] = _sum(row, _F(0), False, lanes)
 
 
-@njit(parallel=True, **_FAST)
-def _normalizers_in_parallel(
-    scores: np.ndarray, entities: int, out: np.ndarray, softmax: bool
-) -> None:
-    for q in prange(scores.shape[0]):
-        _normalizers(q, q + 1, scores, entities, out, softmax)
-
-
-@njit(**_FAST)
+@block_kernel(1, fastmath=FUSED)
 def _gradients(
     start: int,
     stop: int,
@@ -221,20 +209,6 @@ def _gradients(
                 least = _exp(-abs(score))
                 slope = (_F(1) if score >= 0 else least) / (_F(1) + least)
                 _put(row, j, (slope - rest) * weight[q])
-
-
-@njit(parallel=True, **_FAST)
-def _gradients_in_parallel(
-    scores: np.ndarray,
-    entities: int,
-    normalizer: np.ndarray,
-    small: np.ndarray,
-    weight: np.ndarray,
-    rest: np.float32,
-    softmax: bool,
-) -> None:
-    for q in prange(scores.shape[0]):
-        _gradients(q, q + 1, scores, entities, normalizer, small, weight, rest, softmax)
 
 
 def _number(stored: Any) -> Any:
@@ -268,7 +242,7 @@ def _put_into(row: Any, place: Any, number: Any) -> Callable[..., None]:
     return whole if isinstance(row.dtype, types.Float) else rounded
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _sum_of(lanes: np.ndarray) -> np.float32:
     """Half of them onto the other, until one is left: a chain of sums would take longer."""
     half = _LANES // 2
@@ -279,7 +253,7 @@ def _sum_of(lanes: np.ndarray) -> np.float32:
     return lanes[0]
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _largest_of(lanes: np.ndarray) -> np.float32:
     """As ``_sum_of``."""
     half = _LANES // 2
@@ -290,7 +264,7 @@ def _largest_of(lanes: np.ndarray) -> np.float32:
     return lanes[0]
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
     """Of a row; lane by lane, so that compilers make vectors of it.  Overwrites lanes."""
     whole = row.shape[0] - row.shape[0] % _LANES
@@ -303,7 +277,7 @@ def _largest(row: np.ndarray, lanes: np.ndarray) -> np.float32:
     return _largest_of(lanes)
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _total(row: np.ndarray, lanes: np.ndarray) -> np.float32:
     """Of a row; as ``_largest``."""
     whole = row.shape[0] - row.shape[0] % _LANES
@@ -316,7 +290,7 @@ def _total(row: np.ndarray, lanes: np.ndarray) -> np.float32:
     return _sum_of(lanes)
 
 
-@njit(**_FAST)
+@helper(fastmath=FUSED)
 def _sum(row: np.ndarray, top: np.float32, softmax: bool, lanes: np.ndarray) -> np.float32:
     """Of exp(s - top), or of log(1 + exp s); as ``_largest``."""
     whole = row.shape[0] - row.shape[0] % _LANES
@@ -334,12 +308,12 @@ def _sum(row: np.ndarray, top: np.float32, softmax: bool, lanes: np.ndarray) -> 
     return _sum_of(lanes)
 
 
-@njit(inline="always", **_FAST)
+@helper(fastmath=FUSED)
 def _softplus(score: np.float32) -> np.float32:
     return max(score, _F(0)) + _log1p(_exp(-abs(score)))
 
 
-@njit(inline="always", **_FAST)
+@helper(fastmath=FUSED)
 def _exp(x: np.float32) -> np.float32:
     """Of x <= 0: 2^k e^f with |f| <= log(2) / 2, and e^-87 below that."""
     x = _F(-87) if x < _F(-87) else x  # so that NaN stays NaN
@@ -353,7 +327,7 @@ def _exp(x: np.float32) -> np.float32:
     return (p * f * f + f + _F(1)) * _as_float((np.int32(k) + np.int32(127)) << np.int32(23))
 
 
-@njit(inline="always", **_FAST)
+@helper(fastmath=FUSED)
 def _log1p(x: np.float32) -> np.float32:
     """Of x in [0, 1]: x times the Chebyshev interpolation of log(1 + x) / x of degree 9."""
     p = _F(0.01954253) + x * _F(-0.00317606)

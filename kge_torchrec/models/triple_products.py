@@ -18,14 +18,14 @@ from typing import Any, NamedTuple, get_args
 
 import numpy as np
 import torch
-from numba import njit, prange
 from torch import Tensor
 
+from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.jit import SUMS, helper, kernel
 from kge_torchrec.models.ops import Factor
-from kge_torchrec.models.row_sums import JIT, by_row, in_blocks
+from kge_torchrec.models.row_sums import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # places in Factor
-_SUMS = JIT | {"fastmath": {"reassoc", "nsz"}}  # only lets a sum run in vector lanes
 _BLOCK = 16  # queries or rows that a thread takes at once
 
 
@@ -70,8 +70,7 @@ class _Encoded(torch.autograd.Function):
             count = len(asked.anchor)
             query, score = rows.new_empty(count, rows.shape[1]), rows.new_empty(count)
             given = *_arrays(asked, rows, relations), query.numpy(), score.numpy()
-            both, numbers = (_multiply, _multiply_in_parallel), count * rows.shape[1]
-            in_blocks(*both, count, _BLOCK, numbers, given)
+            _multiply(count, query.numel(), *given)
             found += [query, score, rows.index_select(0, asked.candidates)]
         return *found, rows.index_select(0, copied)
 
@@ -91,13 +90,11 @@ class _Encoded(torch.autograd.Function):
             index = torch.cat([asked.anchor, asked.target, asked.candidates])
             places = by_row(index.numpy(), len(rows))
             last = *given, of_candidates, *places, adds, of_rows.numpy()
-            both = _pull_rows, _pull_rows_in_parallel
-            in_blocks(*both, len(rows), _BLOCK, numbers, last)
+            _pull_rows(len(rows), numbers, *last)
 
             places = by_row(asked.relation.numpy(), len(relations))
             last = *given, *places, adds, of_relations.numpy()
-            both = _pull_relations, _pull_relations_in_parallel
-            in_blocks(*both, len(relations), _BLOCK, numbers, last)
+            _pull_relations(len(relations), numbers, *last)
         return of_rows.index_add_(0, copied, grads[-1]), of_relations, None, None
 
 
@@ -109,7 +106,7 @@ def _arrays(asked: Asked, rows: Tensor, relations: Tensor) -> tuple[Any, ...]:
     return get_args(Factor).index(asked.factor), *places, *given
 
 
-@njit(**JIT)
+@kernel
 def _are_within(index: np.ndarray, count: int) -> bool:
     outside = 0
     for number in index:
@@ -117,25 +114,7 @@ def _are_within(index: np.ndarray, count: int) -> bool:
     return outside == 0
 
 
-@njit(parallel=True, **JIT)
-def _multiply_in_parallel(count: int, *given: Any) -> None:
-    for block in prange(-(-count // _BLOCK)):
-        _multiply(block * _BLOCK, min((block + 1) * _BLOCK, count), *given)
-
-
-@njit(parallel=True, **JIT)
-def _pull_rows_in_parallel(count: int, *given: Any) -> None:
-    for block in prange(-(-count // _BLOCK)):
-        _pull_rows(block * _BLOCK, min((block + 1) * _BLOCK, count), *given)
-
-
-@njit(parallel=True, **JIT)
-def _pull_relations_in_parallel(count: int, *given: Any) -> None:
-    for block in prange(-(-count // _BLOCK)):
-        _pull_relations(block * _BLOCK, min((block + 1) * _BLOCK, count), *given)
-
-
-@njit(**JIT)
+@block_kernel(_BLOCK)
 def _multiply(
     start: int,
     stop: int,
@@ -153,7 +132,7 @@ def _multiply(
         score[i] = _inner(query[i], rows[target[i]])
 
 
-@njit(**JIT)
+@block_kernel(_BLOCK)
 def _pull_rows(
     start: int,
     stop: int,
@@ -189,7 +168,7 @@ def _pull_rows(
                 _add_of_target(factor, of_score[i], rows[anchor[i]], numbers, total)
 
 
-@njit(**JIT)
+@block_kernel(_BLOCK)
 def _pull_relations(
     start: int,
     stop: int,
@@ -215,7 +194,7 @@ def _pull_relations(
             _add_of_relation(factor, of_query[i], of_score[i], *ends, total)
 
 
-@njit(**_SUMS)
+@helper(fastmath=SUMS)
 def _inner(x: np.ndarray, y: np.ndarray) -> np.float32:
     total = np.float32(0)
     for d in range(x.shape[0]):
@@ -223,13 +202,13 @@ def _inner(x: np.ndarray, y: np.ndarray) -> np.float32:
     return total
 
 
-@njit(**JIT)
+@helper
 def _add(x: np.ndarray, total: np.ndarray) -> None:
     for d in range(x.shape[0]):
         total[d] += x[d]
 
 
-@njit(**JIT)
+@helper
 def _product(factor: int, x: np.ndarray, by: np.ndarray, out: np.ndarray) -> None:
     if factor == _REAL:
         for d in range(x.shape[0]):
@@ -245,7 +224,7 @@ def _product(factor: int, x: np.ndarray, by: np.ndarray, out: np.ndarray) -> Non
 # A query's gradient is g, of its products with the candidates, and s t by its triple's score.
 
 
-@njit(**JIT)
+@helper
 def _add_of_anchor(
     factor: int, g: np.ndarray, s: np.float32, t: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
@@ -262,7 +241,7 @@ def _add_of_anchor(
         total[2 * k + 1] += y * real - x * imaginary
 
 
-@njit(**JIT)
+@helper
 def _add_of_target(
     factor: int, s: np.float32, a: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
@@ -278,7 +257,7 @@ def _add_of_target(
         total[2 * k + 1] += s * (a[2 * k] * imaginary + a[2 * k + 1] * real)
 
 
-@njit(**JIT)
+@helper
 def _add_of_relation(
     factor: int, g: np.ndarray, s: np.float32, a: np.ndarray, t: np.ndarray, total: np.ndarray
 ) -> None:

@@ -13,6 +13,7 @@ from kge_torchrec.embeddings.torchrec.planner import (
     UVM_CACHING,
     VALUE_BYTES,
     TableForm,
+    check_cuda_dim,
 )
 from kge_torchrec.planning.devices import Cluster
 from kge_torchrec.planning.workload import Workload
@@ -83,11 +84,8 @@ class Choice:
             )
         if not cluster.device.is_cuda:
             self._check_cpu()
-        elif workload.dim % workload.numbers_at_once(is_cuda=True):
-            raise ConfigError(
-                f"model.dim: on CUDA it must be a multiple of 4, not {workload.dim} (FBGEMM reads "
-                "four numbers at a time; entities.engine handrolled takes any)"
-            )
+        elif workload.config.entities.engine == "torchrec":
+            check_cuda_dim(workload.dim)
 
     def _check_cpu(self) -> None:
         if self.kernel != FUSED:

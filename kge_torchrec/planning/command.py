@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.config.verb_options import acts_with, check_options
 
 if TYPE_CHECKING:
     from kge_torchrec.planning.advice import Advice, Faster
@@ -45,7 +46,9 @@ def run(arguments: Sequence[str]) -> int:
     name, rest = None, arguments
     if not arguments[0].startswith("-"):
         name, rest = arguments[0], arguments[1:]
-    options, overrides = _parser().parse_known_args(rest)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(rest)
+    check_options(parser, options)
     config = load_config(name, overrides)
     config.check_trainable()
     return _plan(config, options)
@@ -224,17 +227,35 @@ def _parser() -> argparse.ArgumentParser:
         "data, 0.7 without)",
     )
     how = parser.add_argument_group("layout")
-    how.add_argument(
-        "--sharding", default="row_wise", help="row_wise, column_wise, table_wise, data_parallel"
+    layout = [
+        how.add_argument(
+            "--sharding",
+            default="row_wise",
+            help="row_wise, column_wise, table_wise, data_parallel",
+        ),
+        how.add_argument("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching"),
+        how.add_argument("--dtype", default="fp32", help="of the table: fp32, fp16, bf16"),
+        how.add_argument("--replicas", type=int, default=1, help="2-D parallelism: whole tables"),
+    ]
+    cache = how.add_argument(
+        "--cache-ratio", type=float, default=0.2, help="of the rows (default: 0.2)"
     )
-    how.add_argument("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching")
-    how.add_argument("--cache-ratio", type=float, default=0.2, help="of the rows (default: 0.2)")
-    how.add_argument("--dtype", default="fp32", help="of the table: fp32, fp16, bf16")
-    how.add_argument("--replicas", type=int, default=1, help="2-D parallelism: whole tables")
-    how.add_argument("--sync-every", type=int, default=100, help="steps between their averaging")
+    acts_with(
+        cache,
+        "--kernel fused_uvm_caching, or --all",
+        lambda parsed: parsed.all or parsed.kernel == "fused_uvm_caching",
+    )
+    sync = how.add_argument(
+        "--sync-every", type=int, default=100, help="steps between their averaging"
+    )
+    acts_with(
+        sync, "--replicas above 1, or --all", lambda parsed: parsed.all or parsed.replicas > 1
+    )
     how.add_argument("--all", action="store_true", help="rank all layouts by modelled step time")
     out = parser.add_argument_group("output")
-    out.add_argument("-o", "--output", metavar="JSON", help="the plan, for train --plan")
-    out.add_argument("--picture", metavar="PNG_OR_SVG", help="the ranks' memory")
+    plan = out.add_argument("-o", "--output", metavar="JSON", help="the plan, for train --plan")
+    picture = out.add_argument("--picture", metavar="PNG_OR_SVG", help="the ranks' memory")
+    for option in (*layout, plan, picture):
+        acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
     out.add_argument("--format", choices=("table", "json"), default="table")
     return parser

@@ -177,7 +177,7 @@ def objective_cost(workload: Workload, batch: RankBatch, is_cuda: bool) -> Cost:
         if key not in workload.costs:
             with planning_for("cuda" if is_cuda else "cpu"):
                 workload.costs[key] = _watch(
-                    objective, chunks, triples, workload.candidates, negatives.filtered
+                    objective, chunks, triples, workload.candidates, negatives.masks_candidates
                 )
         return workload.costs[key]
 
@@ -199,7 +199,7 @@ def _scaled(cost: Cost, factor: float) -> Cost:
 
 
 def _watch(
-    objective: Objective, chunks: int, triples: int, candidates: dict[Side, int], filtered: bool
+    objective: Objective, chunks: int, triples: int, candidates: dict[Side, int], masks: bool
 ) -> Cost:
     dim, counts = objective.scorer.dim, tuple(candidates.values())
     with torch.device("meta"):
@@ -214,8 +214,8 @@ def _watch(
             entities=ids,
             relation=torch.zeros(chunks, triples, dtype=torch.int64),
             weight=torch.zeros(chunks, triples),
-            known_head=known["head"] if filtered else none,
-            known_tail=known["tail"] if filtered else none,
+            known_head=known["head"] if masks else none,
+            known_tail=known["tail"] if masks else none,
             candidates=counts,
             log_expected=torch.zeros(0),
             deduplicated=True,

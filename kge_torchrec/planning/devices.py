@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.embeddings.torchrec.planner import GIB, host_memory
 
 GB = 10**9
@@ -182,10 +182,7 @@ def read_devices(path: str | Path) -> dict[str, Device]:
 
     Raises ConfigError naming the device and key that is wrong.
     """
-    try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not valid YAML: {error}") from None
+    content = read_yaml(path)
     if not isinstance(content, dict):
         raise ConfigError(f"{path} should hold 'name: {{key: value}}' pairs")
     known = dict(PRESETS)

@@ -128,10 +128,10 @@ def exchange_bytes(workload: Workload, exchange: Exchange) -> float:
 
 
 def batch_bytes(workload: Workload, batch: RankBatch) -> float:
-    """Positions, ids, relations and weights of a batch, and the mask of known facts."""
+    """Positions, ids, relations and weights of a batch, and the mask of its candidates."""
     queries = batch.chunks * batch.triples
     mask = 0
-    if workload.config.negatives.filtered:
+    if workload.config.negatives.masks_candidates:
         mask = queries * sum(workload.candidates.values())
     return 8 * (batch.lookups + batch.distinct + queries) + 4 * queries + mask
 

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
+from kge_torchrec.models.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
 
 
 @dataclass(frozen=True)
@@ -93,12 +94,12 @@ def _key(tensor: Tensor) -> int:
 
 def _work(operation: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> int:
     """Floating-point operations of what is limited by arithmetic; 0 for what moves bytes."""
-    packet = operation.overloadpacket
+    packet, aten = operation.overloadpacket, torch.ops.aten
     if packet in flop_registry:
         return flop_registry[packet](*args, **kwargs, out_val=out)
-    if packet is torch.ops.aten._cdist_forward:  # subtract, square or absolute value, add
+    if packet in (aten._cdist_forward, VALUE_OF_PAIRS):  # subtract, square or absolute value, add
         return 3 * prod(out.shape) * args[0].shape[-1]
-    if packet is torch.ops.aten._cdist_backward:  # once for each side
+    if packet in (aten._cdist_backward, GRADIENT_OF_PAIRS):  # once for each side
         return 6 * prod(args[0].shape) * args[1].shape[-1]
     return 0
 

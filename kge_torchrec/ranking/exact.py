@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-import numba
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from torch import Tensor
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.kernels.jit import kernel
 from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
 from kge_torchrec.ranking.candidates import Candidates
@@ -229,7 +229,7 @@ def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> No
 
 # One thread on purpose: a pass over scores still in cache takes a few percent of the matrix
 # product that made them, while a second thread pool beside torch's slows both down.
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _count(scores: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray) -> None:
     for i in range(scores.shape[0]):
         threshold = true[i]

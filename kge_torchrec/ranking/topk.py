@@ -55,15 +55,6 @@ def top_k(
     return _unpack(_best(_gather(best, shard.ranks), k))
 
 
-def top_k_of(values: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
-    """The best k entities by values (B, n) float32 of my rows, as ``top_k``.  Collective."""
-    best = torch.full((len(values), k), NOTHING, device=values.device)
-    for first in range(0, values.shape[1], COLUMNS):
-        keys = _keys(values[:, first : first + COLUMNS], shard.first_row + first)
-        best = _best(torch.cat([best, _best(keys, k)], 1), k)
-    return _unpack(_best(_gather(best, shard.ranks), k))
-
-
 def _keys(scores: Tensor, first: int) -> Tensor:
     """(B, n) scores of the entities from first on -> (B, n) int64 keys."""
     # Adding zero turns -0.0 into 0.0, which compares equal but has other bits.

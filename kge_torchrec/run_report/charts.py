@@ -41,7 +41,11 @@ def curves(runs: Sequence[RunFacts]) -> str:
     mrr.set(title="Filtered MRR of validation", xlabel="epoch")
     if len(runs) > 1:
         _legend(figure, mrr)
-    return _svg(figure, f"{len(runs)} runs: training loss by step, validation MRR by epoch")
+    return _svg(
+        figure,
+        "training loss by step and validation MRR by epoch of "
+        + ", ".join(run.name for run in runs),
+    )
 
 
 def by_relation(of_runs: Sequence[tuple[str, dict[str, Any]]]) -> str:

@@ -66,6 +66,7 @@ def report(
     if not paths:
         raise ReportError("a report needs the folder of a run")
     facts = [RunFacts.read(*one) for one in zip(paths, names_of(paths), strict=True)]
+    files.check_place(Path(output))
     parts = [_head(facts), *_of_folders(facts), *_of_models(facts, with_models), *_layouts(facts)]
     title = ", ".join(run.name for run in facts)
     files.write_text(Path(output), _document(title, parts))

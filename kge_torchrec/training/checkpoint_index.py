@@ -57,8 +57,8 @@ def read_piece(folder: Path, name: str, dtype: torch.dtype, piece: dict[str, Any
         read = file.readinto(numbers)
     if read != len(numbers) or zlib.crc32(numbers) != piece["crc32"]:
         raise Damaged(
-            f"{piece['file']} is damaged: the checksum of {name} from {piece['offset']} on is "
-            "another"
+            f"{piece['file']} is damaged: the checksum of {name} at {piece['offset']} does not "
+            "match"
         )
     if not numbers:
         return torch.empty(piece["size"], dtype=dtype)

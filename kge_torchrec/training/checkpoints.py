@@ -161,8 +161,9 @@ class Checkpoints:
         results.json.
         """
         try:
-            return json.loads((run / _RECORD).read_text(encoding="utf-8"))
-        except (FileNotFoundError, ValueError):
+            found = json.loads((run / _RECORD).read_text(encoding="utf-8"))
+            return {"newest": str(found["newest"]), "best": found["best"]}
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         try:
             results = json.loads((run / "results.json").read_text(encoding="utf-8"))
@@ -191,7 +192,14 @@ class Checkpoints:
         """
         names = self.names()
         if not names:
-            raise no_checkpoint(self.folder.parent, self.keep)
+            run = self.folder.parent
+            recorded = on_first_rank(self.processes, lambda: self.recorded(run))
+            if recorded and self.keep:
+                raise CheckpointError(
+                    f"all checkpoints of {run} are gone, the newest of which was "
+                    f"{recorded['newest']}: put them back, or train the run anew"
+                )
+            raise no_checkpoint(run, self.keep)
         if which not in (BEST, NEWEST):
             if which not in names:
                 raise CheckpointError(
@@ -290,7 +298,7 @@ def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
         version, files = manifest["format"], dict(manifest["files"])
         checksums = dict(manifest.get("crc32", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{_MANIFEST} makes no sense ({error!r})") from error
+        raise Damaged(f"{_MANIFEST} makes no sense ({error})") from error
     if version not in (1, FORMAT_VERSION):
         raise Damaged(f"it has format {version}, this version reads up to {FORMAT_VERSION}")
     for name, size in files.items():
@@ -308,7 +316,7 @@ def _read_json(file: Path, checksum: int | None) -> Any:
     """checksum: None if there is none to compare with."""
     content = file.read_bytes()
     if checksum is not None and zlib.crc32(content) != checksum:
-        raise Damaged(f"{file.name} is damaged: its checksum is another")
+        raise Damaged(f"{file.name} is damaged: its checksum does not match")
     try:
         return json.loads(content)
     except ValueError as error:

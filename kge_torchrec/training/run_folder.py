@@ -37,7 +37,7 @@ import yaml
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import Overrides, is_set, load_config
+from kge_torchrec.config.parser import Overrides, is_set, read_config
 
 if TYPE_CHECKING:
     from kge_torchrec.training.trackers import Tracker
@@ -120,6 +120,12 @@ class RunFolder:
                 f"run.dir: {self.store} exists already, and a run keeps its own triples there; "
                 "name another folder for the run"
             )
+        if self.checkpoints.exists():
+            # They are of another run: neither resumed from, nor removed if this run cannot start.
+            raise ConfigError(
+                f"run.dir: {self.checkpoints} exists already, and there is no config.yaml beside "
+                "it; put that back, or name another folder for the run"
+            )
 
     def _check_complete(self) -> None:
         if self.is_half_extended:
@@ -134,7 +140,7 @@ class RunFolder:
 
     def load_config(self, overrides: Overrides = ()) -> Config:
         """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
-        return load_config(self._config_file(), overrides)
+        return read_config(self._config_file(), overrides)
 
     def check_loss(self, overrides: Overrides) -> None:
         """Raises ConfigError if going on would change the loss without anybody having said so.
@@ -170,7 +176,10 @@ class RunFolder:
     def load_results(self) -> dict[str, Any]:
         """Return results.json.  Raises ConfigError if there is none, or a damaged one."""
         try:
-            return json.loads(self.results.read_text(encoding="utf-8"))
+            found = json.loads(self.results.read_text(encoding="utf-8"))
+            if not isinstance(found, dict) or not isinstance(found.get("test", {}), dict | None):
+                raise ValueError("it holds no results")
+            return found
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} has no results yet: its training has not ended"

@@ -31,6 +31,7 @@ from kge_torchrec.models.loss_scaling import LossScale
 from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
+from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
@@ -116,6 +117,7 @@ class Session:
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
         if trains:
+            on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
             allow_tf32(config.train.tf32)
             self.backend = _engine(config, self.store, processes, plan_may_differ)
         else:  # the part of a backend that reads

@@ -35,7 +35,7 @@ from kge_torchrec.training.run_folder import MetricsLog
 from kge_torchrec.training.session import Session, selection_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_dropout
-from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
+from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 
 # Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
 Callback = Callable[[str, dict[str, Any]], object]
@@ -58,14 +58,16 @@ class Trainer:
         freeze(session)
         self.pipeline = build_pipeline(self.config, session.backend, session.processes)
         self.losses = LossesSeen()
-        self.stop = StopSignal(session.processes)
+        note = "stopping after this step, with a checkpoint; Ctrl-C again ends at once\n"
+        self.stop = StopSignal(session.processes, f"\n{note}" if session.show else "")
         self.callbacks = list(callbacks)
 
     def run(self) -> TrainState:
         """Trains until the last epoch or early stopping; returns the final progress.
 
         Raises NonFiniteLoss, NonFiniteParameters or CheckpointError; checkpoints written before
-        stay.  SIGTERM or SIGUSR1 to any rank ends it by TrainingStopped, after a checkpoint.
+        stay.  SIGTERM or SIGUSR1 to any rank ends it by TrainingStopped, Ctrl-C by
+        TrainingInterrupted, after a checkpoint.
         """
         epochs, progress = self.config.train.epochs, self.progress
         self._forget_other_selections()
@@ -81,6 +83,8 @@ class Trainer:
                     self._save()
                 if stopping:
                     raise self._stopped()
+            if self.stop.now():  # a signal that came with the last checkpoint
+                raise self._stopped()
         return progress
 
     def _forget_other_selections(self) -> None:
@@ -216,13 +220,14 @@ class Trainer:
         if self.config.checkpoint.keep:
             self.session.checkpoints.save(state, self.progress)
 
-    def _stopped(self) -> TrainingStopped:
+    def _stopped(self) -> TrainingStopped | TrainingInterrupted:
+        is_interrupt = self.stop.is_interrupt
+        kind = TrainingInterrupted if is_interrupt else TrainingStopped
+        why = "interrupted" if is_interrupt else "stopped by a signal"
         if not self.config.checkpoint.keep:
-            return TrainingStopped("stopped by a signal; with checkpoint.keep 0 nothing is kept")
+            return kind(f"{why}; with checkpoint.keep 0 nothing is kept")
         name, folder = name_of(self.progress), self.session.folder.path
-        return TrainingStopped(
-            f"stopped by a signal; checkpoint {name} is written. `train --resume {folder}` goes on."
-        )
+        return kind(f"{why}; checkpoint {name} is written. `train --resume {folder}` goes on.")
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
         """To the logs, on rank 0, and the callbacks, which may differ by rank.  Collective."""

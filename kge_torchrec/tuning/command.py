@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.config.parser import AnyConfig, as_config, load_config
+from kge_torchrec.config.checks import at_least
+from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
+from kge_torchrec.config.verb_options import acts_with, check_options
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -70,14 +72,17 @@ def run(arguments: Sequence[str]) -> int:
     name, rest = None, arguments
     if not arguments[0].startswith("-"):
         name, rest = arguments[0], arguments[1:]
-    options, overrides = _parser().parse_known_args(rest)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(rest)
+    check_options(parser, options)
     check_optuna()
     if options.resume is not None:
         return _resume(options, name, overrides)
     with loading_torch():
         config = load_config(name, overrides)
-        study = _open(config, options.trials or 30, options.study, options.space, options.halving)
-    found = _run(study, options.trials or 30, options.jobs)
+        trials = 30 if options.trials is None else options.trials
+        study = _open(config, trials, options.study, options.space, options.halving)
+    found = _run(study, trials, options.jobs)
     return _tell(study, found)
 
 
@@ -85,7 +90,7 @@ def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[s
     """Goes on with a study, in whose folder everything is."""
     if name is not None or options.space is not None or options.study is not None:
         raise ConfigError("tune --resume takes all from the study; give no config, space or study")
-    here = load_config(None, overrides)
+    here = read_config(None, overrides)
     given = {word.split("=")[0] for word in overrides if word.startswith("--")}
     if given - {"--threads", "--device"}:
         raise ConfigError(
@@ -96,7 +101,7 @@ def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[s
         from kge_torchrec.tuning.study import Study
 
         study = Study(Path(options.resume))
-    trials = options.trials or study.settings.trials
+    trials = study.settings.trials if options.trials is None else options.trials
     found = _run(
         study,
         trials,
@@ -123,9 +128,11 @@ def _open(
 ) -> Study:
     check_optuna()
     config.check_trainable()
+    from kge_torchrec.training.effects import check_start, facts_of
     from kge_torchrec.tuning.space import SearchSpace
     from kge_torchrec.tuning.study import Settings, Study, now
 
+    check_start(config, facts_of(config))
     given = None
     if space is not None:
         given = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
@@ -142,8 +149,8 @@ def _run(
     device: str | None = None,
     is_job: bool = False,
 ) -> dict[str, Any]:
-    if jobs < 1:
-        raise ConfigError(f"jobs must be an integer >= 1, got {jobs}")
+    at_least("jobs", jobs, 1)
+    at_least("trials", trials, 1)
     from kge_torchrec.tuning.report import write_report
     from kge_torchrec.tuning.trials import Worker
 
@@ -154,6 +161,8 @@ def _run(
         Worker(study, threads, device, only_under=os.getppid() if is_job else None).work(trials)
         for other in others:
             other.wait()
+    except KeyboardInterrupt as error:
+        raise KeyboardInterrupt(f"interrupted; `tune --resume {study.path}` goes on.") from error
     finally:
         for other in others:
             if other.poll() is None:
@@ -206,13 +215,14 @@ def _parser() -> argparse.ArgumentParser:
         help="YAML of keys with ranges or lists (default: by scorer and size of the graph, written "
         "to STUDY/space.yaml)",
     )
-    parser.add_argument(
+    halving = parser.add_argument(
         "--halving",
         default="epochs",
         metavar="epochs|subgraphs|none",
         help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
         "at all (default: epochs)",
     )
+    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
     parser.add_argument(
         "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
     )

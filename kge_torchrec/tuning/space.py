@@ -35,6 +35,7 @@ from optuna.trial import Trial
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 Suggest = Callable[[str, BaseDistribution], Any]  # of Optuna's name of a parameter, a value
@@ -100,12 +101,9 @@ class SearchSpace:
     def read(cls, path: str | Path) -> SearchSpace:
         """Of a YAML file."""
         try:
-            values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+            return cls(read_yaml(path), str(path))
         except FileNotFoundError:
             raise ConfigError(f"space: there is no file {path}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{path} is not valid YAML: {error}") from None
-        return cls(values, str(path))
 
     def to_yaml(self) -> str:
         """As a file."""

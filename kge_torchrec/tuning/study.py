@@ -39,7 +39,7 @@ from optuna.trial import FrozenTrial, Trial, TrialState
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.parser import load_config
+from kge_torchrec.config.parser import read_config
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.training.session import data_notes, open_store
@@ -80,7 +80,7 @@ class Study:
         if values.get("version") != VERSION:
             raise ConfigError(f"{path} is a study of another version of this program")
         self.settings = Settings(**values)
-        self.config = load_config(path / "config.yaml")
+        self.config = read_config(path / "config.yaml")
         self.space = SearchSpace.read(path / "space.yaml")
         journal = str(path / "journal.log")
         self.storage = JournalStorage(JournalFileBackend(journal, _JournalLock(journal)))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import numba
 import numpy as np
 import pyarrow as pa
 
@@ -19,6 +18,7 @@ from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.split import divide
 from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
 from kge_torchrec.data.store.filter_index import build_indices
+from kge_torchrec.kernels.jit import kernel
 
 FEWEST_VALID = 500  # triples to compare trials by; where a core has fewer, some of its train are
 MOST_HELD_OUT = 0.1  # of the core's train
@@ -30,7 +30,7 @@ def core_numbers(store: TripleStore) -> np.ndarray:
     return _core_numbers(heads.indptr, heads.entities, tails.indptr, tails.entities)
 
 
-@numba.njit(cache=True)
+@kernel
 def _core_numbers(
     head_ptr: np.ndarray, tails: np.ndarray, tail_ptr: np.ndarray, heads: np.ndarray
 ) -> np.ndarray:

@@ -116,12 +116,13 @@ class Worker:
             if last and halving == "epochs":
                 last_rung = first_rung(config) * ETA ** (RUNGS - 2)
                 callbacks.append(_Halving(trial, metric, last_rung))
-            run = api.train(
+            run = api.run_training(
                 self._config_on(
                     rung, config, self.study.folder_of(trial.number, None if last else place)
                 ),
                 callbacks,
                 rank_test=False,
+                checks_effects=False,  # keys of the space may act in some trials only
             )
             value = run.results["valid"]["best"]
             if halving != "epochs":

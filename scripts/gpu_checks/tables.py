@@ -30,6 +30,7 @@ from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 STEPS, ROWS, DIM = 8, 300, 16
+UNCOUNTED = ("adagrad", "sgd")  # whose steps FBGEMM does not count, as their formulas need no count
 # Of 131k rows of 100 numbers, forward, backward and step: launches, and some 0.3 GB to move.  A
 # single bag, whose ids one warp fetches one after another, would take 100 or more.
 ENOUGH_MS = 8.0
@@ -109,7 +110,9 @@ def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, *
     for key, state in dense.states().items():
         off = (local(states[key]).double().cpu().view_as(state) - state).abs() / (1 + state.abs())
         report.at_most(f"{what}, {key.split('.')[-1]}", float(off.max()), 2e-5)
-    report.passes(f"{what}, steps", table_step(model) == STEPS, f"{table_step(model)} of {STEPS}")
+    if name not in UNCOUNTED:
+        steps = table_step(model)
+        report.passes(f"{what}, steps", steps == STEPS, f"{steps} of {STEPS}")
     set_table_step(model, 7)
     report.passes(f"{what}, steps set", table_step(model) == 7, "7")
 

@@ -138,8 +138,8 @@ def test_what_makes_no_sense(trained, say):
         (("predict", trained[0], "--relation", "r0", "--top", 0), "--top must be"),
         (("predict", trained[1], "--relation", "r0"), "is no run folder|no config.yaml"),
         (("nearest", trained[0]), "an ENTITY, or --index FILE"),
-        (("ask", trained[0], "nothing.json"), "nothing.json: cannot be read"),
-        (("score", trained[0], "nothing.tsv"), "nothing.tsv: cannot be read"),
+        (("ask", trained[0], "nothing.json"), "nothing.json: no such file"),
+        (("score", trained[0], "nothing.tsv"), "nothing.tsv: no such file"),
         (("predict", trained[0], "--head", "e1", "--relation", "r0", "--format", "parquet"),
          "parquet is written to a file"),
     ):  # fmt: skip

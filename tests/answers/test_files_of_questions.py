@@ -118,7 +118,7 @@ def test_scores_of_a_file(run, tmp_path):
 
 
 def test_files_that_cannot_be_read_or_written(run, file, tmp_path, monkeypatch):
-    with pytest.raises(DataError, match="cannot be read"):
+    with pytest.raises(DataError, match="nothing: no such file"):
         run.answer_file(tmp_path / "nothing", tmp_path / "out")
     with pytest.raises(ConfigError, match="parquet is written to a file"):
         run.answer_file(file, format="parquet")

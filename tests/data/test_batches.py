@@ -16,8 +16,8 @@ from kge_torchrec.data import ENTITY
 from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
 from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
-from kge_torchrec.data.negatives import UniformSampler, random_numbers
-from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers
+from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, build_side
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -258,6 +258,30 @@ def test_known_facts_among_the_negatives_are_marked(chunk_size, sides, world):
 def test_without_known_facts_there_is_no_mask():
     batch = next(builder(make_triples(9)).epoch(0))
     assert batch.known_head.numel() == batch.known_tail.numel() == 0
+
+
+@pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",)])
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch):
+    triples, numbers, size = make_triples(40), {"head": 3, "tail": 7}, 5
+    sides_of = {"head": triples[:, 0].tolist(), "tail": triples[:, 2].tolist()}
+    below = ([sum(e < i for e in ends) for i in range(ENTITIES + 1)] for ends in sides_of.values())
+    degrees = Degrees(*map(np.array, below))
+    sampler = UniformSampler(ENTITIES)
+    if in_batch:
+        sampler = InBatchSampler(sampler, degrees)
+    candidates = Candidates(sampler, count=7, head_count=3, chunk_size=size, log_q=True)
+    plan = BatchPlan(10, 5, tuple(sides), candidates)
+    for batch in TripleBatches(triples, plan).epoch(0):
+        expected = []
+        ids = batch.ids.values()[batch.entities][2 * batch.relation.numel() :].tolist()
+        for side, count in zip(sides, batch.candidates, strict=True):
+            assert count == numbers[side] + (size if in_batch else 0)
+            ids, own = ids[len(batch.relation) * count :], ids[: len(batch.relation) * count]
+            of_answers = size / len(triples) if in_batch else 0
+            expected += [numbers[side] / ENTITIES + of_answers * sides_of[side].count(entity)
+                         for entity in own]  # fmt: skip
+        assert batch.log_expected.exp().tolist() == pytest.approx(expected)
 
 
 def test_without_deduplication_every_entity_is_looked_up_in_its_place():

@@ -168,7 +168,7 @@ def flip(file):
 @pytest.mark.parametrize("name", ["train.npy", "entities.arrow", "known-test-head-indptr.npy"])
 def test_a_flipped_bit(store, name):
     flip(store.path / name)
-    with pytest.raises(StoreError, match=rf"damaged store: the checksum of {name} is another"):
+    with pytest.raises(StoreError, match=rf"damaged store: the checksum of {name} does not match"):
         TripleStore.open(store.path)
 
 
@@ -176,10 +176,23 @@ def test_a_large_store_is_checked_when_it_is_trained_on(store, monkeypatch, tmp_
     monkeypatch.setattr(store_module, "CHECKED_ON_OPEN", 0)
     flip(store.path / "train.npy")
     TripleStore.open(store.path)
-    with pytest.raises(StoreError, match=r"the checksum of train.npy is another"):
+    with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
         train({"data.path": str(store.path), "run.dir": str(tmp_path / "run")})
-    with pytest.raises(StoreError, match=r"the checksum of train.npy is another"):
+    with pytest.raises(StoreError, match=r"the checksum of train.npy does not match"):
         TripleStore.open(store.path).check()
+
+
+@pytest.mark.parametrize("changes, said", [
+    ({"num_entities": 6}, "meta.json counts 6 entities and there are labels of"),
+    ({"num_relations": 99}, "meta.json counts 99 relations and there are labels of"),
+    ({"files": None, "report": None}, "meta.json has no files and no report"),
+])  # fmt: skip
+def test_a_meta_file_that_was_changed(store, changes, said):
+    meta = json.loads((store.path / "meta.json").read_text()) | changes
+    kept = {name: value for name, value in meta.items() if value is not None}
+    (store.path / "meta.json").write_text(json.dumps(kept))
+    with pytest.raises(StoreError, match=f"damaged store: {said}"):
+        TripleStore.open(store.path)
 
 
 def test_a_store_of_an_older_version_has_no_checksums(store):

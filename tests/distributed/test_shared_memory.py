@@ -105,6 +105,47 @@ def test_more_under_way_than_there_are_entries():
     assert run_world(2, rank_forgets_many, 3 * mailboxes._KEPT) == [2.0, 2.0]
 
 
+def exchanged(text: str) -> list[str]:
+    texts = [text] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    return texts
+
+
+def rank_leaves_one_more_than_fit() -> list[int]:
+    """The other rank's messages, none of which is read before all entries are taken."""
+    rank, arrived = dist.get_rank(), []
+    boxes = mailboxes.Mailboxes(rank, 2, exchanged, 20)
+
+    def receive() -> None:
+        while boxes.is_there(len(arrived)):
+            arrived.append(int(boxes.part(len(arrived), 1 - rank).view(np.int64)[0]))
+            boxes.consumed(len(arrived) - 1)
+
+    for number in range(mailboxes._KEPT + 1):
+        boxes.leave([np.array([number]).view(np.uint8)] * 2, receive)
+    dist.barrier()
+    receive()
+    boxes.close()
+    return arrived
+
+
+def test_no_entry_is_written_again_before_it_was_read():
+    assert run_world(2, rank_leaves_one_more_than_fit) == [list(range(mailboxes._KEPT + 1))] * 2
+
+
+def test_memory_of_another_program_is_not_taken_for_a_mailbox():
+    """A process id and a file number may be used again, by a file of the same size."""
+    boxes = mailboxes.Mailboxes(0, 1, lambda text: [text], 1)
+    (own,) = boxes._boxes
+    token = int(own.words[mailboxes._TOKEN])
+    again = boxes._open(os.getpid(), own.file, token)
+    assert again.words[mailboxes._TOKEN] == token
+    with pytest.raises(OSError, match="another one here"):
+        boxes._open(os.getpid(), own.file, token + 1)
+    os.close(again.file)
+    boxes.close()
+
+
 def rank_sums() -> dict[str, torch.Tensor]:
     found = {}
     rank, size = dist.get_rank(), dist.get_world_size()

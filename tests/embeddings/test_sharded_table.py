@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import functools
 from itertools import chain
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
+    SplitTableBatchedEmbeddingBagsCodegen,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle_table import NAMES, DenseTable
 from oracle_table import settings as optimizer_settings
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from worlds import WorldError, run_world
 from worlds_table import sharded_table
 
 from kge_torchrec.embeddings.backend import ENTITY
 from kge_torchrec.embeddings.optimizers import TableOptimizer
+from kge_torchrec.embeddings.torchrec import sharder
 from kge_torchrec.embeddings.torchrec.collection import (
+    DeferredEmbedding,
+    _kernel,
     entity_collection,
     entity_shard,
     set_table_step,
@@ -264,6 +272,48 @@ def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_o
         dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
         train_dense(dense, range(STEPS))
         assert_equals_dense([part[name] for part in resumed], dense)
+
+
+def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, Tensor]]:
+    """What FBGEMM's table has for rowwise_adam, which its CPU build refuses to make."""
+    ((first,),) = table.split_optimizer_states()
+    second = table.__dict__.setdefault("second", torch.zeros(len(first)))
+    return [{"exp_avg": first, "exp_avg_sq": second}]
+
+
+def rank_saves_fbgemms_table(folder: str) -> None:
+    """By both kernels that a GPU may have."""
+    for kernel in (BatchedFusedEmbedding, DeferredEmbedding):
+        own = None if kernel is BatchedFusedEmbedding else kernel
+        with (
+            patch.object(sharder, "kernel_of", lambda *_, own=own: own),
+            patch.object(
+                SplitTableBatchedEmbeddingBagsCodegen, "get_optimizer_state", states_on_cuda
+            ),
+        ):
+            model = sharded_table(3, DIM, TableOptimizer("adagrad"), start_values(3))
+            assert type(_kernel(model)) is kernel
+            first, stop = entity_shard(model).row_range
+            (states,) = _kernel(model).emb_module.get_optimizer_state()
+            states["exp_avg"].copy_(start_values(3)[first:stop] + 1)
+            states["exp_avg_sq"].copy_(torch.arange(first, stop))
+            dcp.save(state_of(model), checkpoint_id=f"{folder}/{kernel.__name__}")
+
+
+def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
+    model = sharded_table(3, DIM, TableOptimizer("rowwise_adam"))
+    dcp.load(state_of(model), checkpoint_id=f"{folder}/{kernel}")
+    return parameters_and_states(model)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fbgemms_table_is_saved_where_a_rank_has_one_row(tmp_path, world_size):
+    run_world(world_size, rank_saves_fbgemms_table, str(tmp_path))
+    for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):
+        (found,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
+        assert torch.equal(found["rows"], start_values(3))
+        assert torch.equal(found["entity.momentum1"], start_values(3) + 1)
+        assert torch.equal(found["entity.exp_avg_sq"], torch.arange(3.0))
 
 
 def rank_asks_for_a_missing_entity() -> None:

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ from worlds import WorldError, run_world
 
 from kge_torchrec import api, extend
 from kge_torchrec.cli import main
+from kge_torchrec.config import RunConfig
 from kge_torchrec.errors import KGEError
-from kge_torchrec.training.checkpoints import Checkpoints
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.run_folder import RunFolder
 
 # Where the process dies, in order: the name of a function, and on which of its calls.
 STAGES = {
@@ -92,6 +95,18 @@ def test_a_killed_extension_gives_what_an_undisturbed_one_does(whole, tmp_path, 
     same(output, whole)
 
 
+def test_ctrl_c_while_an_extension_trains_loses_nothing(whole, tmp_path, ctrl_c):
+    def interrupt(kind: str, values: dict) -> None:
+        if kind == "epoch" and values["epoch"] == 2:
+            ctrl_c()
+
+    output = tmp_path / "run"
+    with pytest.raises(KeyboardInterrupt, match=f"`train --resume {output}` goes on"):
+        extend(base_run(), new_triples(), output, callbacks=[interrupt], **GIVEN)
+    api.resume(output)
+    same(output, whole)
+
+
 def test_an_extension_whose_first_checkpoint_is_gone_is_not_trained_from_scratch(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
@@ -107,6 +122,31 @@ def test_a_failed_restart_leaves_nothing(tmp_path):
     with pytest.raises(KGEError, match="none of the triples is new"):
         extend(base_run(), {"train": [next(iter(old_triples()))]}, output)
     assert not output.exists()
+
+
+def test_a_folder_with_checkpoints_of_another_run_is_left_alone(tmp_path):
+    """Its config.yaml is gone, so it is no run."""
+    run = shutil.copytree(base_run(), tmp_path / "run")
+    (run / "config.yaml").unlink()
+    held = sorted(run.rglob("*"))
+    for start in (
+        lambda: extend(base_run(), new_triples(), run),
+        lambda: api.train(replace(RunFolder(base_run()).load_config(), run=RunConfig(str(run)))),
+    ):
+        with pytest.raises(KGEError, match="checkpoints exists already, and there is no config"):
+            start()
+        assert sorted(run.rglob("*")) == held
+
+
+def test_a_damaged_checkpoint_is_named_and_leaves_no_folder(tmp_path):
+    run = shutil.copytree(base_run(), tmp_path / "run")
+    (numbers,) = run.glob("checkpoints/*/rank-00000.bin")
+    numbers.write_bytes(numbers.read_bytes()[::-1])
+    with pytest.raises(CheckpointError, match=r"step-\d+ cannot be read: .*--checkpoint NAME"):
+        extend(run, new_triples(), tmp_path / "new")
+    with pytest.raises(CheckpointError, match="no checkpoint 'step-9'"):
+        extend(run, new_triples(), tmp_path / "new", checkpoint="step-9")
+    assert not (tmp_path / "new").exists()
 
 
 def old_triples():
@@ -146,3 +186,13 @@ def test_record_of_an_old_run_is_its_results(tmp_path):
     assert Checkpoints.recorded(tmp_path) == {"newest": "step-1", "best": "step-1"}
     (tmp_path / "checkpoints.json").write_text('{"newest": "step-2", "best": null}')
     assert Checkpoints.recorded(tmp_path)["newest"] == "step-2"
+    for damaged in ("[]", "{}", "3"):
+        (tmp_path / "checkpoints.json").write_text(damaged)
+        assert Checkpoints.recorded(tmp_path)["newest"] == "step-1"
+
+
+def test_every_verb_says_that_all_checkpoints_are_gone(tmp_path):
+    run = shutil.copytree(base_run(), tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(CheckpointError, match=r"all checkpoints of .* are gone.* was step-\d+"):
+        api.open_run(run).evaluate()

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from grown_runs import FIRST, OLD_ENTITIES, TABLE, base_config, tensors
+from starlette.testclient import TestClient
 from training_runs import tiny_store
 
 from kge_torchrec import api
 from kge_torchrec.cli import main
+from kge_torchrec.serving.app import create_app
+from kge_torchrec.serving.server import opened_model
 
 
 def content(*folders: Path) -> dict[Path, tuple[bytes, int]]:
@@ -58,12 +61,15 @@ VERBS = {
     "extend": ("extend RUN WORLD/a.tsv -o OUT/x --epochs 1", ()),
     "extend by new triples alone": ("extend RUN WORLD/a.tsv -o OUT/x --freeze --replay 0", ()),
     "extend from step 0": ("extend STEP0 WORLD/b.tsv -o OUT/x --epochs 1", ()),
+    "extend from step 0, placed": ("extend STEP0 WORLD/b.tsv -o OUT/x --place --epochs 1", ()),
     "evaluate": ("evaluate RUN --split valid", ()),
+    "evaluate step 0": ("evaluate STEP0 --triples WORLD/scored.tsv", ()),
     "evaluate by relation": ("evaluate RUN --by relation", ("evaluation-test-by-relation.json",
                                                            "evaluation-test-by-relation.png")),
     "predict": ("predict RUN --head e1 --relation r0", ()),
     "predict a file": ("predict RUN --queries WORLD/asked.tsv -o OUT/x.tsv --format tsv", ()),
     "score": ("score RUN WORLD/scored.tsv", ()),
+    "new links": ("predict RUN --relation r0 --top 3", ()),
     "ask": ("ask RUN WORLD/ask.json", ()),
     "nearest": ("nearest RUN e1", ()),
     "classify": ("classify RUN", ()),
@@ -71,11 +77,16 @@ VERBS = {
     "export": ("export RUN -o OUT/x --format npy", ()),
     "export changes": ("export STEP0 -o OUT/x --changed-since RUN", ()),
     "export to pykeen": ("export RUN -o OUT/x --format pykeen", ()),
+    "export to libkge": ("export RUN -o OUT/x --format libkge", ()),
+    "export as a program": ("export RUN -o OUT/x --format torch", ()),
+    "report of two": ("report RUN STEP0 -o OUT/x.html --no-models", ()),
     "report": ("report RUN -o OUT/x.html --no-models", ()),
     "report in the run": ("report RUN --no-models", ("report.html",)),
     "data check": ("data check STORE", ()),
     "prepare": ("prepare WORLD/a.tsv -o OUT/x", ()),
     "train from its rows": ("train OUT/config.yaml --model.init_from RUN --run.dir OUT/x", ()),
+    "tune from its rows": ("tune OUT/config.yaml --model.init_from RUN --trials 1 --study OUT/x "
+                           "--run.dir null", ()),
     "plan": ("plan OUT/config.yaml --devices 1xH100-80GB", ()),
     "tune": ("tune OUT/config.yaml --trials 1 --study OUT/x --run.dir null", ()),
 }  # fmt: skip
@@ -113,3 +124,24 @@ def test_a_resumed_run_leaves_the_one_it_came_from_alone(world, step0, tmp_path)
     assert main(["train", "--resume", str(on), "--train.epochs", "2"]) == 0
     assert content(world / "run", world / "store", step0) == held
     assert json.loads((on / "results.json").read_text())["train"]["epochs"] == 2
+
+
+def test_a_served_run_is_left_alone(world, step0):
+    held = content(world / "run", world / "store", step0)
+    for run in (world / "run", step0):
+        with opened_model(run) as model, TestClient(create_app(model, "run")) as client:
+            for path in ("/predict?head=e1&relation=r0", "/nearest?entity=e1", "/", "/metrics"):
+                assert client.get(path).status_code == 200
+    assert content(world / "run", world / "store", step0) == held
+
+
+def test_only_numbers_of_checkpoints_are_shared_by_links(world, step0, tmp_path):
+    """A file of two names must never be written again: those of a checkpoint are not."""
+    chain = [world / "run", step0, tmp_path / "on"]
+    assert main(["extend", str(step0), str(world / "b.tsv"), "-o", str(chain[2]), "--epochs", "1",
+                 "--set", "checkpoint.keep=1"]) == 0  # fmt: skip
+    linked = [x for run in chain for x in run.rglob("*") if x.is_file() and x.stat().st_nlink > 1]
+    assert linked and {file.suffix for file in linked} == {".bin"}
+    held = content(*chain[:2])
+    assert main(["train", "--resume", str(chain[2]), "--train.epochs", "3"]) == 0  # drops the first
+    assert content(*chain[:2]) == held

@@ -6,7 +6,7 @@ import numba
 import pytest
 import torch
 
-from kge_torchrec.models import row_sums
+from kge_torchrec.kernels import jit
 from kge_torchrec.models.dropout_kernels import dropped
 from kge_torchrec.models.matrix_products import relation_products
 from kge_torchrec.models.scorers import SCORERS
@@ -61,7 +61,7 @@ def test_nan_is_not_hidden():
 
 @pytest.mark.skipif(numba.config.NUMBA_NUM_THREADS < 2, reason="one core")
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
-    monkeypatch.setattr(row_sums, "SERIAL_NUMBERS", 0)
+    monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     vectors, matrices, relation, weight = case(90, 24)
     before, found = torch.get_num_threads(), []
     try:

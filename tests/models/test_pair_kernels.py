@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models import ops, pair_scores, row_sums
+from kge_torchrec.kernels import jit
+from kge_torchrec.models import ops, pair_scores
 from kge_torchrec.models.distances import compared_at, mapped
 
 COMPARISONS, MAPPED = get_args(ops.Comparison), get_args(ops.Mapped)
@@ -120,7 +121,7 @@ def test_a_pair_scores_the_same_wherever_it_stands(kind):
 
 @every_kind
 def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
-    monkeypatch.setattr(row_sums, "SERIAL_NUMBERS", 0)
+    monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     used, tell = [], numba.set_num_threads
     monkeypatch.setattr(numba, "set_num_threads", lambda n: used.append(n) or tell(n))
     before, found = torch.get_num_threads(), []

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models import row_sums
+from kge_torchrec.kernels import jit
 from kge_torchrec.models.row_sums import sums_by_row
 
 
@@ -29,7 +29,7 @@ def test_any_parts(sizes, rows, dim, seed):
 def test_the_number_of_threads_changes_no_bit(monkeypatch):
     index, parts = torch.randint(500, (3000,)), (torch.randn(1000, 24), torch.randn(2000, 24))
     alone = sums_by_row(index, parts, 500)
-    monkeypatch.setattr(row_sums, "SERIAL_NUMBERS", 0)
+    monkeypatch.setattr(jit, "SERIAL_ELEMENTS", 0)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -43,16 +43,16 @@ def test_threads_are_for_much_work(numbers, blocks, threads):
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        assert row_sums.threads_for(blocks, numbers) == threads
+        assert jit.threads_for(blocks, numbers) == threads
     finally:
         torch.set_num_threads(before)
 
 
 def test_a_process_of_one_thread_does_not_start_others(monkeypatch):
-    monkeypatch.setattr(row_sums.numba, "set_num_threads", lambda threads: pytest.fail("started"))
+    monkeypatch.setattr(jit.numba, "set_num_threads", lambda threads: pytest.fail("started"))
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        assert row_sums.threads_for(9, 1 << 30) == 1
+        assert jit.threads_for(9, 1 << 30) == 1
     finally:
         torch.set_num_threads(before)

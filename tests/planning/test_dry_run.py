@@ -5,17 +5,23 @@ from __future__ import annotations
 import time
 
 import pytest
+import torch
 from planned_runs import clustered, freebase, planned, workload
 from training_runs import tiny_store
 
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.negatives import DegreeSampler
+from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
 from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
 from kge_torchrec.planning.choice import Choice
+from kge_torchrec.planning.cost import objective_cost
 from kge_torchrec.planning.devices import parse_devices
-from kge_torchrec.planning.memory import PARTS
+from kge_torchrec.planning.memory import PARTS, batch_bytes
 from kge_torchrec.planning.plan import alternatives, plan_training
+from kge_torchrec.training.assembly import build_batches
+
+ONE_RANK = Processes(0, 1, 1, torch.device("cpu"))
 
 
 @pytest.fixture(scope="module")
@@ -104,6 +110,27 @@ def test_main_memory_of_a_host_is_shared_and_mapped_triples_count_once():
     assert triples == 10**7 * 12
     assert host.need == plan.total(0).main + plan.total(1).main - triples
     assert other.place == "main memory of host 1"
+
+
+@pytest.mark.parametrize("sides", ["both", "tail"])
+@pytest.mark.parametrize("masks", [{"filtered": True}, {"among": "seen"}], ids=str)
+def test_the_mask_of_candidates_is_counted(data_store, sides, masks):
+    """As large as the masks of a batch that training makes."""
+    keys = {"sides": sides, "chunk_size": 16, "count": 12}
+    keys["head_count"] = 5 if sides == "both" else None
+    found = []
+    for more in (masks, {}):
+        given = {f"negatives__{name}": value for name, value in {**keys, **more}.items()}
+        entities, triples = data_store.num_entities, len(data_store.train)
+        work = workload(entities, 3, triples, train__batch_size=64, **given)
+        ((part,),) = work.batches(1)
+        batch = next(build_batches(work.config, data_store, ONE_RANK).epoch(0))
+        in_batch = batch.known_head.numel() + batch.known_tail.numel()
+        cost = objective_cost(work, part, is_cuda=False)
+        found.append((batch_bytes(work, part), in_batch, cost.moved_bytes))
+    (planned_size, size, moved), (without, nothing, others) = found
+    assert planned_size - without == pytest.approx(size) and size > nothing == 0
+    assert moved - others > size  # a loss reads it
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,23 @@ def test_distances():
     assert cost(model__scorer="transe_l1").flops == 2 * (3 + 2 * 6) * 64 * 32 * 16
 
 
+@pytest.mark.parametrize(
+    ("scorer", "sums"), [("rotate", 2), ("transe_l1", 2), ("pairre", 3), ("transh", 3)]
+)
+def test_a_gpu_has_no_difference_of_pairs_in_memory(scorer, sums):
+    """Kernels of training on CUDA write sums over pairs: one value, and a gradient of each input.
+
+    Twice the pairs take as many operations and keep twice the scores, whatever the dim.
+    """
+    small, large = (cost(model__scorer=scorer, negatives__count=count) for count in (32, 64))
+    numbers = 2 * 64 * 32 * 16
+    assert small.flops == pytest.approx((3 + 6 * sums) * numbers)
+    assert large.flops == pytest.approx(2 * small.flops)
+    assert large.operations == small.operations
+    wide = {"model__dim": 64, "train__batch_size": 256, "negatives__count": 2048}
+    assert cost(model__scorer=scorer, **wide).largest_bytes == 4 * 256 * 2048
+
+
 def test_peak_of_a_step_that_can_be_followed_by_hand():
     """The scores of both sides and what the loss keeps of them are alive before backward."""
     found = cost(model__scorer="distmult", train__batch_size=256, negatives__count=2048)

@@ -53,12 +53,15 @@ def test_what_makes_it_faster(tmp_path, capsys):
     assert "faster" not in capsys.readouterr().out
 
 
-def test_widths_that_only_our_own_engine_takes_on_cuda(capsys):
+@pytest.mark.parametrize(
+    ("dim", "limit"), [(102, "a multiple of 4, not 102"), (2052, "2,048 or less, not 2,052")]
+)
+def test_widths_that_only_our_own_engine_takes_on_cuda(capsys, dim, limit):
     arguments = ["--entities=1M", "--relations=10", "--triples=1M", "--devices", "1xH200"]
-    arguments += ["--model.dim=102"]
+    arguments += [f"--model.dim={dim}"]
     assert run([*arguments, "--entities.engine=handrolled"]) == 0
-    assert "1,000,000 entities x 102" in capsys.readouterr().out
-    with pytest.raises(ConfigError, match="multiple of 4, not 102"):
+    assert f"1,000,000 entities x {dim}" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match=f"on CUDA it must be {limit}"):
         run(arguments)
 
 

@@ -104,7 +104,11 @@ def test_a_model_without_entities_is_refused():
 def test_a_width_that_cuda_kernels_cannot_have():
     with pytest.raises(ConfigError, match=r"model.dim: .* a multiple of 4, not 6"):
         plan(100, 6, 1)
-    plan(100, 6, 1, device="cpu")
+    with pytest.raises(ConfigError, match=r"model.dim: on CUDA .* 2,048 or less, not 2,052 "):
+        plan(100, 2052, 1)
+    plan(100, 2048, 1)
+    for dim in (6, 2052):
+        plan(100, dim, 1, device="cpu")
 
 
 def test_planning_says_nothing(capfd):

@@ -197,13 +197,13 @@ def test_train_evaluate_predict_resume(tmp_path):
     "changes, word",
     [
         ({"entities.bias_correction": "row"}, "entities.bias_correction"),
-        ({"entities.preset": "dgl"}, "entities.bias_correction"),
+        ({"entities.preset": "dgl"}, "entities.preset"),
     ],
 )
 def test_what_a_checkpoint_of_the_table_depends_on_cannot_change(tmp_path, changes, word):
     keys = {"train__epochs": 1, "train__optimizer": "adam", "entities__engine": "handrolled"}
     run = api.train(config_of(the_store(), tmp_path / "run", **keys))
-    with pytest.raises(ConfigError, match=f"{word} is 'table' in this run and cannot change"):
+    with pytest.raises(ConfigError, match=f"{word} is .* in this run and cannot change"):
         api.resume(run.path, changes)
     run.close()
 

@@ -8,11 +8,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrec.distributed.batched_embedding_kernel import BatchedFusedEmbedding
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
-from training_runs import config_of, fit, largest_difference, tiny_store
+from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
 from worlds import run_world
 
+from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import ENTITY
+from kge_torchrec.embeddings.torchrec.backend import _gains_by_pipeline
+from kge_torchrec.embeddings.torchrec.collection import DeferredEmbedding
+from kge_torchrec.embeddings.torchrec.sharder import _CpuFusedEmbedding
 from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.step import NotPipelined
 from kge_torchrec.training.trainer import Trainer
@@ -59,12 +64,37 @@ def test_the_next_batch_is_distributed_before_this_one_ends(store, tmp_path, wor
             assert ahead < events.index(f"backward {batch} ends")
 
 
-def test_one_rank_on_a_cpu_sends_nothing_and_overlaps_nothing(store, tmp_path, monkeypatch):
-    monkeypatch.setattr(ShardedEmbeddingCollection, "input_dist", None)
-    session = fit(config_of(store, tmp_path / "run", train__epochs=1))
-    (table,) = (m for m in session.backend.model.modules()
+@pytest.mark.parametrize(
+    "changes, kernel",
+    [({}, _CpuFusedEmbedding),
+     ({"train__optimizer": "rowwise_adagrad"}, BatchedFusedEmbedding),
+     ({"train__optimizer": "adagrad", "train__clip_norm": 0.1}, DeferredEmbedding)],
+    ids=["cpu", "fbgemm", "fbgemm deferred"],
+)  # fmt: skip
+def test_one_rank_sends_nothing_and_overlaps_nothing(store, tmp_path, monkeypatch, changes, kernel):
+    """By each table that it may have, FBGEMM's as on a GPU; the pipeline trains the same bits."""
+    changes = {"entities__deduplicate": kernel is not BatchedFusedEmbedding, **changes}
+    found = []
+    with kernels_of_cuda(kernel is not _CpuFusedEmbedding):
+        for pipeline in ("sparse_dist", "auto"):
+            if pipeline == "auto":
+                monkeypatch.setattr(ShardedEmbeddingCollection, "input_dist", None)
+            config = config_of(store, tmp_path / pipeline, train__pipeline=pipeline, **changes)
+            found.append(fit(config))
+    (table,) = (m for m in found[1].backend.model.modules()
                 if isinstance(m, ShardedEmbeddingCollection))  # fmt: skip
-    assert not table.is_pipelined
+    assert not table.is_pipelined and type(table._lookups[0]._emb_modules[0]) is kernel
+    assert largest_difference(found[0].parameters, found[1].parameters) == 0
+
+
+@pytest.mark.parametrize(
+    "ranks, of_a_host, device, gains",
+    [(1, 1, "cpu", False), (1, 1, "cuda", False), (2, 2, "cpu", False), (2, 2, "cuda", True),
+     (2, 1, "cpu", True), (2, 1, "cuda", True)],
+)  # fmt: skip
+def test_who_gains_by_the_pipeline(ranks, of_a_host, device, gains):
+    processes = Processes(0, ranks, of_a_host, torch.device(device))
+    assert _gains_by_pipeline(processes) == gains
 
 
 def rank_is_pipelined(store: Path, run: Path, hosts: int) -> bool:

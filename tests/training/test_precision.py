@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from training_runs import (
     config_of,
     fit,
+    kernels_of_cuda,
     largest_difference,
     longer_config,
     parameters,
@@ -272,6 +273,19 @@ def test_on_cuda_an_overflow_leaves_fbgemms_table_alone(tmp_path, optimizer):
         loop.pipeline.progress(stream)
         assert all(value.isfinite().all() for value in parameters(session).values())
         assert scale.skipped == 1
+
+
+@pytest.mark.parametrize("optimizer, counted", [("rowwise_adagrad", 1), ("sgd", 0)])
+def test_what_fbgemm_has_counted_of_a_skipped_step_is_taken_back(tmp_path, optimizer, counted):
+    """By FBGEMM's own table, as on CUDA; it counts no steps of sgd."""
+    config = config_of(the_store(), tmp_path, train__optimizer=optimizer)
+    with kernels_of_cuda(True), processes("cpu") as ranks:
+        session = Session(config, RunFolder(tmp_path), ranks)
+        loop = Trainer(session, session.restore(), None)
+        loop.pipeline.progress(loop.batches.epoch(0))
+        assert session.backend.state()["table_step"] == counted
+        session.backend.skip_step()
+        assert session.backend.state()["table_step"] == 0
 
 
 @pytest.mark.parametrize("has, precision, said", [(True, "bf16", 0), (False, "bf16", 1),

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 from training_runs import config_of, fit, largest_difference, rank, tiny_store
@@ -22,7 +24,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training import stop_signal
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.stop_signal import StopSignal, TrainingStopped
+from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 from kge_torchrec.training.trainer import Trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,8 +122,11 @@ def signalled(loop: Trainer, step: int, who: int, number: int) -> None:
 
 
 def rank_is_stopped(store: Path, run: Path, step: int, who: int, number: int) -> str:
+    if number == signal.SIGINT:  # which a shell's background jobs ignore
+        signal.signal(number, signal.default_int_handler)
     before = signal.getsignal(number)
-    with pytest.raises(TrainingStopped) as caught:
+    kind = TrainingInterrupted if number == signal.SIGINT else TrainingStopped
+    with pytest.raises(kind, match=re.escape(f"`train --resume {run}` goes on")) as caught:
         fit(config_of(store, run), lambda loop: signalled(loop, step, who, number))
     assert signal.getsignal(number) == before
     return str(caught.value)
@@ -137,6 +142,8 @@ def rank_goes_on(store: Path, run: Path) -> dict:
         (1, 7, 0, signal.SIGTERM),
         (1, 10, 0, signal.SIGTERM),  # the last step of an epoch
         (2, 7, 1, signal.SIGUSR1),
+        (1, 7, 0, signal.SIGINT),
+        (2, 7, 1, signal.SIGINT),
     ],
 )
 def test_a_signal_to_any_rank_ends_all_after_a_checkpoint(
@@ -179,6 +186,68 @@ def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
     answers, asked = found[0]
     assert answers[-1] and not any(answers[:150]) and asked < 20
     assert stop_signal.EXIT_CODE == 75
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # torchrun's second is SIGTERM
+def test_a_second_ctrl_c_ends_at_once(second, ctrl_c, capfd):
+    with processes("cpu") as ranks:
+        with pytest.raises(KeyboardInterrupt), StopSignal(ranks, "a note") as stop:
+            ctrl_c()
+            assert stop.after_step() and stop.is_interrupt
+            signal.raise_signal(second)
+        with pytest.raises(KeyboardInterrupt):
+            ctrl_c()
+        # ranks hear the first one twice, from the terminal and from torchrun
+        with StopSignal(replace(ranks, world_size=2)):
+            ctrl_c()
+            try:
+                ctrl_c()
+            except KeyboardInterrupt:  # which would end pytest
+                pytest.fail("one Ctrl-C was taken for two")
+    assert capfd.readouterr().err == "a note"
+
+
+def test_ctrl_c_is_left_to_a_program_with_a_handler_of_its_own(ctrl_c):
+    heard = []
+    signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    with processes("cpu") as ranks, StopSignal(ranks) as stop:
+        ctrl_c()
+        assert not stop.after_step()
+    assert heard == [signal.SIGINT]
+
+
+@pytest.mark.parametrize("kind", ["epoch", "valid"])
+def test_ctrl_c_in_python_raises_after_a_checkpoint(store, tmp_path, kind, ctrl_c):
+    """Also one that comes after the last step, where ranks have agreed to end anyway."""
+    config = config_of(store, tmp_path / "run", train__epochs=1, evaluation__every=1)
+    with pytest.raises(KeyboardInterrupt, match=f"checkpoint step-0*5 is .*{tmp_path / 'run'}"):
+        api.train(config, [lambda heard, values: heard == kind and ctrl_c()])
+    assert not (tmp_path / "run" / "results.json").exists()
+    assert api.resume(tmp_path / "run").results["test"] is not None
+
+
+def test_ctrl_c_with_the_last_checkpoint_ends_before_the_test_ranking(store, tmp_path, ctrl_c):
+    def late(loop) -> None:
+        save = loop._save
+        loop._save = lambda: (save(), ctrl_c())
+
+    with pytest.raises(TrainingInterrupted):
+        fit(config_of(store, tmp_path, train__epochs=1, evaluation__every=0), late)
+
+
+@pytest.mark.parametrize("keep", [1, 0])
+def test_ctrl_c_outside_training_raises_at_once_and_names_the_folder(store, tmp_path, keep, ctrl_c):
+    config = config_of(
+        store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every_epochs=keep
+    )
+    with (
+        patch.object(api, "_final_results", side_effect=lambda *_: ctrl_c()),
+        pytest.raises(KeyboardInterrupt) as caught,
+    ):
+        api.train(config)
+    assert str(caught.value) == (
+        f"interrupted; `train --resume {tmp_path}` goes on." if keep else ""
+    )
 
 
 def test_other_threads_train_without_handlers(store, tmp_path):
@@ -297,3 +366,36 @@ def test_sigterm_on_the_command_line(tmp_path):
     assert re.search(r"stopped by a signal; checkpoint (step-\d+) is written", errors)
     newest = checkpoints(tmp_path / "run")[-1]
     assert newest in errors and "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks, to", [(1, "terminal"), (2, "terminal"), (2, "torchrun")])
+def test_ctrl_c_on_the_command_line_loses_nothing(tmp_path, ranks, to, ctrl_c):
+    """A terminal sends SIGINT to every process of the group; torchrun sends it on to its ranks."""
+    keys = {**LONG, "train__epochs": 8, "checkpoint__every_steps": 0, "checkpoint__keep": 9}
+    run = tmp_path / "run"
+    config_of("countries", run, checkpoint__every_epochs=1, **keys).save(tmp_path / "config.yaml")
+    process = start([str(tmp_path / "config.yaml")], ranks=ranks)
+    while len(checkpoints(run)) < 2:
+        assert process.poll() is None
+        time.sleep(0.02)
+    written = checkpoints(run)
+    launched = [process_of_rank(number, process.pid) for number in range(ranks if ranks > 1 else 0)]
+    for pid in [process.pid, *(launched if to == "terminal" else [])]:
+        os.kill(pid, signal.SIGINT)
+    code, errors = ended(process)
+    assert code == 130 if ranks == 1 else code != 0, errors
+    (line,) = [text for text in errors.splitlines() if text.startswith("kge-torchrec: ")]
+    newest = checkpoints(run)[-1]
+    assert newest > written[-1]
+    said = f"interrupted; checkpoint {newest} is written. `train --resume {run}` goes on."
+    assert line == f"kge-torchrec: {said}"
+    run_world(ranks, rank_resumes, run)
+    whole = config_of("countries", tmp_path / "whole", **keys)
+    run_world(ranks, rank_trains, tmp_path, whole)
+    one, again = (run_world(ranks, rank_reads, tmp_path / name)[0] for name in ("whole", "run"))
+    assert largest_difference(one, again) == 0
+
+
+def rank_resumes(run: Path) -> None:
+    api.resume(run)

@@ -83,6 +83,33 @@ def test_what_is_picked(graph, keys, expected):
 
 
 @pytest.mark.parametrize(
+    "given, followed",
+    [
+        ({"model.init": "xavier_normal"}, {"model.init_scale": 1.0}),
+        ({"model.init": "xavier_uniform"}, {"model.init_scale": 1.0}),
+        ({"model.init": "uniform"}, {"model.init_scale": 0.25}),
+        ({"model.init": "normal"}, {"model.init_scale": 0.001}),
+        ({"model.init": "normal", "model.scorer": "conve"}, {"model.init_scale": 0.001}),
+        ({"model.init": "xavier_normal", "model.scorer": "rotate"}, {"model.init_scale": 1.0}),
+        ({"model.init_scale": 0.5}, {"model.init": "normal"}),
+        ({"model.scorer": "rotate"}, {"model.init": "uniform", "model.init_scale": 0.25}),
+        ({"train.optimizer": "adam"}, {"train.lr": 0.003}),
+        ({"train.optimizer": "sgd"}, {"train.lr": 0.5}),
+        ({"train.epochs": 30}, {"evaluation.every": 3}),
+        ({"loss.name": "margin"}, {"loss.n3": 0.0, "loss.relation_weight": 0.0}),
+        ({"loss.regularizers": {"n3": 0.2}}, {"loss.n3": 0.0, "loss.relation_weight": 0.25}),
+        ({"negatives.regime": "kvsall"}, {"loss.relation_weight": 0.0}),
+        ({"negatives.hardest": 300}, {"negatives.count": 512}),
+        ({"model.biases": True}, {"model.dim": 260}),
+        ({"size": "small"}, {"model.dim": 64, "train.epochs": 50}),
+    ],
+)  # fmt: skip
+def test_picks_follow_the_keys_they_belong_to(given, followed):
+    config = load_config(None, given).settled(KINSHIP)
+    assert {key: attrgetter(key)(config) for key in (*given, *followed)} == {**given, **followed}
+
+
+@pytest.mark.parametrize(
     "graph", [GraphSize(1, 1, 1), GraphSize(2, 1, 0), GraphSize(10**9, 9, 10**11)]
 )
 @pytest.mark.parametrize("scorer", SCORER_NAMES)

@@ -182,8 +182,6 @@ def test_a_share_of_the_negatives_suits_and_the_others_stay():
         ({"regime": "kvssample"}, "draws for all queries of a batch together; use sampled"),
         ({"log_q": True}, "negatives.log_q: with negatives.among seen"),
         ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_share"),
-        ({"types": "x.tsv"}, "negatives.types is of negatives.among types, not seen"),
-        ({"file": "x.tsv"}, "negatives.file is of negatives.among own, not seen"),
         ({"among": "own"}, "negatives.among own needs negatives.file"),
         ({"among": "none"}, "negatives.among must be one of"),
         ({"among_share": 0.0}, "negatives.among_share"),

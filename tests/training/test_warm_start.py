@@ -16,7 +16,6 @@ from training_runs import config_of, parameters, shared_folder, tiny_store
 from worlds import run_world
 
 from kge_torchrec import api, extend
-from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
@@ -237,8 +236,6 @@ def test_what_is_wrong_with_vectors(tmp_path, what):
     with pytest.raises(KGEError, match=message):
         api.train(config)
     assert not (tmp_path / "run").exists()
-    with pytest.raises(KGEError, match=r"model.init_frozen is of model.init_from"):
-        config_from_dict({"model.init_frozen": True})
 
 
 def test_an_export_is_a_start(tmp_path):

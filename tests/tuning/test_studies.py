@@ -227,6 +227,17 @@ def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
+def test_ctrl_c_ends_the_study_not_only_the_trial(tmp_path, monkeypatch, capsys, ctrl_c):
+    folder = some_study(tmp_path / "study").path
+    with monkeypatch.context() as patched:
+        patched.setattr(trials_of._Halving, "__call__", lambda *_: ctrl_c())
+        assert main(["tune", "--resume", str(folder)]) == 130
+    said = capsys.readouterr().err
+    assert said == f"kge-torchrec: interrupted; `tune --resume {folder}` goes on.\n"
+    again = kge_torchrec.tune(Study(folder).config, 1, folder, SPACE)
+    assert [trial["state"] for trial in again["trials"]] == ["complete"]
+
+
 def test_another_study_in_the_folder_and_wrong_settings_are_refused(study, tmp_path, capsys):
     folder, _ = study
     config = config_of("countries", **SMALL)
@@ -300,3 +311,9 @@ def test_two_processes_and_jobs_share_a_study(tmp_path):
     assert len({str(trial.params) for trial in found}) == 8  # nobody draws what another has drawn
     alone = json.loads((folder / "trials.json").read_text())
     assert len(alone["trials"]) == 8
+
+
+def test_no_trials_are_refused_rather_than_thirty_run(tmp_path, capsys):
+    assert main(["tune", "demo", "--trials", "0", "--study", str(tmp_path / "study")]) == 1
+    assert "trials must be an integer >= 1, got 0" in capsys.readouterr().err
+    assert not (tmp_path / "study").exists()

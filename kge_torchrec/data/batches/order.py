@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 
 from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.kernels.jit import helper, kernel
 
 Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
 ROUNDS = 6
@@ -39,7 +39,7 @@ class EpochShuffle:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         """Return the examples (M,) int64 at some positions (M,) of the epoch."""
         out = positions.astype(np.uint64)
-        _permute(out, self._keys, np.uint64(self._half), np.uint64(self.size))
+        _permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
         return out.view(np.int64)
 
 
@@ -97,7 +97,7 @@ def sample_distinct(
     return out
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _sample_distinct(
     sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
 ) -> None:
@@ -121,7 +121,7 @@ _BLOCK = 1024  # values per block; a block stays in the nearest cache
 
 
 # Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
-@numba.njit(cache=True, nogil=True)
+@helper
 def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
     """Replace every value by its image, in place.
 
@@ -134,7 +134,8 @@ def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uin
     for start in range(0, len(values), _BLOCK):
         block = values[start : start + _BLOCK]
         count = len(block)
-        outside[:count] = np.arange(count)
+        for i in range(count):
+            outside[i] = i
         while count:
             _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
             kept = 0
@@ -144,7 +145,10 @@ def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uin
             count = kept
 
 
-@numba.njit(cache=True, nogil=True)
+_permute_array = kernel(_permute.py_func)  # the same, called from Python
+
+
+@helper
 def _encrypt(
     values: np.ndarray,
     places: np.ndarray,
@@ -164,7 +168,7 @@ def _encrypt(
         values[places[i]] = (left[i] << half) | right[i]
 
 
-@numba.njit(cache=True, nogil=True)
+@helper
 def _mix(value: np.uint64) -> np.uint64:
     """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -218,7 +222,7 @@ class WeightedOrder:
         return weighted
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _walk(
     weights: np.ndarray, sums: np.ndarray, step: int, targets: np.ndarray, triples: np.ndarray
 ) -> None:

@@ -226,6 +226,11 @@ def _of_directory(directory: Path, suffixes: Sequence[str]) -> dict[str, list[Pa
         return {WHOLE: files}
     if not suffixes:
         raise DataError(f"{directory}: its reader has no suffixes; name the files one by one")
+    if not files and (directory / "train.npy").is_file():
+        raise DataError(
+            f"{directory}: this is a prepared store, not files of triples; give it to --data.path, "
+            "or prepare the files again if its meta.json is gone"
+        )
     if not files:
         raise DataError(
             f"{directory}: no file of triples here; looked for train, valid and test "

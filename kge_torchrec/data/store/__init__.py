@@ -61,6 +61,7 @@ class TripleStore:
         self.entities = Vocabulary.open(path / "entities.arrow", "entity")
         self.relations = Vocabulary.open(path / "relations.arrow", "relation")
         self.train, self.valid, self.test = (_map(path / f"{split}.npy") for split in SPLITS)
+        self._check_counts()
         self._sides: dict[tuple[str, str], SideIndex] = {}
         self._files = frozenset(meta["files"])
 
@@ -96,10 +97,22 @@ class TripleStore:
         for name, checksum in self._checksums.items():
             if found[name] != checksum:
                 raise StoreError(
-                    f"{self.path}: damaged store: the checksum of {name} is another than when it "
-                    "was written; prepare it again"
+                    f"{self.path}: damaged store: the checksum of {name} does not match; "
+                    "prepare it again"
                 )
         self._checksums = {}
+
+    def _check_counts(self) -> None:
+        """Raises StoreError where the meta file has other counts than there are labels."""
+        for count, labels, of in (
+            (self.num_entities, self.entities, "entities"),
+            (self.num_relations, self.relations, "relations"),
+        ):
+            if count != len(labels):
+                raise StoreError(
+                    f"{self.path}: damaged store: {META} counts {count} {of} and there are labels "
+                    f"of {len(labels)}; prepare it again"
+                )
 
     @property
     def size(self) -> GraphSize:
@@ -291,6 +304,12 @@ def _read_meta(path: Path) -> dict[str, Any]:
         raise StoreError(
             f"{path}: store of version {meta.get('version')}, this program reads version "
             f"{FORMAT_VERSION}; prepare it again"
+        )
+    missing = {"num_entities", "num_relations", "fingerprint", "report", "files"} - meta.keys()
+    if missing:
+        raise StoreError(
+            f"{path}: damaged store: {META} has no {' and no '.join(sorted(missing))}; prepare it "
+            "again"
         )
     return meta
 

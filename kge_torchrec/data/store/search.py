@@ -7,11 +7,12 @@ Shapes: B queries, K candidates, Q distinct queries, T triples, N entities.
 
 from __future__ import annotations
 
-import numba
 import numpy as np
 
+from kge_torchrec.kernels.jit import kernel
 
-@numba.njit(cache=True, nogil=True)
+
+@kernel
 def bounds(
     values: np.ndarray,
     starts: np.ndarray,
@@ -44,7 +45,7 @@ def bounds(
     return out[0], out[1]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def mark_members(
     entities: np.ndarray,
     starts: np.ndarray,
@@ -102,7 +103,7 @@ class QueryList:
         return queries[0], queries[1]
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _count_starts(indptr: np.ndarray, relations: np.ndarray, step: int, before: np.ndarray) -> int:
     """Fill in how many queries start before each block of rows; return how many there are."""
     count = 0
@@ -115,7 +116,7 @@ def _count_starts(indptr: np.ndarray, relations: np.ndarray, step: int, before: 
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@kernel
 def _find(
     indptr: np.ndarray,
     relations: np.ndarray,

@@ -54,6 +54,16 @@ class _Wrap(DataParallelWrapper):
         dmp._dmp_wrapped_module = self._wrapper.wrap(dmp._dmp_wrapped_module)
 
 
+def _gains_by_pipeline(processes: Processes) -> bool:
+    """Whether TorchRec's pipeline overlaps more than it costs.
+
+    A single rank sends nothing, and ranks on the CPU of one host pass ids through memory: there
+    the pipeline's own work takes more time than there is to overlap.
+    """
+    several_hosts = processes.world_size > processes.local_world_size
+    return several_hosts or (processes.world_size > 1 and processes.device.type != "cpu")
+
+
 class TorchRecBackend:
     """Entities in a row-wise sharded EmbeddingCollection with a fused optimizer.
 
@@ -83,10 +93,7 @@ class TorchRecBackend:
         deferred: bool = False,
     ):
         device = processes.device
-        # Ranks of one host pass ids through memory, and one of a CPU copies none to a device: what
-        # the pipeline does besides takes more time than there is to overlap.
-        several_hosts = processes.world_size > processes.local_world_size
-        self.gains_by_pipeline = several_hosts or device.type != "cpu"
+        self.gains_by_pipeline = _gains_by_pipeline(processes)
         collection = entity_collection(num_entities, objective.scorer.dim)
         model = KGEModel(collection, objective.to(device), scales_loss)
         settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)
@@ -149,9 +156,9 @@ class TorchRecBackend:
             group["lr"] = base * factor
 
     def skip_step(self) -> None:
-        """FBGEMM's kernel has counted the lookup as a step; that is taken back."""
+        """FBGEMM's kernel has counted the lookup as a step, unless it counts none; take it back."""
         if self.pending is None:
-            set_table_step(self._sharded, table_step(self._sharded) - 1)
+            set_table_step(self._sharded, max(0, table_step(self._sharded) - 1))
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Nothing: TorchRec distributes the ids on the device."""

@@ -13,11 +13,9 @@ Shapes: N entities, D numbers per entity, W ranks; n rows and d columns of a sha
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -44,10 +42,12 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
+from kge_torchrec.environment import host_memory
 from kge_torchrec.errors import KGEError, raised_alike
 
 __all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
 
+MOST_CUDA_DIM = 2048  # of FBGEMM 1.6 to 1.8, whose backward ends with an error beyond it
 UNLIMITED = 1 << 60  # bytes, for a plan whose fit is looked at afterwards
 SHARDINGS = tuple(
     kind.value
@@ -71,12 +71,17 @@ def device_memory() -> int:
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
-def host_memory() -> int:
-    """Bytes of main memory of this machine, or of the container it runs in."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if text == "max" else min(physical, int(text))
+def check_cuda_dim(dim: int) -> None:
+    """Raise ConfigError for a row of D numbers that FBGEMM's CUDA kernels cannot have."""
+    limit = ""
+    if dim % 4:
+        limit = f"a multiple of 4, not {dim} (FBGEMM reads four numbers at a time"
+    elif dim > MOST_CUDA_DIM:
+        limit = f"{MOST_CUDA_DIM:,} or less, not {dim:,} (FBGEMM's backward takes no wider row"
+    if limit:
+        raise ConfigError(
+            f"model.dim: on CUDA it must be {limit}; entities.engine handrolled takes any)"
+        )
 
 
 def plan_row_wise(
@@ -94,12 +99,8 @@ def plan_row_wise(
     process_group: if given, rank 0 plans and sends its plan, or its error, to all ranks (a
     collective call).  Raises ConfigError for a D that FBGEMM's CUDA kernels cannot have.
     """
-    width = _find_collection(model)[1].embeddings[ENTITY].weight.shape[1]
-    if device_type == "cuda" and width % 4:
-        raise ConfigError(
-            f"model.dim: on CUDA it must be a multiple of 4, not {width} (FBGEMM reads four "
-            "numbers at a time; entities.engine handrolled takes any)"
-        )
+    if device_type == "cuda":
+        check_cuda_dim(_find_collection(model)[1].embeddings[ENTITY].weight.shape[1])
     arguments = (model, sharder, world_size, local_world_size, device_type)
     if process_group is None:
         return plan_table(*arguments, **options)

@@ -76,26 +76,13 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
 
 
 class _FusedOptimizer(EmbeddingFusedOptimizer):
-    """Steps the table when it is stepped itself.
-
-    TorchRec takes a second state of one number for a scalar of the whole shard.  On a rank with a
-    single row that is wrong for rowwise_adam's second moment, and no checkpoint could be written.
-    A first state is never taken for that, so the state is described as one.
-    """
+    """Steps the table when it is stepped itself."""
 
     def __init__(
         self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg: dist.ProcessGroup | None
     ) -> None:
         super().__init__(config, table, pg)
         self._table = table
-        for states in table.get_optimizer_state():
-            for name, state in list(states.items())[1:]:
-                if state.numel() == 1:
-                    alone = EmbeddingFusedOptimizer(
-                        config, table, pg, all_optimizer_states=[{name: state}]
-                    )
-                    (described,) = next(iter(alone.state.values())).values()
-                    next(iter(self.state.values()))[f"{ENTITY}.{name}"] = described
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         super().zero_grad(set_to_none)
@@ -117,6 +104,26 @@ def _check(config: GroupedEmbeddingConfig) -> None:
         )
 
 
+def _describe_single_row(
+    kernel: BatchedFusedEmbedding, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None
+) -> None:
+    """Correct how TorchRec describes the optimizer state of a shard that has a single row.
+
+    TorchRec takes a second state of one number for a scalar of the whole shard.  For rowwise_adam's
+    second moment that is wrong, and no checkpoint could be written.  TorchRec never takes a first
+    state for a scalar, so each of these states is described as a first one.
+    """
+    table, optimizer = kernel.emb_module, kernel.fused_optimizer
+    for states in table.get_optimizer_state():
+        for name, state in list(states.items())[1:]:
+            if state.numel() == 1:
+                alone = EmbeddingFusedOptimizer(
+                    config, table, pg, all_optimizer_states=[{name: state}]
+                )
+                (described,) = next(iter(alone.state.values())).values()
+                next(iter(optimizer.state.values()))[f"{ENTITY}.{name}"] = described
+
+
 class _Lookup(GroupedEmbeddingsLookup):
     def _create_embedding_kernel(
         self,
@@ -132,9 +139,13 @@ class _Lookup(GroupedEmbeddingsLookup):
             kernel = kernel_of(on_cpu, is_deferred(config.fused_params))
         if kernel is not _CpuFusedEmbedding:
             config = replace(config, fused_params=of_fbgemm(config.fused_params))
-        if kernel is not None:
-            return kernel(config, pg, device)
-        return super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
+        if kernel is None:
+            made = super()._create_embedding_kernel(config, pg, device, *args, **kwargs)
+        else:
+            made = kernel(config, pg, device)
+        if isinstance(made, BatchedFusedEmbedding):
+            _describe_single_row(made, config, pg)
+        return made
 
 
 def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | None:
@@ -232,23 +243,20 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         )
 
     def forward(self, *features: KeyedJaggedTensor) -> Any:
-        """As TorchRec's, but on a CPU without what it keeps for several tables and features.
+        """As TorchRec's, without what it keeps for several tables and features where it can.
 
-        A single rank has all the rows, and sends itself nothing.  Under TorchRec's pipeline another
-        forward takes this one's place.
+        A single rank has all the rows, and sends itself nothing.  On a CPU ids that ascend go
+        directly.  Under TorchRec's pipeline another forward takes this one's place.
         """
-        (kernel,) = self._lookups[0]._emb_modules
-        if not isinstance(kernel, _CpuFusedEmbedding):
-            return super().forward(*features)
-        direct = self._direct
-        if direct is None and self._env.world_size > 1:
-            return super().forward(*features)
-        (ids,) = features
-        if direct is None:
-            rows = kernel.emb_module(ids.values())
-        else:
-            asked = direct(ids).wait()
+        (kernel,), (ids,) = self._lookups[0]._emb_modules, features
+        is_ours = isinstance(kernel, _CpuFusedEmbedding)
+        if self._env.world_size == 1:
+            rows = kernel.emb_module(ids.values()) if is_ours else kernel(ids)
+        elif is_ours and self._direct is not None:
+            asked = self._direct(ids).wait()
             rows = asked.answered(kernel.emb_module(asked.wait().values()))
+        else:
+            return super().forward(*features)
         return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}
 
     @cached_property

@@ -1,0 +1,224 @@
+"""Declare a key of the config: its default, its help, its check, and when it has an effect.
+
+    margin: float = key(9.0, "Margin between scores.", check=not_negative, acts=loss_has("margin"))
+
+The dataclass field is the only place where a key is described. Its help goes into ``train --help``
+and the docs; ``check_values`` applies its check; ``check_effects`` refuses a value without effect;
+``check_resume`` refuses a change that a resumed run could not follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import cache
+from operator import attrgetter
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from kge_torchrec.config.checks import ConfigError
+
+Config = Any  # kge_torchrec.config.Config, whose file imports this one
+Section = TypeVar("Section")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What is known about a start besides its config. None is unknown, and refuses nothing.
+
+    Args:
+        on_cuda: Whether the run trains on CUDA.
+        extended: Whether its triples are an extended store.
+        unread: Names of ``data`` keys that the way its triples are stored leaves without use.
+    """
+
+    on_cuda: bool | None = None
+    extended: bool | None = None
+    unread: Collection[str] = ()
+
+
+class Condition(NamedTuple):
+    """One condition under which a key has an effect."""
+
+    words: str  # completes "It acts only with ..."
+    holds: Callable[[Config, Facts], bool | None]  # None: not known yet
+
+
+def only_with(other: str, *values: Any) -> Condition:
+    """Return the condition that another key has one of these values."""
+    listed = " or ".join(_as_yaml(value) for value in values)
+    return Condition(f"{other} {listed}", lambda config, _: attrgetter(other)(config) in values)
+
+
+def only_without(other: str, value: Any, words: str = "") -> Condition:
+    """Return the condition that another key has any value but this one."""
+    said = words or f"{other} other than {_as_yaml(value)}"
+    return Condition(said, lambda config, _: attrgetter(other)(config) != value)
+
+
+class Resume(NamedTuple):
+    """The answer to whether a key may change when a run resumes.
+
+    ``refuses`` gets the config so far and the new one. ``per_start`` marks keys of how a run is
+    started or shown; ``run.resume auto`` accepts another value of them.
+    """
+
+    answer: str  # for the table of keys
+    remedy: str = ""
+    refuses: Callable[[Config, Config], bool] = lambda before, after: False
+    per_start: bool = False
+
+
+MAY_CHANGE = Resume("yes")
+PER_START = Resume("yes", per_start=True)
+
+
+def fixed(remedy: str = "start a new run", answer: str = "no") -> Resume:
+    """Return the rule of a key that never changes on resume."""
+    return Resume(answer, remedy, lambda before, after: True)
+
+
+class Key(NamedTuple):
+    """What a field's metadata says about a key."""
+
+    help: str
+    check: Callable[[str, Any], None] | None
+    acts: tuple[Condition, ...]
+    resume: Resume
+    silent: tuple[Any, ...]  # values besides the default that need no effect
+
+
+def key(
+    default: Any,
+    help: str,
+    *,
+    check: Callable[[str, Any], None] | None = None,
+    acts: Condition | tuple[Condition, ...] = (),
+    resume: Resume = MAY_CHANGE,
+    silent: tuple[Any, ...] = (),
+) -> Any:
+    """Return a dataclass field for a key of the config.
+
+    Args:
+        default: Its default; a type, such as dict, makes a new empty one for each config.
+        help: One sentence for people, with the values it takes.
+        check: Raises ConfigError for a bad value, given the dotted key and a value that is no null.
+        acts: All conditions under which the key has an effect; none: it always has.
+        resume: Whether it may change when a run resumes.
+        silent: Values besides the default that are accepted where the key has no effect.
+    """
+    conditions = (acts,) if isinstance(acts, Condition) else acts
+    metadata = {"key": Key(help, check, conditions, resume, silent)}
+    if isinstance(default, type):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+def documented(section: type[Section]) -> type[Section]:
+    """Add the help of all keys to the docstring of a section, where ``--help`` looks for them."""
+    lines = [
+        f"    {item.name}: {key_of(item).help}"
+        for item in fields(section)  # type: ignore[arg-type]
+        if "key" in item.metadata
+    ]
+    section.__doc__ = f"{section.__doc__}\n\nArgs:\n" + "\n".join(lines)
+    return section
+
+
+def key_of(item: Field[Any]) -> Key:
+    """Return the description of a field."""
+    return item.metadata["key"]
+
+
+def check_values(section: Any, prefix: str) -> None:
+    """Apply the check of every key of a section. Raises ConfigError."""
+    for item in fields(section):
+        if "key" not in item.metadata:
+            continue
+        value, check = getattr(section, item.name), key_of(item).check
+        if check is not None and value is not None:
+            check(f"{prefix}{item.name}", value)
+
+
+@cache
+def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
+    """Return the field of every dotted key of a config class, in order."""
+    found: dict[str, Field[Any]] = {}
+    for item in fields(of):
+        nested: Any = item.default_factory
+        if hasattr(nested, "__dataclass_fields__"):
+            found.update(declared(nested, f"{prefix}{item.name}."))
+        else:
+            found[prefix + item.name] = item
+    return found
+
+
+def default_of(item: Field[Any]) -> Any:
+    """Return the default of a key."""
+    return item.default if item.default_factory is MISSING else item.default_factory()
+
+
+def without_effect(
+    config: Config, facts: Facts, keys: Iterable[str] | None = None
+) -> dict[str, str]:
+    """Return why each key that was set, of these or of all, has no effect."""
+    known, found = declared(config.__class__), {}
+    for name in known if keys is None else keys:
+        item = known[name]
+        value, rules = attrgetter(name)(config), key_of(item)
+        if value == default_of(item) or value in rules.silent:
+            continue
+        failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
+        if failing is not None:
+            found[name] = (
+                f"{name} {_as_yaml(value)} has no effect here: it acts only with {failing.words}; "
+                f"change that, or leave {name} at its default, {_as_yaml(default_of(item))}"
+            )
+    return found
+
+
+def check_effects(
+    config: Config,
+    facts: Facts = Facts(),
+    keys: Iterable[str] | None = None,
+) -> None:
+    """Raises ConfigError for a key that was set and has no effect.
+
+    keys: look at these only; None looks at all.
+    """
+    for reason in without_effect(config, facts, keys).values():
+        raise ConfigError(reason)
+
+
+def changed_keys(before: Config, after: Config) -> list[str]:
+    """Return the dotted keys whose values differ."""
+    return [
+        name
+        for name in declared(after.__class__)
+        if attrgetter(name)(before) != attrgetter(name)(after)
+    ]
+
+
+def check_resume(
+    before: Config, after: Config, folder: Path, allowed: Collection[str] = ()
+) -> None:
+    """Raises ConfigError for a key that must not change when the run in a folder resumes."""
+    for name in changed_keys(before, after):
+        if name in allowed:
+            continue
+        if name == "run.dir" and Path(after.run.dir or "").resolve() == folder.resolve():
+            continue
+        rule = key_of(declared(after.__class__)[name]).resume
+        if rule.refuses(before, after):
+            raise ConfigError(
+                f"{name} is {attrgetter(name)(before)!r} in this run and cannot change on resume; "
+                f"{rule.remedy}"
+            )
+
+
+def _as_yaml(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(list(value)) if isinstance(value, tuple) else str(value)

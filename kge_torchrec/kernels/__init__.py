@@ -1,0 +1,1 @@
+"""Compilation by numba: decorators and threads (``jit.py``), the cache on disk (``cache.py``)."""

@@ -1,0 +1,59 @@
+"""Refuse numbers that no memory can hold before any work is done for them."""
+
+from __future__ import annotations
+
+import torch
+
+from kge_torchrec.config import Config, ConfigError, GraphSize
+from kge_torchrec.config.registry import resolve
+from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.environment import host_memory
+
+_FLOAT = 4  # bytes
+
+
+def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None:
+    """Raises ConfigError if a single tensor of a run is larger than all memory.
+
+    These are lower bounds: the planner has the exact figures, but takes as long as the model that
+    it builds for them.
+
+    config: with a number for every key that may be null.
+    """
+    have = _memory_per_rank(processes)
+    on_cuda = processes.device.type == "cuda"
+    for key, what, size in _largest(config, graph, processes.world_size, on_cuda):
+        if size > have:
+            raise ConfigError(
+                f"{key}: {what} alone would take {size / 2**30:,.0f} GiB per rank, which has "
+                f"{have / 2**30:,.0f} GiB; choose a smaller number"
+            )
+
+
+def _largest(
+    config: Config, graph: GraphSize, world_size: int, on_cuda: bool
+) -> list[tuple[str, str, int]]:
+    """Return (key, what, bytes per rank) of the tensors that one key can make too large."""
+    dim, negatives = config.model.dim, config.negatives
+    scorer = resolve("scorer", config.model.scorer)
+    options = scorer.Options(**config.model.scorer_options())
+    inverses = 2 if config.model.reciprocal else 1
+    relations = graph.relations * inverses * scorer.relation_dim(dim, options)
+    found = [("model.dim", "the table of relations", relations)]
+    if not on_cuda:  # where a plan may leave the entity table in main memory
+        found.insert(0, ("model.dim", "the entity table", graph.entities * dim // world_size))
+    if not negatives.is_full:
+        rows = min(negatives.count, graph.entities) * dim
+        batch = min(config.train.batch_size, graph.triples) // world_size
+        found += [
+            ("negatives.count", "the rows of the candidates", rows),
+            ("negatives.count", "the scores of a batch", batch * negatives.count),
+            ("negatives.count", "the ids of the candidates", 2 * negatives.count),
+        ]
+    return [(key, what, _FLOAT * numbers) for key, what, numbers in found]
+
+
+def _memory_per_rank(processes: Processes) -> int:
+    if processes.device.type == "cuda":
+        return torch.cuda.get_device_properties(processes.device).total_memory
+    return host_memory() // processes.local_world_size

@@ -1,0 +1,42 @@
+"""Faults in how kernels are compiled and cached."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+JIT, BLOCKS, CACHE = (f"kernels/{name}.py" for name in ("jit", "blocks", "cache"))
+
+FAULTS = [
+    Fault("kernels have the fastmath of whoever compiles them first", JIT,
+          "fastmath=flags, **options)", '**({"fastmath": flags} if flags else {}), **options)',
+          "tests/models/test_scorers.py -k small_distances"),
+    Fault("helpers are functions of their own", JIT,
+          "function, fastmath, forceinline=True,", "function, fastmath,",
+          "tests/kernels/test_starts.py -k train_the_same"),
+    Fault("a process of one thread starts others", JIT,
+          "if threads == 1 or work < SERIAL_ELEMENTS:", "if work < SERIAL_ELEMENTS:",
+          "tests/models/test_row_sums.py"),
+    Fault("the last items make no block", BLOCKS,
+          "prange((count + block - 1) // block)", "prange(count // block)",
+          "tests/models/test_row_sums.py -k bit"),
+    Fault("a helper's file may change unnoticed", CACHE,
+          "waiting.append(value)", "pass", "tests/kernels/test_cache.py -k after_a_change"),
+    Fault("a constant may change unnoticed", CACHE,
+          'parts.add(f"{name} = {value!r}")', "pass",
+          "tests/kernels/test_cache.py -k after_a_change"),
+    Fault("damaged code is loaded", CACHE,
+          "if hashlib.sha256(content).digest() != digest:", "if not content:",
+          "tests/kernels/test_cache.py -k damaged"),
+    Fault("a full disk ends the program", CACHE,
+          "digest() + content)\n        except OSError as",
+          "digest() + content)\n        except KeyError as",
+          "tests/kernels/test_cache.py -k full_disk"),
+    Fault("a package that cannot be written ends the program", CACHE,
+          "except OSError:\n            continue\n        return place",
+          "except ValueError:\n            continue\n        return place",
+          "tests/kernels/test_cache.py -k folder_to_write"),
+    Fault("every start says that it compiles", CACHE,
+          "if found is None:", "if True:", "tests/kernels/test_cache.py -k compiled_once"),
+    Fault("files of old versions stay for ever", CACHE,
+          "        _remove_unused(place)\n", "", "tests/kernels/test_cache.py -k other_versions"),
+]  # fmt: skip

@@ -1,0 +1,111 @@
+"""Ranks that never start, die while groups are made, or are late: what the others say, and when."""
+
+from __future__ import annotations
+
+import gc
+import os
+import re
+import signal
+import socket
+import threading
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from worlds import run_world
+
+from kge_torchrec.distributed import processes as module
+from kge_torchrec.distributed.mailboxes import Mailboxes
+from kge_torchrec.distributed.processes import RankLost, processes
+from kge_torchrec.distributed.shared_memory import with_exchange
+
+VICTIM = 1
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def joined_alone(port: int) -> None:
+    """Leaves the group of the test's world, and sets what torchrun sets."""
+    dist.destroy_process_group()
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True"
+    )
+
+
+def rank_outlives(port: int, point: str, timeout: float, connect: float) -> tuple[str, float]:
+    """The message that ends a rank, and the seconds from its start until then."""
+    joined_alone(port)
+    victim = int(os.environ["RANK"]) == VICTIM
+    started, init = time.monotonic(), dist.init_process_group
+    where, detail, how = [*point.split(" ", 2), "", ""][:3]
+
+    def init_and_die(*given, **named):
+        """Dies so many milliseconds after the group's creation began."""
+        if float(detail) == 0:
+            die()
+        threading.Timer(float(detail) / 1000, die).start()
+        init(*given, **named)
+        time.sleep(60)
+
+    if victim and where == "connecting":
+        dist.init_process_group = init_and_die
+    if victim and where == "meeting":
+        setattr(Mailboxes, detail, die)
+    message = "nothing was raised"
+    module.CONNECT_SECONDS = connect
+    if victim and where == "before":
+        die()
+    try:
+        with processes("cpu", timeout) as ranks:
+            if victim and where == "between":
+                die()
+            ranks = with_exchange(ranks, "shared_memory" if how != "by gloo" else "gloo")
+            time.sleep(float(detail or 0) if victim and where == "late" else 0)
+            dist.all_reduce(torch.ones(1), group=ranks.exchange)
+            dist.barrier()
+    except RankLost as error:
+        message = str(error)
+    gc.collect()  # the group closes its connections, as at the end of a process
+    return message, time.monotonic() - started
+
+
+def survivors(ranks: int, point: str, timeout: float = 60, connect: float = 1):
+    """(message, seconds) of each rank but the victim."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    found = run_world(
+        ranks, rank_outlives, store.port, point, timeout, connect, may_end=(VICTIM,), timeout=90
+    )
+    return [result for rank, result in enumerate(found) if rank != VICTIM]
+
+
+NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
+
+
+@pytest.mark.parametrize(
+    "ranks, point, words",
+    [
+        (2, "before", r"rank 1 of 2 did not start within 1 s \(`timeout`\)"),
+        (2, "connecting 0", rf"died or cannot be reached {NAMED}: the first message"),
+        (2, "between", rf"died or cannot be reached {NAMED}: the first message"),
+        (4, "meeting _create", rf"died or cannot be reached {NAMED}: the first message"),
+        (2, "meeting _open", rf"died or cannot be reached {NAMED}: the first message"),
+        (2, "late 30", rf"did not answer within 1 s {NAMED}: it is stuck"),
+        (2, "late 30 by gloo", r"another rank did not answer within 1 s: it is stuck"),
+    ],
+)
+def test_survivors_name_the_rank_that_is_gone_in_a_bounded_time(ranks, point, words):
+    for message, seconds in survivors(
+        ranks, point, 1 if "late" in point or point == "before" else 60
+    ):
+        assert re.search(words, message), message
+        assert seconds < 20  # by default a minute, or half an hour
+
+
+def test_a_late_rank_has_the_whole_timeout_once_all_have_joined():
+    """The short time of connecting ends with it, in gloo as in memory."""
+    for how in ("", " by gloo"):
+        for message, _ in survivors(2, f"late 1.5{how}", connect=1):
+            assert message == "nothing was raised"

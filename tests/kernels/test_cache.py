@@ -1,0 +1,171 @@
+"""The cache of compiled kernels: when a kernel is compiled, and what a bad cache does."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from kge_torchrec.kernels import cache
+
+ROOT = Path(__file__).resolve().parents[2]
+FILES = {
+    "__init__.py": "",
+    "factors.py": "FACTOR = 2.0\n",
+    "inner.py": """
+from kge_torchrec.kernels.jit import helper
+
+@helper
+def scaled(x):
+    return 3.0 * x
+""",
+    "outer.py": """
+from kge_torchrec.kernels.jit import kernel
+from toy_kernels.factors import FACTOR
+from toy_kernels.inner import scaled
+
+@kernel
+def run(x):
+    return scaled(x) * FACTOR
+""",
+}
+
+
+class Toy:
+    """A kernel, a helper that it calls, and a constant that it reads, in a file each."""
+
+    def __init__(self, folder: Path):
+        self.package, self.cache = folder / "toy_kernels", folder / "cache"
+        self.package.mkdir()
+        for name, text in FILES.items():
+            (self.package / name).write_text(text)
+
+    def start(self, x: float = 5.0) -> float:
+        """What the kernel returns in a process that has nothing loaded."""
+        for name in [name for name in sys.modules if name.startswith("toy_kernels")]:
+            del sys.modules[name]
+        for function in (cache.folder, cache._file_hash, cache._say_once):
+            function.cache_clear()
+        importlib.invalidate_caches()
+        self.kernel = importlib.import_module("toy_kernels.outer").run
+        return self.kernel(x)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the last start compiled the kernel."""
+        return not self.kernel.stats.cache_hits
+
+    def replace(self, file: str, old: str, new: str) -> None:
+        path = self.package / file
+        path.write_text(path.read_text().replace(old, new))
+
+    @property
+    def files(self) -> list[Path]:
+        return sorted(self.cache.rglob("*.kernel"))
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    made = Toy(tmp_path)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(made.cache))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield made
+    for function in (cache.folder, cache._file_hash, cache._say_once):
+        function.cache_clear()
+
+
+def test_a_kernel_is_compiled_once(toy, caplog):
+    caplog.set_level(logging.INFO)
+    assert toy.start() == 30 and toy.is_compiled
+    assert [r.getMessage() for r in caplog.records] == ["compiling kernels, once per machine"]
+    caplog.clear()
+    assert toy.start() == 30 and not toy.is_compiled
+    assert caplog.records == [] and len(toy.files) == 1
+
+
+@pytest.mark.parametrize(
+    "file, old, new, result",
+    [("outer.py", "scaled(x) *", "scaled(x) +", 17), ("inner.py", "3.0", "4.0", 40),
+     ("factors.py", "2.0", "7.0", 105)],
+)  # fmt: skip
+def test_a_kernel_is_compiled_again_after_a_change(toy, file, old, new, result):
+    toy.start()
+    toy.replace(file, old, new)
+    assert toy.start() == result and toy.is_compiled
+    toy.replace(file, new, old)  # two versions share the folder
+    assert toy.start() == 30 and not toy.is_compiled
+
+
+@pytest.mark.parametrize("damage", [
+    lambda content: b"", lambda content: content[:-1000], lambda content: content[:20],
+    lambda content: content[:-2000] + bytes([content[-2000] ^ 1]) + content[-1999:],
+])  # fmt: skip
+def test_a_damaged_file_is_compiled_again(toy, damage):
+    toy.start()
+    (file,) = toy.files
+    content = file.read_bytes()
+    file.write_bytes(damage(content))
+    assert toy.start() == 30 and toy.is_compiled
+    assert toy.start() == 30 and not toy.is_compiled
+
+
+def test_old_files_of_other_versions_are_removed(toy):
+    toy.start()
+    (old,) = toy.files
+    toy.replace("inner.py", "3.0", "4.0")
+    toy.start()
+    assert len(toy.files) == 2  # another checkout may use it
+    os.utime(old, (time.time() - 90 * 86400,) * 2)
+    toy.replace("inner.py", "4.0", "5.0")
+    assert toy.start() == 50
+    assert len(toy.files) == 2 and old not in toy.files
+
+
+def started(code: str, *paths: Path, **environment: str) -> tuple[str, list[str]]:
+    """The output of a new process, and its lines on stderr."""
+    kept = {
+        key: value for key, value in os.environ.items() if key not in ("XDG_CACHE_HOME", "RANK")
+    }
+    path = os.pathsep.join(map(str, paths))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=paths[0], capture_output=True, text=True, check=False,
+        env=kept | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | environment,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip(), done.stderr.splitlines()
+
+
+RUN = "from toy_kernels.outer import run; print(run(5.0), run(5))"
+
+
+def test_a_full_disk_costs_the_cache_alone(toy, tmp_path):
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))"
+    out, lines = started(f"{limit}; {RUN}", tmp_path, ROOT)
+    assert out == "30.0 30.0"
+    (line,) = lines
+    assert line.startswith("kernels are compiled at every start: ") and str(toy.cache) in line
+    assert list(toy.cache.rglob("*")) == [toy.cache / "kge_torchrec"]
+
+
+def test_without_a_folder_to_write_there_is_no_cache(toy, tmp_path):
+    """A package and a home that cannot be written."""
+    copy = tmp_path / "copy"
+    shutil.copytree(
+        ROOT / "kge_torchrec", copy / "kge_torchrec", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    (copy / "kge_torchrec" / "__pycache__").touch()  # root may write into any folder, into no file
+    out, lines = started(RUN, tmp_path, copy, HOME=os.devnull, NUMBA_CACHE_DIR="")
+    assert out == "30.0 30.0"
+    (line,) = lines
+    assert "no folder can be written" in line and "NUMBA_CACHE_DIR" in line
+    home = tmp_path / "home"
+    assert started(RUN, tmp_path, copy, HOME=str(home), NUMBA_CACHE_DIR="") == ("30.0 30.0", [])
+    assert len(list(home.rglob("*.kernel"))) == 2

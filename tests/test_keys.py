@@ -1,0 +1,302 @@
+"""Rules that are declared with the keys of the config: when they act, and whether they may change.
+
+A new key fails here until the tables have it: ``WITHOUT_EFFECT`` if it is declared with ``acts``,
+``CHANGES`` in any case.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from training_runs import config_of, tiny_store
+
+from kge_torchrec import api
+from kge_torchrec.cli import main
+from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.keys import (
+    Facts,
+    check_effects,
+    check_resume,
+    declared,
+    default_of,
+    key_of,
+    without_effect,
+)
+from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.config.sizing import KEYS as PICKED
+from kge_torchrec.data.prepare import prepare
+
+FULL = {"negatives.regime": "1vsall"}
+UNREAD = Facts(unread={"ratio", "has_header", "allow_unseen_relations", "literals", "columns",
+                       "types_from", "reader"})  # fmt: skip
+PLATEAU = {"train.schedule": "plateau"}
+
+# key: (a value that has no effect, what it has none with, what gives it one)
+WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Facts]] = {
+    "data.ratio": ([0.8, 0.1, 0.1], UNREAD, Facts()),
+    "data.has_header": (True, UNREAD, Facts()),
+    "data.allow_unseen_relations": (True, UNREAD, Facts()),
+    "data.literals": ("keep", UNREAD, Facts()),
+    "data.columns": (["a", "b", "c"], UNREAD, Facts()),
+    "data.types_from": ("is", UNREAD, Facts()),
+    "data.type_triples": ("keep", {}, {"data.types_from": "is"}),
+    "data.reader": ("foreign_parts:Words", UNREAD, Facts()),
+    "model.init_width": ("pca", {}, {"model.init_from": "x.npy"}),
+    "model.init_frozen": (True, {}, {"model.init_from": "x.npy"}),
+    "loss.margin": (3.0, {}, {"loss.name": "margin"}),
+    "loss.temperature": (2.0, {"loss.name": "margin"}, {"loss.name": "self_adversarial"}),
+    "loss.reduction": ("mean", {}, {"loss.name": "bce"}),
+    "loss.label_smoothing": (0.1, {"loss.name": "margin"}, {"loss.name": "bce"}),
+    "negatives.count": (9, FULL, {"negatives.regime": "kvssample"}),
+    "negatives.head_count": (9, {"negatives.regime": "kvssample"}, {}),
+    "negatives.in_batch": (True, FULL, {}),
+    "negatives.hardest": (9, {"negatives.count": 9}, {"negatives.count": 10}),
+    "negatives.log_q": (True, {"negatives.regime": "kvssample"}, {}),
+    "negatives.chunk_size": (9, FULL, {}),
+    "negatives.sampling": ("degree", FULL, {"negatives.regime": "kvssample"}),
+    "negatives.degree_power": (0.5, {}, {"negatives.sampling": "degree"}),
+    "negatives.types": ("x.tsv", {"negatives.among": "seen"}, {"negatives.among": "types"}),
+    "negatives.file": ("x.tsv", {}, {"negatives.among": "own"}),
+    "negatives.among_share": (0.5, {}, {"negatives.among": "seen"}),
+    "negatives.max_answers": (9, {}, {"negatives.regime": "kvssample"}),
+    "entities.deduplicate": (False, FULL, {}),
+    "dense.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
+    "dense.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
+    "dense.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
+    "dense.compile_mode": ("max-autotune", {}, {"dense.compile": True}),
+    "train.beta1": (0.5, {}, {"train.optimizer": "adam"}),
+    "train.beta2": (0.5, {"train.optimizer": "sgd"}, {"train.optimizer": "rowwise_adam"}),
+    "train.eps": (1e-4, {"train.optimizer": "sgd"}, {}),
+    "train.decay": (0.5, {}, {"train.schedule": "exponential"}),
+    "train.plateau_patience": (1, {"train.schedule": "exponential"}, PLATEAU),
+    "train.plateau_threshold": (0.1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
+    "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
+    "train.freeze": ("old", Facts(extended=False), Facts(extended=True)),
+    "train.replay": (0.5, Facts(extended=False), Facts(extended=True)),
+    "evaluation.metric": ("mr", {"evaluation.every": 0}, {"evaluation.every": 1}),
+    "evaluation.patience": (2, {"evaluation.every": 0}, {}),
+    "evaluation.max_triples": (2, {"evaluation.every": 0}, {}),
+    "evaluation.types": ("x.tsv", {}, {"evaluation.candidates": "types"}),
+    "checkpoint.every_epochs": (2, {"checkpoint.keep": 0}, {}),
+    "checkpoint.every_steps": (2, {"checkpoint.keep": 0}, {}),
+    "size": ("small", {"model.dim": 8, "train.epochs": 1, "negatives.count": 4}, {}),
+}
+
+
+def test_every_key_that_does_not_always_act_is_in_the_table():
+    conditional = {key for key, item in declared(Config).items() if key_of(item).acts}
+    assert conditional == set(WITHOUT_EFFECT)
+    assert all(key_of(item).help.endswith(".") for item in declared(Config).values())
+
+
+@pytest.mark.parametrize("key", WITHOUT_EFFECT)
+def test_a_key_without_effect_is_refused_and_says_what_makes_it_act(key):
+    value, off, on = WITHOUT_EFFECT[key]
+    config, facts = _with(key, value, off)
+    with pytest.raises(ConfigError) as caught:
+        check_effects(config, facts)
+    said = str(caught.value)
+    assert said.startswith(f"{key} ") and "has no effect here: it acts only with " in said
+    assert f"leave {key} at its default" in said
+    if not isinstance(off, Facts):  # the command line knows it before anything starts
+        with pytest.raises(ConfigError, match=f"{key} .* has no effect"):
+            load_config(None, {**off, key: value})
+    config, facts = _with(key, value, on)
+    check_effects(config, facts)
+    config, facts = _with(key, default_of(declared(Config)[key]), off)
+    assert key not in without_effect(config, facts)
+
+
+def _with(key: str, value: Any, others: dict[str, Any] | Facts) -> tuple[Config, Facts]:
+    if isinstance(others, Facts):
+        return config_from_dict({key: value}), others
+    return config_from_dict({**others, key: value}), Facts()
+
+
+def test_defaults_never_lack_an_effect():
+    assert without_effect(Config(), Facts(False, False, UNREAD.unread)) == {}
+
+
+def test_the_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
+    """Keys of it that have no effect are not refused, but those that change are."""
+    store = tiny_store(tmp_path / "store").path
+    with api.train(config_of(store, tmp_path / "run", train__epochs=1)) as run:
+        text = (run.path / "config.yaml").read_text()
+        assert "margin: 9.0" in text
+        (run.path / "config.yaml").write_text(text.replace("margin: 9.0", "margin: 3.0"))
+    with api.open_run(tmp_path / "run") as old:
+        assert old.config.loss.margin == 3.0
+    with pytest.raises(ConfigError, match=r"loss.temperature 2.0 has no effect here"):
+        api.resume(tmp_path / "run", {"loss.temperature": 2.0})
+    with api.resume(tmp_path / "run", {"train.epochs": 2}) as resumed:
+        assert resumed.results["train"]["epochs"] == 2
+    caplog.clear()
+    again = {**FULL, "negatives.count": 6, "loss.margin": 9.0}
+    with caplog.at_level(logging.WARNING, "kge_torchrec.training.effects"):
+        api.train(config_of(store, tmp_path / "full", **_python(again))).close()
+    said = [record.getMessage() for record in caplog.records if "effects" in record.name]
+    assert len(said) == 1 and said[0].startswith("negatives.count 6 has no effect here")
+
+
+def _python(keys: dict[str, Any]) -> dict[str, Any]:
+    return {key.replace(".", "__"): value for key, value in keys.items()}
+
+
+def test_keys_of_reading_are_refused_where_the_triples_are_read_otherwise(tmp_path):
+    (tmp_path / "graph").mkdir()
+    lines = "".join(f"e{i}\tr\te{i + 1}\n" for i in range(20))
+    for name in ("train.tsv", "valid.tsv"):
+        (tmp_path / "graph" / name).write_text(lines)
+    (tmp_path / "one.tsv").write_text(lines)
+    store = prepare(tmp_path / "graph", tmp_path / "store", progress=False, log_notes=False).path
+    for data, key, value in (
+        (tmp_path / "graph", "data.ratio", [0.8, 0.1, 0.1]),
+        (tmp_path / "graph", "data.literals", "keep"),
+        (store, "data.ratio", [0.8, 0.1, 0.1]),
+        (store, "data.columns", ["a", "b", "c"]),
+        ("countries", "data.literals", "keep"),
+        (store, "train.tf32", True),
+        (store, "train.replay", 0.5),
+    ):
+        with pytest.raises(ConfigError, match=f"{key} .* has no effect here"):
+            api.train(config_of(data, tmp_path / "run", **{key.replace(".", "__"): value}))
+        assert not (tmp_path / "run").exists()
+    for data in (tmp_path / "one.tsv", tmp_path / "graph"):
+        keys = {"data__has_header": False, "train__epochs": 0}
+        api.train(config_of(data, tmp_path / data.stem, **keys)).close()
+
+
+# What may change when a run resumes
+
+RATIO = [0.8, 0.1, 0.1]
+# key: (another value, whether it is accepted). Keys of one value only have a second one here.
+CHANGES: dict[str, tuple[Any, bool]] = {
+    "data.path": ("countries", False), "data.ratio": (RATIO, False),
+    "data.has_header": (True, False), "data.allow_unseen_relations": (True, False),
+    "data.literals": ("keep", False), "data.columns": (["a", "b", "c"], False),
+    "data.weights": ("loss", False), "data.types_from": ("is", False),
+    "data.type_triples": ("keep", False), "data.reader": ("foreign_parts:Words", False),
+    "data.reader_options": ({"backwards": True}, False),
+    "model.scorer": ("distmult", False), "model.dim": (16, False),
+    "model.reciprocal": (False, False), "model.init": ("uniform", False),
+    "model.init_scale": (0.25, False), "model.normalization": ("unit", False),
+    "model.biases": (True, False), "model.entity_dropout": (0.1, True),
+    "model.relation_dropout": (0.1, True), "model.input_dropout": (0.1, True),
+    "model.hidden_dropout": (0.1, True), "model.options": ({"p": 1}, False),
+    "model.init_from": ("x.npy", False), "model.init_width": ("pca", False),
+    "model.init_frozen": (True, False),
+    "loss.name": ("bce", True), "loss.margin": (3.0, True), "loss.temperature": (2.0, True),
+    "loss.reduction": ("mean", True), "loss.label_smoothing": (0.1, True), "loss.n3": (0.1, True),
+    "loss.l2": (0.1, True), "loss.relation_weight": (0.1, True),
+    "loss.regularizers": ({"dura": 0.1}, True), "loss.options": ({"label_smoothing": 0.1}, True),
+    "negatives.regime": ("1vsall", False), "negatives.count": (9, True),
+    "negatives.head_count": (9, True), "negatives.in_batch": (True, True),
+    "negatives.hardest": (2, True), "negatives.log_q": (True, True),
+    "negatives.chunk_size": (4, True), "negatives.sides": ("tail", True),
+    "negatives.sampling": ("degree", True), "negatives.degree_power": (0.5, True),
+    "negatives.filtered": (True, True), "negatives.among": ("seen", True),
+    "negatives.types": ("x.tsv", True), "negatives.file": ("x.tsv", True),
+    "negatives.among_share": (0.5, True), "negatives.max_answers": (9, True),
+    "negatives.options": ({"degree_power": 0.5}, True),
+    "entities.engine": ("handrolled", True), "entities.deduplicate": (False, True),
+    "entities.preset": ("dgl", False), "entities.duplicates": ("mean", True),
+    "entities.bias_correction": ("row", False), "entities.epsilon": ("inside", True),
+    "entities.state_dtype": ("bf16", True), "entities.state_rounding": ("nearest", True),
+    "entities.state_device": ("cpu", True), "entities.async_step": (True, True),
+    "dense.wrapper": ("fsdp", True), "dense.sharding": ("grad_op", True),
+    "dense.replicas": (2, True), "dense.cpu_offload": (True, True), "dense.compile": (True, True),
+    "dense.compile_mode": ("max-autotune", True),
+    "train.epochs": (9, True), "train.batch_size": (64, False), "train.optimizer": ("sgd", False),
+    "train.lr": (0.01, True), "train.relation_lr": (0.01, True), "train.beta1": (0.5, True),
+    "train.beta2": (0.5, True), "train.eps": (1e-3, True), "train.weight_decay": (0.1, True),
+    "train.schedule": ("linear", True), "train.warmup_steps": (3, True), "train.decay": (0.5, True),
+    "train.plateau_patience": (1, True), "train.plateau_threshold": (0.1, True),
+    "train.precision": ("bf16", True), "train.tf32": (True, True), "train.accumulation": (2, True),
+    "train.clip_norm": (1.0, True), "train.clip_value": (1.0, True),
+    "train.pipeline": ("loop", True), "train.log_every": (7, True),
+    "train.optimizer_options": ({"keep": 0.5}, True), "train.freeze": ("old", True),
+    "train.replay": (0.5, True),
+    "evaluation.every": (1, True), "evaluation.metric": ("mr", True),
+    "evaluation.patience": (1, True), "evaluation.max_triples": (5, True),
+    "evaluation.batch_size": (5, True), "evaluation.candidates": ("seen", True),
+    "evaluation.types": ("x.tsv", True),
+    "checkpoint.every_epochs": (2, True), "checkpoint.every_steps": (2, True),
+    "checkpoint.keep": (3, True),
+    "run.dir": ("elsewhere", False), "run.resume": ("auto", False), "run.progress": (True, True),
+    "run.tensorboard": (True, True), "run.wandb": ("x", True), "run.mlflow": ("x", True),
+    "run.plan": ("x.json", True),
+    "size": ("large", False), "seed": (1, False), "device": ("auto", True), "threads": (2, True),
+    "transport": ("gloo", True),
+}  # fmt: skip
+
+
+def test_every_key_has_an_answer_to_whether_it_may_change():
+    assert set(CHANGES) == set(all_keys())
+
+
+@pytest.mark.parametrize("key", CHANGES)
+def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
+    """On configs alone: combinations that training refuses for other reasons do not matter here."""
+    value, accepted = CHANGES[key]
+    others = {
+        "model.options": {"model.scorer": "keci", "model.dim": 12},
+        "data.reader_options": {"data.reader": "foreign_parts:Words"},
+        "loss.reduction": {"loss.name": "bce"},
+        "train.optimizer_options": {"train.optimizer": "foreign_parts:Momentum"},
+        "train.weight_decay": {"train.optimizer": "adam"},
+        "negatives.options": {"negatives.sampling": "degree"},
+        "negatives.sides": {"model.reciprocal": False},
+        "negatives.file": {"negatives.among": "own", "negatives.file": "y.tsv"},
+        "run.resume": {"run.dir": "runs/one"},
+    }.get(key, {})
+    if key.startswith("entities.") and key != "entities.engine":
+        others = {"entities.engine": "handrolled", "train.optimizer": "adam"}
+    if key == "entities.state_rounding":
+        others["entities.state_dtype"] = "bf16"
+    if key.startswith("model.init_"):
+        others = {"model.init_from": "y.npy"}
+    elif key.startswith("dense."):
+        others = {"dense.wrapper": "hybrid", "dense.compile": key == "dense.compile_mode"}
+    base = config_of("store", **_python(others))
+    changed = config_from_dict(base.to_dict(), {key: value})
+    assert changed != base
+    if accepted:
+        check_resume(base, changed, Path("runs/one"))
+        return
+    with pytest.raises(ConfigError, match=f"^{key} is .* and cannot change on resume; ") as caught:
+        check_resume(base, changed, Path("runs/one"))
+    assert len(str(caught.value).partition("resume; ")[2]) > 10  # what to do
+
+
+def test_a_resumed_run_refuses_other_data_folders_and_sizes(tmp_path, capsys):
+    """As the command line says it; nothing of the run changes."""
+    store = tiny_store(tmp_path / "store").path
+    folder = tmp_path / "run"
+    api.train(config_of(store, folder, train__epochs=1)).close()
+    before = (folder / "config.yaml").read_bytes(), (folder / "results.json").read_bytes()
+    for key, value in (("data.path", "countries"), ("run.dir", "x"), ("size", "large")):
+        assert main(["train", "--resume", str(folder), f"--{key}", value]) == 1
+        assert f"{key} is " in capsys.readouterr().err
+    after = (folder / "config.yaml").read_bytes(), (folder / "results.json").read_bytes()
+    assert before == after
+
+
+def test_a_run_follows_its_store_and_its_folder(tmp_path):
+    store, folder = tiny_store(tmp_path / "store").path, tmp_path / "run"
+    api.train(config_of(store, folder, train__epochs=1)).close()
+    moved = {"data.path": str(tmp_path / "moved"), "run.dir": str(tmp_path / "renamed")}
+    store.rename(moved["data.path"])
+    folder.rename(moved["run.dir"])
+    with api.resume(moved["run.dir"], {**moved, "train.epochs": 2}) as run:
+        assert run.results["train"]["epochs"] == 2
+    other = tiny_store(tmp_path / "other", train=100).path
+    with pytest.raises(Exception, match=r"triples at hand are not the ones"):
+        api.resume(moved["run.dir"], {"data.path": str(other), "train.epochs": 3})
+
+
+@pytest.mark.parametrize("key", PICKED)
+def test_picked_keys_are_keys(key):
+    assert default_of(declared(Config)[key]) is None

@@ -1,0 +1,157 @@
+"""Options of verbs: one that was given and has no effect is refused, with what makes it act.
+
+A new option fails here until a table has it: ``ALWAYS`` if it acts whatever else is given,
+otherwise ``WITHOUT_EFFECT``, with the rule ``acts_with`` beside its ``add_argument``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+
+import pytest
+from training_runs import tiny_store
+
+from kge_torchrec import cli
+from kge_torchrec.comparison import command as compare
+from kge_torchrec.config import ConfigError
+from kge_torchrec.config.verb_options import check_options, rules_of
+from kge_torchrec.planning import command as plan
+from kge_torchrec.tuning import command as tune
+
+ALWAYS = {
+    "prepare": "output overwrite no-progress has-header header ratio seed literals columns weights "
+    "types-from reader allow-unseen-relations",  # some depend on the data: see below
+    "data check": "output threshold format has-header header ratio seed literals columns weights "
+    "types-from reader",
+    "encode": "encoder output device batch-size",
+    "extend": "output place epochs checkpoint allow-unseen-relations set",
+    "evaluate": "split triples by candidates format",
+    "predict": "head relation tail queries top above new format output",
+    "score": "side format output",
+    "nearest": "entity index",
+    "ask": "top beam t-norm facts format output",
+    "calibrate": "method among limit seed format",
+    "classify": "among limit seed format",
+    "export": "output checkpoint format card license data-license changed-since overwrite",
+    "report": "output no-models",
+    "serve": "host port max-k max-body allow-host max-connections timeout access-log",
+    "parts": "name",
+    "train": "",  # its options are keys of the config
+    "plan": "devices hosts device-file host-memory reserve entities relations triples skew all "
+    "format",
+    "compare": "engines world-sizes repeats",
+    "tune": "trials study space jobs resume as-job",
+}
+# (verb, option): (without effect, with effect), as typed after the verb
+WITHOUT_EFFECT = {
+    ("prepare", "type-triples"): ("a -o s --type-triples keep", "--types-from is"),
+    ("prepare", "reader-options"): ("a -o s --reader-options {a: 1}", "--reader m:C"),
+    ("data check", "type-triples"): ("a --type-triples keep", "--types-from is"),
+    ("data check", "reader-options"): ("a --reader-options {a: 1}", "--reader m:C"),
+    ("extend", "freeze"): ("R a -o S --freeze --place", "--epochs 1"),
+    ("extend", "replay"): ("R a -o S --replay 0.5 --epochs 0", "--epochs 1"),
+    ("evaluate", "types"): ("R --types f --candidates seen", "--candidates types"),
+    ("predict", "candidates"): ("R --head a --relation r --candidates seen", None),
+    ("predict", "loops"): ("R --head a --relation r --loops", None),
+    ("nearest", "kind"): ("R a --kind Flat", None),
+    ("nearest", "top"): ("R --index f --top 3", None),
+    ("nearest", "format"): ("R --index f --format json", None),
+    ("nearest", "output"): ("R --index f -o g", None),
+    ("calibrate", "top"): ("R --top 3 --among all", "--among listed"),
+    ("calibrate", "corruptions"): ("R --corruptions 3", "--among all"),
+    ("calibrate", "positive-share"): ("R --positive-share 0.2", "--among seen"),
+    ("plan", "cache-ratio"): ("--devices 2xCPU --cache-ratio 0.3", "--all"),
+    ("plan", "sync-every"): ("--devices 2xCPU --sync-every 3", "--replicas 2"),
+    ("plan", "sharding"): ("--devices 2xCPU --sharding table_wise --all", None),
+    ("plan", "kernel"): ("--devices 2xCPU --kernel fused_uvm --all", None),
+    ("plan", "dtype"): ("--devices 2xCPU --dtype fp16 --all", None),
+    ("plan", "replicas"): ("--devices 2xCPU --replicas 2 --all", None),
+    ("plan", "output"): ("--devices 2xCPU -o f --all", None),
+    ("plan", "picture"): ("--devices 2xCPU --picture f.png --all", None),
+    ("compare", "steps"): ("--steps 3 --repeats 0", "--repeats 1"),
+    ("tune", "halving"): ("--halving none --resume S", None),
+}
+INSTEAD = {  # with an effect, where an option must be left out for that
+    ("predict", "candidates"): "R --relation r --candidates seen",
+    ("predict", "loops"): "R --relation r --loops",
+    ("nearest", "kind"): "R --index f --kind Flat",
+    ("tune", "halving"): "--halving none",
+}
+
+
+def parsers() -> dict[str, argparse.ArgumentParser]:
+    """Return the parser of each verb by its name."""
+    found = dict(_subparsers(cli._parser()))
+    found["data check"] = dict(_subparsers(found.pop("data")))["check"]
+    others = {"plan": plan, "compare": compare, "tune": tune}
+    return found | {name: module._parser() for name, module in others.items()}
+
+
+def _subparsers(parser):
+    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
+    return action.choices.items()
+
+
+def test_the_tables_have_every_option():
+    for verb, parser in parsers().items():
+        optional = [a for a in parser._actions if a.option_strings or a.nargs == "?"]
+        there = {action.dest.replace("_", "-") for action in optional} - {"help"}
+        conditional = {name.replace("_", "-") for name in rules_of(parser)}
+        assert there - conditional == set(ALWAYS[verb].split()), verb
+        assert conditional == {option for of, option in WITHOUT_EFFECT if of == verb}, verb
+
+
+@pytest.mark.parametrize("verb, option", WITHOUT_EFFECT)
+def test_an_option_without_effect_is_refused(verb, option):
+    parser, (off, more) = parsers()[verb], WITHOUT_EFFECT[verb, option]
+    words = shlex.split(off.replace("{a: 1}", "'{a: 1}'"))
+    with pytest.raises(ConfigError) as caught:
+        check_options(parser, parser.parse_args(words))
+    said = str(caught.value)
+    assert said.startswith(f"--{option} has no effect here: it acts only with ")
+    if more is not None:
+        check_options(parser, parser.parse_args([*words, *shlex.split(more)]))
+    elif (verb, option) in INSTEAD:
+        check_options(parser, parser.parse_args(shlex.split(INSTEAD[verb, option])))
+    else:
+        without = [word for word in words if word not in ("--all", "--index")]
+        check_options(parser, parser.parse_args(without))
+
+
+def test_the_command_line_refuses_it_before_anything_is_read(capsys):
+    for words in (
+        "predict RUN --head a --relation r --candidates seen",
+        "nearest RUN a --kind Flat",
+        "plan demo --devices 2xCPU --cache-ratio 0.4",
+        "prepare x -o y --reader-options '{a: 1}'",
+    ):
+        assert cli.main(shlex.split(words)) == 1
+        assert "has no effect here: it acts only with --" in capsys.readouterr().err
+
+
+def test_options_of_reading_that_the_files_leave_without_effect(tmp_path, capsys):
+    (tmp_path / "one.tsv").write_text("a\tr\tb\nb\tr\tc\nc\tr\ta\n")
+    (tmp_path / "one.nt").write_text("<x:a> <x:r> <x:b> .\n<x:b> <x:r> <x:a> .\n")
+    (tmp_path / "train.tsv").write_text("a\tr\tb\n")
+    (tmp_path / "valid.tsv").write_text("b\tr\ta\n")
+    store = tiny_store(tmp_path / "store").path
+    splits = f"{tmp_path / 'train.tsv'} {tmp_path / 'valid.tsv'}"
+    for sources, given, acts_on in (
+        (tmp_path / "one.tsv", "--literals keep", "RDF files"),
+        (tmp_path / "one.nt", "--has-header", "text files"),
+        (splits, "--ratio 0.8 0.1 0.1", "triples without splits"),
+        (splits, "--seed 3", "triples without splits"),
+        ("countries", "--header yes", "text files"),
+        (store, "--types-from is", "triples that are no store yet"),
+    ):
+        verb = "data check" if sources == store else "prepare"
+        out = "" if sources == store else f"-o {tmp_path / 'made'}"
+        assert cli.main(f"{verb} {sources} {out} {given}".split()) == 1
+        assert f"has no effect here: it acts only on {acts_on}" in capsys.readouterr().err
+    for sources, given in (
+        (tmp_path / "one.tsv", "--ratio 0.8 0.1 0.1 --seed 3 --no-has-header"),
+        (tmp_path / "one.nt", "--literals keep"),
+    ):
+        out = f"-o {tmp_path / 'made'} --overwrite --no-progress"
+        assert cli.main(f"prepare {sources} {out} {given}".split()) == 0

@@ -1,0 +1,88 @@
+"""The route of ids and rows between several GPUs, forced on a CPU.
+
+On CUDA TorchRec sorts ids into buckets by owner, sends them in 4,096 bags and sends the rows back.
+On a CPU ids that ascend go directly (`embeddings/torchrec/direct.py`), so that no other test takes
+this route at the defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from torchrec.distributed.sharding.rw_sharding import RwSparseFeaturesDist
+from training_runs import config_of, fit, kernels_of_cuda, largest_difference, tiny_store
+from worlds import run_world
+
+from kge_torchrec.data.batches.lookup import LOOKUP_BAGS
+from kge_torchrec.embeddings.torchrec import sharder
+from kge_torchrec.training.trainer import Trainer
+
+VARIANTS = {
+    "pipeline": {},
+    "loop": {"train__pipeline": "loop"},
+    "micro-batches": {"train__accumulation": 3, "train__clip_norm": 0.1},
+    "kvssample": {"negatives__regime": "kvssample"},
+    "fbgemm": {"train__optimizer": "rowwise_adagrad"},  # steps by its own table, as on CUDA
+}
+
+
+def take_route_of_cuda(held: ExitStack) -> set[tuple[str, int]]:
+    """Make ids and rows travel as between GPUs until ``held`` is left; return what travels."""
+    seen: set[tuple[str, int]] = set()
+
+    def watch(kind: type, what: str) -> None:
+        forward = kind.forward
+
+        def watched(self, sent, *others):
+            seen.add((what, sent.stride() if what == "ids" else sent.shape[1]))
+            return forward(self, sent, *others)
+
+        held.enter_context(patch.object(kind, "forward", watched))
+
+    watch(RwSparseFeaturesDist, "ids")
+    watch(sharder._OrderedOutputDist, "rows")
+    held.enter_context(patch.dict(LOOKUP_BAGS, cpu=LOOKUP_BAGS["cuda"]))
+    held.enter_context(
+        patch.object(sharder._RowWiseSharding, "_goes_directly", lambda self, device: False)
+    )
+    return seen
+
+
+def without_checkpoints(loop: Trainer) -> None:
+    loop._save = lambda: None
+
+
+def rank_trains_by_both(store: Path, folder: Path) -> dict:
+    found = {}
+    for name, changes in VARIANTS.items():
+        options = {"train__optimizer": "adam", "train__pipeline": "sparse_dist", **changes}
+        with kernels_of_cuda(name == "fbgemm"):
+            config = config_of(store, folder / f"{name}-usual", **options)
+            usual = fit(config, without_checkpoints).parameters
+            with ExitStack() as held:
+                seen = take_route_of_cuda(held)
+                config = config_of(store, folder / f"{name}-cuda", **options)
+                forced = fit(config, without_checkpoints).parameters
+        found[name] = usual, forced, seen
+    return found
+
+
+@functools.cache
+def trained(world_size: int) -> list[dict]:
+    with tempfile.TemporaryDirectory() as folder:
+        store = tiny_store(Path(folder) / "store").path
+        return run_world(world_size, rank_trains_by_both, store, Path(folder))
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_route_between_gpus_trains_the_same_bits(name, world_size):
+    for rank in trained(world_size):
+        usual, forced, seen = rank[name]
+        assert seen == {("ids", 4096), ("rows", 8)}
+        assert largest_difference(usual, forced) == 0
