@@ -47,7 +47,8 @@ _HOMES = {
     "Loss": "kge_torchrec.models.losses",
     "Regularizer": "kge_torchrec.models.regularizers",
     "TripleRegularizer": "kge_torchrec.models.regularizers",
-    "EntityDraw": "kge_torchrec.data.negatives",
+    "NegativeSampler": "kge_torchrec.data.negatives",
+    "EntityDraw": "kge_torchrec.data.negatives",  # the earlier name of NegativeSampler
     "RowOptimizer": "kge_torchrec.embeddings.optimizers",
     "State": "kge_torchrec.embeddings.optimizers",
     "Reader": "kge_torchrec.data.readers",
@@ -83,6 +84,7 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.config.parser import load_config as load_config
     from kge_torchrec.config.registry import register as register
     from kge_torchrec.data.negatives import EntityDraw as EntityDraw
+    from kge_torchrec.data.negatives import NegativeSampler as NegativeSampler
     from kge_torchrec.data.prepare import prepare as prepare
     from kge_torchrec.data.readers import Reader as Reader
     from kge_torchrec.embeddings.optimizers import RowOptimizer as RowOptimizer

@@ -24,7 +24,8 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
-from kge_torchrec.data.prepare import InMemory, prepare
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.relation_overlap import leak_notes
 from kge_torchrec.distributed.processes import (
     Processes,

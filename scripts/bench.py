@@ -158,7 +158,7 @@ def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail")
             start = time.perf_counter()
             for _ in range(steps):
                 trained.progress(stream)
-            queries = steps * batches.batch_size * (2 if sides == "both" else 1)
+            queries = steps * config.train.batch_size * (2 if sides == "both" else 1)
             rates.append(queries / (time.perf_counter() - start))
     return rates[1:]
 

@@ -32,8 +32,9 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
     limit_spinning()  # as the command line does, before torch is loaded
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.loader import BatchBuilder
-    from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.data.batches import BatchPlan, Candidates
+    from kge_torchrec.data.batches.triples import TripleBatches
+    from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.assembly import build_backend
     from kge_torchrec.training.step import build_pipeline
@@ -54,8 +55,8 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
     with processes("cpu") as ranks:
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
-        sampler = NegativeSampler(ENTITIES, NEGATIVES, 0)
-        batches = BatchBuilder(graph.train, batch, sampler, chunk_size=64).epoch(0)
+        candidates = Candidates(UniformSampler(ENTITIES), NEGATIVES, chunk_size=64)
+        batches = TripleBatches(graph.train, BatchPlan(batch, candidates=candidates)).epoch(0)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         started = time.perf_counter()
         for _ in range(10):

@@ -40,9 +40,8 @@ def make(folder: Path) -> None:
     """A store with hubs of many answers to relation 0, and random triples."""
     import pyarrow as pa
 
-    from kge_torchrec.data import SIDES
-    from kge_torchrec.data.filter_index import build_side
-    from kge_torchrec.data.store import write_store
+    from kge_torchrec.data.store import StoreContents, write_store
+    from kge_torchrec.data.store.filter_index import build_indices
 
     stream = np.random.default_rng(0)
     hubs = np.repeat(np.arange(HUBS), HUB_ANSWERS)
@@ -56,13 +55,10 @@ def make(folder: Path) -> None:
     train = np.concatenate([np.stack(part, 1).astype(np.int32) for part in parts])
     test = np.stack([np.arange(TEST), np.zeros(TEST), np.ones(TEST) * ENTITIES // 2], 1)
     splits = {"train": train, "valid": train[:0], "test": test.astype(np.int32)}
-    indices = {
-        split: {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
-        for split, rows in splits.items()
-    }
+    indices = build_indices(splits, ENTITIES, RELATIONS)
     labels = [pa.array(map(str, range(size)), pa.large_string()) for size in (ENTITIES, RELATIONS)]
     folder.mkdir(parents=True, exist_ok=True)
-    write_store(folder, *labels, splits, indices, {})
+    write_store(folder, StoreContents(*labels, splits, indices), {})
 
 
 def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
@@ -125,7 +121,7 @@ def degree_sampler(store):
 
 def queries_listed(store):
     """What each rank makes for kvsall and kvssample; held to the end."""
-    from kge_torchrec.data.queries import DistinctQueries
+    from kge_torchrec.data.batches.queries import DistinctQueries
 
     return lambda: DistinctQueries(store.filter_index(("train",)), ("head", "tail"))
 
@@ -134,7 +130,7 @@ def hubs_asked(store):
     """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
     import torch
 
-    from kge_torchrec.data.queries import DistinctQueries
+    from kge_torchrec.data.batches.queries import DistinctQueries
     from kge_torchrec.embeddings.backend import EntityShard
     from kge_torchrec.training.query_shards import QueryShard
 
@@ -155,12 +151,14 @@ def hubs_asked(store):
 
 def hub_sampled(store):
     """A kvssample step of the query with 10 million answers."""
-    from kge_torchrec.data.negatives import NegativeSampler
-    from kge_torchrec.data.queries import QuerySampleBuilder
-    from kge_torchrec.data.shuffle import EpochShuffle
+    from kge_torchrec.data.batches import BatchPlan, Candidates
+    from kge_torchrec.data.batches.order import EpochShuffle
+    from kge_torchrec.data.batches.queries import QuerySampleBatches
+    from kge_torchrec.data.negatives import UniformSampler
 
-    known, sampler = store.filter_index(("train",)), NegativeSampler(ENTITIES, 512, 0)
-    batches = QuerySampleBuilder(known, 1, sampler, sides=("tail",), max_answers=1024)
+    candidates = Candidates(UniformSampler(ENTITIES), 512)
+    plan = BatchPlan(1, sides=("tail",), candidates=candidates, max_answers=1024)
+    batches = QuerySampleBatches(store.filter_index(("train",)), plan)
     order = EpochShuffle(batches.examples, 0, 0)
     every = order(np.arange(batches.examples))
     step = int(np.flatnonzero(every == HUBS)[0])

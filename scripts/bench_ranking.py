@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kge_torchrec.data.filter_index import FilterIndex, build_side
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.ranking.exact import rank_triples

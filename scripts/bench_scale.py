@@ -50,8 +50,9 @@ def ours(entities: int, law: str, steps: int) -> dict:
     limit_spinning()  # as the command line does, before torch is loaded
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.loader import BatchBuilder
-    from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.data.batches import BatchPlan, Candidates
+    from kge_torchrec.data.batches.triples import TripleBatches
+    from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.training.assembly import build_backend, build_pipeline
 
@@ -75,9 +76,8 @@ def ours(entities: int, law: str, steps: int) -> dict:
         graph = RandomGraph(entities, RELATIONS, train=data)
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
-        batches = BatchBuilder(
-            data, BATCH, NegativeSampler(entities, NEGATIVES, 0), sides=("tail",)
-        )
+        candidates = Candidates(UniformSampler(entities), NEGATIVES)
+        batches = TripleBatches(data, BatchPlan(BATCH, sides=("tail",), candidates=candidates))
         pipeline, stream = build_pipeline(config, engine, ranks), batches.epoch(0)
         for _ in range(30):
             pipeline.progress(stream)

@@ -31,8 +31,9 @@ def rank_memory(wrapper: str) -> dict[str, float]:
     from torch.distributed.tensor import DTensor
 
     from kge_torchrec.config.parser import load_config
-    from kge_torchrec.data.loader import BatchBuilder
-    from kge_torchrec.data.negatives import NegativeSampler
+    from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+    from kge_torchrec.data.batches.triples import TripleBatches
+    from kge_torchrec.data.negatives import UniformSampler
     from kge_torchrec.distributed.processes import processes
     from kge_torchrec.environment import set_threads
     from kge_torchrec.training.assembly import build_backend
@@ -54,8 +55,9 @@ def rank_memory(wrapper: str) -> dict[str, float]:
         base = resident()
         config = graph.settled(load_config(None, settings))
         engine = build_backend(config, graph, ranks)
-        batches = BatchBuilder(graph.train, 64, NegativeSampler(ENTITIES, 16, 0), rank=ranks.rank,
-                               world_size=ranks.world_size).epoch(0)  # fmt: skip
+        plan = BatchPlan(64, candidates=Candidates(UniformSampler(ENTITIES), 16))
+        delivery = Delivery(ranks.rank, ranks.world_size)
+        batches = TripleBatches(graph.train, plan, delivery).epoch(0)
         pipeline = build_pipeline(config.train, engine, ranks.device)
         for _ in range(STEPS):
             pipeline.progress(batches)

@@ -156,7 +156,7 @@ def sent_in_a_step(fit, world_size: int) -> dict[str, float]:
     """Bytes that this rank sends in a step, by kind, watched over a few full steps."""
     from sent_bytes import WatchCollectives
 
-    stream, full = fit.batches.epoch(1), fit.batches.examples // fit.batches.batch_size
+    stream, full = fit.batches.epoch(1), fit.batches.examples // fit.batches.plan.batch_size
     steps = min(10, full - 1)
     fit.pipeline.progress(stream)
     with WatchCollectives() as watch:

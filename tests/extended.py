@@ -14,10 +14,11 @@ from kge_torchrec.config import registry
 
 REFE, SQUARED, LP = "my_parts.refe:RefE", "my_parts.squared:SquaredError", "my_parts.lp:Lp"
 MIXED, LION, JSON_LINES = (
-    "my_parts.mixed:MixedDraw",
+    "my_parts.mixed:MixedSampler",
     "my_parts.lion:Lion",
     "my_parts.jsonlines:JsonLines",
 )
+BERNOULLI = "my_parts.bernoulli:BernoulliSampler"
 ENGINES = ("torchrec", "handrolled")
 # One run of all of them; Adagrad, since Lion's signs make much of a last bit.
 ALL = {

@@ -140,21 +140,20 @@ def sums(_: str):
 
 def orders(_: str):
     """What a training by default does not draw."""
-    from kge_torchrec.data.negatives import _add_up, _draw
-    from kge_torchrec.data.shuffle import draw_distinct
-    from kge_torchrec.data.suited_negatives import _mark_alike
-    from kge_torchrec.data.weighted_draw import _walk
+    from kge_torchrec.data.batches.order import _walk, sample_distinct
+    from kge_torchrec.data.negatives import _add_up, _find
+    from kge_torchrec.data.typed_negatives import _mark_sharing
 
     sizes, numbers = np.array([3, 50, 9]), np.array([5, 6, 7])
-    pointers, sums, ids = np.array([0, 2, 3, 7, 8]), np.empty(3), np.empty(12, np.int64)
-    _add_up(pointers, pointers, 0.75, 2, sums)
-    _draw(pointers, pointers, 0.75, 2, sums, np.linspace(0, 0.99, 12) * sums[-1], ids)
+    pointers, sums, ids = np.array([0, 2, 3, 7, 8]), np.empty(2), np.empty(12, np.int64)
+    _add_up(pointers, pointers, 0.75, sums)
+    _find(pointers, pointers, 0.75, sums, np.linspace(0, 0.99, 12) * sums[-1], ids)
     weights = np.array([0.5, 0.25, 2.0, 1.0])
     _walk(weights, np.array([0, 0.75, 3.75]), 2, np.linspace(0, 3.7, 12), walked := ids.copy())
     alike = np.zeros((4, 2), bool)
     types, candidates = np.arange(8) % 3, np.arange(8).reshape(4, 2) % 4
-    _mark_alike(pointers, types, np.full(3, -1), np.arange(4), candidates, alike)
-    drawn = draw_distinct(sizes, 8, numbers, np.arange(6, dtype=np.uint64))
+    _mark_sharing(pointers, types, np.full(3, -1), np.arange(4), candidates, alike)
+    drawn = sample_distinct(sizes, 8, numbers, np.arange(6, dtype=np.uint64))
     return drawn, sums, ids, walked, alike
 
 

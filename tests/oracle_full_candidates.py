@@ -28,10 +28,9 @@ from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import ROUNDS, EpochShuffle, draw_distinct
+from kge_torchrec.data.batches.order import ROUNDS, EpochShuffle, WeightedOrder, sample_distinct
+from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.weighted_draw import WeightedDraw
 
 Query = tuple[str, int, int]  # side asked for, anchor, relation
 
@@ -90,7 +89,7 @@ def order_of(config: Config, store: TripleStore, epoch: int, count: int) -> np.n
     """What an epoch passes through, (count,)."""
     order = EpochShuffle(count, config.seed, epoch)
     if config.data.weights == "sampling":
-        order = WeightedDraw(store.weights("train")).of(order, config.seed, epoch)
+        order = WeightedOrder(store.weights("train")).of(order, config.seed, epoch)
     return order(np.arange(count))
 
 
@@ -136,14 +135,13 @@ def candidates(config: Config, num_entities: int, epoch: int, step: int) -> dict
     """By side, the candidates of its queries besides their answers."""
     if config.negatives.regime != "kvssample":
         return dict.fromkeys(("head", "tail"), torch.arange(num_entities))
-    sampler = NegativeSampler(num_entities, config.negatives.count, config.seed)
-    codes = {"head": 0, "tail": 1}
-    if config.negatives.sides != "both":
-        codes = {config.negatives.sides: codes[config.negatives.sides]}
-    return {
-        side: torch.from_numpy(sampler.draw(epoch, step, code, 0, 1)[0])
-        for side, code in codes.items()
-    }
+    sampler, own = UniformSampler(num_entities), config.negatives.sides
+    found = {}
+    for side in ("head", "tail") if own == "both" else (own,):
+        place = epoch, step, side
+        numbers = random_numbers(config.seed, place, range(1), config.negatives.count)
+        found[side] = torch.from_numpy(sampler(numbers)[0])
+    return found
 
 
 def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -> list[int]:
@@ -152,7 +150,7 @@ def drawn_answers(config, store, epoch: int, query: Query, answers: list[int]) -
     if config.negatives.regime != "kvssample" or limit == 0 or len(answers) <= limit:
         return answers
     seed = np.random.SeedSequence(config.seed, spawn_key=(epoch, 3, ("head", "tail").index(side)))
-    places = draw_distinct(
+    places = sample_distinct(
         np.array([len(answers)]), limit, np.array([anchor * store.num_relations + relation]),
         seed.generate_state(ROUNDS, np.uint64),
     )  # fmt: skip

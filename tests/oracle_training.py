@@ -19,14 +19,11 @@ from oracle_table import DenseTable
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
+from kge_torchrec.data.negatives import Chunks, NegativeSampler, UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.suited_negatives import make_suited
-from kge_torchrec.data.weighted_draw import WeightedDraw
+from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-
-SIDE_CODES = {"head": 0, "tail": 1}
 
 
 def train_dense(
@@ -111,26 +108,23 @@ def global_batch(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The batch's triples (B, 3) and, by side, each one's negatives (B, K)."""
     size, options = config.train.batch_size, config.negatives
+    sampler: NegativeSampler = UniformSampler(store.num_entities)
     rows = store.train[drawn_triples(config, store, epoch, step)]
-    by_degree = None
     if options.sampling == "degree":
         degrees = np.bincount(store.train[:, [0, 2]].reshape(-1), minlength=store.num_entities)
         sums = np.cumsum(
             np.where(degrees > 0, degrees.clip(1) ** options.sampler_options().degree_power, 0)
         )
-        by_degree = partial(_drawn, sums)
-    sampler = NegativeSampler(store.num_entities, options.count, config.seed, by_degree)
+        sampler = ByWeight(sums)
     chunk = np.arange(len(rows)) // (options.chunk_size or size)
     negatives = {}
     for side in ("head", "tail") if options.sides == "both" else (options.sides,):
         count = (options.head_count if side == "head" else None) or options.count
-        place = epoch, step, SIDE_CODES[side], 0, int(chunk[-1]) + 1, count
-        drawn = sampler.draw(*place)
-        if options.among != "all":
-            of_chunks = whole_chunks(rows, chunk, options.chunk_size or size)
-            chosen = options.among, options.types, options.file, options.among_share
-            make_suited(*chosen, store).replace(side, drawn, sampler.numbers(*place), of_chunks)
-        drawn = drawn[chunk]
+        place, chunks = (epoch, step, side), range(int(chunk[-1]) + 1)
+        numbers = random_numbers(config.seed, place, chunks, count)
+        of_chunks = whole_chunks(rows, chunk, options.chunk_size or size)
+        typed = typed_sampler(sampler, options, store)
+        drawn = typed.sample(Chunks(side, numbers, lambda of_chunks=of_chunks: of_chunks))[chunk]
         if options.in_batch:
             drawn = np.concatenate([drawn, answers_of_chunks(rows, side, chunk, config)], 1)
         negatives[side] = torch.from_numpy(drawn)
@@ -176,7 +170,7 @@ def drawn_triples(config: Config, store: TripleStore, epoch: int, step: int) -> 
     size, count = config.train.batch_size, len(store.train)
     order = EpochShuffle(count, config.seed, epoch)
     if config.data.weights == "sampling":
-        order = WeightedDraw(store.weights("train")).of(order, config.seed, epoch)
+        order = WeightedOrder(store.weights("train")).of(order, config.seed, epoch)
     return order(np.arange(step * size, min((step + 1) * size, count)))
 
 
@@ -216,9 +210,14 @@ def log_expected(config: Config, store: TripleStore, side: str, entities: Tensor
     return torch.from_numpy(expected).log()[entities]
 
 
-def _drawn(sums: np.ndarray, unit: np.ndarray) -> np.ndarray:
-    """The entities of numbers in [0, 1), by the cumulative weights of all of them."""
-    return np.searchsorted(sums, unit * sums[-1], side="right")
+class ByWeight(NegativeSampler):
+    """Entities by the sums of their weights, all in memory."""
+
+    def __init__(self, sums: np.ndarray):
+        self.sums = sums
+
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        return np.searchsorted(self.sums, numbers * self.sums[-1], side="right")
 
 
 def batch_loss(

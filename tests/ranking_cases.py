@@ -4,7 +4,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from kge_torchrec.data.filter_index import Answers, FilterIndex, Ranges, build_side
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex, Ranges, build_side
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.base import Scorer

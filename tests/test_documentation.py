@@ -36,7 +36,7 @@ import kge_torchrec
 from kge_torchrec.cli import main
 from kge_torchrec.config import all_keys
 from kge_torchrec.config.parser import as_config, config_from_dict
-from kge_torchrec.data.countries import country_splits
+from kge_torchrec.data.datasets import embedded_files
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -238,9 +238,8 @@ def readers_things(tmp_path_factory) -> Path:
     """DIRECTORY, CONFIG, RUN and scripts."""
     folder = tmp_path_factory.mktemp("reader")
     (folder / "DIRECTORY").mkdir()
-    for split, triples in country_splits().items():
-        lines = "".join("\t".join(triple) + "\n" for triple in triples)
-        (folder / "DIRECTORY" / f"{split}.tsv").write_text(lines, encoding="utf-8")
+    for split, (path,) in embedded_files().items():
+        shutil.copy(path, folder / "DIRECTORY" / f"{split}.tsv")
     (folder / "CONFIG").write_text("data: {path: DIRECTORY}\nmodel: {dim: 16}\n")
     (folder / "scripts").symlink_to(ROOT / "scripts")
     run = ["train", "demo", "--train.epochs=1", f"--run.dir={folder / 'RUN'}"]

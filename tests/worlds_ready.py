@@ -25,9 +25,9 @@ import kge_torchrec.export.write
 import kge_torchrec.planning.command  # noqa: F401
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
-from kge_torchrec.data import compiled_index  # noqa: F401 (read where a ranking starts)
-from kge_torchrec.data.distinct import distinct
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches.lookup import distinct
+from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.row_kernels import update_rows

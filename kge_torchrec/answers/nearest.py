@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.answers.predictions import check_count
-from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.models.distances import complex_distance, euclidean, manhattan
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.topk import top_k

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
 from kge_torchrec.ranking.topk import top_k
 

@@ -21,9 +21,10 @@ import numpy as np
 
 from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS
-from kge_torchrec.data.prepare import InMemory, batches_of
+from kge_torchrec.data.readers.columns import roles
+from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.store import Vocabulary
-from kge_torchrec.data.streams import lines, roles
+from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 

@@ -36,7 +36,7 @@ def add(verbs: Verbs) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
-    from kge_torchrec.data.texts import encode_texts
+    from kge_torchrec.data.vectors import encode_texts
 
     made = encode_texts(
         parsed.source, parsed.output, parsed.encoder, parsed.device, parsed.batch_size

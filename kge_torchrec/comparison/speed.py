@@ -31,8 +31,9 @@ from torch.utils._pytree import tree_leaves
 
 from kge_torchrec.comparison.launch import Reporter
 from kge_torchrec.config import Config
-from kge_torchrec.data.loader import Batch, BatchBuilder, as_feature
-from kge_torchrec.data.queries import QuerySampleBuilder, SampledBatch
+from kge_torchrec.data.batches.lookup import as_feature
+from kge_torchrec.data.batches.queries import QuerySampleBatches, SampledBatch
+from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -44,7 +45,7 @@ from kge_torchrec.training.step import PARTS, PlainStep, StepOptimizer
 from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 
-SampledBatches = BatchBuilder | QuerySampleBuilder
+SampledBatches = TripleBatches | QuerySampleBatches
 
 _IN_FLIGHT = 3  # batches that a pipeline may hold when the last block ends
 
@@ -120,7 +121,7 @@ def _timed_blocks(trainer: Trainer, timing: Timing, reporter: Reporter) -> list[
     blocks = [timing.warm_up, *[timing.steps] * timing.blocks]
     # Batches beyond the last block keep the pipeline as full there as in any other.
     steps_of_all = sum(blocks) + _IN_FLIGHT
-    stream = islice(_endless(batches), steps_of_all * batches.accumulation)
+    stream = islice(_endless(batches), steps_of_all * batches.plan.accumulation)
     sizes = _sizes(batches)
     rates = []
     for steps in blocks:
@@ -143,7 +144,7 @@ def _traffic(
     session = trainer.session
     entities = replace(session.config.entities, deduplicate=deduplicate)
     batches = _batches(session, replace(session.config, entities=entities))
-    some = islice(_endless(batches), timing.traffic * batches.accumulation)
+    some = islice(_endless(batches), timing.traffic * batches.plan.accumulation)
     counted = [_in_order(batch) for batch in some]
     stream = iter(counted)
     with Traffic(session.backend.shard().dim) as traffic:
@@ -171,7 +172,7 @@ def _endless(batches: SampledBatches) -> Iterator[Any]:
 
 def _sizes(batches: SampledBatches) -> Iterator[int]:
     """Yield the triples of each step of ``_endless``, over all ranks."""
-    total, size = batches.examples, batches.batch_size
+    total, size = batches.examples, batches.plan.batch_size
     while True:
         for step in range(batches.steps_per_epoch):
             yield min(size, total - step * size)

@@ -319,9 +319,9 @@ class NegativesConfig:
         return self.regime in FULL_REGIMES
 
     def sampler_options(self) -> Any:
-        """The sampling's ``Options``."""
-        draw = resolve("negative_sampler", self.sampling)
-        return parse_options(draw, self.options, "negatives.options")
+        """Return the sampling's ``Options``."""
+        sampler = resolve("negative_sampler", self.sampling)
+        return parse_options(sampler, self.options, "negatives.options")
 
     @property
     def examples(self) -> str:

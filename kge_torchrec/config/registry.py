@@ -118,10 +118,10 @@ KINDS = {
     "reader": Kind("data.reader", "kge_torchrec.data.readers:Reader", {}),
     "negative_sampler": Kind(
         "negatives.sampling",
-        "kge_torchrec.data.negatives:EntityDraw",
+        "kge_torchrec.data.negatives:NegativeSampler",
         {
-            "uniform": "kge_torchrec.data.negatives:UniformDraw",
-            "degree": "kge_torchrec.data.negatives:DegreeDraw",
+            "uniform": "kge_torchrec.data.negatives:UniformSampler",
+            "degree": "kge_torchrec.data.negatives:DegreeSampler",
         },
     ),
 }

@@ -1,22 +1,30 @@
-"""Which texts may be labels, and which labels are easily mistaken for each other.
+"""Labels: which texts may be one, which ones look alike, files of them, and ids for them.
 
-Shapes: N labels.
+Shapes: N labels, T triples.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+
+from kge_torchrec.data import WEIGHT
+from kge_torchrec.data.streams import map_prefetched
+from kge_torchrec.errors import DataError
 
 LONGEST = 1 << 16  # bytes of a label; a longer one is a damaged file rather than a name
 EXAMPLES = 3
 
 
 def fault_of(label: str) -> str | None:
-    """Why this cannot be a label, as a clause; None if it can."""
+    """Return why a text cannot be a label, as a clause; None if it can."""
     if not label:
         return "is empty"
     if label.isspace():
@@ -33,9 +41,12 @@ def fault_of(label: str) -> str | None:
 
 
 def first_fault(labels: pa.Array) -> int | None:
-    """The position of the first of these (N,) large_strings that cannot be a label.
+    """Return the position of the first of some texts that cannot be a label, or None.
 
-    A few nanoseconds a label where there is none.  Null counts as empty.
+    Takes a few nanoseconds per label where all are good.
+
+    Args:
+        labels: (N,) large_string; null counts as empty.
     """
     lengths = pc.min_max(pc.binary_length(labels)).as_py()
     if not len(labels):
@@ -52,7 +63,7 @@ def first_fault(labels: pa.Array) -> int | None:
 
 
 def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
-    """Where each label starts in their bytes, and where the last one ends, (N + 1,); the bytes."""
+    """Return where each label starts and the last one ends, (N + 1,), and the bytes of all."""
     _, offsets, text = labels.buffers()
     starts = np.frombuffer(offsets, np.int64)[labels.offset : labels.offset + len(labels) + 1]
     every = np.frombuffer(text or b"", np.uint8)
@@ -60,10 +71,14 @@ def _text(labels: pa.Array) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lookalikes(labels: pa.Array) -> dict[str, Any] | None:
-    """Different labels that are one but for blanks at their ends and Unicode's composed forms.
+    """Find labels that differ only by blanks at their ends or by Unicode's composed forms.
 
-    labels: (N,) distinct ones, none empty.  Returns how many "labels" there are of the kind, and
-    "examples", each a list of those that look alike; None if there are none.
+    Args:
+        labels: (N,) distinct labels, none empty.
+
+    Returns:
+        The number of such "labels", and "examples", each a list of labels that look alike; None if
+        there are no such labels.
     """
     if not len(labels):
         return None
@@ -92,7 +107,7 @@ _NUMBER = r"^[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?$"
 
 
 def numbers(labels: pa.Array) -> np.ndarray:
-    """Which labels (N,) are decimal numbers: (N,) bool."""
+    """Return which labels (N,) are decimal numbers: (N,) bool."""
     starts, text = _text(labels)
     found = np.zeros(len(labels), bool)
     may_be = np.flatnonzero((text[starts[:-1]] >= ord("+")) & (text[starts[:-1]] <= ord("9")))
@@ -100,3 +115,153 @@ def numbers(labels: pa.Array) -> np.ndarray:
         matches = pc.match_substring_regex(labels.take(pa.array(may_be)), _NUMBER)
         found[may_be] = matches.to_numpy(zero_copy_only=False)
     return found
+
+
+# Files of labels: one a line, in order of id, UTF-8.  A backslash, a newline and a carriage return
+# inside a label are escaped, so that a line is always a label.
+ESCAPES = {"\\": "\\\\", "\n": "\\n", "\r": "\\r"}  # the backslash first
+_PLAIN = {written: plain for plain, written in ESCAPES.items()}
+_NEWLINE = 10
+WHITESPACE = r"[\x09-\x0d\x1c-\x1f\x{85}\pZ]"  # all that str.isspace and str.split know
+
+
+def read_label_file(file: Path, count: int, foreign: bool = False) -> pa.Array:
+    """Return the labels (count,) of a file, in memory, without a Python object for each.
+
+    Args:
+        file: One label per line.
+        count: The expected number of lines.
+        foreign: Whether another program wrote the file: it may leave out the last newline or end
+            lines as Windows does.
+
+    Raises:
+        DataError: The file is not such a text, or has another number of lines.
+    """
+    data = np.fromfile(file, np.uint8)
+    if foreign and data.size and data[-1] != _NEWLINE:
+        data = np.append(data, np.uint8(_NEWLINE))
+    ends = np.flatnonzero(data == _NEWLINE) + 1
+    if len(ends) != count or data.size != (ends[-1] if count else 0):
+        raise DataError(
+            f"{file} should hold {count:,} lines, one label each, and has {len(ends):,}"
+        )
+    offsets = np.concatenate([[0], ends])
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(data)]
+    lines = pa.Array.from_buffers(pa.large_string(), count, buffers)
+    try:
+        lines.validate(full=True)
+    except pa.ArrowInvalid as error:
+        raise DataError(f"{file} is not valid UTF-8 ({error})") from error
+    pattern = r"\r?\n" if foreign else "\n"
+    return _unescaped(pc.replace_substring_regex(lines, pattern, ""))
+
+
+def _unescaped(labels: pa.Array) -> pa.Array:
+    """Return labels without escapes."""
+    escaped = pc.match_substring(labels, "\\")
+    plain = [
+        re.sub(r"\\[\\nr]", lambda match: _PLAIN[match[0]], label)
+        for label in labels.filter(escaped).to_pylist()
+    ]
+    return pc.replace_with_mask(labels, escaped, pa.array(plain, labels.type)) if plain else labels
+
+
+# The dictionaries of batches are merged at this size, so that they never hold all text.
+MERGE_BYTES = 1 << 30
+
+
+class Encoded(NamedTuple):
+    """Triples of ids.
+
+    Args:
+        entities, relations: Labels in order of id.
+        triples: (T, 3) int32, by split.
+        weights: By split, those of each batch, (T,) float32 or None.
+    """
+
+    entities: pa.Array
+    relations: pa.Array
+    triples: dict[str, np.ndarray]
+    weights: dict[str, list[np.ndarray | None]]
+
+
+def encode(
+    batches: Iterable[tuple[str, pa.RecordBatch]],
+    known_entities: pa.Array | None = None,
+    known_relations: pa.Array | None = None,
+) -> Encoded:
+    """Give labels ids by their first appearance, batch by batch.
+
+    Memory is bounded but for the ids, and there is no Python object per label.  Each batch is
+    dictionary-encoded on its own, several at a time.  The small dictionaries of the batches are
+    then dictionary-encoded themselves, which gives the map from ids of a batch to final ids.
+
+    Args:
+        batches: Split, and a batch of the large_string columns head, relation, tail, and of float32
+            weight where there is one.
+        known_entities, known_relations: Labels that have the first ids, in this order.
+    """
+    entities, relations = Labels(known_entities), Labels(known_relations)
+    blocks: dict[str, list[np.ndarray]] = defaultdict(list)
+    weights: dict[str, list[np.ndarray | None]] = defaultdict(list)
+    filled = (item for item in batches if item[1].num_rows)
+    for split, new_entities, new_relations, codes, own in map_prefetched(_encode_batch, filled):
+        entities.add(new_entities, codes[:, 0::2])
+        relations.add(new_relations, codes[:, 1:2])
+        blocks[split].append(codes)
+        weights[split].append(own)
+    entities.merge()
+    relations.merge()
+    # One split at a time, so that only one is held twice.
+    triples = {split: np.concatenate(blocks.pop(split)) for split in list(blocks)}
+    return Encoded(entities.values, relations.values, triples, weights)
+
+
+class Labels:
+    """A vocabulary in the making.
+
+    Args:
+        known: Distinct labels that come first.
+    """
+
+    def __init__(self, known: pa.Array | None = None) -> None:
+        self.values = pa.array([], pa.large_string()) if known is None else known
+        self._pending: list[tuple[pa.Array, np.ndarray]] = []
+
+    def add(self, labels: pa.Array, codes: np.ndarray) -> None:
+        """Add the labels of a batch and the codes into them, which ``merge`` will overwrite."""
+        self._pending.append((labels, codes))
+        # To wait for as much as there is already keeps the repeated merging linear.
+        waiting = sum(pending.nbytes for pending, _ in self._pending)
+        if waiting > max(MERGE_BYTES, self.values.nbytes):
+            self.merge()
+
+    def merge(self) -> None:
+        """Give the labels that are waiting their final ids."""
+        if not self._pending:
+            return
+        labels = [self.values, *(pending for pending, _ in self._pending)]
+        encoded = pa.chunked_array(labels, pa.large_string()).dictionary_encode()
+        final = np.concatenate([chunk.indices.to_numpy() for chunk in encoded.chunks])
+        # The labels so far come first and are distinct, hence keep their ids.
+        start = len(self.values)
+        for pending, codes in self._pending:
+            codes[:] = final[start : start + len(pending)][codes]
+            start += len(pending)
+        self.values = encoded.chunk(0).dictionary
+        self._pending = []
+
+
+def _encode_batch(
+    item: tuple[str, pa.RecordBatch],
+) -> tuple[str, pa.Array, pa.Array, np.ndarray, np.ndarray | None]:
+    """Return split, labels of entities and relations, triples as codes, and weights of a batch."""
+    split, batch = item
+    ends = pa.chunked_array([batch["head"], batch["tail"]]).dictionary_encode()
+    relations = batch["relation"].dictionary_encode()
+    codes = np.empty((batch.num_rows, 3), np.int32)
+    codes[:, 0] = ends.chunk(0).indices
+    codes[:, 1] = relations.indices
+    codes[:, 2] = ends.chunk(1).indices
+    weights = batch[WEIGHT].to_numpy() if WEIGHT in batch.schema.names else None
+    return split, ends.chunk(0).dictionary, relations.dictionary, codes, weights

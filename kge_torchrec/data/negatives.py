@@ -1,151 +1,244 @@
-"""Negative entities, drawn by position: any rank can draw any chunk's negatives.
+"""Negative samplers: which entities a triple is compared with.
 
-The draw is a function of (seed, epoch, step, side, chunk), never of the world size: ranks that
-share a chunk draw the same candidates, all others draw different ones.  Philox is a counter-based
-generator (Salmon et al. 2011), so that jumping to a chunk costs nothing.
+A sampler turns random numbers into candidates.  The numbers are a function of (seed, epoch, step,
+side, chunk), never of the world size: ranks that share a chunk sample the same candidates.  Every
+sampler keeps to the contract of ``NegativeSampler``: those of this file, those of
+`typed_negatives`, and those of other packages (docs/extend.md).
 
-Shapes: N entities.
+Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kge_torchrec.config.checks import ConfigError, not_negative
-from kge_torchrec.data.filter_index import Degrees
+from kge_torchrec.data import SIDES, Side, answer_column
+from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.kernels.jit import helper, kernel
 
 if TYPE_CHECKING:
     from kge_torchrec.data.store import TripleStore
 
-_PER_COUNTER = 4  # 64-bit words that Philox gives for one counter value
-_STREAM = 1  # sets the draws apart from the epoch order, which takes the key (epoch,)
+_PER_COUNTER = 4  # 64-bit words that Philox gives per counter value
+_STREAM = 1  # separates candidates from the epoch order, whose key is (epoch,)
+
+
+def random_numbers(
+    seed: int, place: tuple[int, int, Side], chunks: range, count: int
+) -> np.ndarray:
+    """Return the random numbers in [0, 1) from which the candidates of chunks are sampled.
+
+    Philox is a counter-based generator (Salmon et al. 2011), so jumping to a chunk costs nothing.
+
+    Args:
+        seed: Seed of the run.
+        place: Epoch, step and side.
+        chunks: Numbers of the chunks within the step.
+        count: Random numbers per chunk.
+
+    Returns:
+        (len(chunks), count) float64.
+    """
+    epoch, step, side = place
+    blocks = -(-count // _PER_COUNTER)
+    seeds = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM))
+    key, counter = seeds.generate_state(2, np.uint64), [chunks.start * blocks, step]
+    bits = np.random.Philox(key=key, counter=[*counter, SIDES.index(side), 0])
+    words = bits.random_raw(len(chunks) * blocks * _PER_COUNTER)
+    unit = (words >> np.uint64(11)) * 2.0**-53  # exact
+    return unit.reshape(len(chunks), blocks * _PER_COUNTER)[:, :count]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What candidates are sampled from: chunks of triples of one side.
+
+    The triples of a chunk share their candidates.  Chunks are whole, the same on every rank that
+    trains a part of them; a chunk that the end of the step cuts short has its triples repeated.
+
+    Args:
+        side: The side that is corrupted, "head" or "tail".
+        numbers: (C, K) random numbers in [0, 1).
+        load: Returns the triples (C, b, 3) int64.
+    """
+
+    side: Side
+    numbers: np.ndarray
+    load: Callable[[], np.ndarray]
+
+    @property
+    def triples(self) -> np.ndarray:
+        """(C, b, 3) int64, columns head, relation, tail; read only when a sampler wants them."""
+        return self.load()
 
 
 class NegativeSampler:
-    """Draws ``count`` entities for every chunk and side, with replacement.
+    """Base of samplers: turns random numbers, and triples if it likes, into candidates.
 
-    draw: makes ids of random numbers; None draws uniformly.
-    """
+    A sampler has no random numbers of its own.  As the numbers and the chunks are a function of the
+    position in training, so are the candidates, on any number of ranks.
 
-    def __init__(self, num_entities: int, count: int, seed: int, draw: EntityDraw | None = None):
-        self.num_entities, self.count, self.seed = num_entities, count, seed
-        self._to_ids = draw or UniformDraw(num_entities)
-        _check(self._to_ids, num_entities)
-
-    def chance(self, ids: np.ndarray) -> np.ndarray:
-        """(...) int64 ids -> (...): the probability of each at one draw."""
-        return self._to_ids.chance(ids)
-
-    def draw(self, *place: int) -> np.ndarray:
-        """(chunks, count) int64 entity ids: those of ``numbers(*place)``."""
-        return self.of(self.numbers(*place))
-
-    def of(self, unit: np.ndarray) -> np.ndarray:
-        """The entities of numbers (...) in [0, 1)."""
-        return self._to_ids(unit)
-
-    def numbers(
-        self,
-        epoch: int,
-        step: int,
-        side: int,
-        first_chunk: int,
-        chunks: int,
-        count: int | None = None,
-    ) -> np.ndarray:
-        """(chunks, count) numbers in [0, 1), for the chunks from ``first_chunk`` on.
-
-        count: of this side, where it has another.
-        """
-        count = count or self.count
-        blocks = -(-count // _PER_COUNTER)
-        seeds = np.random.SeedSequence(self.seed, spawn_key=(epoch, _STREAM))
-        key, counter = seeds.generate_state(2, np.uint64), [first_chunk * blocks, step, side, 0]
-        bits = np.random.Philox(key=key, counter=counter)
-        words = bits.random_raw(chunks * blocks * _PER_COUNTER)
-        unit = (words >> np.uint64(11)) * 2.0**-53  # [0, 1), exact
-        return unit.reshape(chunks, blocks * _PER_COUNTER)[:, :count]
-
-
-def _check(draw: EntityDraw, num_entities: int) -> None:
-    """Raises ConfigError for a draw that does not keep to what ``EntityDraw`` says of it."""
-    ends = [0.0, np.nextafter(1.0, 0.0)]
-    some = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
-    ids, again = draw(some.copy()), draw(some.T.copy())
-    problem = ""
-    if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64 and ids.shape == some.shape):
-        problem = "does not give an int64 id for each number, in the same shape"
-    elif ids.min() < 0 or ids.max() >= num_entities:
-        problem = f"gives ids outside [0, {num_entities})"
-    elif not np.array_equal(ids, again.T):
-        problem = "gives ids that are no function of their number alone: ranks would not agree"
-    if problem:
-        raise ConfigError(f"negatives.sampling: {type(draw).__name__} {problem}")
-
-
-class EntityDraw:
-    """Makes entities of random numbers: which ones are drawn as negatives, and how often.
-
-    As the numbers are a function of the position in training alone, so are the entities; on how
-    many ranks they are drawn changes nothing.
+    A sampler that treats all triples alike gives ``__call__``.  One that knows the relation or the
+    entities of a triple (typed, Bernoulli) gives ``sample``, ``excluded`` or both.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of this draw: keys of ``negatives`` that it has, others in negatives.options."""
+        """Settings: keys of ``negatives`` of the same name, and of ``negatives.options``."""
 
     @classmethod
-    def of(cls, store: TripleStore, options: Any) -> EntityDraw:
-        """The draw for a graph; by default constructed with both."""
+    def of(cls, store: TripleStore, options: Any) -> NegativeSampler:
+        """Return the sampler for a graph; by default constructed with both arguments."""
         return cls(store, options)  # type: ignore[call-arg]  # a subclass that takes both
 
     @classmethod
     def frequency_power(cls, options: Any) -> float | None:
-        """The power of an entity's frequency that its chance is in proportion to.
+        """Return the power of an entity's frequency that its probability is in proportion to.
 
-        None, as here, is uniform.  The planner counts with it how many rows a step touches.
+        The planner estimates the rows per step with it.  None, the default, is uniform.
         """
         return None
 
-    def __call__(self, unit: np.ndarray) -> np.ndarray:
-        """(...) numbers in [0, 1) -> (...) int64 ids, each a function of its number alone."""
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        """Return an entity id, int64, for each random number; each from its number alone."""
         raise NotImplementedError
 
+    def sample(self, chunks: Chunks) -> np.ndarray:
+        """Return the candidates of chunks: (C, K) int64, one for each random number.
+
+        The candidates of a chunk are a function of its random numbers and triples alone.
+        """
+        return self(chunks.numbers)
+
+    def excluded(
+        self, chunks: Chunks, triples: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray | None:
+        """Return which candidates are no negatives of a triple, although its chunk has them.
+
+        Args:
+            chunks: The chunks.
+            triples: (B, 3) int64, this rank's triples, chunk by chunk, B / C of each.
+            candidates: (C, K) int64, those of ``sample``; with ``negatives.in_batch``, the answers
+                of the chunk follow.
+
+        Returns:
+            (B, K) bool, True for candidates that do not count, or None where all of them count.
+        """
+        return None
+
     def chance(self, ids: np.ndarray) -> np.ndarray:
-        """(...) int64 ids -> (...): the probability of each at one draw; for negatives.log_q."""
+        """Return the probability of each id (...) per random number; ``log_q`` needs it."""
         raise ConfigError(
-            f"negatives.log_q: {type(self).__name__} does not say what it draws how often"
+            f"negatives.log_q: {type(self).__name__} does not say how likely each entity is; give "
+            "it a method chance, or set negatives.log_q to false"
         )
 
+    def expected(self, chunks: Chunks, ids: np.ndarray) -> np.ndarray:
+        """Return how often a chunk is expected to have each of some candidates, ids (C, K)."""
+        return chunks.numbers.shape[1] * self.chance(ids)
 
-class UniformDraw(EntityDraw):
-    """All entities alike."""
+
+def check_sampler(
+    sampler: NegativeSampler, num_entities: int, sides: Sequence[Side], triples: np.ndarray | None
+) -> None:
+    """Check that a sampler keeps to its contract, on a few random numbers.
+
+    Args:
+        sampler: The sampler that negatives.sampling names.
+        num_entities: N.
+        sides: The sides that are sampled.
+        triples: (T, 3) training triples; None where candidates are shared by all queries of a
+            batch, so that no sampler can look at triples.
+
+    Raises:
+        ConfigError: The candidates have the wrong form, or depend on more than their chunk.
+    """
+    name = f"negatives.sampling: {type(sampler).__name__}"
+    shared = (
+        f"{name} looks at triples, and with negatives.regime kvssample all queries of a batch "
+        "share their candidates; use negatives.regime sampled"
+    )
+    if triples is None and type(sampler).excluded is not NegativeSampler.excluded:
+        raise ConfigError(shared)
+
+    def some_triples() -> np.ndarray:
+        if triples is None:
+            raise ConfigError(shared)
+        return np.resize(triples[:8], (4, 2, 3)).astype(np.int64)
+
+    ends = [0.0, np.nextafter(1.0, 0.0)]
+    numbers = np.append(np.random.default_rng(0).random(62), ends).reshape(4, 16)
+    for side in sides:
+        ids = sampler.sample(Chunks(side, numbers.copy(), some_triples))
+        turned = Chunks(side, numbers[::-1].copy(), lambda: some_triples()[::-1])
+        problem = ""
+        if not (isinstance(ids, np.ndarray) and ids.dtype == np.int64):
+            problem = "does not return int64 ids"
+        elif ids.shape != numbers.shape:
+            problem = "does not return an id for each random number, in the same shape"
+        elif ids.min() < 0 or ids.max() >= num_entities:
+            problem = f"returns ids outside [0, {num_entities})"
+        elif not np.array_equal(ids, sampler.sample(turned)[::-1]):
+            problem = "returns ids that depend on more than their chunk: ranks would not agree"
+        if problem:
+            raise ConfigError(f"{name} {problem}")
+
+
+class UniformSampler(NegativeSampler):
+    """Samples all entities alike."""
 
     def __init__(self, num_entities: int):
         self.num_entities = num_entities
 
     @classmethod
-    def of(cls, store: TripleStore, options: Any) -> UniformDraw:
+    def of(cls, store: TripleStore, options: Any) -> UniformSampler:
         return cls(store.num_entities)
 
-    def __call__(self, unit: np.ndarray) -> np.ndarray:
-        return (unit * self.num_entities).astype(np.int64)
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
+        return (numbers * self.num_entities).astype(np.int64)
 
     def chance(self, ids: np.ndarray) -> np.ndarray:
         return np.full(ids.shape, 1 / self.num_entities)
 
 
-STEP = 64  # entities between two sums of weights: one byte for eight entities
+class InBatchSampler(NegativeSampler):
+    """Adds the answers of a chunk's triples to the candidates of another sampler.
+
+    Args:
+        sampler: The other sampler.
+        degrees: Of the training triples, for ``expected``.
+    """
+
+    def __init__(self, sampler: NegativeSampler, degrees: Degrees):
+        self.sampler, self.degrees = sampler, degrees
+
+    def sample(self, chunks: Chunks) -> np.ndarray:
+        answers = chunks.triples[..., answer_column(chunks.side)]
+        return np.concatenate([self.sampler.sample(chunks), answers], 1)
+
+    def excluded(
+        self, chunks: Chunks, triples: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray | None:
+        return self.sampler.excluded(chunks, triples, candidates)
+
+    def expected(self, chunks: Chunks, ids: np.ndarray) -> np.ndarray:
+        in_batch = chunks.triples.shape[1] * self.degrees.share(chunks.side, ids)
+        return self.sampler.expected(chunks, ids) + in_batch
 
 
-class DegreeDraw(EntityDraw):
-    """Entities in proportion to degree ** power (Mikolov et al. 2013); unused ones never.
+STEP = 64  # entities between two stored sums of weights: one byte for eight entities
 
-    Holds the sum of weights before every 64th entity; the others are added up again when drawn.
+
+class DegreeSampler(NegativeSampler):
+    """Samples entities in proportion to degree ** power (Mikolov et al. 2013).
+
+    Entities without a training triple are never sampled.  Only the sum of weights before every 64th
+    entity is in memory; the other weights are added up again when candidates are sampled.
     """
 
     @dataclass(frozen=True)
@@ -162,7 +255,7 @@ class DegreeDraw(EntityDraw):
             not_negative("negatives.options.degree_power", self.degree_power)
 
     @classmethod
-    def of(cls, store: TripleStore, options: Options) -> DegreeDraw:
+    def of(cls, store: TripleStore, options: Options) -> DegreeSampler:
         return cls(store.degrees(), options.degree_power)
 
     @classmethod
@@ -172,18 +265,17 @@ class DegreeDraw(EntityDraw):
     def __init__(self, degrees: Degrees, power: float):
         self._pointers, self._power = degrees.pointers, float(power)
         self._sums = np.empty(-(-len(degrees) // STEP) + 1)
-        _add_up(*self._pointers, self._power, STEP, self._sums)
+        _add_up(*self._pointers, self._power, self._sums)
         if not self._sums[-1] > 0:
-            raise ValueError("negatives cannot be drawn by degree: no entity is in a triple")
+            raise ValueError("negatives cannot be sampled by degree: no entity is in a triple")
 
-    def __call__(self, unit: np.ndarray) -> np.ndarray:
-        """(...) numbers in [0, 1) -> (...) int64 ids."""
+    def __call__(self, numbers: np.ndarray) -> np.ndarray:
         total = self._sums[-1]
         # Rounding may reach the total itself, which no entity lies beyond.
-        targets = np.minimum(unit.ravel() * total, np.nextafter(total, 0.0))
+        targets = np.minimum(numbers.ravel() * total, np.nextafter(total, 0.0))
         ids = np.empty(len(targets), np.int64)
-        _draw(*self._pointers, self._power, STEP, self._sums, targets, ids)
-        return ids.reshape(unit.shape)
+        _find(*self._pointers, self._power, self._sums, targets, ids)
+        return ids.reshape(numbers.shape)
 
     def chance(self, ids: np.ndarray) -> np.ndarray:
         degree = sum(pointers[ids + 1] - pointers[ids] for pointers in self._pointers)
@@ -198,35 +290,39 @@ def _weight(heads: np.ndarray, tails: np.ndarray, power: float, entity: int) -> 
 
 
 @kernel
-def _add_up(
-    heads: np.ndarray, tails: np.ndarray, power: float, step: int, sums: np.ndarray
-) -> None:
-    """Fills in the sum of weights before every step-th entity, and the total at the end."""
+def _add_up(heads: np.ndarray, tails: np.ndarray, power: float, sums: np.ndarray) -> None:
+    """Fill in the sum of weights before every STEP-th entity, and the total at the end."""
     total = 0.0
     for entity in range(len(heads) - 1):
-        if entity % step == 0:
-            sums[entity // step] = total
+        if entity % STEP == 0:
+            sums[entity // STEP] = total
         total += _weight(heads, tails, power, entity)
     sums[-1] = total
 
 
 @kernel
-def _draw(
+def _find(
     heads: np.ndarray,
     tails: np.ndarray,
     power: float,
-    step: int,
     sums: np.ndarray,
     targets: np.ndarray,
     ids: np.ndarray,
 ) -> None:
-    """The first entity at which the sum of weights exceeds each target."""
+    """Find the first entity at which the sum of weights exceeds each target."""
     for i in range(len(targets)):
         block = np.searchsorted(sums, targets[i], side="right") - 1
-        entity, total = block * step, sums[block]
+        entity, total = block * STEP, sums[block]
         while True:
             total += _weight(heads, tails, power, entity)
             if total > targets[i]:
                 break
             entity += 1
         ids[i] = entity
+
+
+class EntityDraw(NegativeSampler):
+    """The earlier name of ``NegativeSampler``, under which other packages may know it."""
+
+
+UniformDraw, DegreeDraw = UniformSampler, DegreeSampler  # earlier names as well

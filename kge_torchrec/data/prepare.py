@@ -1,30 +1,25 @@
-"""From triples of strings, in files or in memory, to a `TripleStore`.
+"""Prepare a `TripleStore` from triples of strings, in files or in memory.
 
-Labels become ids (``encoding``), repeated triples are dropped, and triples that come without a
-split are split at random; all of it in bounded memory but for the ids.
+Labels become ids (`labels.encode`), repeated triples are dropped, and triples without a split are
+split at random.  Memory is bounded, except for the ids.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
 from tqdm import tqdm
 
-from kge_torchrec.data import SIDES
 from kge_torchrec.data import report as reports
-from kge_torchrec.data.countries import EMBEDDED, country_splits
-from kge_torchrec.data.division import by_split, check_ratio, divide
-from kge_torchrec.data.encoding import Encoded, encode
-from kge_torchrec.data.filter_index import SideIndex, build_side
-from kge_torchrec.data.labels import fault_of, first_fault, lookalikes
+from kge_torchrec.data.labels import Encoded, encode, fault_of, first_fault, lookalikes
 from kge_torchrec.data.readers import (
     SPLITS,
     SUFFIXES,
@@ -34,14 +29,22 @@ from kge_torchrec.data.readers import (
     find_sources,
     read_triples,
 )
+from kge_torchrec.data.readers.columns import ColumnChoice, FirstLine
+from kge_torchrec.data.readers.tables import InMemory, batches_of
 from kge_torchrec.data.sort import repeats
-from kge_torchrec.data.store import TripleStore, check_writable, new_store, write_store
-from kge_torchrec.data.streams import COLUMNS, WEIGHT, ColumnChoice, FirstLine
-from kge_torchrec.data.weights import NotAWeight, joined, parse_weights, summary
+from kge_torchrec.data.split import by_split, check_ratio, divide
+from kge_torchrec.data.store import (
+    StoreContents,
+    TripleStore,
+    check_writable,
+    new_store,
+    write_store,
+)
+from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.errors import DataError
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.type_triples import TypeTriples
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
 log = logging.getLogger(__name__)
 Batches = Iterable[tuple[str, pa.RecordBatch]]
@@ -66,49 +69,51 @@ def prepare(
     progress: bool = True,
     log_notes: bool = True,
 ) -> TripleStore:
-    """Reads triples from files and writes a store to ``output``, whole or not at all.
+    """Read triples and write a store to ``output``, whole or not at all.
+
+    A triple that is repeated within a split is kept once, with the largest of its weights.
+    Entities without a training triple, and triples that splits share, stay.  The store's ``report``
+    counts them all: ``triples`` and ``duplicates`` by split ("whole" for triples without a split),
+    ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
+    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
+    among labels, ``numbers`` that are entities; also ``sources``, their ``first_lines``, ``split``
+    (ratio and seed, or None) and ``types`` (relation, and counts).
 
     Args:
-        sources: a directory with train, valid and test files, one file, or a list of files (see
+        sources: A directory with train, valid and test files, one file, or a list of files (see
             `find_sources` for the names and `read_triples` for the formats); or a data set of a
-            library by name, such as "pykeen:fb15k237" (see `catalogues`); or "countries", the graph
-            inside the package, where no file has that name; or splits in memory: "train" and
+            library by name, such as "pykeen:fb15k237" (see `datasets`); or "countries", the graph
+            inside the package, unless a file has that name; or splits in memory: "train" and
             optionally "valid" and "test", each a list of (head, relation, tail) strings, an array
             of strings (T, 3), or a pyarrow table or data frame of three string columns, in this
             order unless they have these names.  All but arrays may have the triple's weight as a
             fourth.
-        output: the store's directory, replaced if it is a store and ``overwrite`` is set.
-        ratio, seed: shares of train, valid and test, and the seed to draw them, where the files
-            name no split; every entity and relation is kept in train.
-        has_header: whether text files start with a header; None recognises one by its words, unless
-            the next lines have them as labels.
-        allow_unseen_relations: accept relations that have no training triple.
-        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date,
-            a number) and counts them; "keep" makes an entity of every literal.
-        columns: what the header of text and Parquet files calls head, relation and tail, and the
-            weight if there is a fourth; other columns are left out.
-        weights: True wants a weight of every training triple, a fourth column, which may be without
-            a name; None takes one that the header names so (weight, confidence, ...); False none.
-        types_from: a relation whose tails are types of its heads, such as "rdf:type", for negatives
+        output: The store's directory, replaced if it is a store and ``overwrite`` is set.
+        ratio, seed: Shares of train, valid and test, and the seed of the random split, where the
+            files name no split.  Every entity and relation is in train.
+        has_header: Whether text files start with a header.  None recognizes a header by its words,
+            unless the next lines have them as labels.
+        allow_unseen_relations: Accept relations without a training triple.
+        literals: "drop" leaves out triples of RDF whose object is a literal (a name, a date, a
+            number) and counts them; "keep" makes an entity of every literal.
+        columns: The header's names of head, relation and tail in text and Parquet files, and of the
+            weight if there is a fourth name; other columns are left out.
+        weights: True: every training triple must have a weight, a fourth column, which needs no
+            name.  None: take a column with a known name (weight, confidence, ...).  False: none.
+        types_from: A relation whose tails are types of its heads, such as "rdf:type", for negatives
             and ranks among entities of the right type.
-        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and only
-            those of train say types.
-        reader: reads files of a format that is not ours; None goes by their names.  For graphs by
-            name and in memory it must be None, as must ``has_header``, and ``columns`` but for hf.
-        progress: show a progress bar, if standard error is a terminal.
-        log_notes: log what to know about the data (`report.notes`) as warnings: how first lines
+        type_triples: "drop" takes its triples out of the graph; "keep" leaves them in, and then
+            only those of train give types.
+        reader: Reads files of a format from outside; None goes by the names of files.  For graphs
+            by name and in memory it must be None, as must ``has_header``, and ``columns`` except
+            for hf.
+        overwrite: Replace a store at ``output``.
+        progress: Show a progress bar if standard error is a terminal.
+        log_notes: Log what to know about the data (`report.notes`) as warnings: how first lines
             were read, repeated triples, labels that look alike, sizes that say little, ...
 
-    A triple repeated within a split is kept once, with the largest of its weights. Entities without
-    a training triple and triples shared by splits stay; the store's ``report`` counts them all:
-    ``triples`` and ``duplicates`` by split ("whole" for what was read undivided),
-    ``unseen_entities`` and ``unseen_relations`` by split, ``literals`` dropped by split, min, mean
-    and max of ``weights`` by split, ``shared`` by pair of splits ("train-test"), ``lookalikes``
-    among labels, ``numbers`` that are entities, and where they came from: ``sources``, their
-    ``first_lines``, ``split`` (ratio and seed, or None), ``types`` (relation, and counts).
-
     Raises:
-        DataError: bad input, named by file and line.
+        DataError: Bad input, named by file and line.
         StoreError: ``output`` must not be written to.
     """
     check_ratio(ratio, seed)
@@ -116,13 +121,12 @@ def prepare(
         raise DataError(f"literals must be one of {', '.join(LITERALS)}, not {literals!r}")
     choice = ColumnChoice.of(columns, weights)
     check_writable(Path(output), overwrite)
-    # Loaded here, with more of pyarrow, which whoever prepares nothing need not wait for.
-    from kge_torchrec.data.catalogues import is_named, open_named
-    from kge_torchrec.data.type_triples import TypeTriples
+    from kge_torchrec.data.datasets import EMBEDDED, embedded_files, is_named, open_named
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
-    dropped: Counter[str] = Counter()
-    first_lines: list[FirstLine] = []
-    notes: dict[str, Any] = {"literals": dropped, "first_lines": first_lines}  # filled in later
+    reading = _Reading(has_header, reader, choice, progress, literals == "keep")
+    # Filled in while files are read.
+    notes: dict[str, Any] = {"literals": reading.literals, "first_lines": reading.first_lines}
     batches: Batches
     if isinstance(sources, Mapping):
         _refuse("these triples are in memory", has_header, reader, columns)
@@ -133,7 +137,9 @@ def prepare(
         notes["sources"] = {}
     elif sources == EMBEDDED and not Path(EMBEDDED).exists():
         _refuse(f"{EMBEDDED} is a graph by name, not a file", has_header, reader, columns)
-        batches = _in_memory(country_splits())
+        batches = _Reading(False, None, choice, progress, keeps_literals=True).batches(
+            embedded_files()
+        )
         notes["sources"] = {split: [EMBEDDED] for split in SPLITS}
     elif is_named(sources):
         _refuse(f"{sources} is a graph by name, not a file", has_header, reader)
@@ -141,19 +147,17 @@ def prepare(
         batches = of_library
         notes["sources"] = {split: [str(sources)] for split in splits}
     else:
-        files = find_sources(sources, SUFFIXES if reader is None else reader.suffixes)
-        notes["sources"] = {split: [str(path) for path in paths] for split, paths in files.items()}
-        counted = dropped if literals == "drop" else None
-        batches = _read(files, has_header, counted, first_lines, reader, choice, progress)
+        files = reading.files(sources)
+        notes["sources"] = _names(files)
+        batches = reading.batches(files)
     if WHOLE in notes["sources"]:
         notes["split"] = {"ratio": list(ratio), "seed": seed}
-    return _prepare(
-        batches,
-        Path(output), ratio, seed, allow_unseen_relations, overwrite, progress, notes,
+    target = _Target(
+        Path(output), progress, allow_unseen_relations, overwrite, log_notes, ratio, seed,
         needs_weights=weights is True or len(choice.names or ()) == 4,
-        type_triples=None if types_from is None else TypeTriples(types_from, type_triples),
-        log_notes=log_notes,
     )  # fmt: skip
+    types = None if types_from is None else TypeTriples(types_from, type_triples)
+    return _prepare(batches, notes, target, types)
 
 
 def prepare_triples(
@@ -163,7 +167,7 @@ def prepare_triples(
     allow_unseen_relations: bool = False,
     overwrite: bool = False,
 ) -> TripleStore:
-    """`prepare` for triples in memory, without a progress bar."""
+    """Prepare a store from triples in memory, without a progress bar, see `prepare`."""
     return prepare(
         splits,
         output,
@@ -185,54 +189,46 @@ def extend_store(
     reader: Reader | None = None,
     progress: bool = True,
 ) -> TripleStore:
-    """Writes a store of the triples of ``base`` and new ones, whole or not at all.
+    """Write a store of the triples of ``base`` and new ones, whole or not at all.
 
-    Labels of ``base`` keep their ids, new ones follow; so do the triples of every split.  What
-    comes without a split is trained on.  Triples that ``base`` has in the same split are dropped
-    and counted.  Where either has weights, triples without one weigh 1.  If ``base`` was prepared
-    with ``types_from``, new triples of that relation say types as the old ones do.
-    The report's ``extends`` says where the new begins: numbers of ``entities``, ``relations``,
-    ``triples`` (train) and ``valid`` of ``base``.
+    Labels of ``base`` keep their ids and new labels follow; the same holds for the triples of every
+    split.  Triples without a split are training triples.  Triples that ``base`` has in the same
+    split are dropped and counted.  Where either has weights, triples without one weigh 1.  If
+    ``base`` was prepared with ``types_from``, new triples of that relation give types as well.
+    The report's ``extends`` has the counts of ``base``, at which the new part begins: ``entities``,
+    ``relations``, ``triples`` (train) and ``valid``.
 
-    new: as ``sources`` of `prepare`.  The rest as for `prepare`.
+    Args:
+        base: The store that is extended.
+        new: As ``sources`` of `prepare`.
+        output, has_header, allow_unseen_relations, literals, columns, reader, progress: As for
+            `prepare`.
 
     Raises:
-        DataError, StoreError: as `prepare`, and where nothing is new.
+        DataError, StoreError: As `prepare`, and where nothing is new.
     """
-    from kge_torchrec.data.type_triples import TypeTriples
+    from kge_torchrec.data.store.entity_types import TypeTriples
 
     size = base.size
     notes: dict[str, Any] = {"extends": asdict(size)}
     if isinstance(new, Mapping):
         batches: Batches = _in_memory(new)
     else:
-        files = find_sources(new, SUFFIXES if reader is None else reader.suffixes)
-        named = {split: [str(path) for path in paths] for split, paths in files.items()}
-        dropped: Counter[str] = Counter()
-        first_lines: list[FirstLine] = []
-        notes |= {"sources": named, "literals": dropped, "first_lines": first_lines}
-        left_out = dropped if literals == "drop" else None
         choice = ColumnChoice.of(columns, None)
-        batches = _read(files, has_header, left_out, first_lines, reader, choice, progress)
-    return _prepare(
-        batches,
-        Path(output),
-        (1, 0, 0),
-        0,
-        allow_unseen_relations,
-        False,
-        progress,
-        notes,
-        type_triples=TypeTriples.of_extended(base),
-        base=base,
-        log_notes=False,  # which the new run's training prints
-    )
+        reading = _Reading(has_header, reader, choice, progress, literals == "keep")
+        files = reading.files(new)
+        notes |= {"sources": _names(files), "literals": reading.literals}
+        notes |= {"first_lines": reading.first_lines}
+        batches = reading.batches(files)
+    # Training of the new run logs the notes.
+    target = _Target(Path(output), progress, allow_unseen_relations)
+    return _prepare(batches, notes, target, TypeTriples.of_extended(base), base)
 
 
 def _refuse(
     why: str, has_header: bool | None, reader: Reader | None, columns: Sequence[str] | None = None
 ) -> None:
-    """Raises DataError for options of files."""
+    """Raise DataError for options that only files have."""
     options = {"has_header": has_header, "reader": reader, "columns": columns}
     for name, value in options.items():
         if value is not None:
@@ -245,44 +241,46 @@ def _in_memory(splits: Mapping[str, InMemory]) -> Batches:
     )
 
 
+@dataclass(frozen=True)
+class _Target:
+    """The store to be written, see `prepare` and `extend_store`."""
+
+    output: Path
+    progress: bool
+    allow_unseen_relations: bool
+    overwrite: bool = False
+    log_notes: bool = False
+    ratio: Sequence[float] = (1, 0, 0)
+    seed: int = 0
+    needs_weights: bool = False
+
+
 def _prepare(
     batches: Batches,
-    output: Path,
-    ratio: Sequence[float],
-    seed: int,
-    allow_unseen_relations: bool,
-    overwrite: bool,
-    progress: bool,
     notes: Mapping[str, Any],
-    needs_weights: bool = False,
+    target: _Target,
     type_triples: TypeTriples | None = None,
     base: TripleStore | None = None,
-    log_notes: bool = True,
 ) -> TripleStore:
-    """base: whose labels and triples come first."""
+    """Write the store of some batches; labels and triples of ``base`` come first."""
     if type_triples is not None:
         batches = type_triples.passing(batches)
-    with new_store(output, overwrite) as directory:
+    with new_store(target.output, target.overwrite) as directory:
         entities, relations, triples, blocks = _encode(batches, notes, base)
-        weights = joined(blocks, needs_weights)
+        weights = _joined(blocks, target.needs_weights)
         sizes = (len(entities), len(relations))
-        with tqdm(total=6, desc="index", unit="table", disable=_hidden(progress)) as bar:
+        with tqdm(total=6, desc="index", unit="table", disable=_hidden(target.progress)) as bar:
             if base is not None:
                 triples, weights = _after(base, triples, weights)
             duplicates = _drop_repeats(triples, weights, sizes)
             if base is not None and all(len(triples[s]) == len(base.split(s)) for s in SPLITS):
                 raise DataError(f"none of the triples is new: {base.path} has them all")
             if WHOLE in triples:
-                triples, weights = _divided(triples, weights, ratio, seed, sizes)
+                triples, weights = _divided(triples, weights, target.ratio, target.seed, sizes)
             unseen = reports.unseen_relations(relations, triples)
-            if unseen and not allow_unseen_relations:
+            if unseen and not target.allow_unseen_relations:
                 raise _unseen_error(unseen)
-            indices: dict[str, dict[str, SideIndex]] = {}
-            for split in SPLITS:
-                indices[split] = {}
-                for side in SIDES:
-                    indices[split][side] = build_side(side, triples[split], *sizes)
-                    bar.update()
+            indices = build_indices(triples, *sizes, on_built=bar.update)
         types = None
         if type_triples is not None:
             types, of_types = type_triples.table(entities, relations, triples)
@@ -293,7 +291,7 @@ def _prepare(
             "unseen_entities": reports.unseen_entities(entities, triples),
             "unseen_relations": unseen,
             "literals": {},
-            "weights": summary(weights),
+            "weights": reports.weight_summary(weights),
             "shared": {} if "split" in notes else reports.leaks(triples, indices, *sizes),
             "lookalikes": {
                 kind: found
@@ -304,52 +302,69 @@ def _prepare(
             "split": None,
             **notes,
         }
-        write_store(directory, entities, relations, triples, indices, report, weights, types)
-    store = TripleStore.open(output)
-    for note in reports.notes(store) if log_notes else ():
+        contents = StoreContents(entities, relations, triples, indices, weights, types)
+        write_store(directory, contents, report)
+    store = TripleStore.open(target.output)
+    for note in reports.notes(store) if target.log_notes else ():
         log.warning(note)
     return store
 
 
-def _read(
-    files: Mapping[str, list[Path]],
-    has_header: bool | None,
-    dropped: Counter[str] | None,
-    first_lines: list[FirstLine],
-    reader: Reader | None,
-    choice: ColumnChoice,
-    progress: bool,
-) -> Batches:
-    """Batches with their split; counts the literals left out in ``dropped``, None keeps them.
+@dataclass
+class _Reading:
+    """How files are read, see `prepare`, and what is noted on the way.
 
-    Adds how the first line of each file was read to ``first_lines``.
+    Args:
+        has_header, reader, choice, progress: As for `read_triples` and `prepare`.
+        keeps_literals: Whether triples of RDF whose object is a literal are read.
+        literals: Number of such triples that were left out, by split.
+        first_lines: How the first line of each file was read.
     """
-    total = sum(path.stat().st_size for paths in files.values() for path in paths)
-    with tqdm(
-        total=total, desc="read", unit="B", unit_scale=True, disable=_hidden(progress)
-    ) as bar:
-        for split in (*SPLITS, WHOLE):
-            on_literals = None if dropped is None else partial(_count, dropped, split)
-            for path in files.get(split, ()):
-                options = has_header, bar.update, on_literals, reader, choice, first_lines.append
-                for batch in read_triples(path, *options):
-                    yield split, batch
+
+    has_header: bool | None
+    reader: Reader | None
+    choice: ColumnChoice
+    progress: bool
+    keeps_literals: bool
+    literals: Counter[str] = field(default_factory=Counter)
+    first_lines: list[FirstLine] = field(default_factory=list)
+
+    def files(self, sources: Sources) -> dict[str, list[Path]]:
+        """Return the files of each split."""
+        return find_sources(sources, SUFFIXES if self.reader is None else self.reader.suffixes)
+
+    def batches(self, files: Mapping[str, list[Path]]) -> Batches:
+        """Yield batches with their split."""
+        total = sum(path.stat().st_size for paths in files.values() for path in paths)
+        hidden = _hidden(self.progress)
+        with tqdm(total=total, desc="read", unit="B", unit_scale=True, disable=hidden) as bar:
+            for split in (*SPLITS, WHOLE):
+                count = partial(self._count_literals, split)
+                on_literals = None if self.keeps_literals else count
+                for path in files.get(split, ()):
+                    options = self.has_header, bar.update, on_literals, self.reader, self.choice
+                    for batch in read_triples(path, *options, self.first_lines.append):
+                        yield split, batch
+
+    def _count_literals(self, split: str, number: int) -> None:
+        self.literals[split] += number
 
 
-def _count(counter: Counter[str], key: str, number: int) -> None:
-    counter[key] += number
+def _names(files: Mapping[str, list[Path]]) -> dict[str, list[str]]:
+    return {split: [str(path) for path in paths] for split, paths in files.items()}
 
 
 def _hidden(progress: bool) -> bool | None:
-    return None if progress else True  # None: tqdm looks whether there is a terminal
+    return None if progress else True  # None: tqdm checks whether there is a terminal
 
 
 def _after(
     base: TripleStore, triples: dict[str, np.ndarray], weights: dict[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Triples and weights of every split of ``base``, and then what is new, to train on by default.
+    """Return triples and weights of every split: those of ``base``, then the new ones.
 
-    Where either has weights, triples that have none weigh 1.
+    New triples without a split are training triples.  Where either has weights, triples without one
+    weigh 1.
     """
     for parts in (triples, weights):
         if WHOLE in parts:
@@ -370,7 +385,7 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     known = () if base is None else (base.entities.array, base.relations.array)
     found = encode(batches, *known)
     for kind, labels in (("an entity", found.entities), ("a relation", found.relations)):
-        position = first_fault(labels)  # of what no reader of files has checked
+        position = first_fault(labels)  # data sets by name have not been checked
         if position is not None:
             raise DataError(f"the label of {kind} {fault_of(labels[position].as_py() or '')}")
     triples = found.triples
@@ -390,12 +405,39 @@ def _encode(batches: Batches, notes: Mapping[str, Any], base: TripleStore | None
     return found
 
 
+def _joined(
+    blocks: Mapping[str, Sequence[np.ndarray | None]], needed: bool
+) -> dict[str, np.ndarray]:
+    """Return the weights (T,) float32 of each split that has some.
+
+    Args:
+        blocks: By split, the weights of its batches, or None.
+        needed: Whether the training triples must have weights.
+
+    Raises:
+        DataError: Weights are needed and missing, or only some triples of a split have them.
+    """
+    found = {}
+    for split, parts in blocks.items():
+        weighted = [part for part in parts if part is not None]
+        if weighted and len(weighted) < len(parts):
+            raise DataError(f"{split}: some of its triples have a weight and others have none")
+        if weighted:
+            found[split] = np.concatenate(weighted)
+    if needed and not found.keys() & {"train", "whole"}:
+        raise DataError(
+            "the training triples have no weights: give each a fourth column, a positive number"
+        )
+    return found
+
+
 def _drop_repeats(
     triples: dict[str, np.ndarray], weights: dict[str, np.ndarray], sizes: tuple[int, int]
 ) -> dict[str, int]:
-    """Leaves each split every triple once, at its first place; returns the numbers dropped.
+    """Keep every triple of a split once, at its first place, with the largest of its weights.
 
-    A triple takes the largest of its weights.
+    Returns:
+        The number of triples dropped, by split.
     """
     dropped = {}
     for split, rows in triples.items():
@@ -418,7 +460,7 @@ def _divided(
     seed: int,
     sizes: tuple[int, int],
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What came undivided, in splits; and its weights, if it has any."""
+    """Return triples without a split in random splits, and their weights, if they have any."""
     split_of = divide(triples[WHOLE], ratio, seed, *sizes)
     return by_split(triples[WHOLE], split_of), (
         by_split(weights[WHOLE], split_of) if WHOLE in weights else {}
@@ -437,57 +479,3 @@ def _unseen_error(unseen: Mapping[str, Mapping[str, int]]) -> DataError:
         "learnt for them. Correct the files, or keep them with",
         allow_unseen_relations=True,
     )
-
-
-InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a data frame
-
-
-def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, and weight; none if there are no rows.
-
-    Raises:
-        DataError: naming split and triple: not three or four fields, a label that is no string, a
-            weight that is not positive and finite.
-    """
-    try:
-        given = _table(split, rows)
-        labels = given.select(list(COLUMNS))
-        table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
-        table.validate(full=True)
-    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
-        raise DataError(f"{split}: labels must be strings: {error}") from error
-    for role in COLUMNS:
-        column = table[role].combine_chunks()
-        position = first_fault(column)
-        if position is not None:
-            fault = fault_of(column[position].as_py() or "")
-            raise DataError(f"{split}: triple {position}: the {role} {fault}")
-    if WEIGHT in given.column_names:
-        try:
-            weights = parse_weights(given[WEIGHT].combine_chunks())
-        except NotAWeight as error:
-            raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
-        table = table.append_column(WEIGHT, weights)
-    yield from table.to_batches()
-
-
-def _table(split: str, rows: InMemory) -> pa.Table:
-    if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
-        rows = pa.table(rows)
-        by_name = set(COLUMNS) <= set(rows.column_names)
-        names = [*COLUMNS, *({WEIGHT} & set(rows.column_names))] if by_name else rows.column_names
-        columns = rows.select(names).columns
-    elif isinstance(rows, np.ndarray):
-        columns = [pa.array(column) for column in rows.T]
-    else:
-        rows = list(rows)
-        for position, row in enumerate(rows):
-            if len(row) not in (3, 4) or len(row) != len(rows[0]):
-                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
-        fields = list(zip(*rows, strict=True))
-        columns = [pa.array(column, pa.large_string()) for column in fields[:3]]
-        columns = columns or [pa.array([], pa.large_string())] * 3
-        columns += [pa.array(column) for column in fields[3:]]
-    if len(columns) not in (3, 4):
-        raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
-    return pa.table(list(columns), [*COLUMNS, WEIGHT][: len(columns)])

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.data.catalogues import is_named
-from kge_torchrec.data.countries import EMBEDDED
-from kge_torchrec.data.id_files import layout_of
-from kge_torchrec.data.rdf import FORMATS
+from kge_torchrec.data.datasets import EMBEDDED, is_named
 from kge_torchrec.data.readers import DELIMITERS, SUFFIXES, WHOLE, Reader, Sources, find_sources
+from kge_torchrec.data.readers.id_files import layout_of
+from kge_torchrec.data.readers.rdf import FORMATS
 from kge_torchrec.data.store import META
 from kge_torchrec.data.streams import bare_name
 from kge_torchrec.errors import DataError
@@ -35,8 +34,11 @@ def unread_options(
 ) -> frozenset[str]:
     """Return the options of ``prepare`` that change nothing for these triples.
 
-    sources: as `prepare` takes them, or the folder of a store. Triples that cannot be read leave
-    every option in use, so that their own error comes first.
+    Triples that cannot be read leave every option in use, so that their own error comes first.
+
+    Args:
+        sources: As for `prepare`, or the folder of a store.
+        reader: As for `prepare`.
     """
     if isinstance(sources, Mapping):
         return frozenset(_OF_FILES | _OF_SPLITS)

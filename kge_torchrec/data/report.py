@@ -1,4 +1,4 @@
-"""What `prepare` found out about the data."""
+"""Report on the data of a store: counts for `prepare`, and notes for people."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data.filter_index import FilterIndex, SideIndex
 from kge_torchrec.data.labels import numbers
 from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.readers.columns import FirstLine, roles
 from kge_torchrec.data.sort import CHUNK, id_counts
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.streams import FirstLine, roles
+from kge_torchrec.data.store.filter_index import FilterIndex, SideIndex
 
 EXAMPLES = 5
 
@@ -19,7 +19,7 @@ EXAMPLES = 5
 def unseen_entities(
     entities: pa.Array, triples: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, Any]]:
-    """Per split: entities (number and examples) without a training triple, and their triples."""
+    """Count the entities without a training triple, and their triples, by split, with examples."""
     seen = np.zeros(len(entities), bool)
     for column in (0, 2):
         seen[triples["train"][:, column]] = True
@@ -40,7 +40,7 @@ def unseen_entities(
 def unseen_relations(
     relations: pa.Array, triples: Mapping[str, np.ndarray]
 ) -> dict[str, dict[str, int]]:
-    """Per split: relations without a training triple, with the number of their triples there."""
+    """Count the triples of each relation without a training triple, by split."""
     count = {split: id_counts(triples[split][:, 1], len(relations)) for split in SPLITS}
     found = {}
     for split in ("valid", "test"):
@@ -57,7 +57,7 @@ def leaks(
     num_entities: int,
     num_relations: int,
 ) -> dict[str, int]:
-    """Numbers of triples that two splits share, as ``{"train-valid": 3}``."""
+    """Count the triples that two splits share, as ``{"train-valid": 3}``."""
     found = {}
     for first, second in (("train", "valid"), ("train", "test"), ("valid", "test")):
         if len(triples[first]) == 0 or len(triples[second]) == 0:
@@ -73,10 +73,10 @@ def leaks(
 def numeric_tails(
     entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Relations whose tails are mostly numbers, as the values of an attribute are.
+    """Find relations whose tails are mostly numbers, like the values of an attribute.
 
-    Ids that are numbers are none of those: a number counts if it is never a head, in a triple
-    whose head is no number.
+    A number counts if it is never a head, in a triple whose head is not a number.  So entities
+    whose names are numbers do not count.
     """
     is_number = numbers(entities)
     if not is_number.any():
@@ -106,22 +106,37 @@ def numeric_tails(
     }
 
 
+def weight_summary(weights: Mapping[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """Return the min, mean and max of the weights of each split."""
+    return {
+        split: {
+            "min": float(values.min()),
+            "mean": float(values.mean(dtype=np.float64)),
+            "max": float(values.max()),
+        }
+        for split, values in weights.items()
+        if len(values)
+    }
+
+
 Spell = Callable[[str, Any], str]
-FEW = 100  # triples that say little of a model
-NAMED = 3  # of many, in a note
+FEW = 100  # fewer triples say little about a model
+NAMED = 3  # relations that a note names
 
 
 def notes(store: TripleStore, spell: Spell | None = "{}={!r}".format) -> list[str]:
-    """What a person should know about the data before reading results, a sentence each.
+    """Return what a person should know about the data before reading results, in sentences.
 
-    spell: how that person types a setting of `prepare`, by (name, value); None where nothing can
-        be set any more.
+    Args:
+        store: The store.
+        spell: Returns how the person types a setting of `prepare`, from (name, value); None where
+            nothing can be set any more.
     """
     return [*reading_notes(store, spell), *_splits(store.report)]
 
 
 def reading_notes(store: TripleStore, spell: Spell | None) -> list[str]:
-    """Those of `notes` that are about files, labels and sizes, not about what splits share."""
+    """Return the notes about files, labels and sizes, without those about splits."""
     report = store.report
     return [
         *_first_lines(report.get("first_lines") or (), spell),
@@ -132,7 +147,7 @@ def reading_notes(store: TripleStore, spell: Spell | None) -> list[str]:
 
 
 def _first_lines(lines: Sequence[Sequence[Any]], spell: Spell | None) -> Iterator[str]:
-    """How first lines were read, those of several files that are alike in one sentence."""
+    """Yield how first lines were read, in one sentence for files that are alike."""
     alike: dict[tuple[Any, ...], list[FirstLine]] = {}
     for values in lines:
         line = FirstLine(*values)
@@ -150,6 +165,7 @@ Hints = list[tuple[str, Any, str]]
 
 
 def _as_columns(line: FirstLine) -> tuple[str, Hints]:
+    """Return how a header was read, and the settings that read it otherwise."""
     assert line.columns is not None
     named = ", ".join(f"{role} {name!r}" for role, name in line.columns.items())
     left = [repr(field) for field in line.fields if field not in line.columns.values()]
@@ -162,6 +178,7 @@ def _as_columns(line: FirstLine) -> tuple[str, Hints]:
 
 
 def _as_triple(line: FirstLine) -> tuple[str, Hints]:
+    """Return how a first triple was read, and the settings that read it otherwise."""
     said = f"this line is read as a triple: {', '.join(map(repr, line.fields))}"
     if roles(line.fields):
         again = " and ".join(map(repr, line.again))
@@ -172,12 +189,12 @@ def _as_triple(line: FirstLine) -> tuple[str, Hints]:
 
 
 def _is_strange(line: FirstLine) -> bool:
-    """Whether a triple may be a header of unknown words: no other triple has one of its labels."""
+    """Return whether a triple may be a header: no other triple has one of its labels."""
     return line.columns is None and line.rows >= 10 and not line.again
 
 
 def _sizes(store: TripleStore) -> Iterator[str]:
-    """What is too small to train on or to judge by."""
+    """Yield what is too small to train on or to judge by."""
     counts = {split: len(store.split(split)) for split in SPLITS}
     split = store.report.get("split")
     if store.num_entities == 1:
@@ -196,6 +213,7 @@ def _sizes(store: TripleStore) -> Iterator[str]:
 
 
 def _labels(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what is odd about labels."""
     for kind, found in (report.get("lookalikes") or {}).items():
         alike = found["examples"][0]
         # What looks the same on a screen is shown by its codes.
@@ -218,7 +236,7 @@ def _labels(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
-    """What became of literals, weights and types."""
+    """Yield what became of literals, weights and types."""
     for split, count in (report.get("literals") or {}).items():
         keep = f"; {spell('literals', 'keep')} takes them" if spell else ""
         yield f"{split}: {count:,} triples with a literal as object were dropped{keep}"
@@ -237,7 +255,7 @@ def _columns(report: Mapping[str, Any], spell: Spell | None) -> Iterator[str]:
 
 
 def _splits(report: Mapping[str, Any]) -> Iterator[str]:
-    """What is repeated, and what is not in train."""
+    """Yield what is repeated, and what is not in train."""
     for split, found in (report.get("unseen_entities") or {}).items():
         yield (
             f"{split}: {found['entities']:,} entities never occur in train, such as "

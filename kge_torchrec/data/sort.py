@@ -1,10 +1,13 @@
-"""Sorting rows of ids fast: three columns packed into one 64-bit key wherever they fit."""
+"""Sort rows of ids: three columns are packed into one 64-bit key wherever they fit.
+
+Shapes: T rows.
+"""
 
 from collections.abc import Sequence
 
 import numpy as np
 
-CHUNK = 1 << 20  # rows worked on together where whole columns would be copied
+CHUNK = 1 << 20  # rows per piece where whole columns would be copied
 
 
 def _bits(sizes: Sequence[int]) -> list[int]:
@@ -12,9 +15,11 @@ def _bits(sizes: Sequence[int]) -> list[int]:
 
 
 def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | None:
-    """One uint64 per row that orders like the columns; None if it would not fit 64 bits.
+    """Return one uint64 per row that orders like the columns; None if it does not fit 64 bits.
 
-    ``columns[i]`` (T,) holds ids in ``[0, sizes[i])``.
+    Args:
+        columns: (T,) each, ``columns[i]`` with ids in ``[0, sizes[i])``.
+        sizes: Number of ids of each column.
     """
     bits = _bits(sizes)
     if sum(bits) > 64:
@@ -28,7 +33,7 @@ def pack(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> np.ndarray | No
 
 
 def unpack(key: np.ndarray, sizes: Sequence[int], dtype: np.dtype) -> list[np.ndarray]:
-    """The columns that `pack` made ``key`` of; overwrites ``key``."""
+    """Return the columns that ``pack`` made ``key`` of; overwrites ``key``."""
     columns = []
     for width in reversed(_bits(sizes)):
         column = np.empty(len(key), dtype)
@@ -40,7 +45,7 @@ def unpack(key: np.ndarray, sizes: Sequence[int], dtype: np.dtype) -> list[np.nd
 
 
 def sorted_rows(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.ndarray]:
-    """The columns with their rows in lexicographic order."""
+    """Return the columns with their rows in lexicographic order."""
     key = pack(columns, sizes)
     if key is None:
         order = np.lexsort(columns[::-1])
@@ -50,10 +55,9 @@ def sorted_rows(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> list[np.
 
 
 def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
-    """(size,) int64: how often each id in [0, size) is among ``ids`` (T,), which may be mapped.
+    """Return how often each id in [0, size) is in ``ids`` (T,), which may be mapped: (size,) int64.
 
-    bincount makes an int64 copy of other integers, hence a chunk at a time; and for sorted ids a
-    chunk has few different ones, so that many of them cost no more than one.
+    Counts a chunk at a time, since bincount makes an int64 copy of other integers.
     """
     counts = np.zeros(size, np.int64)
     for start in range(0, len(ids), CHUNK):
@@ -65,7 +69,7 @@ def id_counts(ids: np.ndarray, size: int) -> np.ndarray:
 
 
 def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Ascending positions of the rows that equal an earlier row, and of the first such; int64."""
+    """Return the rows that equal an earlier row, ascending, and the first such row of each."""
     key = pack(columns, sizes)
     if key is None:
         order = np.lexsort(columns[::-1])
@@ -84,7 +88,7 @@ def repeats(columns: Sequence[np.ndarray], sizes: Sequence[int]) -> tuple[np.nda
 
 
 def _again_and_first(order: np.ndarray, equal: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of positions whose rows are in order, stably, and which of them equal the one before."""
+    """Return ``repeats`` from a stable order of rows, and from which rows equal the one before."""
     places = np.flatnonzero(equal) + 1
     starts = np.flatnonzero(np.append(True, ~equal))  # of runs of equal rows
     first = order[starts[np.searchsorted(starts, places, "right") - 1]]
@@ -94,7 +98,7 @@ def _again_and_first(order: np.ndarray, equal: np.ndarray) -> tuple[np.ndarray, 
 
 
 def _shares_hash(key: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """True for every row whose key is among ``others``, and for a few rows more."""
+    """Return True for every row whose key is in ``others``, and for a few rows more."""
     width = max(10, int(len(others) * 16).bit_length())
     multiplier, shift = np.uint64(0x9E3779B97F4A7C15), np.uint64(64 - min(width, 30))
     table = np.zeros(1 << min(width, 30), bool)

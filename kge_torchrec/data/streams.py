@@ -1,12 +1,14 @@
-"""A data file as a stream of bytes, compressed or not, and the rule that recognises its header."""
+"""Data files as streams of bytes, compressed or not; work on several blocks at once."""
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, TypeVar
 
 import pyarrow as pa
 
@@ -20,10 +22,12 @@ COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 OnBytes = Callable[[int], object]
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 def bare_name(path: Path) -> str:
-    """The file name without a compression suffix: ``train.tsv.gz`` -> ``train.tsv``."""
+    """Return the file name without a compression suffix: ``train.tsv.gz`` -> ``train.tsv``."""
     return path.stem if path.suffix.lower() in COMPRESSIONS else path.name
 
 
@@ -48,14 +52,14 @@ class CountingFile(io.RawIOBase):
 
 
 def open_bytes(path: Path, on_bytes: OnBytes | None = None) -> pa.NativeFile:
-    """The decompressed bytes of ``path``; ``on_bytes(n)`` hears of every n bytes read from disk."""
+    """Open the decompressed bytes of a file; ``on_bytes(n)`` is called for n bytes from disk."""
     source = pa.PythonFile(CountingFile(path, on_bytes), mode="r")
     compression = COMPRESSIONS.get(path.suffix.lower())
     return pa.CompressedInputStream(source, compression) if compression else source
 
 
 def lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Numbered lines ``(1, b"...")`` of a file, without line ends or byte order mark.
+    """Yield numbered lines ``(1, b"...")`` of a file, without line ends or byte order mark.
 
     Slow (a Python object per line): for looking at the first line or for naming a faulty one.
     """
@@ -69,186 +73,56 @@ def lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise unreadable(path, error) from error
 
 
+def text_lines(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield ``lines`` as text.
+
+    Raises:
+        DataError: A line is not UTF-8.
+    """
+    for number, line in lines(path):
+        try:
+            yield number, line.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
+                f"{error.start + 1} of the line); convert the file to UTF-8"
+            ) from error
+
+
 def unreadable(path: Path, error: OSError) -> DataError:
-    """The error of a file that cannot be opened, or whose bytes are not what its name says."""
+    """Return the error for a file that cannot be opened, or has other bytes than its name says."""
     if error.errno is not None and error.filename is not None:
         return DataError(in_words(error))
     return DataError(f"{path}: cannot be read or decompressed: {error}")
 
 
-COLUMNS = ("head", "relation", "tail")
-WEIGHT = "weight"
-_WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
+# More threads would hold more blocks in memory than they save time.
+WORKERS = max(1, min(4, os.cpu_count() or 1))
 
 
-class ColumnChoice(NamedTuple):
-    """Which columns of a file are read.
+def map_prefetched(function: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield ``map(function, items)``, a few results ahead, with memory for a few items at a time.
 
-    names: what its header calls head, relation and tail, and the weight if there is a fourth; all
-        others are left out.  None goes by known words, and by the order where there are none.
-    weights: True takes a fourth column without a name as the weight too; None, one that is named
-        so; False, none.
+    The function should release Python's lock, as pyarrow's do.
     """
-
-    names: tuple[str, ...] | None = None
-    weights: bool | None = None
-
-    @classmethod
-    def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
-        """Raises DataError for other than three or four different names."""
-        if names is None:
-            return cls(None, weights)
-        names = tuple(_plain(name) for name in names)
-        if len(names) not in (3, 4) or len(set(names)) < len(names) or not all(names):
-            raise DataError(
-                f"columns {', '.join(names)}: give the names of head, relation and tail, and of "
-                "the weight if there is one"
-            )
-        if len(names) == 4 and weights is False:
-            raise DataError(f"columns: {names[3]!r} is the weight, which is not to be read")
-        return cls(names, weights)
-
-    def named(self, fields: Sequence[str]) -> list[str | None] | None:
-        """What each column of a header with these fields is; None if it is no such header."""
-        fields = [_plain(field) for field in fields]
-        if self.names is not None:
-            if any(fields.count(name) != 1 for name in self.names):
-                return None
-            meant = dict(zip(self.names, (*COLUMNS, WEIGHT), strict=False))
-            return [meant.get(field) for field in fields]
-        weight = [field for field in fields if is_weight_name(field)]
-        if len(fields) == 4 and len(weight) == 1:
-            place = fields.index(weight[0])
-            order = roles([*fields[:place], *fields[place + 1 :]])
-            own = None if self.weights is False else WEIGHT
-            return None if order is None else [*order[:place], own, *order[place:]]
-        found = roles(fields)
-        return [*found] if found else None
-
-    def lacking(self, fields: Sequence[str]) -> str:
-        """Why ``named`` found nothing by ``names``."""
-        fields, names = [_plain(field) for field in fields], self.names or ()
-        missing = [name for name in names if name not in fields]
-        twice = [name for name in names if fields.count(name) > 1]
-        what = f"no column {missing[0]!r}" if missing else f"more than one column {twice[0]!r}"
-        return f"{what} among {', '.join(map(repr, fields))}"
+    with ThreadPoolExecutor(WORKERS) as pool:
+        yield from in_order(pool, WORKERS, function, items)
 
 
-def is_weight_name(field: str) -> bool:
-    """Whether a column name means a weight."""
-    return _plain(field).lower() in _WEIGHT_WORDS
-
-
-def _plain(field: str) -> str:
-    """A column name without what does not matter around it."""
-    return field.strip().lstrip("#:?").strip()
-
-
-_WORDS = {
-    "head": "head h subject subj s source src from head_id subject_id source_id "
-    "head_entity entity1 entity_1 e1 node1",
-    "relation": "relation rel r predicate pred p property edge edge_type relation_type type label "
-    "relation_id predicate_id relationship",
-    "tail": "tail t object obj o target dst dest destination to tail_id object_id target_id "
-    "tail_entity entity2 entity_2 e2 node2",
-}
-_ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
-# Names that are less usual: one of these words, and perhaps what is in the column.
-_MORE = {
-    "head": "start x u lhs entity (entity|node|e|n|arg|term|concept)_?1",
-    "relation": "prop attribute attr link (edge|rel|relation|relationship|link)_type",
-    "tail": "end y v rhs value (entity|node|e|n|arg|term|concept)_?2",
-}
-_KINDS = "id|entity|node|name|label|uri|iri|idx|index|key"
-_PATTERNS = {
-    role: re.compile(rf"({'|'.join((_WORDS[role] + ' ' + more).split())})(_?({_KINDS}))?")
-    for role, more in _MORE.items()
-}
-
-
-def role(field: str) -> str | None:
-    """``head``, ``relation`` or ``tail`` if the column name means one of them.
-
-    Case, surrounding blanks, a leading ``#``, ``:`` or ``?`` and a group in brackets after the name
-    (Neo4j's ``:START_ID(Person)``) do not matter; "Head Entity" and "headEntity" are "head_entity".
-    """
-    name = re.sub(r"\(.*\)$", "", _plain(field))
-    name = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s.-]+", "_", name).lower()
-    if name in _ROLES:
-        return _ROLES[name]
-    return next((role for role, names in _PATTERNS.items() if names.fullmatch(name)), None)
-
-
-def roles(fields: Sequence[str]) -> list[str] | None:
-    """The roles of a header's three fields in file order, or None if this is no header.
-
-    The rule: three fields are a header if each is a word for a different one of head, relation
-    and tail (``subject predicate object``, ``h r t``, ``source type target``, ...). The columns
-    may come in any order: ``head,tail,relation`` is read as such.
-    """
-    found = [meant for field in fields if (meant := role(field))]
-    return found if len(fields) == len(found) == 3 and set(found) == set(COLUMNS) else None
-
-
-def places(names: Sequence[str]) -> list[int] | None:
-    """Positions of head, relation and tail among any number of column names, or None.
-
-    They are those called exactly so, or else the only ones that mean them by a usual word, or else
-    the only ones that mean them by any name.
-    """
-    usual = [_ROLES.get(_plain(name).lower()) for name in names]
-    for meant in (names, usual, [role(name) for name in names]):
-        if all(meant.count(wanted) == 1 for wanted in COLUMNS):
-            return [meant.index(wanted) for wanted in COLUMNS]
-    return None
-
-
-def unclear(names: Sequence[str]) -> str:
-    """Why ``places`` found none, as a clause."""
-    meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
-    for wanted, found in meant.items():
-        if len(found) > 1:
-            return f"{' and '.join(map(repr, found))} both stand for the {wanted}"
-    missing = [wanted for wanted, found in meant.items() if not found]
-    return f"no column stands for the {' or the '.join(missing)}"
-
-
-class FirstLine(NamedTuple):
-    """How the first line of a text file was read, or which columns of a Parquet file were.
-
-    columns: the name of head, relation, tail (and weight), as the file has it; None: the line is a
-        triple.
-    again: fields of the line that occur as labels in the following rows.
-    rows: how many following rows were looked at.
-    """
-
-    file: str
-    line: int | None  # None in Parquet
-    fields: list[str]
-    columns: dict[str, str] | None
-    again: Sequence[str] = ()
-    rows: int = 0
-
-
-OnFirstLine = Callable[[FirstLine], object]
-ROWS = 1000  # that are compared with the first line
-
-
-def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The fields of a first line that later rows have as labels, were it a triple.
-
-    An entity counts in both columns of entities, a relation in its own.
-    """
-    seen: set[tuple[bool, str]] = set()
-    for row in rows:
-        seen.update((place == 1, field) for place, field in enumerate(row))
-    return [field for place, field in enumerate(fields) if (place == 1, field) in seen]
-
-
-def is_triple_after_all(again: Sequence[str]) -> bool:
-    """Whether a line of column names is a triple, by those of its fields that are labels later.
-
-    A single word, such as "type" or "head", may be a column name and a label too; not so two of
-    three, nor a name with a number, such as "node1".
-    """
-    return len(again) > 1 or any(map(str.isdigit, "".join(again)))
+def in_order(
+    pool: ThreadPoolExecutor,
+    workers: int,
+    function: Callable[[Item], Result],
+    items: Iterable[Item],
+) -> Iterator[Result]:
+    """Yield the results in order, computed ahead by the workers of a pool."""
+    running: deque[Future[Result]] = deque()
+    try:
+        for item in items:
+            running.append(pool.submit(function, item))
+            if len(running) > workers:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

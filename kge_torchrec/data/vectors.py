@@ -1,50 +1,65 @@
-"""Vectors of entities from elsewhere, by label, read some rows at a time.
+"""Vectors of entities from elsewhere: files of them, and texts that a sentence encoder reads.
 
-    .npy           (M, W) numbers, labels in a .txt of the same name beside it (``label_file``)
+    .npy           (M, W) numbers, labels in a .txt of the same name beside it (`labels`)
     .safetensors   one tensor (M, W), labels in the same way
     .parquet       a column of strings and one of lists of W numbers
     .vec, .txt     word2vec's text: "label v1 ... vW", after a line "M W" or without; .w2v as well
 
-A folder stands for the file ``entities`` of one of these forms in it, as an export has it.
+A folder stands for the file ``entities`` of one of these forms in it, as in an export.
 
-Shapes: M vectors, W numbers each, m of them at a time.
+Texts, such as descriptions of entities, are the labels of a store or a file of lines "label, tab,
+text".  The encoder is a model of sentence-transformers (Reimers and Gurevych 2019).  Both read and
+write some thousand vectors at a time.
+
+Shapes: M vectors, W elements each, m of them at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from tqdm import tqdm
 
-from kge_torchrec.data.label_file import WHITESPACE, read_label_file
+from kge_torchrec import files
+from kge_torchrec.data.labels import WHITESPACE, read_label_file
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.streams import text_lines
 from kge_torchrec.errors import DataError
 
-ROWS = 1 << 14  # at a time
+ROWS = 1 << 14  # rows at a time
 
 
 @dataclass(frozen=True)
 class Vectors:
-    """Labels (M,), and their rows in the same order.
+    """Labels, and their vectors in the same order.
 
-    words: labels are single words, whitespace in them being written as underscores.
+    Args:
+        source: The file.
+        labels: (M,) labels.
+        width: W.
+        rows: Yields the vectors, (m, W) float32 at a time.
+        words: Whether labels are single words, with underscores for whitespace.
     """
 
     source: Path
     labels: pa.Array
-    width: int  # W
-    rows: Callable[[], Iterator[np.ndarray]]  # (m, W) float32 each, M in all
+    width: int
+    rows: Callable[[], Iterator[np.ndarray]]
     words: bool = False
 
 
 def open_vectors(path: str | Path) -> Vectors:
-    """The vectors of a file or folder; their labels are read, their numbers not yet.
+    """Open the vectors of a file or folder; the labels are read, the vectors not yet.
 
-    Raises DataError for what is none of the forms above, naming what is wrong where.
+    Raises:
+        DataError: The file has none of the forms above; the message says what is wrong where.
     """
     path = Path(path)
     if path.is_dir():
@@ -63,9 +78,10 @@ def open_vectors(path: str | Path) -> Vectors:
 
 
 def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
-    """(M,) int64 places of the vectors' labels among ``labels`` (N,), -1 where there is none.
+    """Return the places of the vectors' labels in ``labels`` (N,): (M,) int64, -1 for none.
 
-    Raises DataError where two vectors have one label, or none has a label that is there.
+    Raises:
+        DataError: Two vectors have the same label, or no label is in ``labels``.
     """
     known = labels
     if vectors.words:
@@ -92,9 +108,13 @@ def ids_of(vectors: Vectors, labels: pa.Array) -> np.ndarray:
 
 
 def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndarray) -> None:
-    """Raises DataError, naming the label, for a wanted row (m,) bool that has NaN or infinity.
+    """Raise DataError, with the label, for a wanted row that has NaN or infinity.
 
-    first: number of the first row (m, W) among all.
+    Args:
+        vectors: The file.
+        first: Number of the first row among all rows.
+        rows: (m, W).
+        wanted: (m,) bool.
     """
     bad = np.flatnonzero(~np.isfinite(rows).all(1) & wanted)
     if len(bad):
@@ -106,6 +126,7 @@ def check_finite(vectors: Vectors, first: int, rows: np.ndarray, wanted: np.ndar
 
 
 def _in_folder(folder: Path) -> Path:
+    """Return the file of vectors in a folder."""
     names = [
         folder / f"entities{suffix}" for suffix in (".npy", ".safetensors", ".vec", ".parquet")
     ]
@@ -120,7 +141,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
-    """Some rows after others of what is sliced like an array (M, W)."""
+    """Return what yields a few rows at a time of anything sliced like an array (M, W)."""
 
     def rows() -> Iterator[np.ndarray]:
         for first in range(0, count, ROWS):
@@ -130,6 +151,7 @@ def _blocks(table: Any, count: int) -> Callable[[], Iterator[np.ndarray]]:
 
 
 def _labels_beside(path: Path, count: int) -> pa.Array:
+    """Return the labels in the text file beside a file of vectors."""
     file = path.with_suffix(".txt")
     if not file.is_file():
         raise DataError(f"{path}: its labels should be in {file.name} beside it, one a line")
@@ -143,6 +165,7 @@ def _matrix(path: Path, shape: tuple[int, ...], is_real: bool) -> tuple[int, int
 
 
 def _npy(path: Path) -> Vectors:
+    """Open a .npy file."""
     try:
         table = np.load(path, mmap_mode="r")
     except (ValueError, EOFError) as error:
@@ -152,6 +175,7 @@ def _npy(path: Path) -> Vectors:
 
 
 def _safetensors(path: Path) -> Vectors:
+    """Open a .safetensors file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -168,6 +192,7 @@ def _safetensors(path: Path) -> Vectors:
 
 
 def _parquet(path: Path) -> Vectors:
+    """Open a Parquet file."""
     from pyarrow import parquet
 
     try:
@@ -217,6 +242,7 @@ def _is_list(kind: pa.DataType) -> bool:
 
 
 def _word2vec(path: Path) -> Vectors:
+    """Open a file in word2vec's text format."""
     with path.open("rb") as file:
         head = file.readline().split()
         skipped = 1 if len(head) == 2 and all(part.isdigit() for part in head) else 0
@@ -263,3 +289,138 @@ _READERS: dict[str, Callable[[Path], Vectors]] = {
     ".w2v": _word2vec,
     ".txt": _word2vec,
 }
+
+
+_TEXTS = 1 << 12  # texts encoded between two writes; the encoder sorts them by length
+
+Encode = Callable[[list[str]], np.ndarray]  # m texts -> (m, W)
+
+
+class Encoded(NamedTuple):
+    """The number of vectors written, and their width W."""
+
+    vectors: int
+    width: int
+
+
+def encode_texts(
+    source: str | Path,
+    output: str | Path,
+    encoder: str,
+    device: str | None = None,
+    batch_size: int = 64,
+) -> Encoded:
+    """Write a Parquet file of the columns ``label`` and ``vector``, one row per text.
+
+    Args:
+        source: A prepared store, whose entities' labels are the texts; or a file of lines "label,
+            tab, text".
+        output: The file, NAME.parquet.
+        encoder: A model of sentence-transformers: its name or its folder.
+        device: Device of the encoder; None leaves it to sentence-transformers.
+        batch_size: Texts per batch of the encoder.
+
+    Raises:
+        DataError: A batch size below 1; sentence-transformers or the model is missing; a line
+            without a tab, label or text, or with a label that came before; NaN; no texts.
+        OSError: The file cannot be written; an earlier file of that name stays.
+    """
+    source, output = Path(source), Path(output)
+    if batch_size < 1:
+        raise DataError(f"the batch size must be at least 1, not {batch_size}")
+    if output.suffix != ".parquet":
+        raise DataError(f"{output}: vectors of texts are written as Parquet; name it NAME.parquet")
+    texts: Iterator[tuple[str, str]]
+    if source.is_dir():
+        labels = TripleStore.open(source).entities.array
+        texts = ((label.as_py(), label.as_py()) for label in labels)
+    elif source.is_file():
+        texts = read_texts(source)
+    else:
+        raise DataError(f"{source}: no such file of texts, and no store")
+    first = list(islice(texts, _TEXTS))  # before the encoder, which takes seconds to load
+    if not first:
+        raise DataError(f"{source} holds no texts")
+    return _write_vectors(output, first, texts, sentence_encoder(encoder, device, batch_size))
+
+
+def read_texts(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield (label, text) of every line that is not blank.
+
+    Raises:
+        DataError: A line without a label or a text, or with a label that came before.
+    """
+    seen: dict[str, int] = {}
+    for number, line in text_lines(path):
+        if not line.strip():
+            continue
+        label, tab, text = line.partition("\t")
+        if not (tab and label and text.strip()):
+            raise DataError(f"{path}:{number}: should be a label, a tab and a text")
+        if label in seen:
+            raise DataError(
+                f"{path}:{number}: {label!r} has a text already, in line {seen[label]:,}; leave "
+                "one of them, or join them"
+            )
+        seen[label] = number
+        yield label, text
+
+
+def sentence_encoder(name: str, device: str | None, batch_size: int) -> Encode:
+    """Return the encoder of a model.
+
+    Raises:
+        DataError: The model or its package is missing.
+    """
+    try:
+        from sentence_transformers import SentenceTransformer
+    except ImportError:
+        raise DataError(
+            "encoding texts takes the package sentence-transformers; install it (pip install "
+            "'kge-torchrec[text]'), or bring vectors that something else made"
+        ) from None
+    try:
+        model = SentenceTransformer(name, device=device)
+    except (OSError, ValueError) as error:
+        raise DataError(f"{name}: no model of sentence-transformers is there: {error}") from error
+
+    def encode(texts: list[str]) -> np.ndarray:
+        return model.encode(texts, batch_size=batch_size, show_progress_bar=False)
+
+    return encode
+
+
+def _write_vectors(
+    output: Path, part: list[tuple[str, str]], rest: Iterator[tuple[str, str]], encode: Encode
+) -> Encoded:
+    from pyarrow import parquet as pq  # starts threads
+
+    output = output.resolve()
+    partial = files.partial_of(output)
+    writer: Any = None
+    count, bar = 0, tqdm(desc="texts", unit="", unit_scale=True, leave=False)
+    try:
+        while part:
+            labels, texts = map(list, zip(*part, strict=True))
+            vectors = np.ascontiguousarray(encode(texts), np.float32)
+            _check_encoded(labels, vectors)
+            column = pa.FixedSizeListArray.from_arrays(vectors.ravel(), vectors.shape[1])
+            table = pa.table({"label": pa.array(labels, pa.large_string()), "vector": column})
+            writer = writer or pq.ParquetWriter(partial, table.schema, use_dictionary=False)
+            writer.write_table(table)
+            count += len(part)
+            bar.update(len(part))
+            part = list(islice(rest, _TEXTS))
+        writer.close()
+        files.sync(partial)
+        partial.replace(output)
+    finally:
+        bar.close()
+        partial.unlink(missing_ok=True)
+    return Encoded(count, vectors.shape[1])
+
+
+def _check_encoded(labels: list[str], vectors: np.ndarray) -> None:
+    bad = np.flatnonzero(~np.isfinite(vectors).all(1))
+    if len(bad):
+        raise DataError(f"the encoder's vector of {labels[bad[0]]!r} holds NaN or infinity")

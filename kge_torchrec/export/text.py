@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pyarrow import csv
 
-from kge_torchrec.data.label_file import ESCAPES, WHITESPACE, read_label_file
+from kge_torchrec.data.labels import ESCAPES, WHITESPACE, read_label_file
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import DataError, ExportError
 from kge_torchrec.export.table_files import Pieces, TableFile

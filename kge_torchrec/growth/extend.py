@@ -33,8 +33,9 @@ from kge_torchrec.config.keys import (
 )
 from kge_torchrec.config.model import INITIAL
 from kge_torchrec.config.parser import Overrides, config_from_dict
-from kge_torchrec.data.prepare import InMemory, extend_store
+from kge_torchrec.data.prepare import extend_store
 from kge_torchrec.data.readers import Sources, make_reader
+from kge_torchrec.data.readers.tables import InMemory
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank, processes
 from kge_torchrec.embeddings.backend import EntityShard

@@ -32,9 +32,10 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from kge_torchrec.config import Config, GraphSize
-from kge_torchrec.data import SIDES, Side
-from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder
-from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data import ENTITY, SIDES, Side
+from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data.batches.triples import Batch, TripleBatches
+from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.growth import old_rows
@@ -144,9 +145,10 @@ class _Placer:
     def _minimise(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.0)
         seed, sides = self.session.config.seed, self.objective.sides
-        sampler = NegativeSampler(self.store.num_entities, self.candidates, seed)
-        degrees = self.store.degrees() if self._is_softmax and self.estimates_all else None
-        batches = BatchBuilder(triples, BATCH, sampler, sides=sides, seed=seed, degrees=degrees)
+        log_q = self._is_softmax and self.estimates_all
+        sampler = UniformSampler(self.store.num_entities)
+        candidates = Candidates(sampler, self.candidates, log_q=log_q)
+        batches = TripleBatches(triples, BatchPlan(BATCH, seed, tuple(sides), candidates))
         passes = max(PASSES, -(-LEAST_STEPS // batches.steps_per_epoch))
         steps = passes * batches.steps_per_epoch
         drawing = torch.Generator().manual_seed(seed)
@@ -212,7 +214,7 @@ class _Placer:
                 log_sum.append(torch.logaddexp(own[0], negative[0].logsumexp(-1) + missing))
             yield _OldQueries(side, anchor, relation, torch.cat(positive), torch.cat(log_sum))
 
-    def _batches(self, batches: BatchBuilder, passes: int) -> Iterator[Batch]:
+    def _batches(self, batches: TripleBatches, passes: int) -> Iterator[Batch]:
         for number in range(passes):
             for batch in batches.epoch(number):
                 yield batch.to(self.device)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from kge_torchrec.data.loader import ENTITY
+from kge_torchrec.data import ENTITY
 from kge_torchrec.models.distances import has_kernels
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.ops import Dropout

@@ -163,8 +163,7 @@ def _sizes_of_data(
     """Return ((entities, relations, triples), frequency) of the config's data."""
     import torch
 
-    from kge_torchrec.data.catalogues import is_named
-    from kge_torchrec.data.countries import EMBEDDED
+    from kge_torchrec.data.datasets import EMBEDDED, is_named
     from kge_torchrec.distributed.processes import Processes
     from kge_torchrec.planning.workload import EntityFrequency
     from kge_torchrec.training.session import open_store

@@ -22,9 +22,9 @@ import torch
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.filter_index import Degrees
-from kge_torchrec.data.loader import share_of
+from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import Side
 from kge_torchrec.training.assembly import build_objective, sides_of
@@ -156,8 +156,8 @@ class Workload:
     def negative_power(self) -> float | None:
         """Exponent of degree sampling; None for uniform sampling."""
         negatives = self.config.negatives
-        draw = resolve("negative_sampler", negatives.sampling)
-        return draw.frequency_power(negatives.sampler_options())
+        sampler = resolve("negative_sampler", negatives.sampling)
+        return sampler.frequency_power(negatives.sampler_options())
 
     def batches(self, world_size: int) -> list[list[RankBatch]]:
         """Return the share of every rank in a full batch, as a list of its micro-batches."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.environment import without_tf32
 from kge_torchrec.models.scorers.base import Scorer, Side
 

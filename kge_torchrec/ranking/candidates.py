@@ -18,9 +18,10 @@ from typing import Protocol
 
 import numpy as np
 
-from kge_torchrec.data.cardinality import OTHER, seen_pairs
-from kge_torchrec.data.entity_types import EntityTypes
+from kge_torchrec.data import OTHER
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.store.filter_index import seen_pairs
 from kge_torchrec.models.scorers.base import SIDES, Side
 
 

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.data.filter_index import Answers, FilterIndex
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.kernels.jit import kernel

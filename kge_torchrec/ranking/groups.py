@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.config.checks import one_of
-from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.models.scorers.base import SIDES, Side
+from kge_torchrec.ranking.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.ranking.metrics import HITS, KINDS, Ranks, metrics
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from kge_torchrec.data.filter_index import Answers
+from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring

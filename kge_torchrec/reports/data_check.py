@@ -18,7 +18,6 @@ import numpy as np
 from kge_torchrec import files
 from kge_torchrec.charts import COLORS, new_figure
 from kge_torchrec.config.checks import check
-from kge_torchrec.data.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
 from kge_torchrec.data.relation_overlap import (
@@ -32,6 +31,7 @@ from kge_torchrec.data.relation_overlap import (
 from kge_torchrec.data.report import Spell, reading_notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
+from kge_torchrec.ranking.cardinality import CATEGORIES, cardinalities, categories
 
 LINES = 10  # of relations in a table
 

@@ -14,20 +14,21 @@ from torch import nn
 
 from kge_torchrec.config import Config, ConfigError, LossConfig, TrainConfig
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.loader import LOOKUP_BAGS, BatchBuilder, as_feature
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.queries import (
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches.lookup import LOOKUP_BAGS, as_feature
+from kge_torchrec.data.batches.order import WeightedOrder, replayed_size
+from kge_torchrec.data.batches.queries import (
     DistinctQueries,
     EveryQuery,
     Examples,
     QueryBatches,
-    QuerySampleBuilder,
+    QuerySampleBatches,
     TripleQueries,
 )
-from kge_torchrec.data.shuffle import replayed_size
+from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.suited_negatives import make_suited
-from kge_torchrec.data.weighted_draw import WeightedDraw
+from kge_torchrec.data.typed_negatives import typed_sampler
 from kge_torchrec.distributed.dense import dense_wrapper
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.distributed.shared_memory import with_exchange
@@ -248,61 +249,72 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
 
 def build_batches(
     config: Config, store: TripleStore, processes: Processes
-) -> BatchBuilder | QueryBatches | QuerySampleBuilder:
-    """This rank's batches.  Collective where negatives are drawn among entities that suit.
+) -> TripleBatches | QueryBatches | QuerySampleBatches:
+    """Return this rank's batches.  Collective where negatives.among is not "all".
 
-    Raises DataError, on every rank, for a file of types or negatives that cannot be used.
+    Raises:
+        DataError: On every rank, for a file of types or negatives that cannot be used.
+        ConfigError: A sampler that does not keep to its contract.
     """
-    negatives, sides = config.negatives, sides_of(config.negatives.sides)
-    batch_size, on_cuda = config.train.batch_size, processes.device.type == "cuda"
-    use, weights = config.data.weights, store.weights("train")
-    draw_triples = WeightedDraw(weights) if use == "sampling" and weights is not None else None
-    in_loss = weights if use == "loss" else None
-    if negatives.is_full:
-        examples = _examples(negatives.regime, store, sides, in_loss)
-        accumulation = config.train.accumulation
-        replay = replay_of(config, store)
-        return QueryBatches(
-            examples, batch_size, config.seed, on_cuda, accumulation, replay, draw_triples
-        )
-    draw = resolve("negative_sampler", negatives.sampling).of(store, negatives.sampler_options())
-    sampler = NegativeSampler(store.num_entities, negatives.count, config.seed, draw)
-    shared: dict[str, Any] = {
-        "sides": sides,
-        "seed": config.seed,
-        "rank": processes.rank,
-        "world_size": processes.world_size,
-        "ahead": on_cuda,
-        "deduplicate": config.entities.deduplicate,
-        "bags": LOOKUP_BAGS[processes.device.type],
-        "accumulation": config.train.accumulation,
-    }
-    if negatives.regime == "kvssample":
-        return QuerySampleBuilder(
-            store.filter_index(("train",)),
-            batch_size,
-            sampler,
-            **shared,
-            max_answers=negatives.max_answers,
-        )
-    own = (negatives.among, negatives.types, negatives.file, negatives.among_share)
-    suited = None
-    if negatives.among != "all":  # which may read a file
-        suited = on_all_ranks(processes, lambda: make_suited(*own, store))
-    return BatchBuilder(
-        store.train,
-        batch_size,
-        sampler,
-        chunk_size=negatives.chunk_size,
-        drawn={side: negatives.drawn(side) for side in sides},
-        in_batch=negatives.in_batch,
-        degrees=store.degrees() if negatives.log_q else None,
-        known=store.filter_index(("train",)) if negatives.filtered else None,
+    plan, delivery = batch_plan(config, store, processes), _delivery(config, processes)
+    regime = config.negatives.regime
+    if regime == "kvssample":
+        return QuerySampleBatches(store.filter_index(("train",)), plan, delivery)
+    weights = store.weights("train") if config.data.weights == "loss" else None
+    if regime == "sampled":
+        return TripleBatches(store.train, plan, delivery, weights)
+    return QueryBatches(_examples(regime, store, plan.sides, weights), plan, delivery)
+
+
+def batch_plan(config: Config, store: TripleStore, processes: Processes) -> BatchPlan:
+    """Return what the batches of a run contain, the same on every rank.
+
+    Collective, and raises errors, as ``build_batches``.
+    """
+    negatives = config.negatives
+    weights = store.weights("train") if config.data.weights == "sampling" else None
+    return BatchPlan(
+        batch_size=config.train.batch_size,
+        seed=config.seed,
+        sides=sides_of(negatives.sides),
+        candidates=None if negatives.is_full else _candidates(config, store, processes),
+        accumulation=config.train.accumulation,
         replay=replay_of(config, store),
-        weights=in_loss,
-        draw=draw_triples,
-        suited=suited,
-        **shared,
+        weighted_order=None if weights is None else WeightedOrder(weights),
+        max_answers=negatives.max_answers,
+    )
+
+
+def _candidates(config: Config, store: TripleStore, processes: Processes) -> Candidates:
+    """Return the sampled candidates of a run."""
+    negatives, triples = config.negatives, config.negatives.regime == "sampled"
+    named = resolve("negative_sampler", negatives.sampling)
+    sampler: NegativeSampler = named.of(store, negatives.sampler_options())
+    sides = sides_of(negatives.sides)
+    check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
+    if negatives.in_batch:
+        sampler = InBatchSampler(sampler, store.degrees())
+    if negatives.among != "all":  # may read a file
+        others = sampler
+        sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
+    return Candidates(
+        sampler,
+        count=negatives.count,
+        head_count=negatives.head_count,
+        chunk_size=negatives.chunk_size,
+        known=store.filter_index(("train",)) if negatives.filtered and triples else None,
+        log_q=negatives.log_q,
+    )
+
+
+def _delivery(config: Config, processes: Processes) -> Delivery:
+    """Return this rank's share of the batches, and their form for its device."""
+    return Delivery(
+        processes.rank,
+        processes.world_size,
+        ahead=processes.device.type == "cuda",
+        bags=LOOKUP_BAGS[processes.device.type],
+        deduplicate=config.entities.deduplicate,
     )
 
 

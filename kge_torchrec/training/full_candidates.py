@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.queries import QueryBatch
+from kge_torchrec.data.batches.queries import QueryBatch
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EmbeddingBackend, EntityShard
 from kge_torchrec.embeddings.pending import RowGradients

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from kge_torchrec.data.filter_index import Answers
-from kge_torchrec.data.queries import SideQueries
+from kge_torchrec.data.batches.queries import SideQueries
+from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.distributed.processes import world_size
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.pending import RowGradients

@@ -16,7 +16,6 @@ from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.data.weights import check_weights
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.embeddings.trained import TrainedModel
@@ -113,7 +112,7 @@ class Session:
         )
         if trains:
             on_first_rank(processes, self.store.check)
-            check_weights(config.data.weights, self.store.weights("train"))
+            self._check_weights(config.data.weights)
             self._check_types(config.evaluation)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
@@ -128,10 +127,18 @@ class Session:
             folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
         )
 
+    def _check_weights(self, use: str) -> None:
+        """Raise DataError where data.weights wants weights that the store does not have."""
+        if use != "ignore" and self.store.weights("train") is None:
+            raise DataError(
+                f"data.weights {use}: the store has no weights; prepare it again from files with a "
+                "fourth column (`prepare --weights`), or set data.weights to ignore"
+            )
+
     def _check_types(self, evaluation: EvaluationConfig) -> None:
         """Before training rather than at the first validation."""
         if evaluation.candidates == "types" and evaluation.types is None:
-            from kge_torchrec.data.entity_types import EntityTypes
+            from kge_torchrec.data.store.entity_types import EntityTypes
 
             EntityTypes.find(None, self.store)
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.queries import SampledBatch
+from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.loss_scaling import GradientBarrier

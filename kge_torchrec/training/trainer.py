@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from kge_torchrec.config import TrainConfig
-from kge_torchrec.data.queries import QueryBatch, SampledBatch
+from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.errors import KGEError

@@ -14,11 +14,10 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 
-from kge_torchrec.data import SIDES
-from kge_torchrec.data.division import divide
-from kge_torchrec.data.filter_index import SideIndex, build_side
 from kge_torchrec.data.sort import CHUNK
-from kge_torchrec.data.store import TripleStore, new_store, write_store
+from kge_torchrec.data.split import divide
+from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write_store
+from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.kernels.jit import kernel
 
 FEWEST_VALID = 500  # triples to compare trials by; where a core has fewer, some of its train are
@@ -121,10 +120,6 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         if "train" in weights:
             weights = {"train": weights["train"][~held_out]}  # of valid nobody asks
     triples = {"train": train, "valid": valid, "test": np.empty((0, 3), train.dtype)}
-    indices: dict[str, dict[str, SideIndex]] = {
-        split: {side: build_side(side, part, *sizes) for side in SIDES}
-        for split, part in triples.items()
-    }
     report = {
         "triples": {split: len(part) for split, part in triples.items()},
         "core": {"k": k, "of": store.fingerprint},
@@ -137,7 +132,8 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         types = store.types()
         if types is not None:
             types = _types_inside(types, inside)
-        write_store(directory, *labels, triples, indices, report, weights, types)
+        indices = build_indices(triples, *sizes)
+        write_store(directory, StoreContents(*labels, triples, indices, weights, types), report)
     return TripleStore.open(path)
 
 

@@ -165,11 +165,11 @@ def bags(report: Report) -> None:
 
 def _bags_of_training(report: Report) -> None:
     """The bags that batches come in."""
-    from kge_torchrec.data import loader as batches
+    from kge_torchrec.data.batches import lookup
 
-    known = getattr(batches, "LOOKUP_BAGS", None)
+    known = getattr(lookup, "LOOKUP_BAGS", None)
     if known is None:
-        report.passes("bags of training", report.small, "data/loader.py knows one bag only")
+        report.passes("bags of training", report.small, "data/batches/lookup.py knows one bag only")
         return
     number = known[report.device.type]
     report.passes("bags of training", report.small or number >= 1024, f"{number:,}")

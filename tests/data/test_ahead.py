@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from kge_torchrec.data.prefetch import BATCH_WORKERS, prefetched
+from kge_torchrec.data.batches import BATCH_WORKERS, prefetched
 
 
 @pytest.fixture

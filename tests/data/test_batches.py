@@ -12,10 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import Degrees, FilterIndex, build_side
-from kge_torchrec.data.loader import ENTITY, Batch, BatchBuilder, share_of
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data import ENTITY
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.batches.triples import Batch, TripleBatches, share_of
+from kge_torchrec.data.negatives import InBatchSampler, UniformSampler, random_numbers
+from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, build_side
 
 ENTITIES = 11
 WORLDS = (1, 2, 3, 4, 7)
@@ -29,10 +31,11 @@ def make_triples(count, seed=0):
 
 
 def builder(triples, rank=0, world=1, batch_size=10, negatives=3, seed=5, **options):
-    sampler = NegativeSampler(ENTITIES, negatives, seed)
-    return BatchBuilder(
-        triples, batch_size, sampler, seed=seed, rank=rank, world_size=world, **options
-    )
+    of_candidates = {key: options.pop(key) for key in ("chunk_size", "known") if key in options}
+    sides = {key: options.pop(key) for key in ("sides",) if key in options}
+    candidates = Candidates(UniformSampler(ENTITIES), negatives, **of_candidates)
+    plan = BatchPlan(batch_size, seed, candidates=candidates, **sides)
+    return TripleBatches(triples, plan, Delivery(rank, world, **options))
 
 
 def decoded(batch, sides=("head", "tail")):
@@ -216,10 +219,9 @@ def test_entities_are_unique_ids_and_positions_in_them(chunk_size, sides):
         here = order(np.arange(step * 8, min(step * 8 + 8, 30)))
         np.testing.assert_array_equal(rows, triples[here])
         sampler, chunks = building.sampler, len(batch.relation)
-        for side, code in (("head", 0), ("tail", 1)):
-            if side in sides:
-                drawn = sampler.draw(1, step, code, 0, chunks)
-                np.testing.assert_array_equal(parts.negatives[side], drawn)
+        for side in sides:
+            numbers = random_numbers(5, (1, step, side), range(chunks), 3)
+            np.testing.assert_array_equal(parts.negatives[side], sampler(numbers))
 
 
 def known_of(triples):
@@ -261,19 +263,23 @@ def test_without_known_facts_there_is_no_mask():
 @pytest.mark.parametrize("sides", [("head", "tail"), ("tail",), ("head",)])
 @pytest.mark.parametrize("in_batch", [False, True])
 def test_how_often_a_chunk_has_each_candidate_is_counted_by_side(sides, in_batch):
-    triples, drawn, size = make_triples(40), {"head": 3, "tail": 7}, 5
+    triples, numbers, size = make_triples(40), {"head": 3, "tail": 7}, 5
     sides_of = {"head": triples[:, 0].tolist(), "tail": triples[:, 2].tolist()}
     below = ([sum(e < i for e in ends) for i in range(ENTITIES + 1)] for ends in sides_of.values())
     degrees = Degrees(*map(np.array, below))
-    options = {"sides": sides, "drawn": drawn, "in_batch": in_batch, "chunk_size": size}
-    for batch in builder(triples, degrees=degrees, **options).epoch(0):
+    sampler = UniformSampler(ENTITIES)
+    if in_batch:
+        sampler = InBatchSampler(sampler, degrees)
+    candidates = Candidates(sampler, count=7, head_count=3, chunk_size=size, log_q=True)
+    plan = BatchPlan(10, 5, tuple(sides), candidates)
+    for batch in TripleBatches(triples, plan).epoch(0):
         expected = []
         ids = batch.ids.values()[batch.entities][2 * batch.relation.numel() :].tolist()
         for side, count in zip(sides, batch.candidates, strict=True):
-            assert count == drawn[side] + (size if in_batch else 0)
+            assert count == numbers[side] + (size if in_batch else 0)
             ids, own = ids[len(batch.relation) * count :], ids[: len(batch.relation) * count]
             of_answers = size / len(triples) if in_batch else 0
-            expected += [drawn[side] / ENTITIES + of_answers * sides_of[side].count(entity)
+            expected += [numbers[side] / ENTITIES + of_answers * sides_of[side].count(entity)
                          for entity in own]  # fmt: skip
         assert batch.log_expected.exp().tolist() == pytest.approx(expected)
 

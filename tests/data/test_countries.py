@@ -6,14 +6,17 @@ from itertools import combinations
 import pytest
 
 from kge_torchrec.cli import main
-from kge_torchrec.data.countries import (
+from kge_torchrec.data.datasets import embedded_files
+from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+from scripts.make_countries import (
     COLUMN_OF_RELATION,
     SEPARATOR,
     country_splits,
     country_triples,
     read_countries,
 )
-from kge_torchrec.data.store import TripleStore
 
 COLUMNS = {
     "country",
@@ -315,6 +318,12 @@ def test_splits_are_deterministic(splits):
     assert country_splits(seed=1) != splits
 
 
+def test_the_package_has_the_files_of_the_script(splits):
+    for split, (path,) in embedded_files().items():
+        lines = path.read_text("utf-8").splitlines()
+        assert [tuple(line.split("\t")) for line in lines] == splits[split]
+
+
 def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(
     tmp_path, monkeypatch, capsys, splits
 ):
@@ -326,7 +335,10 @@ def test_a_store_of_it_is_prepared_by_name_unless_a_file_has_it(
     assert store.report["sources"] == {split: ["countries"] for split in splits}
     for option in (["--columns", "a,b,c"], ["--header", "no"], ["--reader", "foreign_parts:Words"]):
         assert main(["prepare", "countries", "-o", "other", *option]) == 1
-        assert "has no effect here: it acts only on" in capsys.readouterr().err
+        assert "has no effect here" in capsys.readouterr().err
+    for options in ({"columns": ["a", "b", "c"]}, {"has_header": False}):
+        with pytest.raises(DataError, match="a graph by name, not a file: leave out"):
+            prepare("countries", "other", **options)
     (tmp_path / "countries").mkdir()
     (tmp_path / "countries" / "train.tsv").write_text("a\tr\tb\n")
     assert main(["prepare", "countries", "-o", "own"]) == 0

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.distinct import distinct
+from kge_torchrec.data.batches.lookup import distinct
 
 
 @given(

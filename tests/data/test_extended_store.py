@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kge_torchrec.data.batches.order import ReplayShuffle
 from kge_torchrec.data.prepare import extend_store, prepare_triples
-from kge_torchrec.data.shuffle import ReplayShuffle
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError, StoreError
 

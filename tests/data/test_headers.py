@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
 from kge_torchrec.config import DataConfig
+from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import read_triples
-from kge_torchrec.data.streams import COLUMNS, ROWS, FirstLine, role
+from kge_torchrec.data.readers.columns import ROWS, FirstLine, role
 from kge_torchrec.training.session import data_notes
 
 HEADERS = [

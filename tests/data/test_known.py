@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data.filter_index import Answers, FilterIndex, build_side
+from kge_torchrec.data.store.filter_index import Answers, FilterIndex, build_side
 
 SPLITS = 2
 
@@ -85,7 +85,7 @@ def test_answers_of_a_block_come_in_pieces(world, side, data):
     assert sorted(zip(*map(list, twice.between(first, stop)), strict=True)) == expected
     size = data.draw(st.integers(1, 9))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kge_torchrec.data.filter_index.PIECE", size)
+        patch.setattr("kge_torchrec.data.store.filter_index.PIECE", size)
         pieces = list(twice.pieces(first, stop))
     assert all(0 < len(query) == len(entity) <= size for query, entity in pieces)
     assert sorted(p for piece in pieces for p in zip(*map(list, piece), strict=True)) == expected

@@ -59,7 +59,7 @@ def test_labels_of_libraries_are_looked_at_as_well(tmp_path, monkeypatch):
         ["head", "relation", "tail"],
     )
     opened = lambda source, choice: (["train"], iter([("train", batch)]))  # noqa: E731
-    monkeypatch.setattr("kge_torchrec.data.catalogues.open_named", opened)
+    monkeypatch.setattr("kge_torchrec.data.datasets.open_named", opened)
     with pytest.raises(DataError, match="the label of an entity holds a NUL byte"):
         prepare("pykeen:x", tmp_path / "store")
 

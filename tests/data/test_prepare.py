@@ -11,15 +11,16 @@ from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data import division, encoding
+from kge_torchrec.data import labels as encoding
 from kge_torchrec.data import sort as ordering
-from kge_torchrec.data.division import by_split, divide
-from kge_torchrec.data.filter_index import build_side
+from kge_torchrec.data import split as splitting
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import SPLITS, find_sources
 from kge_torchrec.data.report import notes as report_notes
 from kge_torchrec.data.report import unseen_relations
+from kge_torchrec.data.split import by_split, divide
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import build_side
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import DataError, StoreError
 from kge_torchrec.training.session import open_store
@@ -88,7 +89,7 @@ def test_compression_and_blocks_do_not_change_the_triples(tmp_path, monkeypatch)
     (tmp_path / "x.tsv.gz").write_bytes(gzip.compress((tmp_path / "x.tsv").read_bytes()))
     packed = prepare(tmp_path / "x.tsv.gz", tmp_path / "packed")
     assert packed.fingerprint == plain.fingerprint
-    monkeypatch.setattr("kge_torchrec.data.delimited.BLOCK_BYTES", 100)
+    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 100)
     monkeypatch.setattr(encoding, "MERGE_BYTES", 50)
     blocks = prepare(tmp_path / "x.tsv", tmp_path / "blocks")
     assert set(labelled(blocks, "train")) == set(labelled(plain, "train"))
@@ -96,7 +97,7 @@ def test_compression_and_blocks_do_not_change_the_triples(tmp_path, monkeypatch)
 
 
 def test_ntriples_with_blocks_of_comments(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 40)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 40)
     path = tmp_path / "x.nt"
     path.write_text("# comment\n" * 20 + "<a> <r> <b> .\n" + "\n" * 100 + '<b> <r> "c" .\n')
     store = prepare(path, tmp_path / "store", ratio=(1, 0, 0), literals="keep")
@@ -113,7 +114,7 @@ _:x <age> "7"^^<int> .
 
 def test_literals_are_dropped_and_counted(tmp_path, monkeypatch):
     """Blank nodes are entities; who occurs with literals only is none."""
-    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 20)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 20)
     data = tmp_path / "data"
     data.mkdir()
     (data / "train.nt").write_text(NTRIPLES + '<c> <name> "C" .\n')
@@ -411,7 +412,7 @@ def test_bad_triples_in_memory(tmp_path, splits, message):
 def test_preparing_copies_no_column_more_than_it_needs(monkeypatch):
     """Bytes a triple at the fullest moment: int64 copies of a column would be 8 more."""
     total, entities, relations = 400_000, 5000, 50
-    for module in (ordering, division):
+    for module in (ordering, splitting):
         monkeypatch.setattr(module, "CHUNK", 1 << 12)
     sizes = (entities, relations, entities)
     triples = np.random.default_rng(0).integers(0, sizes, (total, 3), np.int32)

@@ -4,10 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.compiled_index import QueryList
-from kge_torchrec.data.filter_index import FilterIndex, build_side
-from kge_torchrec.data.queries import DistinctQueries, EveryQuery, QueryBatches, TripleQueries
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches import BatchPlan, Delivery
+from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.batches.queries import (
+    DistinctQueries,
+    EveryQuery,
+    QueryBatches,
+    TripleQueries,
+)
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
+from kge_torchrec.data.store.search import QueryList
 
 KINDS = ("1vsall", "kvsall", "allvsall")
 
@@ -79,7 +85,7 @@ def expected_queries(kind, graph, sides):
 def test_an_epoch_asks_every_query_once_with_every_training_answer(
     graph, kind, sides, batch_size, seed
 ):
-    batches = QueryBatches(examples_of(kind, graph, sides), batch_size, seed)
+    batches = QueryBatches(examples_of(kind, graph, sides), BatchPlan(batch_size, seed))
     found = epoch_of(batches)
     assert sorted(found) == sorted(expected_queries(kind, graph, sides))
     assert len(list(batches.epoch(0))) == batches.steps_per_epoch
@@ -107,7 +113,7 @@ def test_order_and_seeds_follow_seed_and_epoch():
     triples = np.array([[h, 0, h] for h in range(20)])
 
     def run(seed, epoch):
-        batches = QueryBatches(TripleQueries(triples, SIDES), 6, seed)
+        batches = QueryBatches(TripleQueries(triples, SIDES), BatchPlan(6, seed))
         return epoch_of(batches, epoch), [batch.seed for batch in batches.epoch(epoch)]
 
     assert run(1, 2) == run(1, 2)
@@ -120,7 +126,9 @@ def test_order_and_seeds_follow_seed_and_epoch():
 def test_an_epoch_is_left_and_entered_at_any_step():
     triples = np.array([[h, h % 2, (h + 1) % 20] for h in range(20)])
     for ahead in (False, True):
-        batches = QueryBatches(TripleQueries(triples, SIDES), 6, seed=3, ahead=ahead)
+        batches = QueryBatches(
+            TripleQueries(triples, SIDES), BatchPlan(6, seed=3), Delivery(ahead=ahead)
+        )
         whole, late = list(batches.epoch(1)), list(batches.epoch(1, first_step=2))
         assert [b.seed for b in whole[2:]] == [b.seed for b in late]
         assert np.array_equal(whole[3].asked[0].anchor, late[1].asked[0].anchor)
@@ -135,7 +143,7 @@ def test_an_epoch_is_left_and_entered_at_any_step():
 def test_two_queries_of_a_triple_are_half_an_epoch_apart():
     triples = np.array([[h, 0, h + 30] for h in range(21)])
     tails, heads = [], []
-    for batch in QueryBatches(TripleQueries(triples, SIDES), 4, seed=2).epoch(1):
+    for batch in QueryBatches(TripleQueries(triples, SIDES), BatchPlan(4, seed=2)).epoch(1):
         head, tail = batch.asked
         assert (head.side, tail.side) == ("head", "tail")
         tails += tail.anchor.tolist()
@@ -146,4 +154,4 @@ def test_two_queries_of_a_triple_are_half_an_epoch_apart():
 
 def test_no_triples_are_an_error():
     with pytest.raises(ValueError, match="no training triples"):
-        QueryBatches(TripleQueries(np.empty((0, 3), np.int64), SIDES), 4)
+        QueryBatches(TripleQueries(np.empty((0, 3), np.int64), SIDES), BatchPlan(4))

@@ -9,23 +9,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.filter_index import FilterIndex, build_side
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.queries import QuerySampleBuilder
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches.queries import QuerySampleBatches
+from kge_torchrec.data.negatives import UniformSampler
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 
 ENTITIES, RELATIONS, COUNT = 9, 3, 4
 IDS = [st.integers(0, size - 1) for size in (ENTITIES, RELATIONS, ENTITIES)]
 
 
-def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBuilder:
+def builder(triples, rank=0, world_size=1, **options) -> QuerySampleBatches:
     rows = np.array(sorted(triples), np.int32).reshape(-1, 3)
     index = {side: build_side(side, rows, ENTITIES, RELATIONS) for side in SIDES}
     known = FilterIndex([index], ENTITIES, RELATIONS)
-    sampler = NegativeSampler(ENTITIES, COUNT, seed=1)
-    options = {"batch_size": 5, "seed": 1} | options
-    return QuerySampleBuilder(
-        known, options.pop("batch_size"), sampler, rank=rank, world_size=world_size, **options
-    )
+    deduplicate = options.pop("deduplicate", True)
+    candidates = Candidates(UniformSampler(ENTITIES), COUNT)
+    plan = BatchPlan(**{"batch_size": 5, "seed": 1} | options, candidates=candidates)
+    return QuerySampleBatches(known, plan, Delivery(rank, world_size, deduplicate=deduplicate))
 
 
 def read(batch, sides=SIDES):

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data import rdf
 from kge_torchrec.data.prepare import prepare
-from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.readers import rdf, read_triples
 from kge_torchrec.errors import DataError
 
 pyoxigraph = pytest.importorskip("pyoxigraph", reason="the extra rdf is not installed")

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data import delimited
-from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.readers import delimited, read_triples
 from kge_torchrec.errors import DataError
 
 ROWS = [("a", "likes", "b"), ("b b", "likes", "ç"), ("東", "is in", '"q" x')]
@@ -322,7 +321,7 @@ _:n\u00e9 <http://x/r> "x"^^<http://x/\u00e9> .
 
 @pytest.mark.parametrize("block", [100, 1 << 20])
 def test_what_is_escaped_is_what_is_not(tmp_path, monkeypatch, block):
-    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", block)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", block)
     path, dropped = write(tmp_path / "x.nt", ESCAPED.encode()), []
     first = ("http://x/café", "http://x/ré", "http://x/😀{")
     second = ("http://x/café", "http://x/r", r'"lé\"\n\n\t"@fr')
@@ -361,7 +360,7 @@ def test_any_text_is_one_label_however_it_is_escaped(tmp_path_factory, text, nam
     "term", [r"\u12", r"\uD800", r"\U00110000", r"\n", r"\x", r"\u0020", r"\u003E", "\\", r"\u005C"]
 )
 def test_an_escape_that_stands_for_nothing_is_a_fault(tmp_path, monkeypatch, term):
-    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 100)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 100)
     for line in (
         f"<http://{term}a> <r> <b> .",
         f"<a> <http://{term}a> <b> .",
@@ -386,7 +385,7 @@ def test_malformed_ntriples(tmp_path, line):
 
 
 def test_ntriples_line_numbers_across_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr("kge_torchrec.data.ntriples.BLOCK_BYTES", 100)
+    monkeypatch.setattr("kge_torchrec.data.readers.rdf.BLOCK_BYTES", 100)
     path = write(tmp_path / "x.nt", b"<a> <b> <c> .\n\n" * 300 + b"oops\n")
     assert fault_of(path).startswith(f"{path}:601: not an N-Triples line")
 

@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import texts
+from kge_torchrec.data import vectors as texts
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.texts import encode_texts
-from kge_torchrec.data.vectors import ids_of, open_vectors
+from kge_torchrec.data.vectors import encode_texts, ids_of, open_vectors
 from kge_torchrec.errors import DataError
 
 WIDTH = 3
@@ -86,7 +85,7 @@ def test_labels_of_a_store_are_texts_that_its_entities_can_start_from(tmp_path):
         (b"a\tx\nb\t \n", r"texts:2: should be"),
         (b"\tx\n", r"texts:1: should be"),
         (b"a\tx\nb\ty\na\tz\n", r"texts:3: 'a' has a text already, in line 1"),
-        (b"a\t\xff\n", r"texts:1: no valid UTF-8"),
+        (b"a\t\xff\n", r"texts:1: invalid UTF-8"),
         (b"\n\n", r"texts holds no texts"),
     ],
 )

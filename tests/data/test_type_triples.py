@@ -8,12 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import encoding
-from kge_torchrec.data.entity_types import EntityTypes, table_of
+from kge_torchrec.data import labels as encoding
 from kge_torchrec.data.prepare import extend_store, prepare
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.type_triples import RDF_TYPE
+from kge_torchrec.data.store.entity_types import RDF_TYPE, EntityTypes, table_of
 from kge_torchrec.errors import DataError
 from kge_torchrec.tuning.subgraphs import write_core
 
@@ -42,7 +41,7 @@ def types_of(store) -> dict[str, set[str]]:
 
 def test_triples_of_types_are_taken_out(tmp_path, monkeypatch, capsys):
     """Whoever occurs in them alone is no entity; the store says what it has."""
-    monkeypatch.setattr("kge_torchrec.data.delimited.BLOCK_BYTES", 40)
+    monkeypatch.setattr("kge_torchrec.data.readers.delimited.BLOCK_BYTES", 40)
     monkeypatch.setattr(encoding, "MERGE_BYTES", 10)
     source, out = folder_of(tmp_path / "data"), tmp_path / "store"
     assert main(["prepare", str(source), "-o", str(out), "--types-from", "is"]) == 0

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from pyarrow import csv
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import delimited, weighted_draw
+from kge_torchrec.data.batches import order as orders
+from kge_torchrec.data.batches.order import EpochShuffle, WeightedOrder
 from kge_torchrec.data.prepare import prepare, prepare_triples
-from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.readers import delimited, read_triples
+from kge_torchrec.data.readers.columns import ColumnChoice
 from kge_torchrec.data.report import notes
-from kge_torchrec.data.shuffle import EpochShuffle
 from kge_torchrec.data.store import META, TripleStore
-from kge_torchrec.data.streams import ColumnChoice
-from kge_torchrec.data.weighted_draw import WeightedDraw
 from kge_torchrec.errors import DataError
 
 LABEL = st.text(
@@ -196,7 +195,7 @@ def test_a_store_of_before_opens_as_before(tmp_path):
 
 def drawn(values: np.ndarray, seed: int, epoch: int) -> np.ndarray:
     count = len(values)
-    return WeightedDraw(values).of(EpochShuffle(count, seed, epoch), seed, epoch)(np.arange(count))
+    return WeightedOrder(values).of(EpochShuffle(count, seed, epoch), seed, epoch)(np.arange(count))
 
 
 @settings(deadline=None)
@@ -222,9 +221,9 @@ def test_equal_weights_give_each_triple_once_and_epochs_differ():
 
 
 def test_a_draw_is_a_search_in_cumulated_weights(monkeypatch):
-    monkeypatch.setattr(weighted_draw, "CHUNK", 128)
+    monkeypatch.setattr(orders, "CHUNK", 128)
     values = np.random.default_rng(3).random(5000, np.float32) ** 4 + 1e-6
-    found = WeightedDraw(values).of(lambda x: x, 5, 2)(np.arange(5000))
+    found = WeightedOrder(values).of(lambda x: x, 5, 2)(np.arange(5000))
     steps = np.cumsum(values.astype(np.float64)) / values.sum(dtype=np.float64) * 5000
     offsets = [np.searchsorted(steps, np.arange(5000) + x, "right") for x in np.linspace(0, 1, 9)]
     assert (found >= offsets[0]).all() and (found <= offsets[-1].clip(max=4999)).all()

@@ -12,16 +12,17 @@ import numpy as np
 import pyarrow as pa
 import pytest
 import torch
-from extended import JSON_LINES, LP, MIXED, SQUARED, part
+from extended import BERNOULLI, JSON_LINES, LP, MIXED, SQUARED, part
 from training_runs import config_of, random_triples
 
 from kge_torchrec import (
     DataError,
     EntityDraw,
+    NegativeSampler,
     Reader,
 )
 from kge_torchrec.config import ConfigError, LossConfig
-from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.negatives import random_numbers
 from kge_torchrec.data.prepare import prepare, prepare_triples
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.store import TripleStore
@@ -77,15 +78,16 @@ def test_the_penalty_is_added(folder):
     torch.testing.assert_close(of({"weight": 0.5, "p": 1.5}), torch.tensor([4.5, 13.5]))
 
 
-# The draw
+# The negative samplers
 
 
-def test_the_draw_is_the_mixture_on_any_number_of_ranks(folder, store):
+def test_the_mixture_is_the_same_on_any_number_of_ranks(folder, store):
     graph = TripleStore.open(store)
     kind = part("negative_sampler", MIXED)
-    sampler = NegativeSampler(37, 500, 3, kind.of(graph, kind.Options(share=0.25)))
-    drawn = sampler.draw(1, 2, 0, 0, 400)
-    split = [sampler.draw(1, 2, 0, first, 100) for first in (0, 100, 200, 300)]
+    sampler, place = kind.of(graph, kind.Options(share=0.25)), (1, 2, "head")
+    drawn = sampler(random_numbers(3, place, range(400), 500))
+    parts = [range(first, first + 100) for first in (0, 100, 200, 300)]
+    split = [sampler(random_numbers(3, place, part, 500)) for part in parts]
     assert np.array_equal(np.concatenate(split), drawn)
     ends = np.bincount(np.concatenate([graph.train[:, 0], graph.train[:, 2]]), minlength=37)
     expected = 0.25 * ends / ends.sum() + 0.75 / 37
@@ -94,9 +96,72 @@ def test_the_draw_is_the_mixture_on_any_number_of_ranks(folder, store):
     assert abs(found - 1 / 37).max() > 10 * math.sqrt(expected.max() / drawn.size)
 
 
+def batches_of(store, rank=0, world_size=1, **changes):
+    ranks = SimpleNamespace(
+        rank=rank, world_size=world_size, device=torch.device("cpu"), gather=lambda x: [x]
+    )
+    return build_batches(config_of(store, **changes), TripleStore.open(store), ranks)
+
+
+@pytest.mark.parametrize("in_batch", [False, True])
+def test_a_sampler_may_know_the_relation(folder, store, in_batch):
+    """Bernoulli: heads and tails of a relation count in proportion to its two cardinalities."""
+    keys = {"negatives__sampling": BERNOULLI, "negatives__count": 40, "negatives__chunk_size": 8,
+            "negatives__in_batch": in_batch}  # fmt: skip
+    graph, whole = TripleStore.open(store), next(batches_of(store, **keys).epoch(0))
+    width = 40 + (8 if in_batch else 0)
+    counted = whole.weight > 0
+    for relation in range(graph.num_relations):
+        rows = graph.train[graph.train[:, 1] == relation]
+        heads, tails = (len(np.unique(rows[:, end])) for end in (0, 2))
+        own = counted & (whole.relation == relation)
+        assert own.any()
+        for side, mask in (("head", whole.known_head), ("tail", whole.known_tail)):
+            share = (tails if side == "head" else heads) / (heads + tails)
+            assert ((~mask[own]).sum(-1) == round(share * width)).all()
+    parts = [next(batches_of(store, rank, 2, **keys).epoch(0)) for rank in (0, 1)]
+    for name in ("known_head", "known_tail", "relation"):
+        found = torch.cat([getattr(batch, name)[batch.weight > 0] for batch in parts])
+        assert torch.equal(found, getattr(whole, name)[counted])
+
+
+def test_typed_negatives_and_a_sampler_of_the_relation_both_exclude(folder, store):
+    keys = {"negatives__count": 12, "negatives__among": "seen", "negatives__chunk_size": 8,
+            "negatives__among_share": 0.5}  # fmt: skip
+    typed = next(batches_of(store, **keys).epoch(0))
+    both = next(batches_of(store, **keys, negatives__sampling=BERNOULLI).epoch(0))
+    assert torch.equal(typed.ids.values(), both.ids.values())
+    alone = next(batches_of(store, negatives__sampling=BERNOULLI, **keys | {
+        "negatives__among": "all", "negatives__among_share": 1.0}).epoch(0))  # fmt: skip
+    for name in ("known_head", "known_tail"):
+        expected = getattr(typed, name) | getattr(alone, name)
+        assert torch.equal(getattr(both, name), expected)
+    assert (typed.known_tail & ~alone.known_tail).any()  # every entity is a head of each relation
+
+
+def test_a_sampler_that_looks_at_triples_is_refused_where_queries_share_candidates(folder, store):
+    for name in (BERNOULLI, f"{HERE}:OfTriples"):
+        with pytest.raises(ConfigError, match=r"looks at triples.*use negatives\.regime sampled"):
+            batches_of(store, negatives__sampling=name, negatives__regime="kvssample")
+    sampled = next(batches_of(store, negatives__sampling=f"{HERE}:OfTriples").epoch(0))
+    ids = sampled.ids.values()[sampled.entities]
+    assert set(ids[64:].tolist()) <= set(ids[:64].tolist())
+
+
+class OfTriples(NegativeSampler):
+    """Samples among the heads of a chunk."""
+
+    def sample(self, chunks):
+        place = (chunks.numbers * chunks.triples.shape[1]).astype(np.int64)
+        return np.take_along_axis(chunks.triples[..., 0], place, 1)
+
+    def __init__(self, store, options):
+        pass
+
+
 @dataclass
-class Draw(EntityDraw):
-    """What a draw may do wrong."""
+class Draw(EntityDraw):  # by the name of earlier versions
+    """What a sampler may do wrong."""
 
     store: TripleStore
     options: Draw.Options
@@ -119,12 +184,15 @@ class Draw(EntityDraw):
     [("beyond", r"outside \[0, 37\)"), ("own", "ranks would not agree"),
      ("place", "ranks would not agree"), ("type", "int64"), ("shape", "same shape")],
 )  # fmt: skip
-def test_a_draw_that_breaks_its_promise_is_refused(store, how, problem):
-    changes = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": how}}
-    config = config_of(store, **changes)
-    ranks = SimpleNamespace(rank=0, world_size=1, device=torch.device("cpu"))
+def test_a_sampler_that_breaks_its_promise_is_refused(store, how, problem):
     with pytest.raises(ConfigError, match=f"negatives.sampling: Draw .*{problem}"):
-        build_batches(config, TripleStore.open(store), ranks)
+        batches_of(store, negatives__sampling=f"{HERE}:Draw", negatives__options={"how": how})
+
+
+def test_a_sampler_by_its_earlier_name_still_samples(store):
+    keys = {"negatives__sampling": f"{HERE}:Draw", "negatives__options": {"how": "right"}}
+    mine, ours = next(batches_of(store, **keys).epoch(0)), next(batches_of(store).epoch(0))
+    assert torch.equal(mine.ids.values(), ours.ids.values())
 
 
 # The reader

@@ -29,8 +29,8 @@ from worlds import run_world
 
 from kge_torchrec import api, extend
 from kge_torchrec.config import Config
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle, ReplayShuffle
+from kge_torchrec.data.batches.order import EpochShuffle, ReplayShuffle
+from kge_torchrec.data.negatives import UniformSampler, random_numbers
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import KGEError
@@ -99,12 +99,12 @@ def train_on_dense(config: Config, store: TripleStore, start: dict[str, Tensor])
         for step in range(-(-order.size // size)):
             places = np.arange(step * size, min((step + 1) * size, order.size))
             rows = torch.from_numpy(store.train[order(places)].astype(np.int64))
-            sampler = NegativeSampler(store.num_entities, config.negatives.count, config.seed)
-            zeros = np.zeros(len(places), int)
-            negatives = {
-                side: torch.from_numpy(sampler.draw(epoch, step, code, 0, 1)[zeros])
-                for code, side in enumerate(("head", "tail"))
-            }
+            sampler, zeros = UniformSampler(store.num_entities), np.zeros(len(places), int)
+            negatives = {}
+            for side in ("head", "tail"):
+                place, count = (epoch, step, side), config.negatives.count
+                numbers = random_numbers(config.seed, place, range(1), count)
+                negatives[side] = torch.from_numpy(sampler(numbers)[zeros])
             entities = table.weights.clone().requires_grad_()
             shares = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
             loss = batch_loss(config, store, entities, relations, rows, negatives, set(), shares)

@@ -10,10 +10,11 @@ from hypothesis import strategies as st
 from scorer_cases import CASES, normal
 from scorer_cases import make as make_scorer
 
-from kge_torchrec.data.filter_index import FilterIndex, build_side
-from kge_torchrec.data.loader import BatchBuilder
-from kge_torchrec.data.negatives import NegativeSampler
-from kge_torchrec.data.shuffle import EpochShuffle
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches.order import EpochShuffle
+from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.negatives import UniformSampler
+from kge_torchrec.data.store.filter_index import FilterIndex, build_side
 from kge_torchrec.models.losses import MarginLoss, OfHardest, SelfAdversarialLoss, SoftmaxLoss
 from kge_torchrec.models.model import relation_prediction, take_rows
 from kge_torchrec.models.regularizers import DURA, L2, N3, Lp, Regularizers
@@ -329,17 +330,15 @@ def test_ranks_average_to_the_loss_of_one(chunk_size, filtered):
     triples = rng.integers(0, (ENTITIES, RELATIONS, ENTITIES), (13, 3))
     index = {side: build_side(side, triples, ENTITIES, RELATIONS) for side in SIDES}
     known = FilterIndex([index], ENTITIES, RELATIONS) if filtered else None
-    sampler = NegativeSampler(ENTITIES, 5, seed=3)
+    candidates = Candidates(UniformSampler(ENTITIES), 5, chunk_size=chunk_size, known=known)
+    plan = BatchPlan(10, seed=3, candidates=candidates)
     torch.manual_seed(0)
     table, objective = normal_rows(), TripleObjective(make(reciprocal=True), SoftmaxLoss())
     of = {}
     for world in (1, 2, 3, 7):
         total = 0
         for rank in range(world):
-            builder = BatchBuilder(
-                triples, 10, sampler, chunk_size=chunk_size, known=known, rank=rank,
-                world_size=world,
-            )  # fmt: skip
+            builder = TripleBatches(triples, plan, Delivery(rank, world))
             order = EpochShuffle(13, 0, 0)
             for batch in (builder.batch(order, 0, step) for step in (0, 1)):
                 total = total + objective(table[batch.ids.values()], batch) / world

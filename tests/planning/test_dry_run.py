@@ -10,7 +10,7 @@ from planned_runs import clustered, freebase, planned, workload
 from training_runs import tiny_store
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.negatives import DegreeDraw
+from kge_torchrec.data.negatives import DegreeSampler
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.optimizers import TABLE_OPTIMIZERS
 from kge_torchrec.embeddings.torchrec.planner import GIB, Bytes
@@ -156,7 +156,10 @@ def test_what_is_read_and_held_of_the_data_is_counted(data_store, keys, read, he
     store, known = data_store, data_store.filter_index(("train",))
     work = workload(store.num_entities, 3, len(store.train), **keys)
     plan, without = planned(work, "1xCPU"), planned(workload(store.num_entities, 3), "1xCPU")
-    pages, own = {"train": store.train.nbytes}, {"degrees": DegreeDraw(store.degrees(), 0.75)._sums}
+    pages, own = (
+        {"train": store.train.nbytes},
+        {"degrees": DegreeSampler(store.degrees(), 0.75)._sums},
+    )
     for side in ("tail", "head"):
         index = store.side_index("train", side)
         pages |= {side: sum(part.nbytes for part in index), f"{side}-indptr": index.indptr.nbytes}

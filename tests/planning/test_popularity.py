@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.data.filter_index import Degrees
-from kge_torchrec.data.loader import BatchBuilder
-from kge_torchrec.data.negatives import DegreeDraw, NegativeSampler
+from kge_torchrec.data.batches import BatchPlan, Candidates
+from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.negatives import DegreeSampler, UniformSampler
+from kge_torchrec.data.store.filter_index import Degrees
 from kge_torchrec.planning.workload import EntityFrequency
 
 
@@ -59,9 +60,8 @@ def test_degrees_give_what_batches_have(batch, skewed, power):
     degrees = Degrees(
         *(np.searchsorted(np.sort(data[:, end]), np.arange(entities + 1)) for end in (0, 2))
     )
-    by_degree = None if power is None else DegreeDraw(degrees, power)
-    sampler = NegativeSampler(entities, negatives, 0, by_degree)
-    builder = BatchBuilder(data, batch, sampler)
+    sampler = UniformSampler(entities) if power is None else DegreeSampler(degrees, power)
+    builder = TripleBatches(data, BatchPlan(batch, candidates=Candidates(sampler, negatives)))
     sizes = []
     for epoch in range(12):
         full = [b for b in builder.epoch(epoch) if b.weight.numel() == batch]

@@ -9,10 +9,9 @@ from oracle_ranking import dense_scores
 from ranking_cases import ColumnScorer, make_scorer, my_shard, whole
 from worlds import run_world
 
-from kge_torchrec.data import cardinality
-from kge_torchrec.data.entity_types import EntityTypes
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store import TripleStore, filter_index
+from kge_torchrec.data.store.entity_types import EntityTypes
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.candidates import make_candidates
@@ -104,7 +103,7 @@ def rank_among(path, kind, types, scorer, table, edges):
 
 @pytest.mark.parametrize("kind", ["seen", "types"])
 def test_ranks_among_restricted_candidates_are_the_oracles(store, types_file, kind, monkeypatch):
-    monkeypatch.setattr(cardinality, "CHUNK", 7)
+    monkeypatch.setattr(filter_index, "CHUNK", 7)
     scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)
     table = torch.randn(30, DIM, generator=generator).repeat(2, 1)  # everyone ties with another
     table = table[: store.num_entities]
@@ -131,13 +130,13 @@ def test_pairs_seen_do_not_depend_on_chunks(store, monkeypatch):
     for side, column in (("tail", 0), ("head", 2)):
         expected = sorted({(row[column], row[1]) for row in store.train.tolist()})
         for chunk in (1, 2, 7, 1000):
-            monkeypatch.setattr(cardinality, "CHUNK", chunk)
-            pairs = cardinality.seen_pairs(store.side_index("train", side))
+            monkeypatch.setattr(filter_index, "CHUNK", chunk)
+            pairs = filter_index.seen_pairs(store.side_index("train", side))
             found = [
                 pair for part in pairs for pair in zip(*map(np.ndarray.tolist, part), strict=True)
             ]
             assert found == expected
-            part = cardinality.seen_pairs(store.side_index("train", side), 11, 29)
+            part = filter_index.seen_pairs(store.side_index("train", side), 11, 29)
             found = [
                 pair for one in part for pair in zip(*map(np.ndarray.tolist, one), strict=True)
             ]

@@ -17,8 +17,9 @@ from training_runs import config_of, fit, largest_difference, shared_folder, tin
 from worlds import run_world
 
 from kge_torchrec.config import ConfigError
-from kge_torchrec.data.loader import BatchBuilder
-from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.batches import BatchPlan, Candidates, Delivery
+from kge_torchrec.data.batches.triples import TripleBatches
+from kge_torchrec.data.negatives import UniformSampler
 from kge_torchrec.training.trainer import Trainer
 
 # By the number of ranks; the first is the whole batch on one rank, which all are compared with.
@@ -175,9 +176,9 @@ def test_parts_hold_what_the_whole_step_holds(size, batch_size, chunk_size, rank
         """By step: the weight, relation and negatives that each head is trained with."""
         steps = [{} for _ in range(-(-size // batch_size))]
         for rank in range(ranks):
-            builder = BatchBuilder(triples, batch_size, NegativeSampler(size, 4, 7), rank=rank,
-                                   world_size=ranks, chunk_size=chunk_size,
-                                   accumulation=parts)  # fmt: skip
+            candidates = Candidates(UniformSampler(size), 4, chunk_size=chunk_size)
+            plan = BatchPlan(batch_size, seed=7, candidates=candidates, accumulation=parts)
+            builder = TripleBatches(triples, plan, Delivery(rank, ranks))
             batches = list(builder.epoch(1))
             assert len(batches) == parts * len(steps)
             for number, batch in enumerate(batches):

@@ -19,8 +19,9 @@ from worlds import run_world
 
 from kge_torchrec import api
 from kge_torchrec.config import ConfigError, TrainConfig
+from kge_torchrec.data.batches import BatchPlan
+from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.data.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
@@ -81,7 +82,9 @@ def gradients(
     engine = Recorder(objective, rows)
     loss = FullSoftmax(ENTITIES, 0.1)
     trainer = FullCandidates(engine, loss, TrainConfig(), CPU, kept_bytes, block_bytes)
-    found = {"loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), 7).epoch(0))}
+    found = {
+        "loss": trainer.progress(QueryBatches(TripleQueries(TRIPLES, SIDES), BatchPlan(7)).epoch(0))
+    }
     found |= {name: p.grad.clone() for name, p in objective.named_parameters()}
     return found | {"entities": engine.grad}
 

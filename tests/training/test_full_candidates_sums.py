@@ -30,7 +30,8 @@ from training_runs import (
 from worlds import run_world
 
 from kge_torchrec.config import Config
-from kge_torchrec.data.queries import QueryBatches, TripleQueries
+from kge_torchrec.data.batches import BatchPlan
+from kge_torchrec.data.batches.queries import QueryBatches, TripleQueries
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
@@ -260,7 +261,7 @@ def test_losses_of_micro_batches_add_up(tmp_path):
 
 def test_each_micro_batch_drops_something_else():
     triples = np.tile(np.arange(6)[:, None], 3)
-    batches = QueryBatches(TripleQueries(triples, ("tail",)), 6, accumulation=3)
+    batches = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6, accumulation=3))
     seeds = [batch.seed for batch in batches.epoch(0)]
-    (whole,) = QueryBatches(TripleQueries(triples, ("tail",)), 6).epoch(0)
+    (whole,) = QueryBatches(TripleQueries(triples, ("tail",)), BatchPlan(6)).epoch(0)
     assert len(set(seeds)) == 3 and seeds[0] == whole.seed

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from kge_torchrec.config.sparse_options import SparseOptions
-from kge_torchrec.data.queries import SampledBatch
+from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable

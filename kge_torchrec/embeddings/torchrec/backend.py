@@ -19,7 +19,7 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from kge_torchrec.data.queries import SampledBatch
+from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.backend import EntityShard

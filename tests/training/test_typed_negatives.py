@@ -21,12 +21,19 @@ from training_runs import (
 )
 from worlds import run_world
 
-from kge_torchrec.config import Config, ConfigError, RunConfig
+from kge_torchrec.config import Config, ConfigError, NegativesConfig, RunConfig
 from kge_torchrec.config.parser import config_from_dict
-from kge_torchrec.data.entity_types import EntityTypes
+from kge_torchrec.data.negatives import Chunks, UniformSampler
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
-from kge_torchrec.data.suited_negatives import OwnNegatives, SeenSets, TypeSets, make_suited
+from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.typed_negatives import (
+    FileSampler,
+    SeenSampler,
+    TypeSampler,
+    read_negatives,
+    typed_sampler,
+)
 from kge_torchrec.errors import DataError
 from kge_torchrec.training.trainer import Trainer
 
@@ -112,16 +119,19 @@ def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
     store, config = TripleStore.open(the_store()), variant(name)
     rows = np.asarray(store.train, np.int64)
     types = config.negatives.types
-    sets = SeenSets(store) if types is None else TypeSets(EntityTypes.read(types, store))
+    others = UniformSampler(store.num_entities)
+    sampler = SeenSampler(others, 1.0, store)
+    if types is not None:
+        sampler = TypeSampler(others, 1.0, EntityTypes.read(types, store))
     unit = (np.arange(997) + 0.5) / 997
     every = np.arange(store.num_entities)[None].repeat(len(rows), 0)
     import torch
 
     right = suits(config, store, torch.from_numpy(rows), side, torch.from_numpy(every)).numpy()
-    assert (sets.suit(side, rows, every) == right).all()
+    assert (sampler.fits(side, rows, every) == right).all()
     nothing = 0
     for row, allowed in zip(rows, right, strict=True):
-        found = sets.draw(side, np.repeat(row[None], 997, 0), unit)
+        found = sampler.choose(side, np.repeat(row[None], 997, 0), unit)
         if (found < 0).any():
             assert (found < 0).all() and allowed.all()  # then any entity suits
             nothing += 1
@@ -134,7 +144,8 @@ def test_own_negatives_are_those_of_the_query(caplog):
     """Neither training triples nor strangers; and -1 for a query without any."""
     store = TripleStore.open(the_store())
     path = the_store().parent / "wrong.tsv"
-    own, rows = OwnNegatives.read(path, store), np.asarray(store.train, np.int64)
+    others, rows = UniformSampler(store.num_entities), np.asarray(store.train, np.int64)
+    own = FileSampler(others, 1.0, read_negatives(path, store), store)
     assert "1 triples have labels that are not in the graph" in caplog.text
     assert "own negatives are training triples; left out" in caplog.text
     lines = [tuple(line.split("\t")) for line in path.read_text().splitlines()]
@@ -143,7 +154,7 @@ def test_own_negatives_are_those_of_the_query(caplog):
     unit = (np.arange(200) + 0.5) / 200
     for h, r, t in rows.tolist():
         for side, at in (("tail", 2), ("head", 0)):
-            found = own.draw(side, np.array([[h, r, t]] * 200), unit)
+            found = own.choose(side, np.array([[h, r, t]] * 200), unit)
             ends = (entity[h], relation[r], entity[t])
             wrong = {
                 line[at] for line in set(lines) - true
@@ -155,13 +166,13 @@ def test_own_negatives_are_those_of_the_query(caplog):
 
 def test_a_share_of_the_negatives_suits_and_the_others_stay():
     store = TripleStore.open(the_store())
-    suited = make_suited("seen", None, None, 0.3, store)
+    others = UniformSampler(store.num_entities)
+    sampler = typed_sampler(others, NegativesConfig(among="seen", among_share=0.3), store)
     random, rows = np.random.default_rng(0), np.asarray(store.train[:20], np.int64)
-    unit, ids = random.random((4, 10)), random.integers(31, size=(4, 10))
-    before = ids.copy()
-    suited.replace("tail", ids, unit, rows.reshape(4, 5, 3))
+    chunks = Chunks("tail", random.random((4, 10)), lambda: rows.reshape(4, 5, 3))
+    ids, before = sampler.sample(chunks), others.sample(chunks)
     assert (ids[:, 3:] == before[:, 3:]).all() and (ids[:, :3] != before[:, :3]).any()
-    assert not suited.unsuited("tail", rows, ids, 10)[:, 3:].any()
+    assert not sampler.excluded(chunks, rows, ids)[:, 3:].any()
 
 
 @pytest.mark.parametrize(
@@ -186,8 +197,9 @@ def test_what_does_not_go_together_is_refused(keys, said):
 
 def test_types_and_files_that_are_not_there(tmp_path):
     store = TripleStore.open(the_store())
+    others = UniformSampler(store.num_entities)
     with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):
-        make_suited("types", None, None, 1.0, store)
+        typed_sampler(others, NegativesConfig(among="types"), store)
     (tmp_path / "x.tsv").write_text("no\tsuch\tlabel\n")
     with pytest.raises(DataError, match="none of its 1 triples is of labels in the graph"):
-        make_suited("own", None, str(tmp_path / "x.tsv"), 1.0, store)
+        typed_sampler(others, NegativesConfig(among="own", file=str(tmp_path / "x.tsv")), store)

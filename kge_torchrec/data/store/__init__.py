@@ -1,4 +1,7 @@
-"""The triple store: a directory of memory-mapped ids, labels (``Vocabulary``) and filter index."""
+"""The triple store: a directory of memory-mapped ids, labels (``Vocabulary``) and filter index.
+
+Shapes: T triples, N entities, R relations, M ids.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -22,28 +25,28 @@ import pyarrow.compute as pc
 from kge_torchrec import files
 from kge_torchrec.config.sizing import GraphSize
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.data.readers import SPLITS
+from kge_torchrec.data.store.filter_index import Degrees, FilterIndex, SideIndex, build_side
 from kge_torchrec.errors import StoreError, UnknownLabelError
 
 FORMAT = "kge-torchrec triple store"
 FORMAT_VERSION = 1
 META = "meta.json"
-CHECKED_ON_OPEN = 1 << 26  # bytes: opening a store of that size takes some 20 ms longer
+CHECKED_ON_OPEN = 1 << 26  # bytes; the checksums of a store of this size take some 20 ms
 
 
 class TripleStore:
     """A prepared knowledge graph, read in place: opening it costs no memory.
 
     Attributes:
-        path: the store's directory.
+        path: The store's directory.
         num_entities, num_relations: N and R.
-        entities, relations: the `Vocabulary` of each.
+        entities, relations: The `Vocabulary` of each.
         train, valid, test: (T, 3) memory-mapped ids in columns head, relation, tail; int32 where
             ids fit, else int64.
-        report: counts, duplicates, unseen entities and relations, leaks (see `prepare`).
-        fingerprint: hash of the labels and triples, not of weights; equal for stores that mean the
-            same by an id.
+        report: Counts, duplicates, unseen entities and relations, leaks (see `prepare`).
+        fingerprint: Hash of the labels and triples, not of weights; equal for stores in which an id
+            means the same.
     """
 
     def __init__(self, path: Path, meta: Mapping[str, Any]):
@@ -64,10 +67,10 @@ class TripleStore:
 
     @classmethod
     def open(cls, path: str | Path) -> TripleStore:
-        """Opens the store at ``path``.
+        """Open the store at ``path``.
 
         Raises:
-            StoreError: no store there, one written by another version, or a damaged one.
+            StoreError: There is no store, or it is damaged or of another version.
         """
         path = Path(path)
         meta = _read_meta(path)
@@ -83,12 +86,12 @@ class TripleStore:
         return cls(path, meta)
 
     def check(self) -> None:
-        """Compares the files with their checksums, once; stores of older versions have none.
+        """Compare the files with their checksums, once; stores of older versions have none.
 
-        Reads them all.  ``open`` does this for small stores, training and extending for all.
+        Reads all files.  ``open`` does this for small stores, training and extending for all.
 
         Raises:
-            StoreError: a file does not hold what was written.
+            StoreError: A file is not as it was written.
         """
         found = _checksums([self.path / name for name in self._checksums])
         for name, checksum in self._checksums.items():
@@ -113,29 +116,29 @@ class TripleStore:
 
     @property
     def size(self) -> GraphSize:
-        """What numbers that a config leaves open are picked by."""
+        """Counts from which open keys of a config are resolved."""
         return GraphSize(self.num_entities, self.num_relations, len(self.train), len(self.valid))
 
     @property
     def base(self) -> GraphSize | None:
-        """Of a store that another one was extended to: counts of that; what is new follows."""
+        """Counts of the store that this one extends, whose ids come first; or None."""
         extends = self.report.get("extends")
         return None if extends is None else GraphSize(**extends)
 
     def split(self, name: str) -> np.ndarray:
-        """The triples (T, 3) of split "train", "valid" or "test"."""
+        """Return the triples (T, 3) of split "train", "valid" or "test"."""
         if name not in SPLITS:
             raise ValueError(f"no split {name!r}; there are {', '.join(SPLITS)}")
         return getattr(self, name)
 
     def weights(self, split: str = "train") -> np.ndarray | None:
-        """(T,) float32, memory-mapped: how much each of a split's triples weighs; None without."""
+        """Return the weights of a split's triples, (T,) float32, memory-mapped; None without."""
         self.split(split)
         name = _weights_name(split)
         return _map(self.path / name) if name in self._files else None
 
     def types(self) -> tuple[pa.Array, np.ndarray, np.ndarray] | None:
-        """Types of entities, as `entity_types.TypeTable` has them, memory-mapped; None without."""
+        """Return the fields of an `entity_types.TypeTable`, memory-mapped; None without types."""
         if _TYPES not in self._files:
             return None
         names = Vocabulary.open(self.path / _TYPES, "type").array
@@ -144,7 +147,7 @@ class TripleStore:
     def filter_index(
         self, splits: Sequence[str] = SPLITS, others: np.ndarray | None = None
     ) -> FilterIndex:
-        """The filter index over the given splits, and over other triples (T, 3)."""
+        """Return the filter index over some splits, and over other triples (T, 3)."""
         indices: list[dict[str, SideIndex]] = []
         for split in splits:
             self.split(split)
@@ -155,13 +158,12 @@ class TripleStore:
         return FilterIndex(indices, self.num_entities, self.num_relations)
 
     def degrees(self) -> Degrees:
-        """How often each entity is head or tail of a training triple; ``np.asarray`` gives (N,)."""
-        # Imported on use: compiling takes a second that opening a store need not wait.
+        """Return how often each entity is in a training triple; ``np.asarray`` gives (N,)."""
         # Heads are the anchors of the index for tails, and the other way round.
         return Degrees(*(self.side_index("train", side).indptr for side in ("tail", "head")))
 
     def side_index(self, split: str, side: str) -> SideIndex:
-        """The part of the filter index that answers queries for a side with a split's triples."""
+        """Return the part of the filter index for one split and side."""
         if (split, side) not in self._sides:  # opening files takes longer than a few queries
             names = (_index_name(split, side, part) for part in SideIndex._fields)
             self._sides[split, side] = SideIndex(*(_map(self.path / name) for name in names))
@@ -175,20 +177,28 @@ class TripleStore:
         )
 
 
-def write_store(
-    directory: Path,
-    entities: pa.Array,
-    relations: pa.Array,
-    triples: Mapping[str, np.ndarray],
-    indices: Mapping[str, Mapping[str, SideIndex]],
-    report: Mapping[str, Any],
-    weights: Mapping[str, np.ndarray] | None = None,
-    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None,
-) -> None:
-    """Writes all files of a store into the existing ``directory``, the meta file last.
+class StoreContents(NamedTuple):
+    """What a store is to hold.
 
-    weights: (T,) of the splits that have them.  types: as `entity_types.TypeTable` has them.
+    Args:
+        entities, relations: Labels (N,) and (R,) in order of id.
+        triples: (T, 3) by split.
+        indices: The filter index by split and side.
+        weights: (T,) of the splits that have them.
+        types: The fields of an `entity_types.TypeTable`.
     """
+
+    entities: pa.Array
+    relations: pa.Array
+    triples: Mapping[str, np.ndarray]
+    indices: Mapping[str, Mapping[str, SideIndex]]
+    weights: Mapping[str, np.ndarray] = {}
+    types: tuple[pa.Array, np.ndarray, np.ndarray] | None = None
+
+
+def write_store(directory: Path, contents: StoreContents, report: Mapping[str, Any]) -> None:
+    """Write all files of a store into an existing directory, the meta file last."""
+    entities, relations, triples, _, weights, types = contents
     if types is not None:
         Vocabulary(types[0]).save(directory / _TYPES)
         for name, array in zip(_TYPE_ARRAYS, types[1:], strict=True):
@@ -197,9 +207,9 @@ def write_store(
     Vocabulary(relations).save(directory / "relations.arrow")
     for split in SPLITS:
         np.save(directory / f"{split}.npy", triples[split])
-        if weights and split in weights:
+        if split in weights:
             np.save(directory / _weights_name(split), weights[split].astype(np.float32, copy=False))
-        for side, index in indices[split].items():
+        for side, index in contents.indices[split].items():
             for part, array in zip(SideIndex._fields, index, strict=True):
                 np.save(directory / _index_name(split, side, part), array)
     meta = {
@@ -216,7 +226,7 @@ def write_store(
 
 
 def _checksums(paths: Sequence[Path]) -> dict[str, int]:
-    """CRC-32 of files by name; several are read at once."""
+    """Return the CRC-32 of files by name; several are read at once."""
 
     def of_file(path: Path) -> int:
         checksum = 0
@@ -230,7 +240,7 @@ def _checksums(paths: Sequence[Path]) -> dict[str, int]:
 
 
 def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]) -> str:
-    """Hash of everything that gives ids their meaning: labels in order, and triples."""
+    """Return a hash of what gives ids their meaning: labels in order, and triples."""
     digest = hashlib.sha256()
     for labels in (entities, relations):
         lengths = np.diff(np.frombuffer(labels.buffers()[1], np.int64, len(labels) + 1))
@@ -243,7 +253,7 @@ def fingerprint(entities: pa.Array, relations: pa.Array, triples: Mapping[str, n
 
 
 def check_writable(output: Path, overwrite: bool) -> None:
-    """Raises StoreError unless a store may be written to ``output``."""
+    """Raise StoreError unless a store may be written to ``output``."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
         return
     if not (output / META).is_file():
@@ -257,7 +267,7 @@ def check_writable(output: Path, overwrite: bool) -> None:
 
 @contextmanager
 def new_store(output: Path, overwrite: bool) -> Iterator[Path]:
-    """A temporary directory beside ``output`` that takes its place when the block succeeds."""
+    """Open a temporary directory that takes the place of ``output`` when the block succeeds."""
     check_writable(output, overwrite)
     output = output.resolve()  # a symbolic link stays: the store is put where it leads
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -319,14 +329,15 @@ def _map(path: Path) -> np.ndarray:
     return np.load(path, mmap_mode="r")
 
 
-# Comparing a label with every other one takes too long beyond this many.
+# To compare a label with more labels than this takes too long.
 MAX_COMPARED = 20_000
 
 
 class Vocabulary:
     """The labels of ids ``0..len-1``, an Arrow file read in place: opening costs no memory.
 
-    A look-up by label scans the file; it is meant for a user's labels, not for whole data sets.
+    A search by label scans the file.  It is meant for labels that a user types, not for whole data
+    sets.
     """
 
     def __init__(self, labels: pa.Array, kind: str = "label"):
@@ -335,11 +346,12 @@ class Vocabulary:
 
     @classmethod
     def open(cls, path: Path, kind: str = "label") -> Vocabulary:
-        """``kind`` ("entity", "relation") names the labels in messages."""
+        """Open a file; ``kind`` ("entity", "relation") names the labels in messages."""
         table = pa.ipc.open_file(pa.memory_map(str(path))).read_all()
         return cls(table["label"].chunk(0), kind)
 
     def save(self, path: Path) -> None:
+        """Write the labels to an Arrow file."""
         batch = pa.record_batch([self._labels], ["label"])
         with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, batch.schema) as writer:
             writer.write_batch(batch)
@@ -359,18 +371,22 @@ class Vocabulary:
 
     @property
     def array(self) -> pa.Array:
-        """All labels in order of id, a pyarrow array (N,)."""
+        """All labels in order of id, a pyarrow array."""
         return self._labels
 
     def labels(self, ids: Sequence[int] | np.ndarray) -> list[str]:
-        """Labels of ``ids`` (M,). Raises IndexError for an id outside ``[0, len)``."""
+        """Return the labels of ids (M,).
+
+        Raises:
+            IndexError: An id is outside ``[0, len)``.
+        """
         return self._labels.take(pa.array(np.asarray(ids, np.int64))).to_pylist()
 
     def ids(self, labels: Sequence[str]) -> np.ndarray:
-        """Ids (M,) int64 of ``labels``.
+        """Return the ids (M,) int64 of labels.
 
         Raises:
-            UnknownLabelError: a label that is not here, with labels that resemble it.
+            UnknownLabelError: A label is unknown; the message names labels that resemble it.
         """
         ids = self.find(labels)
         missing = np.flatnonzero(ids < 0)
@@ -379,7 +395,7 @@ class Vocabulary:
         return ids
 
     def find(self, labels: Sequence[str]) -> np.ndarray:
-        """Ids (M,) int64 of ``labels``, -1 where there is no such label."""
+        """Return the ids (M,) int64 of labels, -1 where there is no such label."""
         wanted = pa.array(labels, pa.large_string())
         distinct = wanted.unique()
         slot = pc.index_in(self._labels, value_set=distinct)
@@ -389,7 +405,7 @@ class Vocabulary:
         return id_of[pc.index_in(wanted, value_set=distinct).to_numpy(zero_copy_only=False)]
 
     def close_to(self, label: str, count: int = 3) -> list[str]:
-        """Labels that resemble ``label``, best first."""
+        """Return labels that resemble ``label``, best first."""
         candidates = self._labels
         if len(candidates) > MAX_COMPARED:
             candidates = candidates.filter(self._resembling(label))[:MAX_COMPARED]
@@ -400,7 +416,7 @@ class Vocabulary:
         return [spelled[match] for match in close]
 
     def _resembling(self, label: str) -> pa.Array:
-        """A cheap first choice: a similar length, and the same beginning or end."""
+        """Return which labels have a similar length, and the same beginning or end."""
         lowered, length = pc.utf8_lower(self._labels), len(label)
         size = pc.utf8_length(self._labels)
         near = pc.and_(
@@ -415,10 +431,10 @@ class Vocabulary:
         return pc.and_(near, same)
 
     def unknown(self, label: str, missing: int = 1) -> UnknownLabelError:
-        """The error that names a label which is not here, the first of so many."""
+        """Return the error for an unknown label, the first of ``missing``."""
         if close := self.close_to(label):
             hint = f"; did you mean {', '.join(map(repr, close))}?"
-        else:  # as where labels are ids of another system
+        else:  # labels may be ids of another system
             some = self._labels[:3].to_pylist()
             hint = f"; labels here are such as {', '.join(map(repr, some))}" if some else ""
         others = f" (and {missing - 1} more labels)" if missing > 1 else ""

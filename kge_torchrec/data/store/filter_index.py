@@ -1,41 +1,46 @@
 """The filter index: which answers of a query (anchor, relation, ?) are known to be true.
 
-A query may have millions of answers, so nobody holds the answers of a batch: only where they start
-and stop in the index.  As the ids of a range ascend, those within a block of entities are a smaller
-range, found by binary search.  How often entities occur is read off it as well.
+A query may have millions of answers, so the answers of a batch are never copied: a batch holds
+where they start and stop in the index.  The ids of a range ascend, so those within a block of
+entities are a smaller range, found by binary search.  The degrees of entities are read off the
+index as well.
 
-Shapes: Q queries, M answers, N entities.
+Shapes: Q queries, M answers, N entities, T triples, K candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from kge_torchrec.data import SIDES
-from kge_torchrec.data.search import find_ranges, mark_members, narrow
-from kge_torchrec.data.sort import id_counts, sorted_rows
+from kge_torchrec.data.sort import CHUNK, id_counts, sorted_rows
 
 if TYPE_CHECKING:
-    from kge_torchrec.data.compiled_index import QueryList
+    from kge_torchrec.data.store.search import QueryList
+
+FEW = 8  # queries looked up by numpy: `search`, which is compiled, takes a second to load
 
 
 class SideIndex(NamedTuple):
     """One split's triples as rows sorted by (anchor, relation, answer); may be memory-mapped.
 
-    The rows of anchor a are ``indptr[a]:indptr[a + 1]``.
+    Args:
+        indptr: (N + 1,) int64; the rows of anchor a are ``indptr[a]:indptr[a + 1]``.
+        relations: (T,) ids.
+        entities: (T,) ids of the answers.
     """
 
-    indptr: np.ndarray  # (N + 1,) int64
-    relations: np.ndarray  # (T,)
-    entities: np.ndarray  # (T,) the answers
+    indptr: np.ndarray
+    relations: np.ndarray
+    entities: np.ndarray
 
 
 def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations: int) -> SideIndex:
-    """The index of ``triples`` (T, 3) that answers queries for ``side``."""
+    """Return the index of ``triples`` (T, 3) that answers queries for ``side``."""
     heads, relations, tails = triples.T
     anchors, answers = (heads, tails) if side == "tail" else (tails, heads)
     sizes = (num_entities, num_relations, num_entities)
@@ -43,6 +48,52 @@ def build_side(side: str, triples: np.ndarray, num_entities: int, num_relations:
     indptr = np.zeros(num_entities + 1, np.int64)
     np.cumsum(id_counts(anchors, num_entities), out=indptr[1:])
     return SideIndex(indptr, relations, answers)
+
+
+def build_indices(
+    triples: Mapping[str, np.ndarray],
+    num_entities: int,
+    num_relations: int,
+    on_built: Callable[[], object] = lambda: None,
+) -> dict[str, dict[str, SideIndex]]:
+    """Return the index of each split and side; ``on_built`` is called after each."""
+    indices: dict[str, dict[str, SideIndex]] = {}
+    for split, part in triples.items():
+        indices[split] = {}
+        for side in SIDES:
+            indices[split][side] = build_side(side, part, num_entities, num_relations)
+            on_built()
+    return indices
+
+
+def seen_pairs(
+    index: SideIndex, first: int = 0, stop: int | None = None
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the distinct pairs (entity, relation) that have answers, ordered by both.
+
+    Args:
+        index: The index of side "tail" for the heads of a relation, "head" for its tails.
+        first, stop: Entities to look at; stop None means all.
+
+    Yields:
+        Entities (M,) and relations (M,), int64, for a chunk of triples at a time.
+    """
+    stop = len(index.indptr) - 1 if stop is None else stop
+    row, last = int(index.indptr[first]), int(index.indptr[stop])
+    entity, before = first, (-1, -1)
+    while row < last:
+        end = min(row + CHUNK, last)
+        # Entities up to the chunk's last row; the last one may continue in the next chunk.
+        ending = int(np.searchsorted(index.indptr, end, "left"))
+        bounds = np.clip(index.indptr[entity : ending + 1], row, end)
+        entities = np.repeat(np.arange(entity, ending), np.diff(bounds))
+        relations = np.asarray(index.relations[row:end], np.int64)
+        new = np.ones(len(relations), bool)
+        new[1:] = (relations[1:] != relations[:-1]) | (entities[1:] != entities[:-1])
+        new[0] = before != (int(entities[0]), int(relations[0]))
+        before = (int(entities[-1]), int(relations[-1]))
+        yield entities[new], relations[new]
+        row, entity = end, int(entities[-1])
 
 
 class FilterIndex:
@@ -65,14 +116,14 @@ class FilterIndex:
         self.num_relations = num_relations
 
     def answers(self, side: str, anchors: np.ndarray, relations: np.ndarray) -> Answers:
-        """Where the known answers of B queries lie; one known from several splits is repeated.
+        """Return where the known answers of queries lie; an answer of two splits is repeated.
 
         Args:
-            side: "tail" or "head", the side asked for.
-            anchors, relations: (B,) ids.
+            side: The missing side, "tail" or "head".
+            anchors, relations: (Q,) ids.
 
         Raises:
-            IndexError: an id outside the store.
+            IndexError: An id is outside the store.
         """
         anchors, relations = self._checked(side, anchors, relations)
         query = np.arange(len(anchors))
@@ -85,15 +136,15 @@ class FilterIndex:
     def contains(
         self, side: str, anchors: np.ndarray, relations: np.ndarray, candidates: np.ndarray
     ) -> np.ndarray:
-        """Which candidates are known answers: (B, K) bool.
+        """Return which candidates are known answers: (Q, K) bool.
 
         Args:
-            side: "tail" or "head", the side asked for.
-            anchors, relations: (B,) ids.
-            candidates: (B, K) entity ids, or (K,) shared by all queries.
+            side: The missing side, "tail" or "head".
+            anchors, relations: (Q,) ids.
+            candidates: (Q, K) entity ids, or (K,) shared by all queries.
 
         Raises:
-            IndexError: an anchor or relation outside the store.
+            IndexError: An anchor or relation is outside the store.
         """
         anchors, relations = self._checked(side, anchors, relations)
         candidates = np.asarray(candidates, np.int64)
@@ -106,7 +157,7 @@ class FilterIndex:
         return found
 
     def relations_between(self, head: int, tail: int) -> np.ndarray:
-        """The relations (M,) int64 of the triples from one entity to another; some repeated."""
+        """Return the relations (M,) int64 from one entity to another; some are repeated."""
         found = []
         for index in self._indices:
             rows = slice(*index["tail"].indptr[head : head + 2])
@@ -114,9 +165,13 @@ class FilterIndex:
         return np.concatenate(found).astype(np.int64)
 
     def queries(self, side: str) -> QueryList:
-        """The distinct queries for a side.  Raises ValueError unless they are of one split."""
-        # Imported on use: numba takes a second that others need not wait.
-        from kge_torchrec.data.compiled_index import QueryList
+        """Return the distinct queries for a side.
+
+        Raises:
+            ValueError: The index is over more than one split.
+        """
+        # Imported here: numba takes a second to load.
+        from kge_torchrec.data.store.search import QueryList
 
         (index,) = self._indices
         return QueryList(index[side].indptr, index[side].relations)
@@ -143,26 +198,73 @@ class FilterIndex:
 def _ranges(
     index: SideIndex, anchors: np.ndarray, relations: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    return find_ranges(index.indptr, index.relations, anchors, relations)
+    """Return where the answers of queries start (Q,) and stop (Q,)."""
+    rows = index.indptr[anchors], index.indptr[anchors + 1]
+    return _bounds(index.relations, *rows, relations, relations + 1)
 
 
-# Answers handed out at once: a few arrays of this length fit a cache, and bound what is held.
+def _bounds(
+    values: np.ndarray, starts: np.ndarray, stops: np.ndarray, lows: np.ndarray, highs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return where the values from low to high - 1 lie in ascending ranges, as `search.bounds`."""
+    if len(starts) > FEW:
+        from kge_torchrec.data.store import search
+
+        return search.bounds(values, starts, stops, lows, highs)
+    found = np.empty((2, len(starts)), np.int64)
+    for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+        # Of the values' type, or numpy would convert the whole range; high itself may not fit.
+        low, last = np.array([lows[query], highs[query] - 1]).astype(values.dtype)
+        rows = values[start:stop]
+        found[:, query] = np.searchsorted(rows, low), np.searchsorted(rows, last, "right")
+    return found[0] + starts, found[1] + starts
+
+
+def mark_members(
+    entities: np.ndarray,
+    starts: np.ndarray,
+    stops: np.ndarray,
+    candidates: np.ndarray,
+    found: np.ndarray,
+) -> None:
+    """Set ``found[q, k]`` where ``candidates[q, k]`` is in the ascending range of query q."""
+    if len(starts) > FEW:
+        from kge_torchrec.data.store import search
+
+        search.mark_members(entities, starts, stops, candidates, found)
+        return
+    for query, (start, stop) in enumerate(zip(starts.tolist(), stops.tolist(), strict=True)):
+        answers, wanted = entities[start:stop], candidates[query].astype(entities.dtype)
+        place = np.searchsorted(answers, wanted)
+        inside = np.flatnonzero(place < len(answers))
+        found[query, inside] |= answers[place[inside]] == wanted[inside]
+
+
+# Answers returned at once: a few arrays of this length fit a cache and bound the memory.
 PIECE = 1 << 17
 
 
 class Ranges(NamedTuple):
-    """Answers of some of the queries: of ``query[i]`` the ids ``ids[starts[i]:stops[i]]``."""
+    """Answers of some queries: those of ``query[i]`` are ``ids[starts[i]:stops[i]]``.
 
-    ids: np.ndarray  # of entities, ascending within each range; may be memory-mapped
-    query: np.ndarray  # (B,) int64, ascending
-    starts: np.ndarray  # (B,) int64
-    stops: np.ndarray  # (B,) int64
+    Args:
+        ids: Entities, ascending within each range; may be memory-mapped.
+        query: int64, ascending.
+        starts, stops: int64.
+    """
+
+    ids: np.ndarray
+    query: np.ndarray
+    starts: np.ndarray
+    stops: np.ndarray
 
 
 class Answers:
     """The answers of Q queries.
 
-    parts: a query may have ranges in several of them; an answer that is in two is repeated.
+    Args:
+        queries: Q.
+        parts: Ranges; a query may have one in several parts, and an answer in two is repeated.
     """
 
     def __init__(self, queries: int, parts: Sequence[Ranges]):
@@ -171,13 +273,13 @@ class Answers:
 
     @classmethod
     def single(cls, entity: np.ndarray) -> Answers:
-        """One answer a query: entity (Q,)."""
+        """Return answers with one entity (Q,) per query."""
         place = np.arange(len(entity))
         return cls(len(entity), [Ranges(entity, place, place, place + 1)])
 
     @classmethod
     def joined(cls, several: Sequence[Answers]) -> Answers:
-        """Those of all queries of ``several``, which are numbered one after another."""
+        """Return the answers of several groups of queries, numbered one after another."""
         parts, first = [], 0
         for answers in several:
             parts += [part._replace(query=part.query + first) for part in answers.parts]
@@ -186,21 +288,22 @@ class Answers:
 
     @property
     def counts(self) -> np.ndarray:
-        """(Q,) int64: the number of answers of each query."""
+        """Number of answers of each query, (Q,) int64."""
         counts = np.zeros(self.queries, np.int64)
         for part in self.parts:
             counts[part.query] += part.stops - part.starts
         return counts
 
     def between(self, first: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
-        """The answers among the entities from ``first`` to ``stop`` - 1, in no order.
+        """Return the answers among the entities from ``first`` to ``stop`` - 1, in no order.
 
-        Returns query (M,) and entity (M,), both int64: entity[i] answers query[i].
+        Returns:
+            Query (M,) and entity (M,), both int64: entity[i] answers query[i].
         """
         return _concatenated([_gathered(part) for part in self._within(first, stop)])
 
     def pieces(self, first: int, stop: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """``between`` in pieces of at most ``PIECE`` answers."""
+        """Yield what ``between`` returns in pieces of at most ``PIECE`` answers."""
         for part in self._within(first, stop):
             counts = part.stops - part.starts
             ends = np.cumsum(counts)
@@ -209,7 +312,7 @@ class Answers:
                 yield _gathered(part._replace(starts=part.starts + low, stops=part.starts + high))
 
     def all(self) -> tuple[np.ndarray, np.ndarray]:
-        """All M answers: query (M,) int64, ascending, and entity (M,) int64."""
+        """Return all answers: query (M,) int64, ascending, and entity (M,) int64."""
         query, entity = _concatenated([_gathered(part) for part in self.parts])
         if len(self.parts) > 1:
             order = np.argsort(query, kind="stable")
@@ -217,24 +320,26 @@ class Answers:
         return query, entity
 
     def at(self, query: np.ndarray, position: np.ndarray) -> np.ndarray:
-        """(M,) int64: the position-th answer of each query (M,), in ascending order of answers.
+        """Return the position-th answer of each query (M,), in ascending order: (M,) int64.
 
-        Raises ValueError unless all answers are in one part, which has a range for each query.
+        Raises:
+            ValueError: The answers are in more than one part.
         """
         (part,) = self.parts
         return part.ids[part.starts[query] + position].astype(np.int64)
 
     def _within(self, first: int, stop: int) -> Iterator[Ranges]:
-        """The parts with their ranges cut to some entities, those without any left out."""
+        """Yield the parts with their ranges cut to some entities, without empty ranges."""
         for part in self.parts:
-            starts, stops = narrow(part.ids, part.starts, part.stops, first, stop)
+            ends = (np.full(len(part.starts), end) for end in (first, stop))
+            starts, stops = _bounds(part.ids, part.starts, part.stops, *ends)
             some = np.flatnonzero(stops > starts)
             if len(some):
                 yield Ranges(part.ids, part.query[some], starts[some], stops[some])
 
 
 def read_only(array: np.ndarray) -> np.ndarray:
-    """A view like that of a mapped file, so that one compiled look-up serves both."""
+    """Return a view like that of a mapped file, so that one compiled search serves both."""
     view = np.asarray(array).view()
     view.flags.writeable = False
     return view
@@ -256,17 +361,19 @@ def _concatenated(found: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarra
     return np.concatenate(query), np.concatenate(entity)
 
 
-_CHUNK = 1 << 18  # entities looked at together
+_CHUNK = 1 << 18  # entities counted at once
 
 
 class Degrees:
     """How often each of N entities is head or tail of a training triple.
 
-    The index has the number of rows before each anchor: added over both sides these are cumulative
-    degrees, in files that all processes of a host map together; none holds a number per entity.
+    The index has the number of rows before each anchor.  Added over both sides these are cumulative
+    degrees, in files that all processes of a host map together, so no process holds a number per
+    entity.
 
-    heads, tails: (N + 1,) int64, how many triples have a head (a tail) below each id; may be
-        memory-mapped.
+    Args:
+        heads, tails: (N + 1,) int64, how many triples have a head (a tail) below each id; may be
+            memory-mapped.
     """
 
     def __init__(self, heads: np.ndarray, tails: np.ndarray):
@@ -276,26 +383,26 @@ class Degrees:
         return len(self.pointers[0]) - 1
 
     def between(self, first: int, stop: int) -> np.ndarray:
-        """(n,) int64: of the entities from ``first`` to ``stop`` - 1."""
+        """Return the degrees of the entities from ``first`` to ``stop`` - 1, int64."""
         heads, tails = (np.diff(pointer[first : stop + 1]) for pointer in self.pointers)
         heads += tails
         return heads
 
     def of(self, entities: np.ndarray) -> np.ndarray:
-        """(M,) int64: of the entities (M,)."""
+        """Return the degrees (M,) int64 of some entities (M,)."""
         return sum(pointer[entities + 1] - pointer[entities] for pointer in self.pointers)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> np.ndarray:
-        """(N,) int64, all of them."""
+        """Return all degrees, (N,) int64."""
         return self.between(0, len(self)).astype(dtype or np.int64, copy=False)
 
     def share(self, side: str, ids: np.ndarray) -> np.ndarray:
-        """(...) int64 ids -> (...): the share of the training triples that have each there."""
+        """Return the share of the training triples that have each entity, ids (...), on a side."""
         pointers = self.pointers[0 if side == "head" else 1]
         return (pointers[ids + 1] - pointers[ids]) / pointers[-1]
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
-        """The different degrees, ascending, and how many entities have each; int64."""
+        """Return the distinct degrees, ascending, and how many entities have each; int64."""
         degrees, entities = np.empty((2, 0), np.int64)
         for first in range(0, len(self), _CHUNK):
             chunk = self.between(first, min(first + _CHUNK, len(self)))

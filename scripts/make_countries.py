@@ -1,4 +1,6 @@
-"""A small graph of real facts about the world's countries.
+"""Write the graph that the package embeds: real facts about the world's countries, in splits.
+
+    python scripts/make_countries.py    # writes kge_torchrec/data/countries/{train,valid,test}.tsv
 
 The table ``countries.tsv`` has one row per country: the 193 members of the United Nations,
 Vatican, Palestine, Kosovo and Taiwan, as things stood at the end of 2025. Its conventions:
@@ -25,15 +27,19 @@ No label names two different things: a capital that shares its country's name is
 from the country ``Federated_States_of_Micronesia``.
 """
 
+from __future__ import annotations
+
 import csv
 import random
 from collections import Counter, defaultdict
-from importlib import resources
+from pathlib import Path
+
+TABLE = Path(__file__).with_name("countries.tsv")
+OUTPUT = Path(__file__).resolve().parents[1] / "kge_torchrec" / "data" / "countries"
 
 Triple = tuple[str, str, str]
 Premises = tuple[Triple, ...]
 
-EMBEDDED = "countries"  # in place of a path
 HELD_OUT_SHARE = 0.2
 SEPARATOR = ";"
 
@@ -51,8 +57,7 @@ COLUMN_OF_RELATION = {
 
 def read_countries() -> list[dict[str, str]]:
     """Return the rows of ``countries.tsv``, in the table's (alphabetical) order."""
-    table = resources.files(__package__).joinpath("countries.tsv")
-    lines = table.read_text(encoding="utf-8").splitlines()
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
     return list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
 
 
@@ -169,3 +174,15 @@ class _Premises:
             for other in self.heads["in_subregion", subregion]
             if other != head and tail in self.tails[other, relation]
         ]
+
+
+def main() -> None:
+    """Write the three files."""
+    OUTPUT.mkdir(exist_ok=True)
+    for split, triples in country_splits().items():
+        lines = ["\t".join(triple) + "\n" for triple in triples]
+        (OUTPUT / f"{split}.tsv").write_text("".join(lines), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

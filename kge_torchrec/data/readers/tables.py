@@ -1,24 +1,25 @@
-"""Parquet files to record batches."""
+"""Read tables of triples: Parquet files, and triples in memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.streams import (
-    COLUMNS,
-    WEIGHT,
+from kge_torchrec.data.readers.columns import (
     ColumnChoice,
     FirstLine,
-    OnBytes,
+    NotAWeight,
     OnFirstLine,
     is_weight_name,
+    parse_weights,
     places,
     unclear,
 )
-from kge_torchrec.data.weights import NotAWeight, parse_weights
+from kge_torchrec.data.streams import OnBytes
 from kge_torchrec.errors import DataError
 
 BATCH_ROWS = 1 << 20
@@ -30,17 +31,24 @@ def read_parquet(
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, and float32 weight where there is one.
+    """Yield batches of the string columns head, relation, tail, and float32 weight if there is one.
 
-    Columns are found by name where head, relation and tail are among them (or one synonym of each,
-    see `streams.places`), otherwise a file of exactly three columns is taken in its order.
-    Integers become their decimal text.  ``on_first_line`` gets the columns that were taken, where
-    neither their names nor ``choice`` leave no doubt.
+    Columns are found by their names, or by one synonym of each (`columns.places`); otherwise a file
+    of exactly three columns is read in its order.  Integers become their decimal text.
+
+    Args:
+        path: The file.
+        on_bytes: Called with the number of bytes just read.
+        choice: Which columns are read.
+        on_first_line: Called with the columns that were read if their names leave a doubt and
+            ``choice`` does not name them.
 
     Raises:
-        DataError: no Parquet file, no rows, other columns, a field that is null or no label (with
+        DataError: No Parquet file, no rows, other columns, a field that is null or no label (with
             its row), a weight that is not positive and finite, bytes that are not UTF-8.
     """
+    import pyarrow.parquet as pq  # starts threads
+
     try:
         with pq.ParquetFile(path) as file:
             fields = file.schema_arrow.names
@@ -66,9 +74,10 @@ def read_parquet(
 
 
 def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[str]:
-    """A table's names of head, relation and tail, and of the weight if there is one.
+    """Return a table's names of head, relation and tail, and of the weight if there is one.
 
-    Raises DataError, naming the ``source``, where they cannot be told.
+    Raises:
+        DataError: The names are unclear; the message names the ``source``.
     """
     if choice.names is not None:
         if choice.named(names) is None:
@@ -93,9 +102,10 @@ def column_names(source: str, names: list[str], choice: ColumnChoice) -> list[st
 def column_batch(
     source: str, batch: pa.RecordBatch, names: list[str], first_row: int
 ) -> pa.RecordBatch:
-    """The named columns of a table as head, relation, tail, and the weight if it is named.
+    """Return the named columns of a table as head, relation, tail, and the weight if it is named.
 
-    Raises DataError for a field that is none, by its row.
+    Raises:
+        DataError: A field is no label or no weight, named by its row.
     """
     columns = [_strings(source, batch.column(name), name, first_row) for name in names[:3]]
     if len(names) == 4:
@@ -129,7 +139,7 @@ def _strings(path: str, column: pa.Array, name: str, first_row: int) -> pa.Array
 
 
 def _undecodable(column: pa.Array) -> int | None:
-    """The first row whose bytes are not UTF-8, looked for row by row."""
+    """Return the first row whose bytes are not UTF-8, or None."""
     try:
         values = column.cast(pa.large_binary())
     except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
@@ -140,3 +150,57 @@ def _undecodable(column: pa.Array) -> int | None:
         except UnicodeDecodeError:
             return row
     return None
+
+
+InMemory: TypeAlias = pa.Table | np.ndarray | Iterable[tuple[Any, ...]]  # or a data frame
+
+
+def batches_of(split: str, rows: InMemory) -> Iterator[pa.RecordBatch]:
+    """Yield batches of the string columns head, relation, tail and weight from triples in memory.
+
+    Raises:
+        DataError: A triple has not three or four fields, a label is no string, or a weight is not
+            positive and finite; named by split and triple.
+    """
+    try:
+        given = _table(split, rows)
+        labels = given.select(list(COLUMNS))
+        table = labels.cast(pa.schema([(name, pa.large_string()) for name in COLUMNS]))
+        table.validate(full=True)
+    except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError) as error:
+        raise DataError(f"{split}: labels must be strings: {error}") from error
+    for role in COLUMNS:
+        column = table[role].combine_chunks()
+        position = first_fault(column)
+        if position is not None:
+            fault = fault_of(column[position].as_py() or "")
+            raise DataError(f"{split}: triple {position}: the {role} {fault}")
+    if WEIGHT in given.column_names:
+        try:
+            weights = parse_weights(given[WEIGHT].combine_chunks())
+        except NotAWeight as error:
+            raise DataError(f"{split}: triple {error.row}: its weight is {error}") from None
+        table = table.append_column(WEIGHT, weights)
+    yield from table.to_batches()
+
+
+def _table(split: str, rows: InMemory) -> pa.Table:
+    if hasattr(rows, "__arrow_c_stream__"):  # tables, and data frames
+        rows = pa.table(rows)
+        by_name = set(COLUMNS) <= set(rows.column_names)
+        names = [*COLUMNS, *({WEIGHT} & set(rows.column_names))] if by_name else rows.column_names
+        columns = rows.select(names).columns
+    elif isinstance(rows, np.ndarray):
+        columns = [pa.array(column) for column in rows.T]
+    else:
+        rows = list(rows)
+        for position, row in enumerate(rows):
+            if len(row) not in (3, 4) or len(row) != len(rows[0]):
+                raise DataError(f"{split}: triple {position} has {len(row)} fields: {row!r}")
+        fields = list(zip(*rows, strict=True))
+        columns = [pa.array(column, pa.large_string()) for column in fields[:3]]
+        columns = columns or [pa.array([], pa.large_string())] * 3
+        columns += [pa.array(column) for column in fields[3:]]
+    if len(columns) not in (3, 4):
+        raise DataError(f"{split}: {len(columns)} columns instead of head, relation, tail")
+    return pa.table(list(columns), [*COLUMNS, WEIGHT][: len(columns)])

@@ -1,4 +1,4 @@
-"""TSV and CSV files to record batches, streamed; faulty rows are named by file and line."""
+"""Read TSV and CSV files as a stream of record batches; errors name file and line."""
 
 import csv
 from collections.abc import Iterable, Iterator
@@ -10,25 +10,22 @@ from typing import NamedTuple
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault
-from kge_torchrec.data.streams import (
-    COLUMNS,
+from kge_torchrec.data.readers.columns import (
     ROWS,
-    WEIGHT,
     ColumnChoice,
     FirstLine,
-    OnBytes,
+    NotAWeight,
     OnFirstLine,
     again,
     is_triple_after_all,
-    lines,
-    open_bytes,
+    parse_weights,
     places,
     role,
     unclear,
-    unreadable,
 )
-from kge_torchrec.data.weights import NotAWeight, parse_weights
+from kge_torchrec.data.streams import OnBytes, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
 # Large enough that few entities repeat between blocks, small enough to keep several in memory.
@@ -36,10 +33,15 @@ BLOCK_BYTES = 32 << 20
 
 
 class _Layout(NamedTuple):
-    """What the columns of a file are; those that are None are left out."""
+    """What the columns of a file are.
+
+    Args:
+        columns: Their roles; columns with None are left out.
+        skip: Number of lines before the first triple.
+    """
 
     columns: list[str | None]
-    skip: int  # lines before the first triple
+    skip: int
 
     @property
     def names(self) -> list[str]:
@@ -48,7 +50,7 @@ class _Layout(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
-        """Those that are read, in the order of a batch."""
+        """The columns that are read, in the order of a batch."""
         return [name for name in (*COLUMNS, WEIGHT) if name in self.columns]
 
 
@@ -60,18 +62,25 @@ def read_delimited(
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, and float32 weight where there is one.
+    """Yield batches of the string columns head, relation, tail, and float32 weight if there is one.
 
-    Tabs separate fields that are taken as they are; with commas, fields may be quoted (RFC 4180).
-    ``has_header=None`` recognises a header by its words (`streams.roles`), unless the following
-    rows have them as labels (`streams.is_triple_after_all`). Blank lines are skipped.
-    ``on_first_line`` gets how the first line was read, unless ``has_header`` is False or ``choice``
-    names the columns.
+    Fields between tabs are taken as they are; with commas, fields may be quoted (RFC 4180).  Blank
+    lines are skipped.
+
+    Args:
+        path: The file.
+        delimiter: A tab or a comma.
+        has_header: None recognizes a header by its words (`columns.roles`), unless the following
+            rows have them as labels (`columns.is_triple_after_all`).
+        on_bytes: Called with the number of bytes just read.
+        choice: Which columns are read.
+        on_first_line: Called with how the first line was read, unless ``has_header`` is False or
+            ``choice`` names the columns.
 
     Raises:
-        DataError: naming file and line: an empty file, a row without exactly the file's number of
-            fields or with a label that is refused (`labels.fault_of`), a weight that is not
-            positive and finite, invalid UTF-8.
+        DataError: An empty file, a row with another number of fields or with a label that is
+            refused (`labels.fault_of`), a weight that is not positive and finite, or invalid UTF-8;
+            named by file and line.
     """
     layout, first = _layout(path, delimiter, has_header, choice)
     if on_first_line and first is not None:
@@ -99,7 +108,7 @@ def read_delimited(
 
 
 def _with_numbers(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """With weights in place of their text."""
+    """Return a batch with weights in place of their text."""
     if WEIGHT not in batch.schema.names:
         return batch
     columns = [*(batch[name] for name in COLUMNS), parse_weights(batch[WEIGHT])]
@@ -127,26 +136,17 @@ def _open_csv(
 
 
 def _rows(path: Path, delimiter: str, strict: bool = False) -> Iterator[tuple[int, list[str]]]:
-    """Rows with the number of their last line, one by one.
+    """Yield rows with the number of their last line.
 
-    Raises DataError for invalid UTF-8 and for what is no CSV; ``strict`` also for quotes that are
-    not closed or followed by text.
+    Raises:
+        DataError: Invalid UTF-8 or invalid CSV; with ``strict`` also quotes that are not closed or
+            that text follows.
     """
 
-    def decoded() -> Iterator[tuple[int, str]]:
-        for number, line in lines(path):
-            try:
-                yield number, line.decode("utf-8")
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{path}:{number}: invalid UTF-8 (byte 0x{line[error.start]:02x} at position "
-                    f"{error.start + 1} of the line); convert the file to UTF-8"
-                ) from error
-
     if delimiter == "\t":
-        yield from ((number, text.split("\t")) for number, text in decoded() if text)
+        yield from ((number, text.split("\t")) for number, text in text_lines(path) if text)
         return
-    texts = (text + "\n" for _, text in decoded())
+    texts = (text + "\n" for _, text in text_lines(path))
     reader = csv.reader(texts, delimiter=delimiter, strict=strict)
     try:
         yield from ((reader.line_num, fields) for fields in reader if fields)
@@ -157,7 +157,7 @@ def _rows(path: Path, delimiter: str, strict: bool = False) -> Iterator[tuple[in
 
 
 def _reason(error: csv.Error) -> str:
-    """What Python's csv module means."""
+    """Return what an error of Python's csv module means."""
     if "new-line character" in str(error):
         return "carriage return inside a field without quotes; end lines with \\n or \\r\\n"
     if "field limit" in str(error):
@@ -171,9 +171,10 @@ def _reason(error: csv.Error) -> str:
 def _layout(
     path: Path, delimiter: str, has_header: bool | None, choice: ColumnChoice
 ) -> tuple[_Layout, FirstLine | None]:
-    """By the first row, and how it was read, if that was a guess.
+    """Return the layout by the first row, and how that row was read, if it was a guess.
 
-    Raises DataError for a row that fits nothing.
+    Raises:
+        DataError: The row fits nothing.
     """
     rows = _rows(path, delimiter)
     line, fields = next(rows, (0, []))
@@ -205,9 +206,9 @@ def _layout(
 
 
 def _again(fields: list[str], rows: Iterable[tuple[int, list[str]]]) -> tuple[list[str], int]:
-    """Which fields of a first row the next ones have as labels, and how many those are."""
+    """Return which fields of a first row the next rows have as labels, and how many rows."""
     following: list[list[str]] = []
-    with suppress(DataError):  # which is raised with its place where the rows are read
+    with suppress(DataError):  # it is raised with its place when the rows are read
         for _, row in islice(rows, ROWS):
             if max(map(len, row)) > LONGEST:
                 break
@@ -226,7 +227,7 @@ def _clipped(fields: list[str]) -> list[str]:
 
 
 def _check_header(path: Path, line: int, fields: list[str], delimiter: str) -> None:
-    """Raises DataError for a header, known by its words, of other than three columns."""
+    """Raise DataError for a header, known by its words, of other than three columns."""
     meant, found = [role(field) for field in fields], places(fields)
     if len(fields) == 3 or not (set(COLUMNS) <= set(meant) or (len(fields) == 2 and all(meant))):
         return
@@ -250,7 +251,7 @@ def _check_row(
     layout: _Layout,
     hint: bool = False,
 ) -> None:
-    """Raises DataError for a row that does not fit; hint: say how weights are read."""
+    """Raise DataError for a row that does not fit; with ``hint``, say how weights are read."""
     kind, count = "tab" if delimiter == "\t" else "comma", len(layout.columns)
     if len(fields) != count:
         shown = delimiter.join(fields)
@@ -283,7 +284,7 @@ def _is_weight(field: str) -> bool:
 
 
 def _fault(path: Path, delimiter: str, layout: _Layout) -> DataError | None:
-    """The first faulty row, found by reading the file again row by row."""
+    """Return the error of the first faulty row, found by reading the file again row by row."""
     for strict in (False, True):
         try:
             for line, fields in _rows(path, delimiter, strict):

@@ -1,4 +1,4 @@
-"""Files of numbered triples with their labels beside them: OpenKE and LibKGE."""
+"""Read files of numbered triples with files of labels beside them, as of OpenKE and LibKGE."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -9,19 +9,27 @@ import numpy as np
 import pyarrow as pa
 from pyarrow import csv as arrow_csv
 
+from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.streams import COLUMNS, OnBytes, bare_name, lines, open_bytes, unreadable
+from kge_torchrec.data.streams import OnBytes, bare_name, lines, open_bytes, text_lines, unreadable
 from kge_torchrec.errors import DataError
 
 
 class Layout(NamedTuple):
-    """How one program writes triples and labels."""
+    """How a program writes triples and labels.
+
+    Args:
+        entities, relations: Names of the files of labels.
+        columns: Order of the columns of triples.
+        label_first: Whether a label comes before its number.
+        counted: Whether the first line is the number of the others.
+    """
 
     entities: str
     relations: str
     columns: tuple[str, str, str]
     label_first: bool
-    counted: bool  # the first line is the number of the others
+    counted: bool
 
 
 OPENKE = Layout("entity2id.txt", "relation2id.txt", ("head", "tail", "relation"), True, True)
@@ -29,7 +37,7 @@ LIBKGE = Layout("entity_ids.del", "relation_ids.del", COLUMNS, False, False)
 
 
 def layout_of(path: Path) -> Layout | None:
-    """OpenKE for ``train2id.txt``, LibKGE for ``train.del``, else None."""
+    """Return OPENKE for ``train2id.txt``, LIBKGE for ``train.del``, otherwise None."""
     name = bare_name(path).lower()
     if name.endswith("2id.txt"):
         return OPENKE
@@ -39,11 +47,11 @@ def layout_of(path: Path) -> Layout | None:
 def read_id_files(
     path: Path, layout: Layout, on_bytes: OnBytes | None = None
 ) -> Iterator[pa.RecordBatch]:
-    """Batches of the string columns head, relation, tail, with labels from the files beside.
+    """Yield batches of the string columns head, relation, tail.
 
     Raises:
-        DataError: naming file and line: a row that is not three numbers, a number without a
-            label, a wrong count; or a missing file of labels.
+        DataError: A row that is not three numbers, a number without a label, a wrong count, named
+            by file and line; or a missing file of labels.
     """
     entities = _labels(path.with_name(layout.entities), layout)
     relations = _labels(path.with_name(layout.relations), layout)
@@ -59,7 +67,7 @@ def read_id_files(
 
 
 def _labels(path: Path, layout: Layout) -> pa.Array:
-    """Labels in order of their number."""
+    """Return labels in order of their number."""
     if not path.is_file():
         raise DataError(f"{path}: no such file; it should hold the labels of the numbered triples")
     columns = {"label": pa.large_string(), "id": pa.int64()}
@@ -109,7 +117,7 @@ def _table(
 
 
 def _start(path: Path, layout: Layout) -> tuple[int, str, int | None]:
-    """Lines to skip, the delimiter, and the announced number of rows."""
+    """Return the lines to skip, the delimiter, and the announced number of rows."""
     first = [line.decode("utf-8", "replace") for _, line in islice(lines(path), 2)]
     if len(first) <= layout.counted or not any(first):
         raise DataError(f"{path}: empty file: no triples")
@@ -122,13 +130,16 @@ def _start(path: Path, layout: Layout) -> tuple[int, str, int | None]:
 def _fault(
     path: Path, layout: Layout, columns: tuple[str, ...], sizes: dict[str, int]
 ) -> DataError | None:
-    """The first faulty row, found by reading the file again row by row."""
+    """Return the error of the first faulty row, found by reading the file again row by row."""
     skip, delimiter, _ = _start(path, layout)
-    for number, line in islice(lines(path), skip, None):
+    rows = islice(text_lines(path), skip, None)
+    while True:
         try:
-            text = line.decode("utf-8")
-        except UnicodeDecodeError:
-            return DataError(f"{path}:{number}: invalid UTF-8; convert the file to UTF-8")
+            number, text = next(rows, (0, ""))
+        except DataError as error:
+            return error
+        if not number:
+            return None
         if "\r" in text:
             return DataError(f"{path}:{number}: carriage return inside the line: {text!r}")
         fields = text.split(delimiter)
@@ -148,10 +159,9 @@ def _fault(
                 return DataError(f"{path}:{number}: the {column} is no number: {field!r}")
             elif int(field) >= sizes.get(column, 1 << 63):
                 return DataError(f"{path}:{number}: the {column} {field} has no label")
-    return None
 
 
 def _is_number(text: str) -> bool:
-    """Whether these are digits that fit 64 bits; Python counts those of all scripts as digits."""
+    """Return whether a text is ASCII digits that fit 64 bits; Python counts others as digits."""
     text = text.strip(" ")
     return text.isascii() and text.isdigit() and len(text) < 19

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kge_torchrec.cli import main
-from kge_torchrec.data import catalogues
+from kge_torchrec.data import datasets
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import DataError
@@ -34,7 +34,7 @@ def labelled(store, split) -> list[tuple[str, str, str]]:
 
 def test_pykeen(tmp_path, monkeypatch, capsys):
     """Ids of any order become their labels; a data set may have no valid."""
-    monkeypatch.setattr(catalogues, "BATCH_ROWS", 2)
+    monkeypatch.setattr(datasets, "BATCH_ROWS", 2)
 
     def get_dataset(dataset):
         assert dataset == "tiny"
@@ -176,7 +176,7 @@ def test_a_fault_in_the_stream_is_told(tmp_path, monkeypatch):
                                              ("hf", "datasets")])  # fmt: skip
 def test_a_library_that_is_not_there_is_named(tmp_path, monkeypatch, scheme, package):
     monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setitem(sys.modules, catalogues._LOADERS[scheme][0], None)
+    monkeypatch.setitem(sys.modules, datasets._LOADERS[scheme][0], None)
     said = rf"{scheme}:x: this takes the package {package}, .*kge-torchrec\[{scheme}\]"
     with pytest.raises(DataError, match=said):
         prepare(f"{scheme}:x", tmp_path / "store")

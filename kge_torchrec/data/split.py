@@ -1,4 +1,4 @@
-"""Splits drawn at random, for triples that come without any."""
+"""Random splits, for triples that come without any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kge_torchrec.errors import DataError
 
 
 def check_ratio(ratio: Sequence[float], seed: int) -> None:
-    """Raises DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
+    """Raise DataError unless ``ratio`` is three shares that sum to 1, the first positive."""
     if seed < 0:
         raise DataError(f"seed must be an integer >= 0, got {seed}")
     if len(ratio) != 3 or min(ratio) < 0 or ratio[0] <= 0 or not math.isclose(sum(ratio), 1):
@@ -26,11 +26,10 @@ def check_ratio(ratio: Sequence[float], seed: int) -> None:
 def divide(
     triples: np.ndarray, ratio: Sequence[float], seed: int, num_entities: int, num_relations: int
 ) -> np.ndarray:
-    """The place in ``SPLITS`` of each of ``triples`` (T, 3), at random: (T,) int8.
+    """Return a random split for each of ``triples`` (T, 3): (T,) int8 places in ``SPLITS``.
 
-    In a random order, the first triple of each entity and of each relation is bound to train;
-    valid and test are drawn from the others, hence come out smaller than asked for where few
-    others are left.
+    In a random order, the first triple of each entity and of each relation is in train.  Valid and
+    test are sampled from the others, so they are smaller than ``ratio`` where few others are left.
     """
     total = len(triples)
     order = np.random.default_rng(seed).permutation(total)
@@ -55,7 +54,7 @@ def divide(
 
 
 def by_split(rows: np.ndarray, split_of: np.ndarray) -> dict[str, np.ndarray]:
-    """Rows (T, ...) of each split, in the order of the input, by what `divide` returns."""
+    """Return the rows (T, ...) of each split in the order of the input; ``split_of``: `divide`."""
     return {
         split: rows.take(np.flatnonzero(split_of == index), axis=0)
         for index, split in enumerate(SPLITS)

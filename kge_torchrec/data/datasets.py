@@ -1,10 +1,11 @@
-"""Data sets by name, through the libraries that know them: ``pykeen:``, ``ogb:`` and ``hf:``.
+"""Data sets by name: the embedded graph, and those of libraries.
 
+    countries                 a small graph of real facts, in this package
     pykeen:fb15k237           PyKEEN's data sets
     ogb:ogbl-wikikg2          link prediction of the Open Graph Benchmark
     hf:ORGANIZATION/NAME      Hugging Face; hf:ORGANIZATION/NAME:CONFIGURATION for one of several
 
-The libraries download and keep the files where they always do; each is an optional package.
+The libraries download and keep the files in their usual places; each is an optional package.
 """
 
 from __future__ import annotations
@@ -17,29 +18,38 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from pyarrow import csv
+from pyarrow import csv as arrow_csv
 
-from kge_torchrec.data.parquet import column_batch, column_names
+from kge_torchrec.data import COLUMNS
 from kge_torchrec.data.readers import SPLITS, WHOLE, split_named
-from kge_torchrec.data.streams import COLUMNS, ColumnChoice
+from kge_torchrec.data.readers.columns import ColumnChoice
+from kge_torchrec.data.readers.tables import column_batch, column_names
 from kge_torchrec.errors import DataError
 
 Batches = Iterator[tuple[str, pa.RecordBatch]]
 BATCH_ROWS = 1 << 20
+EMBEDDED = "countries"  # in place of a path; scripts/make_countries.py writes its files
 
 
 def is_named(sources: Any) -> bool:
-    """Whether this names a data set of a library, and no file."""
+    """Return whether this names a data set of a library, and no file."""
     if not isinstance(sources, str) or Path(sources).exists():
         return False
     scheme, _, name = sources.partition(":")
     return bool(name) and scheme in _LOADERS
 
 
-def open_named(source: str, choice: ColumnChoice) -> tuple[Sequence[str], Batches]:
-    """The splits of a data set, "whole" where it has but one, and batches of its triples.
+def embedded_files() -> dict[str, list[Path]]:
+    """Return the files of the embedded graph by split."""
+    folder = Path(__file__).with_name(EMBEDDED)
+    return {split: [folder / f"{split}.tsv"] for split in SPLITS}
 
-    Raises DataError where the library is not there or does not have it, and for what is no triples.
+
+def open_named(source: str, choice: ColumnChoice) -> tuple[Sequence[str], Batches]:
+    """Return the splits of a data set, "whole" for a single one, and batches of its triples.
+
+    Raises:
+        DataError: The library or the data set is missing, or the data set has no triples.
     """
     scheme, _, name = source.partition(":")
     package, load = _LOADERS[scheme]
@@ -64,7 +74,7 @@ def _guarded(source: str, package: str, batches: Batches) -> Batches:
 
 @contextmanager
 def _telling(source: str, package: str) -> Iterator[None]:
-    """Makes a DataError of whatever a library raises, from no network to an unknown name."""
+    """Turn any error of a library, from no network to an unknown name, into a DataError."""
     try:
         yield
     except (DataError, GeneratorExit):
@@ -89,13 +99,13 @@ def _pykeen(
 
 
 def _in_order(ids: Mapping[Any, int]) -> pa.Array:
-    """Labels by their ids, 0 to n - 1."""
+    """Return labels in order of their ids, 0 to n - 1."""
     labels = sorted(ids, key=lambda label: ids[label])
     return pa.array([str(label) for label in labels], pa.large_string())
 
 
 def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Batches:
-    """Of ids (T, 3) in columns head, relation, tail."""
+    """Yield batches of labels from ids (T, 3) in columns head, relation, tail."""
     entities, relations = labels
     for start in range(0, len(triples), BATCH_ROWS):
         part = triples[start : start + BATCH_ROWS]
@@ -109,7 +119,7 @@ def _numbered(split: str, triples: np.ndarray, labels: Sequence[pa.Array]) -> Ba
 def _ogb(
     library: Any, source: str, name: str, choice: ColumnChoice
 ) -> tuple[Sequence[str], Batches]:
-    """Labels are those of the data set's mapping where there are some, otherwise its numbers."""
+    """Load a data set of OGB; labels are those of its mapping, otherwise its numbers."""
     found = library.LinkPropPredDataset(name=name)
     edges = found.get_edge_split()
     if not all("relation" in part for part in edges.values()):
@@ -133,10 +143,10 @@ def _ogb(
 
 
 def _mapped(path: Path) -> pa.Array | None:
-    """Labels by number, from a file of two columns; None where it is not there or is another."""
+    """Return labels by number from a file of two columns; None if there is no such file."""
     if not path.is_file():
         return None
-    numbers, labels = csv.read_csv(path).columns[:2]
+    numbers, labels = arrow_csv.read_csv(path).columns[:2]
     if not np.array_equal(numbers.to_numpy(), np.arange(len(numbers))):
         return None
     return labels.cast(pa.large_string()).combine_chunks()
@@ -155,7 +165,7 @@ def _labelled(part: Mapping[str, Any], role: str, rows: slice, labels: pa.Array 
 def _hugging_face(
     library: Any, source: str, name: str, choice: ColumnChoice
 ) -> tuple[Sequence[str], Batches]:
-    """In a stream; columns as in Parquet."""
+    """Load a data set of Hugging Face as a stream; columns are found as in Parquet."""
     path, _, configuration = name.partition(":")
     loaded = library.load_dataset(path, configuration or None, streaming=True)
     parts = dict(loaded) if isinstance(loaded, Mapping) else {"train": loaded}
@@ -178,7 +188,7 @@ def _hugging_face(
     return list(splits), batches()
 
 
-# By scheme: the module to import, and what reads a data set by it.
+# By scheme: the module to import, and the function that loads a data set with it.
 _LOADERS: dict[str, tuple[str, Callable[..., tuple[Sequence[str], Batches]]]] = {
     "pykeen": ("pykeen.datasets", _pykeen),
     "ogb": ("ogb.linkproppred", _ogb),

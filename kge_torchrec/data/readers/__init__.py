@@ -1,7 +1,7 @@
-"""From files of triples, whatever their format, to batches of three string columns.
+"""Read files of triples of any format into batches of three string columns.
 
-Which files hold which split follows from their names, as does the format; a ``Reader`` of another
-package reads what none of ours does.
+The names of files say which split and which format they have.  A ``Reader`` of another package
+reads other formats.
 """
 
 from __future__ import annotations
@@ -17,18 +17,17 @@ import pyarrow as pa
 
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import resolve
-from kge_torchrec.data.id_files import layout_of, read_id_files
+from kge_torchrec.data import COLUMNS, WEIGHT
 from kge_torchrec.data.labels import fault_of, first_fault
-from kge_torchrec.data.rdf import FORMATS, read_rdf
-from kge_torchrec.data.streams import (
-    COMPRESSIONS,
-    WEIGHT,
+from kge_torchrec.data.readers.columns import (
     ColumnChoice,
-    OnBytes,
+    NotAWeight,
     OnFirstLine,
-    bare_name,
+    parse_weights,
 )
-from kge_torchrec.data.weights import NotAWeight, parse_weights
+from kge_torchrec.data.readers.id_files import layout_of, read_id_files
+from kge_torchrec.data.readers.rdf import FORMATS, read_ntriples, read_rdf
+from kge_torchrec.data.streams import COMPRESSIONS, OnBytes, bare_name
 from kge_torchrec.errors import DataError
 
 DELIMITERS = {".tsv": "\t", ".txt": "\t", ".tab": "\t", ".csv": ","}
@@ -36,29 +35,35 @@ SUFFIXES = (*DELIMITERS, ".nt", *FORMATS, ".parquet", ".del")
 
 
 class Reader:
-    """A format of triples that is not ours.  Constructed with its ``Options`` by name."""
+    """Base of readers of other formats; constructed with the fields of its ``Options``."""
 
     @dataclass(frozen=True)
     class Options:
         """Settings of this reader: ``data.reader_options`` of the config."""
 
-    suffixes: tuple[str, ...] = ()  # of the files to look for in a directory, such as ".jsonl"
+    suffixes: tuple[str, ...] = ()  # of the files that a directory is searched for, as ".jsonl"
 
     def read(self, path: Path, on_bytes: OnBytes | None = None) -> Iterator[pa.RecordBatch]:
-        """Record batches of the string columns head, relation and tail; never the whole file.
+        """Yield record batches of the string columns head, relation and tail, never a whole file.
 
         A column ``weight`` of numbers is read as well if there is one.
 
-        ``on_bytes(n)``, if given, is to hear of every n bytes that were read (for a progress bar);
-        `streams.open_bytes` sees to that.  Raises DataError for bad input, naming file and line.
+        Args:
+            path: The file.
+            on_bytes: Called with the number of bytes read (for a progress bar);
+                `streams.open_bytes` does it.
+
+        Raises:
+            DataError: Bad input, named by file and line.
         """
         raise NotImplementedError
 
 
 def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reader | None:
-    """The reader of that name, or None, which stands for going by the file's name.
+    """Return the reader of a name; None stands for going by the names of files.
 
-    Raises ConfigError for a reader that cannot be made, naming the option by its ``key``.
+    Raises:
+        ConfigError: The reader cannot be made; ``key`` names its options.
     """
     if name is None:
         return None
@@ -67,7 +72,7 @@ def make_reader(name: str | None, options: Mapping[str, Any], key: str) -> Reade
 
 
 def is_readable(path: Path, suffixes: Sequence[str] = SUFFIXES) -> bool:
-    """Whether the file's name ends like a format that `read_triples` knows."""
+    """Return whether a file's name ends like a format that ``read_triples`` knows."""
     return Path(bare_name(path)).suffix.lower() in suffixes
 
 
@@ -80,21 +85,26 @@ def read_triples(
     choice: ColumnChoice = ColumnChoice(),  # noqa: B008 - immutable
     on_first_line: OnFirstLine | None = None,
 ) -> Iterator[pa.RecordBatch]:
-    """Record batches of the large_string columns head, relation, tail; never the whole file.
+    """Return record batches of the large_string columns head, relation, tail, never a whole file.
 
-    A fourth, float32 weight, is there where TSV, CSV or Parquet has one and ``choice`` wants it.
-
-    The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
+    A fourth column, float32 weight, is there where TSV, CSV or Parquet has one and ``choice`` wants
+    it.  The format follows from the name: ``.tsv``/``.txt``/``.tab`` (tabs), ``.csv``, ``.nt``
     (N-Triples), ``.ttl`` and other RDF (see `rdf`), each also ``.gz``, ``.zst`` or ``.bz2``;
-    ``.parquet``; numbered triples with
-    their labels beside them as OpenKE (``train2id.txt``) and LibKGE (``train.del``) have them.
-    ``has_header`` overrides the recognition of a header in TSV and CSV; ``on_bytes(n)`` hears of
-    the n bytes just read, ``on_literals(n)`` of n triples of RDF that were left out because
-    their object is a literal; None keeps them.  ``reader``: reads it, whatever its name.
-    ``on_first_line`` gets what was guessed of a header or of columns, if anything was.
+    ``.parquet``; numbered triples with files of labels beside them, as OpenKE (``train2id.txt``)
+    and LibKGE (``train.del``) have them.
+
+    Args:
+        path: The file.
+        has_header: Whether TSV and CSV start with a header; None recognizes one.
+        on_bytes: Called with the number of bytes just read.
+        on_literals: Called with the number of triples of RDF that are left out because their object
+            is a literal; None keeps them.
+        reader: Reads the file, whatever its name.
+        choice: Which columns are read.
+        on_first_line: Called with what was guessed about a header or about columns.
 
     Raises:
-        DataError: a missing file, an unknown format, or bad input, named by file and line.
+        DataError: A missing file, an unknown format, or bad input, named by file and line.
     """
     path = Path(path)
     if not path.is_file():
@@ -107,19 +117,16 @@ def read_triples(
         raise DataError(f"{path}: columns by name: this format has none")
     if layout:
         return read_id_files(path, layout, on_bytes)
-    # Loaded here, which whoever reads no files need not wait for.
     if suffix in DELIMITERS:
-        from kge_torchrec.data.delimited import read_delimited
+        from kge_torchrec.data.readers.delimited import read_delimited
 
         return read_delimited(path, DELIMITERS[suffix], has_header, on_bytes, choice, on_first_line)
     if suffix == ".nt":
-        from kge_torchrec.data.ntriples import read_ntriples
-
         return read_ntriples(path, on_bytes, on_literals)
     if suffix in FORMATS:
         return read_rdf(path, on_bytes, on_literals)
     if suffix == ".parquet" and path.suffix.lower() == ".parquet":
-        from kge_torchrec.data.parquet import read_parquet
+        from kge_torchrec.data.readers.tables import read_parquet
 
         return read_parquet(path, on_bytes, choice, on_first_line)
     raise DataError(
@@ -128,13 +135,13 @@ def read_triples(
     )
 
 
-_COLUMNS = pa.schema([(name, pa.large_string()) for name in ("head", "relation", "tail")])
+_COLUMNS = pa.schema([(name, pa.large_string()) for name in COLUMNS])
 
 
 def _checked(
     path: Path, batches: Iterator[pa.RecordBatch], weights: bool
 ) -> Iterator[pa.RecordBatch]:
-    """What a reader gives, in the types of ours.  Raises DataError for what is no triples."""
+    """Yield the batches of a reader from outside in our types, or raise DataError."""
     for batch in batches:
         try:
             columns = pa.Table.from_batches([batch]).select(_COLUMNS.names).cast(_COLUMNS)
@@ -158,7 +165,7 @@ def _checked(
 
 
 SPLITS = ("train", "valid", "test")
-# Triples that come without a split, to be divided by ratio.
+# The key of triples without a split, which are split by ratio.
 WHOLE = "whole"
 
 _NAMES = {
@@ -173,13 +180,15 @@ Sources = str | Path | Sequence[str | Path]
 
 
 def find_sources(sources: Sources, suffixes: Sequence[str] = SUFFIXES) -> dict[str, list[Path]]:
-    """The files of each split; or of the single key ``WHOLE`` where no file names a split.
+    """Return the files of each split, or of the single key ``WHOLE`` if no file names a split.
 
-    ``sources`` is a directory with train, valid and test files (``train.txt``, ``dev.csv.gz``,
-    ``test-00000-of-00002.parquet``, ...), one file, or a list of files told apart by name.
+    Args:
+        sources: A directory with train, valid and test files (``train.txt``, ``dev.csv.gz``,
+            ``test-00000-of-00002.parquet``, ...), one file, or a list of files with such names.
+        suffixes: Endings of the files in a directory.
 
     Raises:
-        DataError: nothing to read, or names that leave open what a file is.
+        DataError: Nothing to read, or names that leave open what a file is.
     """
     if isinstance(sources, str | Path):
         sources = [sources]
@@ -201,7 +210,7 @@ def _split_of(path: Path) -> str | None:
 
 
 def split_named(name: str) -> str | None:
-    """train, valid or test if a name means one of them, such as "dev" or "train-00000-of-00002"."""
+    """Return the split that a name such as "dev" or "train-00000-of-00002" means, or None."""
     match = _PART.fullmatch(name)
     return _NAMES[match[1].lower()] if match else None
 
@@ -252,7 +261,7 @@ def _of_files(paths: list[Path]) -> dict[str, list[Path]]:
 
 
 def _check_same_format(split: str, files: list[Path]) -> None:
-    """Parts of one split share a format; train.txt beside train.csv is the same data twice."""
+    """Check that the parts of a split share a format: train.txt and train.csv are the same data."""
     if split == WHOLE:
         return
     stems = [Path(bare_name(path)).stem.lower() for path in files]

@@ -1,0 +1,216 @@
+"""Batches of training: what they contain, and the loop over an epoch that makes them.
+
+A ``BatchPlan`` says what the batches contain.  Who makes them is exchangeable: `triples` and
+`queries` make them with numpy on the CPU.  Batches are a function of the plan, the epoch and the
+step, never of the world size; each rank makes its own share.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from kge_torchrec.data import SIDES, Side
+from kge_torchrec.data.batches.lookup import Pipelineable
+from kge_torchrec.data.batches.order import (
+    EpochShuffle,
+    Order,
+    ReplayShuffle,
+    WeightedOrder,
+    replayed_size,
+)
+from kge_torchrec.data.negatives import NegativeSampler
+from kge_torchrec.data.store.filter_index import FilterIndex
+from kge_torchrec.data.streams import Item, Result, in_order
+
+B = TypeVar("B", bound=Pipelineable)
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The sampled candidates that a query is compared with.
+
+    Args:
+        sampler: Makes the candidates.
+        count: Random numbers per chunk and side, each of which becomes a candidate.
+        head_count: The same for the head side; None takes ``count``.
+        chunk_size: Triples that share their candidates: 1 gives each its own, 0 shares them over
+            the whole batch.
+        known: Facts that are never negatives, or None.
+        log_q: Whether batches say how often a chunk is expected to have each candidate.
+    """
+
+    sampler: NegativeSampler
+    count: int
+    head_count: int | None = None
+    chunk_size: int = 0
+    known: FilterIndex | None = None
+    log_q: bool = False
+
+    def numbers(self, side: Side) -> int:
+        """Return the random numbers per chunk of a side."""
+        return self.count if side == "tail" or self.head_count is None else self.head_count
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """What the batches of an epoch contain, whoever makes them.
+
+    Args:
+        batch_size: Examples (triples or queries) per step over all ranks.
+        seed: Seed of the order, the candidates and the answers.
+        sides: The sides that are queried.
+        candidates: The sampled candidates; None where every entity is a candidate.
+        accumulation: Micro-batches per step and rank.  Together they hold the examples, candidates
+            and weights of the step in one piece, so their gradients sum to its gradient.
+        replay: How many of the examples are old, and the share of those per epoch.
+        weighted_order: Which triples an epoch takes; None takes each once.
+        max_answers: Answers of a query per step where candidates are sampled for queries.  Of a
+            query with more, each epoch samples this many; the others are not candidates.  0: all.
+    """
+
+    batch_size: int
+    seed: int = 0
+    sides: tuple[Side, ...] = SIDES
+    candidates: Candidates | None = None
+    accumulation: int = 1
+    replay: tuple[int, float] = (0, 1.0)
+    weighted_order: WeightedOrder | None = None
+    max_answers: int = 0
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """Which share of the batches this process makes, and in which form.
+
+    Args:
+        rank, world_size: The share.
+        ahead: Make a few batches ahead in threads, in pinned memory where there is CUDA.  A GPU
+            would wait otherwise.
+        bags: Bags per lookup, see `lookup.LOOKUP_BAGS`.
+        deduplicate: Look each entity of a batch up once.  False looks it up for every place, which
+            costs more traffic and is there to be measured.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    ahead: bool = False
+    bags: int = 1
+    deduplicate: bool = True
+
+
+class EpochBatches(Generic[B]):
+    """One rank's batches; subclasses make the ``batch`` of a step.
+
+    Args:
+        every: Number of examples in the graph.
+
+    Attributes:
+        examples: Number of examples per epoch.
+    """
+
+    def __init__(self, every: int, plan: BatchPlan, delivery: Delivery | None = None):
+        self.plan, self.delivery = plan, delivery or Delivery()
+        self.every, self.examples = every, replayed_size(every, *plan.replay)
+        if self.examples == 0:
+            raise ValueError("there are no training triples")
+
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> B:
+        """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
+        raise NotImplementedError
+
+    def order(self, epoch: int) -> Order:
+        """Return the order of an epoch: which example comes at which position."""
+        plan, seed = self.plan, self.plan.seed
+        if self.examples == self.every:
+            order: Order = EpochShuffle(self.every, seed, epoch)
+            weighted = plan.weighted_order
+            return order if weighted is None else weighted.of(order, seed, epoch)
+        assert plan.weighted_order is None  # training/assembly.py refuses both together
+        return ReplayShuffle(self.every, *plan.replay, seed, epoch)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps per epoch, the same on every rank; the last one may be smaller."""
+        return -(-self.examples // self.plan.batch_size)
+
+    def epoch(self, epoch: int, first_step: int = 0) -> Iterator[B]:
+        """Iterate over this rank's micro-batches of an epoch, from ``first_step`` on."""
+        order, count = self.order(epoch), self.plan.accumulation
+        parts = range(first_step * count, self.steps_per_epoch * count)
+
+        def make(part: int) -> B:
+            return self.batch(order, epoch, *divmod(part, count))
+
+        if not self.delivery.ahead:
+            yield from map(make, parts)
+        else:
+            yield from prefetched(lambda part: _pinned(make(part)), parts)
+
+    def _positions(self, step: int) -> tuple[int, int]:
+        """Return the first position of a step in its epoch, and the number of its examples."""
+        first = step * self.plan.batch_size
+        return first, min(self.plan.batch_size, self.examples - first)
+
+    def _part(self, part: int) -> tuple[int, int]:
+        """Return which of how many equal parts of a step a micro-batch of this rank is."""
+        count = self.plan.accumulation
+        return self.delivery.rank * count + part, self.delivery.world_size * count
+
+
+def mean_weight(weights: np.ndarray | None) -> float:
+    """Return the mean of the weights of all training triples, 1 without weights.
+
+    A loss divides weights by this mean and not by the mean of its batch.  Otherwise a triple would
+    count more in a batch of light triples, and the more so the smaller the batch is.
+    """
+    return 1.0 if weights is None else float(weights.mean(dtype=np.float64))
+
+
+def _pinned(batch: B) -> B:
+    return batch.pin_memory() if torch.cuda.is_available() else batch
+
+
+# A GPU trains a batch in the time that several cores take to make one.
+BATCH_WORKERS = 8
+
+
+def prefetched(make: Callable[[Item], Result], items: Iterable[Item]) -> Iterator[Result]:
+    """Yield ``map(make, items)``, made ahead by at most 8 workers that share torch's threads."""
+    workers = max(1, min(BATCH_WORKERS, torch.get_num_threads()))
+    with _pool_of_shares(workers, torch.get_num_threads()) as pool:
+        yield from in_order(pool, workers, make, items)
+
+
+@contextmanager
+def _pool_of_shares(workers: int, threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Open a pool whose workers have equal shares of the CPU threads.
+
+    Otherwise each worker would start as many threads as there are cores.  ``set_num_threads`` holds
+    for the calling thread, but also for threads that start later and for MKL, hence the order.
+    """
+    started = threading.Barrier(workers + 1)
+
+    def take_share() -> None:
+        torch.get_num_threads()  # a thread takes up the common number when it first needs one
+        torch.set_num_threads(max(1, threads // workers))
+        started.wait()
+
+    with ThreadPoolExecutor(workers, initializer=take_share) as pool:
+        try:
+            for _ in range(workers):
+                pool.submit(int)  # starts one worker, as the others wait for the last
+            started.wait()
+        except BaseException:
+            started.abort()
+            raise
+        finally:
+            torch.set_num_threads(threads)
+        yield pool

@@ -1,0 +1,238 @@
+"""Epoch order: which example comes at which position of an epoch.
+
+An order is a function of (seed, epoch, position) only, never of the world size.  It is computed
+position by position, so every rank computes its own share in memory of the batch's size; a stored
+permutation of 1.4 billion triples would take 10 GiB per rank.
+
+Shapes: T triples, M positions, Q queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from kge_torchrec.data.sort import CHUNK
+from kge_torchrec.kernels.jit import helper, kernel
+
+Order = Callable[[np.ndarray], np.ndarray]  # (M,) positions of an epoch -> (M,) examples
+ROUNDS = 6
+
+
+class EpochShuffle:
+    """A keyed pseudo-random permutation of [0, size), different for every (seed, epoch).
+
+    The permutation is a Feistel network (Luby and Rackoff 1988) on the next even power of two.  It
+    is applied until the result lies inside the range (Black and Rogaway 2002).
+    """
+
+    def __init__(self, size: int, seed: int, epoch: int):
+        if size < 1:
+            raise ValueError(f"an epoch needs at least one triple, got {size}")
+        self.size = size
+        self._half = max(1, (int(size - 1).bit_length() + 1) // 2)
+        # The spawn key is mixed in apart from the seed, so (0, 1) and (1, 0) share nothing.
+        keys = np.random.SeedSequence(seed, spawn_key=(epoch,))
+        self._keys = keys.generate_state(ROUNDS, np.uint64)
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the examples (M,) int64 at some positions (M,) of the epoch."""
+        out = positions.astype(np.uint64)
+        _permute_array(out, self._keys, np.uint64(self._half), np.uint64(self.size))
+        return out.view(np.int64)
+
+
+class ReplayShuffle:
+    """The order of an epoch over all new examples and a share of the old ones.
+
+    Every epoch samples other old examples.
+
+    Args:
+        size: Number of examples.
+        old: Examples [0, old) are old, the others new.
+        share: Share of the old examples per epoch, in [0, 1].
+    """
+
+    def __init__(self, size: int, old: int, share: float, seed: int, epoch: int):
+        self._new, self._old = size - old, old
+        self.size = replayed_size(size, old, share)
+        self._order = EpochShuffle(self.size, seed, epoch)
+        self._drawn = EpochShuffle(old, seed + 1, epoch) if self.size > self._new else None
+
+    def __call__(self, positions: np.ndarray) -> np.ndarray:
+        """Return the examples (M,) int64 at some positions (M,), each at most once per epoch."""
+        places = self._order(positions)
+        index = places + self._old  # of new ones
+        if self._drawn is not None:
+            is_old = places >= self._new
+            index[is_old] = self._drawn(places[is_old] - self._new)
+        return index
+
+
+def replayed_size(size: int, old: int, share: float) -> int:
+    """Return the examples per epoch over all new examples and a share of the old ones."""
+    return size - old + round(old * share)
+
+
+def sample_distinct(
+    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray
+) -> np.ndarray:
+    """Sample ``count`` different positions in [0, sizes[i]) for every i, or all if there are fewer.
+
+    The positions for i are the first of the permutation that its size, its number and the keys
+    make, and depend on nothing else.
+
+    Args:
+        sizes: (Q,) int64.
+        count: Positions for each i.
+        numbers: (Q,) int64.
+        keys: (ROUNDS,) uint64.
+
+    Returns:
+        The positions for all i, one after another, int64.
+    """
+    out = np.empty(np.minimum(sizes, count).sum(), np.int64)
+    _sample_distinct(sizes, count, numbers.view(np.uint64), keys, out)
+    return out
+
+
+@kernel
+def _sample_distinct(
+    sizes: np.ndarray, count: int, numbers: np.ndarray, keys: np.ndarray, out: np.ndarray
+) -> None:
+    own = np.empty_like(keys)
+    start = 0
+    for i in range(len(sizes)):
+        drawn = out[start : start + min(sizes[i], count)]
+        for position in range(len(drawn)):
+            drawn[position] = position
+        if sizes[i] > count:
+            for turn in range(len(keys)):
+                own[turn] = _mix(keys[turn] ^ _mix(numbers[i] + np.uint64(turn)))
+            half = np.uint64(1)
+            while np.uint64(1) << (half + half) < np.uint64(sizes[i]):
+                half += np.uint64(1)
+            _permute(drawn.view(np.uint64), own, half, np.uint64(sizes[i]))
+        start += len(drawn)
+
+
+_BLOCK = 1024  # values per block; a block stays in the nearest cache
+
+
+# Scalars below stay np.uint64 throughout: numba makes a float of uint64 with a signed integer.
+@helper
+def _permute(values: np.ndarray, keys: np.ndarray, half: np.uint64, size: np.uint64) -> None:
+    """Replace every value by its image, in place.
+
+    A block of values goes through each round of the network together, in vector lanes; values that
+    land outside the range go through again.  One value at a time takes ten times as long: the
+    processor waits for every product and mispredicts where each walk ends.
+    """
+    scratch = np.empty((2, _BLOCK), np.uint64)
+    outside = np.empty(_BLOCK, np.int64)
+    for start in range(0, len(values), _BLOCK):
+        block = values[start : start + _BLOCK]
+        count = len(block)
+        for i in range(count):
+            outside[i] = i
+        while count:
+            _encrypt(block, outside[:count], keys, half, scratch[0], scratch[1])
+            kept = 0
+            for place in outside[:count]:
+                outside[kept] = place
+                kept += block[place] >= size
+            count = kept
+
+
+_permute_array = kernel(_permute.py_func)  # the same, called from Python
+
+
+@helper
+def _encrypt(
+    values: np.ndarray,
+    places: np.ndarray,
+    keys: np.ndarray,
+    half: np.uint64,
+    left: np.ndarray,
+    right: np.ndarray,
+) -> None:
+    """Apply the Feistel network on 2 * half bits to the values at some places, in place."""
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    for i in range(len(places)):
+        left[i], right[i] = values[places[i]] >> half, values[places[i]] & mask
+    for key in keys:
+        for i in range(len(places)):
+            left[i], right[i] = right[i], left[i] ^ (_mix(right[i] + key) & mask)
+    for i in range(len(places)):
+        values[places[i]] = (left[i] << half) | right[i]
+
+
+@helper
+def _mix(value: np.uint64) -> np.uint64:
+    """Return the finalizer of SplitMix64 (Steele et al. 2014); wraps around 2^64."""
+    value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return value ^ (value >> np.uint64(31))
+
+
+STEP = 64  # triples between two stored sums of weights
+_STREAM = 4  # separates the offsets from other random numbers of the same seed and epoch
+
+
+class WeightedOrder:
+    """Epoch orders in which each triple comes in proportion to its weight.
+
+    Systematic sampling (Madow and Madow 1944): the weights are laid end to end on a line, and T
+    equally spaced points on it, from an offset that every epoch samples, choose the triples.  A
+    triple of weight w comes either floor or ceil of w / mean weight times per epoch, and on average
+    exactly w / mean weight times; with equal weights it comes once.  Only the sum of weights before
+    every 64th triple is in memory.
+
+    Args:
+        weights: (T,) float32; may be memory-mapped.
+    """
+
+    def __init__(self, weights: np.ndarray):
+        self._weights = np.asarray(weights).view()
+        self._weights.flags.writeable = False
+        self._sums = np.zeros(-(-len(weights) // STEP) + 1)
+        for start in range(0, len(weights), CHUNK):  # a multiple of STEP
+            part = weights[start : start + CHUNK].astype(np.float64)
+            sums = np.add.reduceat(part, np.arange(0, len(part), STEP))
+            first = start // STEP + 1
+            self._sums[first : first + len(sums)] = sums
+        np.cumsum(self._sums, out=self._sums)
+
+    def of(self, order: Order, seed: int, epoch: int) -> Order:
+        """Return the order of an epoch; ``order`` says which point comes at which position."""
+        words = np.random.SeedSequence(seed, spawn_key=(epoch, _STREAM)).generate_state(
+            1, np.uint64
+        )
+        offset = float(words[0] >> np.uint64(11)) * 2.0**-53
+
+        def weighted(positions: np.ndarray) -> np.ndarray:
+            places = (order(positions) + offset) / len(self._weights)
+            total = self._sums[-1]
+            targets = np.minimum(places * total, np.nextafter(total, 0.0))
+            triples = np.empty(len(targets), np.int64)
+            _walk(self._weights, self._sums, STEP, targets, triples)
+            return triples
+
+        return weighted
+
+
+@kernel
+def _walk(
+    weights: np.ndarray, sums: np.ndarray, step: int, targets: np.ndarray, triples: np.ndarray
+) -> None:
+    """Find the first triple at which the sum of weights exceeds each target."""
+    for i in range(len(targets)):
+        block = np.searchsorted(sums, targets[i], side="right") - 1
+        place = block * step
+        last = min(place + step, len(weights)) - 1
+        total = sums[block] + weights[place]
+        while total <= targets[i] and place < last:  # rounding may leave the last one short
+            place += 1
+            total += weights[place]
+        triples[i] = place

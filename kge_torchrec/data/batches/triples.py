@@ -1,0 +1,191 @@
+"""Batches of triples with sampled candidates: this rank's share of every step.
+
+A step takes a run of positions of the epoch's order, and rank r takes the r-th part of the run.
+Triples are grouped into chunks that share candidates.  Chunks are cut at fixed positions of the
+step, so training does not depend on the world size.
+
+Shapes: T triples, C chunks, b triples per chunk, B = C b triples, K candidates per chunk and side,
+U unique entities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kge_torchrec.data import SIDES, Side
+from kge_torchrec.data.batches import BatchPlan, Delivery, EpochBatches, mean_weight
+from kge_torchrec.data.batches.lookup import KeyedJaggedTensor, Pipelineable, as_feature, distinct
+from kge_torchrec.data.batches.order import Order
+from kge_torchrec.data.negatives import Chunks, random_numbers
+
+
+@dataclass
+class Batch(Pipelineable):
+    """One rank's share of a step.
+
+    Args:
+        ids: The U unique entity ids, ascending, under one key.
+        entities: (2 C b + C K of each side) positions in ids: heads, tails, candidates.
+        relation: (C, b) ids.
+        weight: (C, b) float32, a triple's share of the step's loss (in proportion to the weights of
+            triples, if they have any) times the world size; 0 on padding.
+        known_head: (C, b, K) bool, head candidates that are no negatives of a triple: they make a
+            known fact, or the sampler excludes them.  Empty if unused.
+        known_tail: The same for tails.
+        candidates: K of each side.
+        log_expected: (C K of each side) log of how often a chunk is expected to have the candidate.
+            Empty if unused.
+        deduplicated: False: ids holds every entity of ``entities``, in that order, with duplicates.
+    """
+
+    ids: KeyedJaggedTensor
+    entities: Tensor
+    relation: Tensor
+    weight: Tensor
+    known_head: Tensor
+    known_tail: Tensor
+    candidates: tuple[int, ...]
+    log_expected: Tensor
+    deduplicated: bool = True
+
+
+@dataclass(frozen=True)
+class Share:
+    """The positions of a step that a rank trains, laid out in chunks."""
+
+    positions: np.ndarray  # (C, b) positions in the step
+    mask: np.ndarray  # (C, b) bool, False on padding
+    first_chunk: int
+
+
+def share_of(batch: int, chunk_size: int, rank: int, world_size: int) -> Share:
+    """Return a rank's share of a step of ``batch`` triples.
+
+    Ranks take equal runs of positions.  A run over several chunks is padded to whole chunks; a run
+    inside a single chunk is not.
+    """
+    start, stop = batch * rank // world_size, batch * (rank + 1) // world_size
+    if start == stop:
+        empty = np.zeros((0, 0), dtype=np.int64)
+        return Share(empty, empty.astype(bool), 0)
+    first, last = start // chunk_size, (stop - 1) // chunk_size
+    if first == last:
+        positions = np.arange(start, stop)[None]
+        return Share(positions, np.ones_like(positions, dtype=bool), first)
+    grid = np.arange(first * chunk_size, (last + 1) * chunk_size).reshape(-1, chunk_size)
+    mask = (grid >= start) & (grid < stop)
+    return Share(np.clip(grid, start, stop - 1), mask, first)
+
+
+class TripleBatches(EpochBatches[Batch]):
+    """Makes the batches of triples with sampled candidates.
+
+    Args:
+        triples: (T, 3) integers, columns head, relation, tail; may be memory-mapped.
+        plan: What the batches contain, with ``candidates``.
+        delivery: This rank's share.
+        weights: (T,) weights of the triples in the loss; None weighs all alike.
+    """
+
+    def __init__(
+        self,
+        triples: np.ndarray,
+        plan: BatchPlan,
+        delivery: Delivery | None = None,
+        weights: np.ndarray | None = None,
+    ):
+        super().__init__(len(triples), plan, delivery)
+        assert plan.candidates is not None
+        self.triples, self.weights, self._mean_weight = triples, weights, mean_weight(weights)
+        self.candidates = plan.candidates
+        self.sampler = self.candidates.sampler
+        self.chunk_size = self.candidates.chunk_size or plan.batch_size
+
+    def batch(self, order: Order, epoch: int, step: int, part: int = 0) -> Batch:
+        """Return the batch of a step, or micro-batch ``part`` of it; it may be empty."""
+        start, size = self._positions(step)
+        share = share_of(size, self.chunk_size, *self._part(part))
+        index = order(start + share.positions.reshape(-1))
+        rows = self.triples[index].astype(np.int64)
+        chunks = self._chunks(order, epoch, step, share)
+        candidates = {side: self.sampler.sample(chunks[side]) for side in self.plan.sides}
+        weight = share.mask.astype(np.float32) * (self.delivery.world_size / size)
+        if self.weights is not None:
+            weight *= (self.weights[index] / self._mean_weight).reshape(weight.shape)
+        head, relation, tail = rows[:, 0], rows[:, 1], rows[:, 2]
+        ids = np.concatenate([head, tail, *(ids.reshape(-1) for ids in candidates.values())])
+        unique, entities = distinct(ids)
+        looked_up = torch.from_numpy(unique if self.delivery.deduplicate else ids)
+        known = {side: self._excluded(chunks, side, rows, candidates) for side in SIDES}
+        return Batch(
+            ids=as_feature(looked_up, self.delivery.bags),
+            entities=torch.from_numpy(entities),
+            relation=torch.from_numpy(np.ascontiguousarray(relation).reshape(weight.shape)),
+            weight=torch.from_numpy(weight),
+            known_head=known["head"],
+            known_tail=known["tail"],
+            candidates=tuple(ids.shape[1] for ids in candidates.values()),
+            log_expected=self._log_expected(chunks, candidates),
+            deduplicated=self.delivery.deduplicate,
+        )
+
+    def _chunks(self, order: Order, epoch: int, step: int, share: Share) -> dict[Side, Chunks]:
+        """Return the chunks of each side, from which its candidates are sampled."""
+        start, size = self._positions(step)
+        first, count = share.first_chunk, len(share.positions)
+
+        @cache
+        def whole_chunks() -> np.ndarray:
+            # Other ranks may train a part of them; a chunk that the step cuts short is repeated.
+            begin = (first + np.arange(count)[:, None]) * self.chunk_size
+            places = begin + np.arange(self.chunk_size) % np.minimum(self.chunk_size, size - begin)
+            rows = self.triples[order(start + places.reshape(-1))]
+            return rows.astype(np.int64).reshape(count, self.chunk_size, 3)
+
+        chunks = {}
+        for side in self.plan.sides:
+            width = self.candidates.numbers(side)
+            place = epoch, step, side
+            numbers = random_numbers(self.plan.seed, place, range(first, first + count), width)
+            chunks[side] = Chunks(side, numbers, whole_chunks)
+        return chunks
+
+    def _log_expected(
+        self, chunks: Mapping[Side, Chunks], candidates: Mapping[Side, np.ndarray]
+    ) -> Tensor:
+        """Return the log of how often a chunk is expected to have each of its candidates."""
+        if not self.candidates.log_q:
+            return torch.zeros(0)
+        logs = [
+            np.log(self.sampler.expected(chunks[side], ids)).ravel()
+            for side, ids in candidates.items()
+        ]
+        return torch.from_numpy(np.concatenate(logs).astype(np.float32))
+
+    def _excluded(
+        self,
+        chunks: Mapping[Side, Chunks],
+        side: Side,
+        rows: np.ndarray,
+        candidates: Mapping[Side, np.ndarray],
+    ) -> Tensor:
+        """Return which candidates are no negatives, (C, b, K) bool; empty if unused."""
+        nothing, known = torch.zeros(0, dtype=torch.bool), self.candidates.known
+        if side not in candidates or len(rows) == 0:
+            return nothing
+        ids = candidates[side]
+        mask = self.sampler.excluded(chunks[side], rows, ids)
+        if known is not None:
+            anchors = rows[:, 0] if side == "tail" else rows[:, 2]
+            per_triple = np.repeat(ids, len(rows) // len(ids), axis=0)
+            facts = known.contains(side, anchors, rows[:, 1], per_triple)
+            mask = facts if mask is None else mask | facts
+        if mask is None:
+            return nothing
+        return torch.from_numpy(mask.reshape(len(ids), -1, ids.shape[1]))

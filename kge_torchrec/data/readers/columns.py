@@ -1,0 +1,227 @@
+"""Columns of a file of triples: which is head, relation, tail and weight, by name or by place."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+
+from kge_torchrec.data import COLUMNS, WEIGHT
+from kge_torchrec.errors import DataError
+
+_WEIGHT_WORDS = ("weight", "weights", "confidence", "conf", "certainty", "probability")
+
+
+class ColumnChoice(NamedTuple):
+    """Which columns of a file are read.
+
+    Args:
+        names: The header's names of head, relation and tail, and of the weight if there is a
+            fourth; other columns are left out.  None goes by known words, otherwise by the order.
+        weights: True also takes a fourth column without a name as the weight; None takes a column
+            that is named so; False takes none.
+    """
+
+    names: tuple[str, ...] | None = None
+    weights: bool | None = None
+
+    @classmethod
+    def of(cls, names: Sequence[str] | None, weights: bool | None) -> ColumnChoice:
+        """Return a choice; raise DataError unless there are three or four different names."""
+        if names is None:
+            return cls(None, weights)
+        names = tuple(_plain(name) for name in names)
+        if len(names) not in (3, 4) or len(set(names)) < len(names) or not all(names):
+            raise DataError(
+                f"columns {', '.join(names)}: give the names of head, relation and tail, and of "
+                "the weight if there is one"
+            )
+        if len(names) == 4 and weights is False:
+            raise DataError(f"columns: {names[3]!r} is the weight, which is not to be read")
+        return cls(names, weights)
+
+    def named(self, fields: Sequence[str]) -> list[str | None] | None:
+        """Return what each column of a header is; None if the fields are no such header."""
+        fields = [_plain(field) for field in fields]
+        if self.names is not None:
+            if any(fields.count(name) != 1 for name in self.names):
+                return None
+            meant = dict(zip(self.names, (*COLUMNS, WEIGHT), strict=False))
+            return [meant.get(field) for field in fields]
+        weight = [field for field in fields if is_weight_name(field)]
+        if len(fields) == 4 and len(weight) == 1:
+            place = fields.index(weight[0])
+            order = roles([*fields[:place], *fields[place + 1 :]])
+            own = None if self.weights is False else WEIGHT
+            return None if order is None else [*order[:place], own, *order[place:]]
+        found = roles(fields)
+        return [*found] if found else None
+
+    def lacking(self, fields: Sequence[str]) -> str:
+        """Return why ``named`` found nothing by ``names``, as a clause."""
+        fields, names = [_plain(field) for field in fields], self.names or ()
+        missing = [name for name in names if name not in fields]
+        twice = [name for name in names if fields.count(name) > 1]
+        what = f"no column {missing[0]!r}" if missing else f"more than one column {twice[0]!r}"
+        return f"{what} among {', '.join(map(repr, fields))}"
+
+
+def is_weight_name(field: str) -> bool:
+    """Return whether a column name means a weight."""
+    return _plain(field).lower() in _WEIGHT_WORDS
+
+
+def _plain(field: str) -> str:
+    """Return a column name without the characters around it that do not matter."""
+    return field.strip().lstrip("#:?").strip()
+
+
+_WORDS = {
+    "head": "head h subject subj s source src from head_id subject_id source_id "
+    "head_entity entity1 entity_1 e1 node1",
+    "relation": "relation rel r predicate pred p property edge edge_type relation_type type label "
+    "relation_id predicate_id relationship",
+    "tail": "tail t object obj o target dst dest destination to tail_id object_id target_id "
+    "tail_entity entity2 entity_2 e2 node2",
+}
+_ROLES = {word: role for role, words in _WORDS.items() for word in words.split()}
+# Less usual names: one of these words, perhaps followed by what is in the column.
+_MORE = {
+    "head": "start x u lhs entity (entity|node|e|n|arg|term|concept)_?1",
+    "relation": "prop attribute attr link (edge|rel|relation|relationship|link)_type",
+    "tail": "end y v rhs value (entity|node|e|n|arg|term|concept)_?2",
+}
+_KINDS = "id|entity|node|name|label|uri|iri|idx|index|key"
+_PATTERNS = {
+    role: re.compile(rf"({'|'.join((_WORDS[role] + ' ' + more).split())})(_?({_KINDS}))?")
+    for role, more in _MORE.items()
+}
+
+
+def role(field: str) -> str | None:
+    """Return ``head``, ``relation`` or ``tail`` if the column name means one of them, or None.
+
+    Case, surrounding blanks, a leading ``#``, ``:`` or ``?`` and a group in brackets after the name
+    (Neo4j's ``:START_ID(Person)``) do not matter; "Head Entity" and "headEntity" are "head_entity".
+    """
+    name = re.sub(r"\(.*\)$", "", _plain(field))
+    name = re.sub(r"(?<=[a-z])(?=[A-Z])|[\s.-]+", "_", name).lower()
+    if name in _ROLES:
+        return _ROLES[name]
+    return next((role for role, names in _PATTERNS.items() if names.fullmatch(name)), None)
+
+
+def roles(fields: Sequence[str]) -> list[str] | None:
+    """Return the roles of a header's three fields in file order, or None if this is no header.
+
+    Three fields are a header if each is a word for a different one of head, relation and tail
+    (``subject predicate object``, ``h r t``, ``source type target``, ...), in any order.
+    """
+    found = [meant for field in fields if (meant := role(field))]
+    return found if len(fields) == len(found) == 3 and set(found) == set(COLUMNS) else None
+
+
+def places(names: Sequence[str]) -> list[int] | None:
+    """Return the positions of head, relation and tail among column names, or None.
+
+    They are the columns with exactly these names; otherwise the only columns that mean them by a
+    usual word; otherwise the only columns that mean them by any name.
+    """
+    usual = [_ROLES.get(_plain(name).lower()) for name in names]
+    for meant in (names, usual, [role(name) for name in names]):
+        if all(meant.count(wanted) == 1 for wanted in COLUMNS):
+            return [meant.index(wanted) for wanted in COLUMNS]
+    return None
+
+
+def unclear(names: Sequence[str]) -> str:
+    """Return why ``places`` found none, as a clause."""
+    meant = {wanted: [name for name in names if role(name) == wanted] for wanted in COLUMNS}
+    for wanted, found in meant.items():
+        if len(found) > 1:
+            return f"{' and '.join(map(repr, found))} both stand for the {wanted}"
+    missing = [wanted for wanted, found in meant.items() if not found]
+    return f"no column stands for the {' or the '.join(missing)}"
+
+
+class FirstLine(NamedTuple):
+    """How the first line of a text file was read, or which columns of a Parquet file were read.
+
+    Args:
+        file: The file.
+        line: Number of the line; None in Parquet.
+        fields: The fields of the line, or the names of the columns.
+        columns: The file's name of head, relation, tail (and weight); None: the line is a triple.
+        again: Fields of the line that occur as labels in the following rows.
+        rows: Number of following rows that were compared.
+    """
+
+    file: str
+    line: int | None
+    fields: list[str]
+    columns: dict[str, str] | None
+    again: Sequence[str] = ()
+    rows: int = 0
+
+
+OnFirstLine = Callable[[FirstLine], object]
+ROWS = 1000  # rows that are compared with the first line
+
+
+def again(fields: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return the fields of a first line that later rows have as labels, as if it were a triple.
+
+    An entity counts in both columns of entities, a relation in its own.
+    """
+    seen: set[tuple[bool, str]] = set()
+    for row in rows:
+        seen.update((place == 1, field) for place, field in enumerate(row))
+    return [field for place, field in enumerate(fields) if (place == 1, field) in seen]
+
+
+def is_triple_after_all(again: Sequence[str]) -> bool:
+    """Return whether a line of column names is a triple, by its fields that are labels later.
+
+    A single word, such as "type" or "head", may be both a column name and a label.  Two of three
+    words, or a name with a number, such as "node1", are labels.
+    """
+    return len(again) > 1 or any(map(str.isdigit, "".join(again)))
+
+
+class NotAWeight(DataError):
+    """A column has a value that is no positive, finite number, first in ``row``."""
+
+    def __init__(self, row: int):
+        super().__init__("no positive, finite number")
+        self.row = row
+
+
+def parse_weights(column: pa.Array) -> pa.Array:
+    """Return a column of numbers or text as float32.
+
+    Raises:
+        NotAWeight: A value is null, no number, or not positive and finite in float32.
+    """
+    try:
+        numbers = column.cast(pa.float64())
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        raise NotAWeight(_first_unreadable(column)) from None
+    values = numbers.to_numpy(zero_copy_only=False)
+    with np.errstate(over="ignore", invalid="ignore", under="ignore"):
+        weights = values.astype(np.float32)
+        good = np.isfinite(weights) & (weights > 0)
+    if not good.all():
+        raise NotAWeight(int(good.argmin()))
+    return pa.array(weights)
+
+
+def _first_unreadable(column: pa.Array) -> int:
+    for row in range(len(column)):
+        try:
+            parse_weights(column.slice(row, 1)) if len(column) > 1 else column.cast(pa.float64())
+        except (NotAWeight, pa.ArrowInvalid, pa.ArrowNotImplementedError):
+            return row
+    return 0

@@ -1,0 +1,255 @@
+"""Types of entities: of a store, of a file, or from triples of one relation such as rdf:type.
+
+An entity may have several types.
+
+Shapes: N entities, K types, M pairs of an entity and a type, B queries, T triples.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import csv
+
+from kge_torchrec.data.labels import Labels
+from kge_torchrec.data.sort import sorted_rows
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.errors import DataError
+
+
+class TypeTable(NamedTuple):
+    """Types as a store has them.
+
+    Args:
+        names: (K,) labels of the types.
+        indptr: (N + 1,) int64, where the types of each entity start.
+        types: (M,) int64, ascending for each entity, each once.
+    """
+
+    names: pa.Array
+    indptr: np.ndarray
+    types: np.ndarray
+
+    def pairs(self) -> np.ndarray:
+        """Return the pairs of entity and type, (M, 2) int64."""
+        entities = np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
+        return np.stack([entities, self.types], 1)
+
+
+def table_of(
+    names: pa.Array, entities: np.ndarray, types: np.ndarray, num_entities: int
+) -> TypeTable:
+    """Return the table of pairs of entity (M,) and type (M,), in any order, perhaps repeated."""
+    entities, types = sorted_rows((entities, types), (num_entities, len(names)))
+    new = np.ones(len(types), bool)
+    new[1:] = (np.diff(entities) != 0) | (np.diff(types) != 0)
+    indptr = np.zeros(num_entities + 1, np.int64)
+    np.cumsum(np.bincount(entities[new], minlength=num_entities), out=indptr[1:])
+    return TypeTable(names, indptr, types[new])
+
+
+class EntityTypes:
+    """The types of all entities of a store.
+
+    Attributes:
+        names: (K,) labels of the types, a pyarrow array.
+        indptr: (N + 1,) int64, where the types of each entity start in ``types``.
+        types: (M,) int64, ascending for each entity.
+        ignored: Number of lines of entities that are not in the graph.
+    """
+
+    def __init__(self, names: pa.Array, indptr: np.ndarray, types: np.ndarray, ignored: int = 0):
+        self.names, self.indptr, self.types, self.ignored = names, indptr, types, ignored
+
+    @classmethod
+    def read(cls, path: str | Path, store: TripleStore) -> EntityTypes:
+        """Read a file of lines "entity, tab, type"; count entities that are not in the graph.
+
+        Raises:
+            DataError: The file is missing, has other columns or none of the graph's entities.
+        """
+        table = _read(Path(path))
+        place = pc.index_in(table["entity"], value_set=store.entities.array)
+        known = place.is_valid().to_numpy()
+        if not known.any():
+            raise DataError(
+                f"{path}: none of its {len(table):,} entities is in the graph; a line should be an "
+                "entity's label, a tab and a type"
+            )
+        encoded = table["type"].combine_chunks().dictionary_encode()
+        entities = place.drop_null().to_numpy().astype(np.int64)
+        types = encoded.indices.to_numpy().astype(np.int64)[known]
+        table = table_of(encoded.dictionary, entities, types, store.num_entities)
+        return cls(*table, int((~known).sum()))
+
+    @classmethod
+    def find(cls, path: str | Path | None, store: TripleStore) -> EntityTypes:
+        """Return the types of a file or, where ``path`` is None, of the store.
+
+        Raises:
+            DataError: The file is unusable (see ``read``), or the store has no types.
+        """
+        if path is not None:
+            return cls.read(path, store)
+        table = store.types()
+        if table is None:
+            raise DataError(
+                f"{store.path} has no types of entities: prepare it again with --types-from "
+                "RELATION, or name a file of lines entity, tab, type"
+            )
+        return cls(*table)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def of(self, entities: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return the types of entities (B,): which of the B (M,), ascending, and its type (M,)."""
+        starts = self.indptr[entities]
+        counts = self.indptr[entities + 1] - starts
+        which = np.repeat(np.arange(len(entities)), counts)
+        offset = np.arange(len(which)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return which, self.types[starts[which] + offset]
+
+
+def _read(path: Path) -> pa.Table:
+    columns = {"entity": pa.large_string(), "type": pa.large_string()}
+    try:
+        return csv.read_csv(
+            path,
+            read_options=csv.ReadOptions(column_names=list(columns)),
+            parse_options=csv.ParseOptions(delimiter="\t", quote_char=False),
+            convert_options=csv.ConvertOptions(column_types=columns),
+        )
+    except FileNotFoundError:
+        raise DataError(f"{path}: no such file of entities and their types") from None
+    except pa.ArrowInvalid as error:
+        raise DataError(
+            f"{path}: {error}; every line should be an entity's label, a tab and a type"
+        ) from None
+
+
+RDF_TYPE = "http://www.w3.org/1999/02/22-rdf-syntax-ns#type"
+USES = ("drop", "keep")  # what becomes of the triples
+
+
+def _table_of_store(store: TripleStore) -> TypeTable:
+    table = store.types()
+    assert table is not None  # its report has counts of them
+    return TypeTable(*table)
+
+
+class TypeTriples:
+    """Finds the triples of a relation, such as rdf:type, and makes types of entities of them.
+
+    Triples that are dropped are not ranked, so those of all splits give types.  Of triples that
+    stay only those of train give types: the others would leak answers of test.
+
+    Args:
+        relation: Label of the relation; ``rdf:type`` also stands for its IRI.
+        use: "drop" takes the triples out of the graph, "keep" leaves them in.
+        base: The store that is extended, whose own types come first.
+    """
+
+    def __init__(self, relation: str, use: str = "drop", base: TripleStore | None = None):
+        if use not in USES:
+            raise DataError(f"type_triples must be one of {', '.join(USES)}, not {use!r}")
+        self.relation, self.use = relation, use
+        names = [relation, RDF_TYPE] if relation == "rdf:type" else [relation]
+        self._names = pa.array(names, pa.large_string())
+        self._base = base if use == "drop" else None  # triples that stay are in its graph
+        self._entities = Labels()
+        self._types = Labels(None if self._base is None else _table_of_store(self._base).names)
+        self._pairs: list[np.ndarray] = []
+
+    @classmethod
+    def of_extended(cls, base: TripleStore) -> TypeTriples | None:
+        """Return the same for triples that extend a store; None if it has no types."""
+        said = base.report.get("types")
+        return None if said is None else cls(said["relation"], said["use"], base)
+
+    def passing(
+        self, batches: Iterable[tuple[str, pa.RecordBatch]]
+    ) -> Iterator[tuple[str, pa.RecordBatch]]:
+        """Yield the batches, without the triples if they are dropped; those are kept here."""
+        if self.use == "keep":
+            yield from batches
+            return
+        for split, batch in batches:
+            found = pc.is_in(batch["relation"], value_set=self._names)
+            if pc.any(found).as_py():
+                self._add(batch.filter(found))
+                batch = batch.filter(pc.invert(found))
+            yield split, batch
+
+    def _add(self, batch: pa.RecordBatch) -> None:
+        pairs = np.empty((batch.num_rows, 2), np.int32)
+        for column, (role, labels) in enumerate((("head", self._entities), ("tail", self._types))):
+            encoded = batch[role].dictionary_encode()
+            pairs[:, column] = encoded.indices
+            labels.add(encoded.dictionary, pairs[:, column : column + 1])
+        self._pairs.append(pairs)
+
+    def table(
+        self, entities: pa.Array, relations: pa.Array, triples: Mapping[str, np.ndarray]
+    ) -> tuple[TypeTable, dict[str, Any]]:
+        """The types of the entities (N,), and what the report says of them.
+
+        Raises DataError where no triple has the relation.
+        """
+        if self.use == "keep":
+            found, names, pairs = self._of_train(entities, relations, triples["train"])
+        else:
+            found, names, pairs = self._of_dropped(entities)
+        known = pairs[pairs[:, 0] >= 0]
+        ignored = len(pairs) - len(known)
+        if self._base is not None:
+            said = self._base.report["types"]
+            found, ignored = found + said["triples"], ignored + said["ignored"]
+            known = np.concatenate([_table_of_store(self._base).pairs(), known])
+        if not found:
+            raise self._missing(relations)
+        table = table_of(names, known[:, 0], known[:, 1], len(entities))
+        return table, {
+            "relation": self.relation,
+            "triples": found,
+            "use": self.use,
+            "types": len(table.names),
+            "entities": int((np.diff(table.indptr) > 0).sum()),
+            "ignored": ignored,
+        }
+
+    def _of_dropped(self, entities: pa.Array) -> tuple[int, pa.Array, np.ndarray]:
+        """Return the number of triples, names of types, and pairs (M, 2), -1 for no entity."""
+        self._entities.merge()
+        self._types.merge()
+        pairs = np.concatenate([np.empty((0, 2), np.int32), *self._pairs]).astype(np.int64)
+        place = pc.index_in(self._entities.values, value_set=entities)
+        ids = pc.fill_null(place, -1).to_numpy().astype(np.int64)
+        if len(pairs):
+            pairs[:, 0] = ids[pairs[:, 0]]
+        return len(pairs), self._types.values, pairs
+
+    def _of_train(
+        self, entities: pa.Array, relations: pa.Array, train: np.ndarray
+    ) -> tuple[int, pa.Array, np.ndarray]:
+        """Return the same for triples that stay; their types are entities."""
+        ids = np.flatnonzero(pc.is_in(relations, value_set=self._names).to_numpy(False))
+        rows = train[np.isin(train[:, 1], ids)]
+        tails, types = np.unique(rows[:, 2], return_inverse=True)
+        pairs = np.stack([rows[:, 0].astype(np.int64), types], 1)
+        return len(rows), entities.take(pa.array(tails)), pairs
+
+    def _missing(self, relations: pa.Array) -> DataError:
+        close = difflib.get_close_matches(self.relation, relations.to_pylist()[:20_000], 3)
+        hint = f"; did you mean {', '.join(map(repr, close))}?" if close else ""
+        where = " of train" if self.use == "keep" else ""
+        return DataError(
+            f"types_from: no triple{where} has the relation {self.relation!r}, which should say "
+            f"types{hint}"
+        )

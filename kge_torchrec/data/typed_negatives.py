@@ -1,0 +1,297 @@
+"""Typed negatives: samplers of entities of the right kind for a triple, or from a file.
+
+``SeenSampler`` takes entities that the triple's relation has on that side in train (the local
+closed-world assumption of Krompass et al. 2015), ``TypeSampler`` entities that share a type with
+the triple's own entity, ``FileSampler`` entities of a file of triples that are known to be wrong.
+
+The triples of a chunk share their candidates.  Each candidate is sampled for one triple of the
+chunk, chosen at random, and counts for every triple whose kind it is of.
+
+Shapes: C chunks, b triples per chunk, K candidates per chunk, B triples, M random numbers,
+N entities, R relations.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from kge_torchrec.config.data import NegativesConfig
+from kge_torchrec.data import HEAD, OTHER, RELATION, SIDES, TAIL, answer_column
+from kge_torchrec.data.negatives import Chunks, NegativeSampler
+from kge_torchrec.data.readers import read_triples
+from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.entity_types import EntityTypes
+from kge_torchrec.data.store.filter_index import (
+    FilterIndex,
+    SideIndex,
+    build_side,
+    mark_members,
+    seen_pairs,
+)
+from kge_torchrec.errors import DataError
+from kge_torchrec.kernels.jit import kernel
+
+log = logging.getLogger(__name__)
+
+
+def typed_sampler(
+    others: NegativeSampler, config: NegativesConfig, store: TripleStore
+) -> NegativeSampler:
+    """Return the sampler that negatives.among names, over one that samples among all entities.
+
+    Raises:
+        DataError: An unusable file, or a store without types.
+    """
+    share = config.among_share
+    if config.among == "seen":
+        return SeenSampler(others, share, store)
+    if config.among == "types":
+        return TypeSampler(others, share, EntityTypes.find(config.types, store))
+    if config.among == "own":
+        assert config.file is not None  # NegativesConfig has checked it
+        return FileSampler(others, share, read_negatives(config.file, store), store)
+    return others
+
+
+class TypedSampler(NegativeSampler):
+    """Base of samplers that take the first candidates of a chunk from entities of a kind.
+
+    Args:
+        others: Sampler of all other candidates, and of those for triples without such entities.
+        share: Share of a chunk's sampled candidates that are of the kind.
+    """
+
+    def __init__(self, others: NegativeSampler, share: float):
+        self.others, self.share = others, share
+
+    def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return one entity for each triple (M, 3) and number (M,): (M,) int64, -1 for none."""
+        raise NotImplementedError
+
+    def fits(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Return whether candidates (B, K) are of the kind for triples (B, 3): (B, K) bool."""
+        raise NotImplementedError
+
+    def kinds(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """Return a number (B,) int64 from 0 that is equal for triples of the same kind."""
+        raise NotImplementedError
+
+    def sample(self, chunks: Chunks) -> np.ndarray:
+        """Return the candidates of the other sampler, the first ones replaced."""
+        ids, side, triples = self.others.sample(chunks), chunks.side, chunks.triples
+        if not len(triples):
+            return ids
+        count = self._typed(chunks)
+        places = chunks.numbers[:, :count] * triples.shape[1]
+        place = np.minimum(places.astype(np.int64), triples.shape[1] - 1)
+        chosen = np.take_along_axis(triples, place[..., None], 1).reshape(-1, 3)
+        rest = np.clip(places - place, 0, np.nextafter(1.0, 0.0))
+        typed = self.choose(side, chosen, rest.ravel()).reshape(place.shape)
+        ids[:, :count] = np.where(typed >= 0, typed, ids[:, :count])
+        return ids
+
+    def excluded(
+        self, chunks: Chunks, triples: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray | None:
+        """Return which candidates are of the wrong kind for a triple.
+
+        Answers of the batch, which follow the sampled candidates, have to be of the kind where all
+        sampled candidates have to be.
+        """
+        excluded = np.zeros((len(triples), candidates.shape[1]), bool)
+        typed = candidates if self.share == 1 else candidates[:, : self._typed(chunks)]
+        # Once for all triples of a chunk that are of one kind.
+        kinds = self.kinds(chunks.side, triples)
+        chunk = np.arange(len(triples)) // (len(triples) // len(candidates))
+        pairs = chunk * (int(kinds.max()) + 1) + kinds
+        _, first, of = np.unique(pairs, return_index=True, return_inverse=True)
+        rows = np.ascontiguousarray(typed[chunk[first]])
+        fits = self.fits(chunks.side, triples[first], rows)
+        np.logical_not(fits[of], out=excluded[:, : typed.shape[1]])
+        others = self.others.excluded(chunks, triples, candidates)
+        return excluded if others is None else excluded | others
+
+    def _typed(self, chunks: Chunks) -> int:
+        """Return how many of the sampled candidates of a chunk are of the kind."""
+        return max(1, round(self.share * chunks.numbers.shape[1]))
+
+
+class SeenSampler(TypedSampler):
+    """Takes entities that the triple's relation has on that side in train.
+
+    The distinct entities of each relation and side take 4 bytes each, on every rank.
+    """
+
+    def __init__(self, others: NegativeSampler, share: float, store: TripleStore):
+        super().__init__(others, share)
+        dtype = store.train.dtype
+        self._seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+        for side in SIDES:
+            # Tails are the anchors of the index for heads, and the other way round.
+            index = store.side_index("train", OTHER[side])
+            pairs = [(e.astype(dtype), r.astype(dtype)) for e, r in seen_pairs(index)]
+            entities, relations = (np.concatenate(x) for x in zip(*pairs, strict=True))
+            order = np.argsort(relations, kind="stable")  # entities ascend within a relation
+            indptr = np.zeros(store.num_relations + 1, np.int64)
+            np.cumsum(np.bincount(relations, minlength=store.num_relations), out=indptr[1:])
+            self._seen[side] = indptr, entities[order]
+
+    def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return one of the entities seen there; -1 where the true one is the only one."""
+        entities, start, stop = self._ranges(side, triples)
+        chosen = entities[start + (numbers * (stop - start)).astype(np.int64)].astype(np.int64)
+        return np.where(stop - start > 1, chosen, -1)
+
+    def fits(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Return whether candidates were seen there; all where only the true one was."""
+        entities, start, stop = self._ranges(side, triples)
+        fits = np.zeros(candidates.shape, bool)
+        mark_members(entities, start, stop, candidates, fits)
+        fits[stop - start <= 1] = True
+        return fits
+
+    def kinds(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """Return the relation."""
+        return triples[:, RELATION]
+
+    def _ranges(self, side: str, triples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return all entities, and where those of each triple's relation start and stop."""
+        indptr, entities = self._seen[side]
+        return entities, indptr[triples[:, RELATION]], indptr[triples[:, RELATION] + 1]
+
+
+class TypeSampler(TypedSampler):
+    """Takes entities that share a type with the triple's own entity.
+
+    An entity that shares several types is sampled as much more often.
+    """
+
+    def __init__(self, others: NegativeSampler, share: float, types: EntityTypes):
+        super().__init__(others, share)
+        self._types = types
+        entities = np.repeat(np.arange(len(types.indptr) - 1), np.diff(types.indptr))
+        sizes = np.bincount(types.types, minlength=len(types))
+        self._members = entities[np.argsort(types.types, kind="stable")]
+        self._starts = np.cumsum(sizes) - sizes
+        # Over all pairs of an entity and a type: the number of members of the types before.
+        self._before = np.concatenate([[0], np.cumsum(sizes[types.types])])
+
+    def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return an entity that shares a type with the true one; -1 where none does."""
+        answers = triples[:, answer_column(side)]
+        first, last = (self._types.indptr[answers + i] for i in (0, 1))
+        low, total = self._before[first], self._before[last] - self._before[first]
+        target = low + (numbers * total).astype(np.int64)
+        pair = np.searchsorted(self._before, target, "right") - 1
+        some = total > last - first  # more than the entity itself in each of its types
+        chosen = np.full(len(answers), -1)
+        pair, target = pair[some], target[some]
+        place = self._starts[self._types.types[pair]] + target - self._before[pair]
+        chosen[some] = self._members[place]
+        return chosen
+
+    def fits(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Return whether candidates share a type with the true entity; all where none does."""
+        answers, own = triples[:, answer_column(side)], self._types
+        fits = np.zeros(candidates.shape, bool)
+        _mark_sharing(own.indptr, own.types, np.full(len(own), -1), answers, candidates, fits)
+        first, last = (own.indptr[answers + i] for i in (0, 1))
+        fits[self._before[last] - self._before[first] <= last - first] = True
+        return fits
+
+    def kinds(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """Return the true entity."""
+        return triples[:, answer_column(side)]
+
+
+@kernel
+def _mark_sharing(
+    indptr: np.ndarray,
+    types: np.ndarray,
+    seen_by: np.ndarray,
+    answers: np.ndarray,
+    candidates: np.ndarray,
+    fits: np.ndarray,
+) -> None:
+    """Set ``fits[b, k]`` where ``candidates[b, k]`` shares a type with ``answers[b]``."""
+    for b in range(len(answers)):
+        for place in range(indptr[answers[b]], indptr[answers[b] + 1]):
+            seen_by[types[place]] = b
+        for k in range(candidates.shape[1]):
+            entity = candidates[b, k]
+            for place in range(indptr[entity], indptr[entity + 1]):
+                if seen_by[types[place]] == b:
+                    fits[b, k] = True
+                    break
+
+
+class FileSampler(TypedSampler):
+    """Takes entities from triples that are known to be wrong: the tails of (h, r, ?), and so on.
+
+    Triples that are in train as well are left out, with a warning.
+
+    Args:
+        others, share: As for ``TypedSampler``.
+        triples: (T, 3) wrong triples, int64.
+        store: The graph.
+    """
+
+    def __init__(
+        self, others: NegativeSampler, share: float, triples: np.ndarray, store: TripleStore
+    ):
+        super().__init__(others, share)
+        known = store.filter_index(("train",))
+        true = known.contains("tail", triples[:, HEAD], triples[:, RELATION], triples[:, TAIL:])
+        if true.any():
+            log.warning("%s of the own negatives are training triples; left out", int(true.sum()))
+            triples = triples[~true[:, 0]]
+        sizes = store.num_entities, store.num_relations
+        index: dict[str, SideIndex] = {side: build_side(side, triples, *sizes) for side in SIDES}
+        self._index = FilterIndex([index], *sizes)
+
+    def choose(self, side: str, triples: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+        """Return an entity that is known to be wrong; -1 where none is."""
+        anchors = np.ascontiguousarray(triples[:, answer_column(OTHER[side])])
+        answers = self._index.answers(side, anchors, np.ascontiguousarray(triples[:, RELATION]))
+        chosen, some = np.full(len(triples), -1), np.flatnonzero(answers.counts)
+        if len(some):
+            chosen[some] = answers.at(some, (numbers * answers.counts)[some].astype(np.int64))
+        return chosen
+
+    def fits(self, side: str, triples: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+        """Return True: what is wrong for one triple is a negative like any other for the next."""
+        return np.ones(candidates.shape, bool)
+
+    def kinds(self, side: str, triples: np.ndarray) -> np.ndarray:
+        """Return the same number for all."""
+        return np.zeros(len(triples), np.int64)
+
+
+def read_negatives(path: str | Path, store: TripleStore) -> np.ndarray:
+    """Return the distinct triples (T, 3) int64 of a file; those with unknown labels are left out.
+
+    Raises:
+        DataError: The file cannot be read, or has none of the graph's labels.
+    """
+    parts, total = [np.empty((0, 3), np.int64)], 0
+    vocabularies = store.entities.array, store.relations.array, store.entities.array
+    for batch in read_triples(Path(path)):
+        total += batch.num_rows
+        places = [
+            pc.index_in(column, value_set=pa.array(labels))
+            for column, labels in zip(batch.columns[:3], vocabularies, strict=True)
+        ]
+        ids = np.stack([pc.fill_null(x, -1).to_numpy().astype(np.int64) for x in places], 1)
+        parts.append(ids[(ids >= 0).all(1)])
+    triples = np.concatenate(parts)
+    if not len(triples):
+        raise DataError(f"{path}: none of its {total:,} triples is of labels in the graph")
+    if len(triples) < total:
+        missing = total - len(triples)
+        log.warning("%s: %s triples have labels that are not in the graph", path, missing)
+    return np.unique(triples, axis=0)
