@@ -196,11 +196,19 @@ def _first(setups: Sequence[Setup], cost: Cost) -> Setup | None:
         except ConfigError:
             return False
 
-    first = bisect_left(setups, True, key=lambda setup: fits(setup, cost))
+    def search(bound: Cost | None = None) -> int:
+        """Look in growing steps, then halve, since the far setups are slow to plan."""
+        end = 1
+        while end < len(setups) and not fits(setups[end - 1], bound):
+            end *= 2
+        rest = (end // 2, min(end, len(setups)))
+        return bisect_left(setups, True, *rest, key=lambda setup: fits(setup, bound))
+
+    first = search(cost)
     if first == len(setups):
         if not setups or not fits(setups[-1]):
             return None
-        first = bisect_left(setups, True, key=fits)  # the bound is too high: activations decide
+        first = search()  # the bound is too high: activations decide
     while first and fits(setups[first - 1]):
         first -= 1
     return setups[first]
