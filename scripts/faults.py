@@ -479,9 +479,9 @@ FAULTS = [
           "tests/distributed/test_lost_ranks.py -k survivors"),
     Fault("timeout ignored by train", "api.py",
           "processes(config.device, config.timeout) as ranks, ExitStack() as held:\n"
-          "        folder = RunFolder(ranks",
+          "        if checks_effects",
           "processes(config.device) as ranks, ExitStack() as held:\n"
-          "        folder = RunFolder(ranks",
+          "        if checks_effects",
           "tests/test_every_key.py -k timeout"),
     Fault("the rank that is gone has no name", "distributed/processes.py",
           "names = _shared.ended_ranks()", "names = []",

@@ -116,5 +116,5 @@ FAULTS = [
           "if recorded and self.keep:", "if False:",
           "tests/growth/test_killed_extensions.py -k every_verb"),
     Fault("a mapped store is memory that a run needs", "planning/plan.py",
-          "if part not in SHARED", "if True", "tests/planning/test_dry_run.py -k mapped"),
+          "if part not in memory.SHARED", "if True", "tests/planning/test_dry_run.py -k mapped"),
 ]  # fmt: skip

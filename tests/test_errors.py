@@ -34,7 +34,11 @@ def test_every_error_of_the_package_is_one_for_people():
     assert {"ConfigError", "ScaleTooSmall", "PackageSetError"} <= {
         error.__name__ for error in found
     }
-    assert [error for error in found if not issubclass(error, KGEError)] == []
+    # A collective raises the first, and `processes` makes a RankLost of it; the command line
+    # catches every KeyboardInterrupt.
+    inside = {"RankGone", "TrainingInterrupted"}
+    others = {error.__name__ for error in found if not issubclass(error, KGEError)}
+    assert others <= inside
 
 
 def test_settings_end_the_message_as_the_first_who_knows_says():

@@ -67,7 +67,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._boxes, self._gloo = boxes, gloo  # of which torch's stubs know no collectives
         self._under_way = deque[_Exchange]()
         self._lock = threading.RLock()
-        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        # torch keeps the name of a group in its backend, so that two groups must not share one:
+        # FSDP looks the group of all ranks up by its name.  This backend is asked for nothing else.
+        named = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=1))
+        self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, named)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
 
     def all_to_all_single(

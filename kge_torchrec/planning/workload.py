@@ -21,6 +21,7 @@ import numpy as np
 import torch
 
 from kge_torchrec.config import Config, ConfigError
+from kge_torchrec.config.keys import Facts, without_effect
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.data.store import TripleStore
@@ -199,13 +200,18 @@ class Workload:
         """Return the run with other values for some keys, such as {"train.batch_size": 512}.
 
         Raises:
-            ConfigError: The config does not allow a value.
+            ConfigError: The config does not allow a value, or another key that is set loses its
+                effect.
         """
         config = self.config
         for key, value in settings.items():
             section, name = key.split(".")
             changed = replace(getattr(config, section), **{name: value})
             config = replace(config, **{section: changed})
+        idle = without_effect(self.config, Facts())
+        for key, reason in without_effect(config, Facts()).items():
+            if key not in idle:
+                raise ConfigError(reason)
         same_objective = all(key.startswith(("train.", "dense.")) for key in settings)
         return replace(self, config=config, memo=self.memo if same_objective else {})
 

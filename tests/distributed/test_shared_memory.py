@@ -360,6 +360,17 @@ WITHOUT_WORK = {"rank", "size", "name", "abort", "set_timeout", "_start_coalesci
                 "supports_reconfigure", "supports_window", "unregister_abort_hook"}  # fmt: skip
 
 
+def rank_names_groups() -> tuple[bool, bool]:
+    with shared_group() as group:
+        world = dist.distributed_c10d._resolve_process_group(dist.group.WORLD.group_name)
+        return world is dist.group.WORLD, group.group_name != world.group_name
+
+
+def test_the_group_of_all_ranks_keeps_its_name():
+    """FSDP looks groups up by name."""
+    assert run_world(2, rank_names_groups) == [(True, True)] * 2
+
+
 def test_no_collective_reaches_gloo_through_the_group():
     """By torch's C++ it would wait for gloo with the interpreter's lock held."""
     of_both = set(dir(dist.ProcessGroupGloo)) & set(dir(dist.ProcessGroup)) - WITHOUT_WORK
