@@ -69,7 +69,10 @@ class SeenCandidates:
             self._seen[side] = indptr, entities[np.argsort(relations, kind="stable")]
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop), part of ``rows``, are candidates: (n,) bool."""
+        """Return which of the entities [first, stop) are candidates: (n,) bool.
+
+        [first, stop) must lie within ``rows``.
+        """
         indptr, entities = self._seen[side]
         seen = entities[indptr[relation] : indptr[relation + 1]]
         low, high = np.searchsorted(seen, (first, stop))
@@ -112,7 +115,10 @@ class TypedCandidates(SeenCandidates):
         return found
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Return which of the entities [first, stop), part of ``rows``, are candidates: (n,) bool."""
+        """Return which of the entities [first, stop) are candidates: (n,) bool.
+
+        [first, stop) must lie within ``rows``.
+        """
         allowed = self._allowed[side]
         size = len(self._types)
         low, high = np.searchsorted(allowed, (relation * size, (relation + 1) * size))
