@@ -189,7 +189,7 @@ class Study:
             yield taken
 
     def _sampler(self, number: int) -> TPESampler:
-        """Return a sampler seeded by seed and trial number, so that two processes draw differently."""
+        """Return a sampler seeded by seed and trial number: two processes draw differently."""
         with _quiet():
             return TPESampler(
                 n_startup_trials=max(5, min(10, self.settings.trials // 3)),
@@ -227,7 +227,7 @@ class Study:
         return {number for trial in trials for number in retries_of(trial)}
 
     def _counted(self) -> int:
-        """Return the number of ended and running trials, except those that a later trial repeats."""
+        """Count the ended and running trials, except those that a later trial repeats."""
         retried = self._retried()
         return sum(
             trial.state is not TrialState.WAITING and trial.number not in retried
