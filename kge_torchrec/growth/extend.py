@@ -263,7 +263,7 @@ class _Extension:
             )
 
         def made() -> GrownCheckpoint:
-            assert self._writing is not None  # on the first rank
+            assert self._writing is not None  # only rank 0 calls this
             return self._writing
 
         try:
