@@ -269,7 +269,7 @@ class _Placer:
         return torch.where(counts > 0, sums / counts.clamp_min(1), drawn)
 
     def _places(self) -> dict[Side, _Means]:
-        """Return, per side, the mean row by relation of the entities that old triples have."""
+        """Return, per side, the mean row of each relation's entities in old triples."""
         count = self.old.triples
         every = max(1, -(-count // _SAMPLE))
         triples = np.asarray(self.store.train[:count:every], np.int64)
