@@ -1,4 +1,4 @@
-"""The questions that a run and an export answer alike, as methods of both."""
+"""The query methods that a trained run and an exported model share."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ Triple = tuple[Label, Label, Label]
 
 
 class Answering:
-    """Answers of a trained model.  Entities and relations are given as labels, or as ids."""
+    """A mixin that answers queries with a trained model.
+
+    Entities and relations are passed as labels or as ids.
+    """
 
     def answering_model(self) -> AnsweringModel:
-        """What questions are answered from."""
+        """Return the model that answers the queries."""
         raise NotImplementedError
 
     def predict(
@@ -34,19 +37,29 @@ class Answering:
         known: bool = True,
         above: float | None = None,
     ) -> list[Prediction]:
-        """The k best tails of (head, relation, ?), heads of (?, relation, tail), or relations of
-        (head, ?, tail), best first.
+        """Return the best answers to a triple with one missing part, best first.
 
-        All entities, or relations, are candidates.  Equal scores come in order of id.  Relations
-        are scored as ``score`` does, by the tail's query.
+        The query is (head, relation, ?), (?, relation, tail) or (head, ?, tail). All entities, or
+        all relations, are candidates. Equal scores come in order of id. Relations are scored as
+        tail queries, like in ``score``.
 
-        k: None stands for 10, or for all answers where ``above`` is given.
-        known: list answers that the data holds already, marked with their split; False leaves
-        them out.  An export does not have the data: it marks nothing, and refuses False.
-        above: list only answers with at least this score.
+        Args:
+            head: Label or id; None if the head is the missing part.
+            relation: Label or id; None if the relation is the missing part.
+            tail: Label or id; None if the tail is the missing part.
+            k: The number of answers. None: 10, or all answers if ``above`` is given.
+            known: Whether to list answers that the data already holds. Listed ones are marked
+                with their split. An export has no data: it marks nothing and rejects False.
+            above: List only answers with at least this score.
 
-        Raises ConfigError for a query that makes no sense, UnknownLabelError, with close matches,
-        for a label not in the data, and IndexError for an id.
+        Returns:
+            The answers with rank, label, score, split and probability.
+
+        Raises:
+            ConfigError: The query or an option is invalid.
+            UnknownLabelError: A label is not in the data; the message has close matches.
+            IndexError: An id is out of range.
+            KGEError: ``known`` is False and the model is an export.
         """
         return predict(self.answering_model(), Query(head, relation, tail), Choice(k, known, above))
 
@@ -59,17 +72,24 @@ class Answering:
         known: bool = True,
         above: float | None = None,
     ) -> FileReport:
-        """Answers a file of queries, line by line, into another one.
+        """Answer a file of queries line by line and write the answers to another file.
 
-        path: lines of head, relation and tail with tabs between, ? for what is asked, or JSON
-            objects with these keys.
-        output: the file to write; None prints.
-        format: table, tsv, json (an object a line) or parquet.
-        k, known, above: as ``predict`` has them.
+        Args:
+            path: The queries. Each line has head, relation and tail, separated by tabs, with ? for
+                the missing part, or is a JSON object with these keys.
+            output: The file to write; None prints.
+            format: "table", "tsv", "json" (one object per line) or "parquet".
+            k: The number of answers per query; see ``predict``.
+            known: Whether to list known answers; see ``predict``.
+            above: The lowest score to list; see ``predict``.
 
-        Returns what was answered, and the lines that were not, with their numbers and why.  Raises
-        DataError if the file cannot be read and OSError where the answers cannot be written; then
-        no file is left behind.
+        Returns:
+            Counts of answered lines and written rows, and the lines without an answer, each with
+            its number and the reason.
+
+        Raises:
+            DataError: The file cannot be read.
+            OSError: The answers cannot be written. No output file is left behind.
         """
         choice = Choice(k, known, above)
         return answer_file(self.answering_model(), path, choice, output, format)
@@ -81,57 +101,106 @@ class Answering:
         format: str = "tsv",
         side: Side = "tail",
     ) -> FileReport:
-        """Scores a file of triples, line by line, into another one: ``answer_file`` without a ?."""
+        """Score a file of triples line by line and write the scores to another file.
+
+        Args:
+            path: The triples, in the format of ``answer_file`` without a missing part.
+            output: The file to write; None prints.
+            format: "table", "tsv", "json" or "parquet".
+            side: The query that scores a triple; see ``score``.
+
+        Returns:
+            The same report as ``answer_file``.
+
+        Raises:
+            DataError: The file cannot be read.
+            OSError: The scores cannot be written. No output file is left behind.
+        """
         check_side(side)
         return score_file(self.answering_model(), path, side, output, format)
 
     def score(self, triples: Sequence[Triple], side: Side = "tail") -> list[float]:
-        """Scores of triples (head, relation, tail), to the last bit those of ``predict``.
+        """Return the scores of triples, bit for bit the same as in ``predict``.
 
-        side: the end that is asked for; with reciprocal relations the two ends score differently.
-        Raises as ``predict`` does.
+        Args:
+            triples: T triples (head, relation, tail) of labels or ids.
+            side: Score as a query for the "tail" or the "head". With reciprocal relations the two
+                scores differ.
+
+        Returns:
+            T scores in the order of the triples.
+
+        Raises:
+            UnknownLabelError: A label is not in the data; the message has close matches.
+            IndexError: An id is out of range.
+            ValueError: ``side`` is unknown.
         """
         check_side(side)
         model = self.answering_model()
         return model.scores(model.triple_ids(triples), side).tolist()
 
     def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
-        """The k entities nearest to one, nearest first, by the metric that fits the scorer.
+        """Return the k nearest entities to an entity, nearest first.
 
-        Scorers that measure a distance have minus that distance (Manhattan, Euclidean, or the sum
-        of complex moduli) between the rows as the score, all others the cosine of the rows.
-        Raises as ``predict`` does.
+        The score is minus the distance of the two rows if the scorer measures a distance
+        (Manhattan, Euclidean, or the sum of complex moduli), otherwise their cosine.
+
+        Args:
+            entity: Label or id.
+            k: The number of neighbors.
+
+        Raises:
+            ConfigError: ``k`` is below 1.
+            UnknownLabelError: The label is not in the data; the message has close matches.
+            IndexError: The id is out of range.
         """
         return nearest(self.answering_model(), entity, k)
 
     @property
     def nearness(self) -> str:
-        """What the scores of ``nearest`` are, in words."""
+        """A description of the scores that ``nearest`` returns."""
         return MEANINGS[metric_of(self.answering_model().scorer)]
 
     def write_index(self, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
-        """Writes a FAISS index of all entities by the metric of ``nearest``, in order of id.
+        """Write a FAISS index of all entities, in order of id, with the metric of ``nearest``.
 
-        kind: as ``faiss.index_factory`` has them: Flat (exact), HNSW32, "IVF4096,PQ32", ...
+        It also writes FILE.json, a description of the index, and FILE.labels.arrow, the labels.
 
-        Beside it are FILE.json, which says what it holds and is returned, and FILE.labels.arrow.
-        Raises KGEError without faiss, ConfigError for a kind that does not fit.
+        Args:
+            path: The file of the index.
+            kind: A ``faiss.index_factory`` string: "Flat" (exact), "HNSW32", "IVF4096,PQ32", ...
+
+        Returns:
+            The content of FILE.json.
+
+        Raises:
+            KGEError: faiss is not installed.
+            ConfigError: FAISS cannot build this kind of index for the metric and the dim.
+            OSError: The index cannot be written.
         """
         from kge_torchrec.answers.index import write_index
 
         return write_index(self.answering_model(), path, kind)
 
     def ask(self, query: Any, **options: Any) -> list[Member]:
-        """Answers a question of several steps (Arakelyan et al. 2021, CQD-Beam).
+        """Answer a logical query of several steps with CQD-Beam (Arakelyan et al. 2021).
 
-        query: the path of a JSON file, or its value as lists and dicts: {"relation": R, "from": Q}
-            and {"relation": R, "to": Q} are tails and heads that R links to members of Q,
-            {"and": [Q, {"not": Q}]} and {"or": [Q, Q]} join queries, a label alone is an entity.
-        options: those of ``AskOptions``: k, beam, t_norm ("product" or "min"), facts ("all",
-            "train" or "none": the splits whose triples are certain).
+        Args:
+            query: The path of a JSON file, or the same content as lists and dicts. A label is an
+                entity. {"relation": R, "from": Q} and {"relation": R, "to": Q} are the tails and
+                the heads that R links to members of Q. {"and": [Q, {"not": Q}]} and
+                {"or": [Q, Q]} combine queries.
+            options: The fields of ``AskOptions``: k, beam, t_norm ("product" or "min") and facts
+                ("all", "train" or "none": the splits whose triples count as certain).
 
-        The score is a degree in [0, 1], of calibrated probabilities or softmax; ``via`` has the
-        entities between.  Raises KGEError for a query that makes no sense, and as ``predict`` does.
+        Returns:
+            The members of the highest degree, best first. A score is a degree in [0, 1], computed
+            from calibrated probabilities, or from the softmax if the run is not calibrated.
+            ``via`` has the intermediate entities.
+
+        Raises:
+            KGEError: The query or an option is invalid.
+            UnknownLabelError: A label is not in the data; the message has close matches.
         """
         from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
         from kge_torchrec.answers.logical_queries import parse_query, read_query

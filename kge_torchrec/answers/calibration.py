@@ -1,10 +1,11 @@
-"""Probabilities of scores, by a curve that was fitted to held-out true and false triples.
+"""Curves that turn scores into probabilities, fitted to held-out true and false triples.
 
     Platt     Platt 1999                p(s) = 1 / (1 + exp(-(slope s + intercept)))
-    isotonic  Zadrozny and Elkan 2002   the ascending steps nearest to the labels, joined by lines
+    isotonic  Zadrozny and Elkan 2002   the ascending step function nearest to the labels,
+                                        with linear interpolation
 
-A probability means: this share of triples like those that the curve was fitted to is true
-(Tabacof and Costabello 2020, Probability Calibration for Knowledge Graph Embedding Models).
+A probability of p means: of triples like those that the curve was fitted to, the share p is
+true (Tabacof and Costabello 2020, Probability Calibration for Knowledge Graph Embedding Models).
 
 Shapes: M triples.
 """
@@ -25,25 +26,31 @@ from kge_torchrec.errors import DataError, KGEError
 Method = Literal["platt", "isotonic"]
 METHODS = ("platt", "isotonic")
 FILE = "calibration.json"
-BOTH = "both"  # the curve of either side, where a triple has one score
-TIE = 1e-6  # of a probability by steps, which differs between the scores of one step
-BINS = 15  # of the expected calibration error, as Guo et al. 2017 have them
+BOTH = "both"  # key of the common curve, used if head and tail query give the same score
+TIE = 1e-6  # largest difference of probabilities inside one step of an isotonic curve
+BINS = 15  # bins of the expected calibration error, the default of Guo et al. 2017
 
 
 @dataclass(frozen=True)
 class Curve:
-    """One of the two forms; the other one's fields are empty."""
+    """A Platt curve or an isotonic curve; the fields of the other kind keep their defaults."""
 
     slope: float = 0.0
     intercept: float = 0.0
     scores: tuple[float, ...] = ()  # ascending
-    probabilities: tuple[float, ...] = ()  # at these
+    probabilities: tuple[float, ...] = ()  # at these scores
 
     def at(self, scores: np.ndarray) -> np.ndarray:
-        """Scores (M,) -> probabilities (M,) float64; of NaN the lowest there is.
+        """Return the probabilities of scores.
 
-        Larger scores have larger probabilities, by up to ``TIE`` inside a step, so that the order
-        of answers stays that of the scores.
+        A larger score has a larger probability, by up to ``TIE`` inside an isotonic step, so
+        answers keep their order.
+
+        Args:
+            scores: (M,). NaN counts as -inf.
+
+        Returns:
+            (M,) float64.
         """
         scores = np.nan_to_num(np.asarray(scores, np.float64), nan=-np.inf, posinf=np.inf,
                                neginf=-np.inf)  # fmt: skip
@@ -58,10 +65,15 @@ class Curve:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The curves of a run: for heads, relations and tails, or one for both sides of a triple.
+    """The curves of a run.
 
-    step, data: of what was calibrated: steps trained, and the fingerprint of the triples.
-    about: how, and how well, for people.
+    Attributes:
+        method: "platt" or "isotonic".
+        curves: One curve per missing part ("head", "relation", "tail"). ``BOTH`` replaces
+            head and tail if a triple has one score.
+        step: The training steps of the calibrated checkpoint.
+        data: The fingerprint of the triples.
+        about: Options and errors of the calibration, for display.
     """
 
     method: str
@@ -71,17 +83,22 @@ class Calibration:
     about: Mapping[str, Any]
 
     def probabilities(self, scores: np.ndarray, asked: str) -> np.ndarray:
-        """Return those of scores (M,) of answers to queries for a head, a relation or a tail."""
+        """Return the probabilities (M,) of the scores (M,) of answers.
+
+        Args:
+            scores: (M,).
+            asked: The part that the queries miss: "head", "relation" or "tail".
+        """
         keys = (asked, "tail", BOTH)  # older calibrations have no curve for relations
         curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
         return curve.at(scores)
 
     def is_of(self, step: int, data: str) -> bool:
-        """Whether parameters after so many steps on this data were calibrated."""
+        """Return whether this calibrates the checkpoint at ``step`` on ``data``."""
         return (self.step, self.data) == (step, data)
 
     def write(self, folder: Path) -> None:
-        """Into the folder of a run, or of an export."""
+        """Write ``FILE`` into the folder of a run or an export."""
         curves = {side: _form(self.method, curve) for side, curve in self.curves.items()}
         value = {"method": self.method, "curves": curves, "step": self.step,
                  "data": self.data, "about": dict(self.about)}  # fmt: skip
@@ -89,7 +106,11 @@ class Calibration:
 
     @classmethod
     def read(cls, folder: Path) -> Calibration | None:
-        """What ``write`` wrote, None if nobody did.  Raises DataError for a damaged file."""
+        """Read the calibration of a folder; None if there is none.
+
+        Raises:
+            DataError: The file is damaged.
+        """
         file = folder / FILE
         try:
             found = json.loads(file.read_text("utf-8"))
@@ -111,9 +132,16 @@ def _form(method: str, curve: Curve) -> dict[str, Any]:
 
 
 def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> Curve:
-    """The curve of a method through scores (M,), labels (M,) bool, weighted (M,).
+    """Fit a curve to labeled scores.
 
-    Raises KGEError without scikit-learn, or where all labels are alike.
+    Args:
+        method: "platt" or "isotonic".
+        scores: (M,).
+        labels: (M,) bool, True for true triples.
+        weights: (M,).
+
+    Raises:
+        KGEError: scikit-learn is not installed, or all labels are the same.
     """
     if labels.all() or not labels.any():
         raise KGEError(
@@ -132,7 +160,7 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndar
         steps.fit(scores, labels, weights)
         return Curve(scores=tuple(steps.X_thresholds_.tolist()),
                      probabilities=tuple(steps.y_thresholds_.tolist()))  # fmt: skip
-    # Of mean 0 and deviation 1, for the solver; the penalty is next to none.
+    # Standardized scores help the solver converge. C=1e6 makes the penalty negligible.
     centre, spread = float(scores.mean()), float(scores.std()) or 1.0
     line = LogisticRegression(C=1e6).fit((scores[:, None] - centre) / spread, labels, weights)
     slope = float(line.coef_[0, 0]) / spread
@@ -142,9 +170,10 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndar
 def expected_calibration_error(
     probabilities: np.ndarray, labels: np.ndarray, weights: np.ndarray
 ) -> float:
-    """Mean distance of probability and share of true ones over ``BINS`` equal bins.
+    """Return the expected calibration error over ``BINS`` bins of equal width.
 
-    All (M,).  Guo et al. 2017, On Calibration of Modern Neural Networks.
+    This is the weighted mean, over the bins, of |mean probability - share of true triples|.
+    All arguments are (M,). Source: Guo et al. 2017, On Calibration of Modern Neural Networks.
     """
     bins = np.minimum((probabilities * BINS).astype(np.int64), BINS - 1)
     gaps = np.bincount(bins, weights * (probabilities - labels), BINS)
@@ -152,11 +181,14 @@ def expected_calibration_error(
 
 
 def brier_score(probabilities: np.ndarray, labels: np.ndarray, weights: np.ndarray) -> float:
-    """Mean squared distance of probabilities and labels, all (M,).  Brier 1950."""
+    """Return the weighted mean squared difference of probabilities and labels (Brier 1950).
+
+    All arguments are (M,).
+    """
     return float((weights * (probabilities - labels) ** 2).sum() / weights.sum())
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    """1 / (1 + e^-x) of any size of x."""
+    """Return 1 / (1 + e^-x) without overflow."""
     small = np.exp(-np.abs(x))
     return np.where(x >= 0, 1, small) / (1 + small)

@@ -1,10 +1,10 @@
-"""The answers that ``predict`` lists to the queries of a held-out split, true and false.
+"""The answers that ``predict`` lists for the queries of a held-out split, labeled true or false.
 
-A query asks for the head, the relation or the tail of a triple of the split.  Its candidates are
-all entities, or relations, without the answers that other splits hold.  The best candidates are
-listed; those that the split holds are true.
+A query is a triple of the split without its head, relation or tail. Its candidates are all
+entities, or all relations, except the answers that other splits hold. The best candidates are
+listed. A listed candidate is true if the split holds the completed triple.
 
-Shapes: B queries of a batch, k listed candidates of a query, M of all queries.
+Shapes: B queries per batch, k listed candidates per query, M listed candidates of all queries.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from kge_torchrec.data.store import SPLITS
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.errors import DataError
 
-QUERIES = 512  # searched together
-RELATION_QUERIES = 1000  # pairs of entities, each of which is scored with all relations
+QUERIES = 512  # queries per batch
+RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
 
 
 class CandidateAnswers(NamedTuple):
@@ -29,16 +29,25 @@ class CandidateAnswers(NamedTuple):
 
     queries: int
     scores: np.ndarray  # (M,) float32
-    labels: np.ndarray  # (M,) bool: true answers
+    labels: np.ndarray  # (M,) bool, True for true answers
 
 
 def candidate_answers(
     model: AnsweringModel, split: str, asked: Part, top: int, limit: int, seed: int
 ) -> CandidateAnswers:
-    """Return the ``top`` best candidates of each query of a split for one part.  Collective.
+    """Return the best candidates of each query of a split. Collective.
 
-    limit: of queries, a sample if the split has more; at most ``RELATION_QUERIES`` of relations.
-    Raises DataError for a split without triples.
+    Args:
+        model: The model, with its data.
+        split: The held-out split.
+        asked: The part that the queries miss.
+        top: The number of candidates per query.
+        limit: The number of queries; a split with more is sampled. Relation queries have the
+            additional limit ``RELATION_QUERIES``.
+        seed: The seed of the sample.
+
+    Raises:
+        DataError: The split has no triples.
     """
     store = model.known("calibrating")
     triples = np.array(store.split(split), np.int64)
@@ -64,7 +73,7 @@ def candidate_answers(
 
 
 def _are_known(index: FilterIndex, asked: Part, queries: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """(B, k) bool: whether the index holds queries (B, 3) completed by the answers ids (B, k)."""
+    """Return whether the index holds the queries (B, 3) completed by ids (B, k): (B, k) bool."""
     if asked == "relation":
         known = [index.relations_between(head, tail) for head, _, tail in queries.tolist()]
         return np.stack([np.isin(row, some) for row, some in zip(ids, known, strict=True)])

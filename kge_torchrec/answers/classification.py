@@ -1,8 +1,8 @@
-"""Triple classification: is a triple true?  A threshold for each relation, chosen on valid.
+"""Triple classification with a score threshold per relation, chosen on valid.
 
-After Socher et al. 2013 (Reasoning With Neural Tensor Networks): a triple is taken for true if its
-score reaches the threshold of its relation, the one that gets most of valid right.  A relation
-that valid does not have gets the threshold that gets most of all of valid right.
+A triple counts as true if its score reaches the threshold of its relation (Socher et al. 2013,
+Reasoning With Neural Tensor Networks). The threshold classifies the most triples of that relation
+in valid correctly. A relation without triples in valid gets the best threshold for all of valid.
 
 Shapes: M triples, R relations.
 """
@@ -19,7 +19,7 @@ from kge_torchrec.answers.model import AnsweringModel
 
 
 class Scored(NamedTuple):
-    """M triples that are known to be true or false."""
+    """M labeled triples with their scores."""
 
     relations: np.ndarray  # (M,) int64
     scores: np.ndarray  # (M,) float32
@@ -29,15 +29,24 @@ class Scored(NamedTuple):
 def classify(
     model: AnsweringModel, among: Among = "seen", seed: int = 0, limit: int = 100_000
 ) -> dict[str, Any]:
-    """Thresholds from valid, and the share of test that they get right.
+    """Choose thresholds on valid and return the accuracy on test.
 
-    Beside each triple stand a corruption of its head and one of its tail; a true triple counts
-    twice, so that half of all are true.  With reciprocal relations the tail's query scores.
-    limit: triples of either split that are used at most, a sample.
+    Each triple has two corruptions, one of its head and one of its tail. A true triple counts
+    twice, so half of the triples are true. Tail queries give the scores.
 
-    Returns {"accuracy", "triples" (of test), "among", "threshold" (for relations that valid does
-    not have), "relations": {label: {"threshold", "accuracy", "triples"}}} with the relations of
-    test.  Raises DataError for a split without triples.
+    Args:
+        model: The model, with its data.
+        among: Where corruptions are drawn from; see ``corruptions``.
+        seed: The seed of samples and corruptions.
+        limit: The most triples of a split to use; a larger split is sampled.
+
+    Returns:
+        {"accuracy", "triples" (in test), "among", "threshold" (for relations without triples in
+        valid), "relations": {label: {"threshold", "accuracy", "triples"}}}. "relations" has the
+        relations of test.
+
+    Raises:
+        DataError: A split has no triples.
     """
     valid = _scored(model, "valid", among, 2 * seed, limit)
     test = _scored(model, "test", among, 2 * seed + 1, limit)
@@ -69,7 +78,10 @@ def _scored(model: AnsweringModel, split: str, among: Among, seed: int, limit: i
 
 
 def thresholds_of(valid: Scored, num_relations: int) -> tuple[np.ndarray, float]:
-    """(R,) float64, and the one of all relations together, which those without triples get."""
+    """Return the thresholds (R,) float64 and the threshold for all triples together.
+
+    A relation without triples in ``valid`` gets the common threshold.
+    """
     of_all = best_threshold(valid.scores, valid.labels)
     thresholds = np.full(num_relations, of_all)
     order = np.argsort(valid.relations, kind="stable")
@@ -80,15 +92,20 @@ def thresholds_of(valid: Scored, num_relations: int) -> tuple[np.ndarray, float]
 
 
 def best_threshold(scores: np.ndarray, labels: np.ndarray) -> float:
-    """The score from which on a triple is taken for true, of scores (M,) and labels (M,) bool.
+    """Return the threshold that classifies the most triples correctly.
 
-    Halfway between the two scores that it parts; the lowest of several that are as good, infinite
-    where all or none should be.
+    Args:
+        scores: (M,).
+        labels: (M,) bool.
+
+    Returns:
+        The midpoint of two neighboring scores, or an infinity if one class should get all triples.
+        The lowest of several equally good thresholds.
     """
     values, place = np.unique(scores.astype(np.float64), return_inverse=True)
     false = np.bincount(place, ~labels, len(values))
     true = np.bincount(place, labels, len(values))
-    # With the threshold before the i-th value, false ones below and true ones from there are right.
+    # right[i]: correct triples with the threshold just below values[i].
     right = np.concatenate([[0], np.cumsum(false)]) + true.sum()
     right[1:] -= np.cumsum(true)
     cut = int(right.argmax())

@@ -1,10 +1,11 @@
-"""True triples of a split beside false ones: what probabilities and thresholds are fitted to.
+"""True triples of a split, and corruptions of them, to fit probabilities and thresholds to.
 
-A corruption has another head or tail, drawn uniformly from all entities, or as often as the
-relation has them on that side in train ("seen": harder, since most of all entities are of the
-wrong type; Socher et al. 2013 draw from those seen too).  What the data holds is no corruption.
+A corruption replaces the head or the tail. The new entity is drawn uniformly from all entities
+("all"), or from the entities on that side of the relation in train, by frequency ("seen").
+"seen" is harder, since most entities have the wrong type; Socher et al. 2013 also draw from those
+entities. A corruption is never a triple of the data.
 
-Shapes: T triples, M true and false ones, n corruptions of a triple and side.
+Shapes: T triples, M true and false triples, n corruptions per triple and side.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from kge_torchrec.models.scorers.base import SIDES, Side
 
 Among = Literal["seen", "all"]
 AMONG = ("seen", "all")
-POOL = 256  # triples of a relation that its corruptions are drawn from, a sample of all
-TRIES = 20  # draws of a corruption, in case that it is known
+POOL = 256  # sampled triples per relation that corruptions are drawn from
+TRIES = 20  # draws per corruption before it is given up because the data holds each draw
 _CHUNK = 1 << 20
 
 
 class Labelled(NamedTuple):
-    """M triples, true and false ones, of queries for one side."""
+    """M true and false triples, to be scored by queries for one side."""
 
     side: Side
     triples: np.ndarray  # (M, 3) int64
@@ -37,11 +38,21 @@ class Labelled(NamedTuple):
 def labelled(
     store: TripleStore, split: str, count: int, among: Among, seed: int, limit: int
 ) -> list[Labelled]:
-    """For each side the triples of a split, and ``count`` corruptions of each.
+    """Return, per side, the triples of a split and ``count`` corruptions of each.
 
-    The same on every rank.  limit: a sample of so many triples if the split has more.
-    Raises DataError for a split without triples, ConfigError for an unknown ``among``, a
-    limit below 1 and a negative seed.
+    The result is the same on every rank.
+
+    Args:
+        store: The data.
+        split: The split.
+        count: Corruptions per triple and side.
+        among: "seen" or "all"; see the module.
+        seed: The seed of sample and corruptions.
+        limit: The most triples to use; a larger split is sampled.
+
+    Raises:
+        DataError: The split has no triples.
+        ConfigError: ``among`` is unknown, ``limit`` is below 1 or ``seed`` is negative.
     """
     if among not in AMONG:
         raise ConfigError(f"among must be one of {', '.join(AMONG)}, got {among!r}")
@@ -65,16 +76,16 @@ def labelled(
 
 
 class Pools:
-    """A sample of the training triples of some relations: at most ``POOL`` of each.
+    """A sample of the training triples of some relations, at most ``POOL`` per relation.
 
-    Read a chunk at a time, twice.
+    It reads the training triples twice, one chunk at a time.
     """
 
     def __init__(self, store: TripleStore, relations: np.ndarray, random: np.random.Generator):
         counts = np.zeros(store.num_relations, np.int64)
         for chunk in _chunks(store.train):
             counts += np.bincount(chunk[:, 1], minlength=store.num_relations)
-        # A triple is the n-th of relation r; what r * width + n is wanted, ascending.
+        # The n-th triple of relation r has the key r * width + n. These keys are sampled.
         width = int(counts.max(initial=0)) + 1
         wanted = np.concatenate(
             [np.empty(0, np.int64)]
@@ -98,7 +109,17 @@ class Pools:
     def draw(
         self, side: Side, relations: np.ndarray, random: np.random.Generator, entities: int
     ) -> np.ndarray:
-        """An entity (M,) on that side of each of the relations (M,); any where none was seen."""
+        """Draw an entity on one side of each relation.
+
+        Args:
+            side: The side of the entity.
+            relations: (M,).
+            random: The generator.
+            entities: The number of entities in the graph.
+
+        Returns:
+            Entity ids (M,). A relation without sampled triples gets an entity from the whole graph.
+        """
         starts, stops = self._starts[relations], self._starts[relations + 1]
         any_of_all = random.integers(entities, size=len(relations))
         if not len(self._triples):
@@ -117,14 +138,23 @@ def corrupt(
     pools: Pools | None,
     random: np.random.Generator,
 ) -> np.ndarray:
-    """``count`` corruptions on one side of each of the triples (T, 3): (M, 3) int64.
+    """Corrupt one side of each triple ``count`` times.
 
-    Fewer where ``TRIES`` draws gave nothing but what the data holds.
+    Args:
+        store: The data.
+        triples: (T, 3) int64.
+        side: The side to replace.
+        count: Corruptions per triple.
+        pools: Where entities are drawn from; None draws from all entities.
+        random: The generator.
+
+    Returns:
+        (M, 3) int64. M is smaller than T * ``count`` if ``TRIES`` draws gave only known triples.
     """
     index, column = store.filter_index(), 0 if side == "head" else 2
     false = np.repeat(triples, count, axis=0)
     anchors, relations = false[:, 2 - column], false[:, 1]
-    left = np.arange(len(false))  # still true
+    left = np.arange(len(false))  # rows that are still true triples
     for _ in range(TRIES):
         if pools is None:
             drawn = random.integers(store.num_entities, size=len(left))

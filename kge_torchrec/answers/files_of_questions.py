@@ -1,7 +1,6 @@
-"""A whole file of questions answered into another file, batch by batch.
+"""Batch inference: answer a file of queries, or score a file of triples, into another file.
 
-The first rank reads and writes, all of them search.  A batch of lines and its answers are in
-memory, however long the file is.
+Rank 0 reads and writes; all ranks search. Only one batch of lines and its answers are in memory.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from kge_torchrec.answers.tables import answer_rows, check_output, triple_rows, 
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.models.scorers.base import Side
 
-QUERIES = 512  # answered together
+QUERIES = 512  # queries per search
 
 
 @dataclass
 class FileReport:
-    """How a file of questions was answered."""
+    """Counts of the answered lines, and the lines without an answer."""
 
     answered: int = 0  # lines
     rows: int = 0  # written
-    problems: list[Problem] = field(default_factory=list)  # lines that were not, and why
+    problems: list[Problem] = field(default_factory=list)  # lines without an answer
 
 
 def answer_file(
@@ -42,10 +41,21 @@ def answer_file(
     output: str | Path | None = None,
     format: str = "tsv",
 ) -> FileReport:
-    """Answers the queries of a file in order of its lines, as ``answer_rows`` has the columns.
+    """Answer the queries of a file in order of its lines.
 
-    output: None prints.  Raises DataError if the file cannot be read, ConfigError for a format that
-    does not go there; lines that cannot be answered are in the report.
+    Args:
+        model: The model.
+        path: The queries; see ``questions``.
+        choice: Which candidates are answers.
+        output: The file to write, with the columns of ``answer_rows``; None prints.
+        format: One of ``tables.FORMATS``.
+
+    Returns:
+        A report, which includes the lines that cannot be answered.
+
+    Raises:
+        DataError: The file cannot be read.
+        ConfigError: The format is unknown, or cannot be printed.
     """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
@@ -74,7 +84,14 @@ def score_file(
     output: str | Path | None = None,
     format: str = "tsv",
 ) -> FileReport:
-    """Scores the triples of a file in order of its lines, as ``triple_rows`` has the columns."""
+    """Score the triples of a file in order of its lines.
+
+    The columns of the output are those of ``triple_rows``. The other arguments, the report and the
+    errors are those of ``answer_file``.
+
+    Args:
+        side: The query that scores a triple.
+    """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
         scores = model.scores(torch.from_numpy(batch.ids), side).numpy()
@@ -91,7 +108,13 @@ def _each_batch(
     output: str | Path | None,
     format: str,
 ) -> FileReport:
-    """Writes what ``rows_of`` a batch makes; its search is collective, the rows are one rank's."""
+    """Read, answer and write a file batch by batch. Collective.
+
+    Args:
+        missing: How many parts each line must leave out.
+        rows_of: Searches the answers of a batch on all ranks. It returns a function that makes the
+            rows; only rank 0 calls that function.
+    """
     check_output(format, output)
     report, ranks = FileReport(), model.processes
     source = read_questions(path, model, missing)
@@ -99,7 +122,7 @@ def _each_batch(
     with FirstRankOutput(ranks, format, output) as target, shown as bar:
         for batch in _on_all_ranks(ranks, source):
             report.problems += batch.problems
-            if bar is not None:  # rows on the terminal show the progress themselves
+            if bar is not None:
                 bar.update(len(batch.lines) + len(batch.problems))
             if len(batch.lines):
                 report.answered += len(batch.lines)
@@ -108,13 +131,13 @@ def _each_batch(
 
 
 def _on_all_ranks(ranks: Processes, source: Iterator[Questions]) -> Iterator[Questions]:
-    """The first rank's batches, on every rank."""
+    """Yield the batches that rank 0 reads, on every rank."""
     while (batch := on_first_rank(ranks, lambda: next(source, None))) is not None:
         yield batch
 
 
 class FirstRankOutput:
-    """What ``written`` gives, of the first rank; all hear of its failures.  Collective."""
+    """The output of ``tables.written``, held by rank 0. Collective: all ranks get its errors."""
 
     def __init__(self, ranks: Processes, format: str, output: str | Path | None):
         self._ranks, self._format, self._output = ranks, format, output
@@ -128,7 +151,7 @@ class FirstRankOutput:
         self._write = self._open.enter_context(written(self._format, self._output))
 
     def write(self, rows: Callable[[], pa.Table]) -> int:
-        """Writes the rows that are made here; returns how many."""
+        """Make the rows and write them, both on rank 0; return their number on every rank."""
 
         def make_and_write() -> int:
             made = rows()

@@ -1,16 +1,17 @@
-"""Answers to logical queries: every entity is a member of a query to a degree in [0, 1].
+"""Answers to logical queries: each entity is a member of a query to a degree in [0, 1].
 
-As CQD-Beam (Arakelyan et al. 2021, Complex Query Answering with Neural Link Predictors): a step
-from one entity has the model's probabilities; a step from many is taken from the ``beam`` best of
-them and keeps the best way to each answer; "and", "or" and "not" are a t-norm, its conorm, 1 - x.
+The method is CQD-Beam (Arakelyan et al. 2021, Complex Query Answering with Neural Link Predictors).
+A step from one entity gives the model's probabilities. A step from many entities starts from the
+``beam`` best of them and keeps the best path to each answer. "and" is a t-norm, "or" its conorm
+and "not" is 1 - x.
 
-A probability is the calibrated one, or else the softmax over all entities, times the number of
-answers that the data has for the query (1 at least), capped at 1 (Bai et al. 2023, Query
-Computation Tree Optimization).  Triples that the data holds are certain unless told otherwise.
+A probability is the calibrated one. Without a calibration it is the softmax over all entities,
+times the number of answers in train (at least 1), capped at 1 (Bai et al. 2023, Query
+Computation Tree Optimization). By default the triples of the data are certain.
 
-A rank holds the degrees of its own rows: memory grows with steps times rows of the shard.
+Each rank holds the degrees of its own rows, so memory grows with the steps times the rows.
 
-Shapes: n rows on this rank, B entities of a beam, k answers.
+Shapes: n rows on this rank, B entities in a beam, k answers, M requested entities.
 """
 
 from __future__ import annotations
@@ -46,19 +47,21 @@ class Member:
     rank: int  # from 1
     label: str
     score: float  # degree in [0, 1]
-    via: tuple[str, ...] = ()  # entities on the best way there, one for each step inside a step
+    via: tuple[str, ...] = ()  # intermediate entities of the best path, one per nested step
 
 
 @dataclass(frozen=True)
 class AskOptions:
-    """How a logical query is answered.
+    """Options of a logical query.
 
-    k: the best so many.
-    beam: entities that a step from many is taken from.
-    t_norm: product, or min (Goedel).
-    facts: the splits whose triples are certain: all, train or none.
+    Attributes:
+        k: The number of answers.
+        beam: The number of entities that a step from many entities starts from.
+        t_norm: "product", or "min" (Goedel).
+        facts: The splits whose triples are certain: "all", "train" or "none".
 
-    Raises ConfigError for values that make no sense.
+    Raises:
+        ConfigError: A value is invalid.
     """
 
     k: int = FEW
@@ -77,7 +80,10 @@ class AskOptions:
 
 
 def ask(model: AnsweringModel, query: Node, options: AskOptions) -> list[Member]:
-    """The members of highest degree, best first, those of degree 0 left out."""
+    """Return the members of the highest degree, best first. Collective.
+
+    Entities of degree 0 are left out.
+    """
     with scoring(model.scorer):
         members = _Asker(model, options).members(query)
         degrees, ids = _best(members.degrees, model.shard, min(options.k, model.num_entities))
@@ -89,17 +95,20 @@ def ask(model: AnsweringModel, query: Node, options: AskOptions) -> list[Member]
 
 
 def _at_most_one(expected: Tensor) -> Tensor:
-    """Expected numbers of answers to probabilities, those above 1 still in their order."""
+    """Cap expected numbers of answers at about 1, without changing their order."""
     return (1 - TIE) * expected.clamp_max(1) + TIE * expected / (1 + expected)
 
 
 class _Members(NamedTuple):
-    """To what degree this rank's rows are members of a query.
+    """The degrees of this rank's rows, and the best path to each entity.
 
-    ways: for entities (M,) int64 the ids (M,) on the best way to each, step by step; collective.
+    Attributes:
+        degrees: (n,) float64, precise enough to keep the degrees of different scores different.
+        ways: Maps entity ids (M,) int64 to the intermediate entities of their best paths: one
+            tensor (M,) per nested step. Collective.
     """
 
-    degrees: Tensor  # (n,) float64, so that different scores have different degrees
+    degrees: Tensor
     ways: Callable[[Tensor], list[Tensor]]
 
 
@@ -108,16 +117,20 @@ def _no_ways(ids: Tensor) -> list[Tensor]:
 
 
 def _best(degrees: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
-    """Return the k largest degrees above 0, the largest first, and their ids (k,).  Collective.
+    """Return the k largest degrees above 0 and their ids, at most (k,) each. Collective.
 
-    degrees: (n,) float64 of this rank's rows.  Equal ones come in order of id.
+    Args:
+        degrees: (n,) float64, of this rank's rows.
+
+    Returns:
+        Degrees, largest first, and global ids. Equal degrees come in order of id.
     """
     here = min(k, len(degrees))
     least = degrees.topk(here).values[-1:].clamp_min(0) if here else degrees
     rows = (degrees >= least).nonzero()[:, 0] if here else degrees.long()
     values, order = degrees[rows].sort(descending=True, stable=True)
     values, ids = values[:k], rows[order][:k] + shard.first_row
-    if shard.ranks > 1:  # all ranks send as many, and their ids ascend
+    if shard.ranks > 1:  # ids ascend with the ranks, so a stable sort keeps ties in order of id
         missing = (0, k - len(values))
         parts = [(torch.empty_like(degrees[:0]).new_empty(k), ids.new_empty(k))
                  for _ in range(shard.ranks)]  # fmt: skip
@@ -130,6 +143,8 @@ def _best(degrees: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
 
 
 class _Asker:
+    """Computes the members of a query and of its parts."""
+
     def __init__(self, model: AnsweringModel, options: AskOptions):
         self._model, self._options = model, options
         self._shard = model.shard
@@ -138,7 +153,7 @@ class _Asker:
         self._counts = None if store is None else store.filter_index(("train",))
 
     def members(self, query: Node) -> _Members:
-        """Of any query.  Collective."""
+        """Return the members of a query. Collective."""
         if isinstance(query, Entity):
             return _Members(self._one(query.id), _no_ways)
         if isinstance(query, Step):
@@ -154,9 +169,11 @@ class _Asker:
         return _Members(degrees, lambda ids: [way for part in parts for way in part.ways(ids)])
 
     def _both(self, x: Tensor, y: Tensor) -> Tensor:
+        """The t-norm."""
         return x * y if self._options.t_norm == "product" else torch.minimum(x, y)
 
     def _either(self, x: Tensor, y: Tensor) -> Tensor:
+        """The conorm of the t-norm."""
         return x + y - x * y if self._options.t_norm == "product" else torch.maximum(x, y)
 
     def _one(self, entity: int) -> Tensor:
@@ -190,9 +207,15 @@ class _Asker:
         return _Members(degrees, ways)
 
     def _taken(self, ids: Tensor, weights: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """A step from entities ids (B,) of degrees (B,): the best of all ways to each row.
+        """Take a step from each of B entities and keep the best path to each row.
 
-        Returns degrees (n,) and the place in ids (n,) int32 that each comes from.
+        Args:
+            ids: (B,) int64.
+            weights: (B,) float64, the degrees of these entities.
+            step: The step.
+
+        Returns:
+            Degrees (n,), and the index in ``ids`` (n,) int32 that each degree comes from.
         """
         relations = torch.full_like(ids, step.relation)
         degrees = self._nobody()
@@ -207,7 +230,7 @@ class _Asker:
     def _chances(
         self, anchors: Tensor, relations: Tensor, side: Side
     ) -> Iterator[tuple[int, Tensor]]:
-        """Blocks of probabilities (B, n) of the answers to B queries, from an id on."""
+        """Yield (first id, probabilities (B, n)) of the answers to B queries, block by block."""
         rows = self._shard.fetch(anchors)
         queries = anchors.cpu().numpy(), relations.cpu().numpy()
         facts = None if self._facts is None else self._facts.answers(side, *queries)
@@ -221,7 +244,7 @@ class _Asker:
     def _to_chance(
         self, rows: Tensor, relations: Tensor, side: Side, *queries: np.ndarray
     ) -> Callable[[Tensor], Tensor]:
-        """What makes probabilities of blocks of scores (B, n)."""
+        """Return a function that turns blocks of scores (B, n) into probabilities."""
         calibration = self._model.calibration
         if calibration is not None:
             return lambda scores: torch.from_numpy(
@@ -234,7 +257,7 @@ class _Asker:
         return lambda scores: _at_most_one((scores - total[:, None]).double().exp().nan_to_num(0))
 
     def _log_sum(self, rows: Tensor, relations: Tensor, side: Side) -> Tensor:
-        """(B,) float32: the logarithm of the sum of e^score over all entities.  Collective."""
+        """Return the log-sum-exp (B,) float32 of the scores of all entities. Collective."""
         total = torch.full((len(rows),), -torch.inf, device=rows.device)
         for _, scores in local_scores(self._model.scorer, self._shard, rows, relations, side):
             total = torch.logaddexp(total, scores.nan_to_num(nan=-torch.inf).logsumexp(1))
@@ -245,7 +268,15 @@ class _Asker:
         return total
 
     def _at(self, values: Tensor, ids: Tensor) -> Tensor:
-        """What whole numbers (n,) of all ranks' rows are at entities (M,) int64.  Collective."""
+        """Look up per-row integers of all ranks. Collective.
+
+        Args:
+            values: (n,), of this rank's rows.
+            ids: (M,) int64, the same on every rank.
+
+        Returns:
+            (M,) int64.
+        """
         here = self._shard.holds(ids)
         found = torch.zeros_like(ids)
         found[here] = values[ids[here] - self._shard.first_row].long()

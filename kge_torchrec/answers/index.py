@@ -1,10 +1,10 @@
-"""A FAISS index of all entities, for programs that search for neighbours many times.
+"""A FAISS index of all entities, for programs that search for neighbors many times.
 
-FAISS, since it has the Manhattan distance besides the inner product and the Euclidean one, exact
-and approximate kinds by name, and compressed ones for tables that do not fit into memory; usearch
-and hnswlib have neither Manhattan nor compression by product quantization.
+FAISS has Manhattan distance besides inner product and Euclidean distance, exact and approximate
+indexes, and compressed indexes for tables that do not fit into memory. usearch and hnswlib have
+neither Manhattan distance nor product quantization.
 
-Shapes: N entities, D numbers per entity.
+Shapes: N entities, D elements per row.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import KGEError
 
-ROWS = 1 << 15  # added together
-TRAINING = 1 << 17  # rows that an index is trained on at most, where its kind needs that
+ROWS = 1 << 15  # rows per collective
+TRAINING = 1 << 17  # the most rows to train an index on, for kinds that need training
 _METRICS = {
     "cosine": ("METRIC_INNER_PRODUCT", "inner product of rows of length 1: the cosine"),
     "euclidean": ("METRIC_L2", "squared Euclidean distance"),
@@ -35,14 +35,24 @@ _METRICS = {
 
 
 def write_index(model: AnsweringModel, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
-    """Writes an index of all entities in order of id, read by ``faiss.read_index``.
+    """Write an index of all entities in order of id. Collective.
 
-    kind: as ``faiss.index_factory`` has them.
+    ``faiss.read_index`` reads the file. The function also writes FILE.json, the description, and
+    FILE.labels.arrow, the labels in order of id. Rank 0 holds the whole index and receives
+    ``ROWS`` rows at a time.
 
-    Beside FILE are FILE.json, which is returned ("entities", "dim", "metric", "kind"), and
-    FILE.labels.arrow, the labels in order of id.  The first rank holds the index; rows come to it
-    ``ROWS`` at a time.  Raises KGEError without faiss, ConfigError for a kind that it does not have
-    with the metric, OSError where it cannot be written.
+    Args:
+        model: The model.
+        path: The file of the index.
+        kind: A ``faiss.index_factory`` string.
+
+    Returns:
+        The content of FILE.json: "entities", "dim", "metric", "kind" and "labels".
+
+    Raises:
+        KGEError: faiss is not installed.
+        ConfigError: FAISS has no index of this kind for the metric and the dim.
+        OSError: The index cannot be written.
     """
     path, similarity = Path(path), EntitySimilarity(model.scorer).eval()
     dim = model.shard.dim - model.scorer.bias_columns
@@ -61,7 +71,7 @@ def write_index(model: AnsweringModel, path: str | Path, kind: str = "HNSW32") -
 
 
 def _points(model: AnsweringModel, similarity: EntitySimilarity) -> Iterator[np.ndarray]:
-    """All entities as they are compared, (ROWS, D) float32 at a time.  Collective."""
+    """Yield all entities in the form that the metric compares, (ROWS, D) float32. Collective."""
     with torch.no_grad():
         for ids in torch.arange(model.num_entities).split(ROWS):
             rows = model.shard.fetch(ids.to(model.shard.rows.device))
@@ -69,7 +79,7 @@ def _points(model: AnsweringModel, similarity: EntitySimilarity) -> Iterator[np.
 
 
 class _Builder:
-    """The index while it grows, on the first rank alone."""
+    """The index under construction, on rank 0 only."""
 
     index: Any
 
@@ -106,7 +116,7 @@ def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str
     import faiss
 
     files.check_place(path)
-    target = path.resolve()  # a symbolic link stays
+    target = path.resolve()  # keeps a symbolic link
     partial = files.partial_of(target)
     try:
         try:

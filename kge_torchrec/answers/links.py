@@ -1,10 +1,10 @@
-"""The best triples of a whole relation that the data does not hold: top-k over all its pairs.
+"""The best triples of a relation that the data does not hold: top-k over all entity pairs.
 
-Heads are taken in batches and tails in blocks of the shard, so that one block of scores and the
-triples to return are in memory, of N x N pairs.  Each of these costs a score, so the time grows
-with the square of the entities unless candidates are restricted.
+Heads come in batches and tails in blocks of the shard, so memory holds one block of scores and
+the results. All N x N pairs are scored, so the time grows with N squared unless the candidates
+are restricted.
 
-Shapes: B heads of a batch, n tails of a block, k triples.
+Shapes: B heads per batch, n tails per block, k triples, M triples found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
 
-HEADS = 512  # of a batch
+HEADS = 512  # heads per batch
 CANDIDATES = ("all", "seen")
 
 
@@ -36,11 +36,11 @@ class Link:
     relation: str
     tail: str
     score: float
-    probability: float | None = None  # where the run is calibrated
+    probability: float | None = None  # None without a calibration
 
 
 class Triples(NamedTuple):
-    """Scored pairs of one relation, best first; equal scores come in order of head, then tail."""
+    """M scored pairs of one relation, best first; equal scores come in order of head, then tail."""
 
     heads: np.ndarray  # (M,) int64
     tails: np.ndarray  # (M,) int64
@@ -48,7 +48,7 @@ class Triples(NamedTuple):
 
     @classmethod
     def best(cls, parts: list[Triples], k: int | None) -> Triples:
-        """Return the k best of several, or all of them."""
+        """Merge several parts and keep the k best; None keeps all."""
         heads, tails, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
         order = np.lexsort((tails, heads, -scores))[:k]
         return cls(heads[order], tails[order], scores[order])
@@ -65,16 +65,24 @@ def new_links(
     above: float | None = None,
     loops: bool = False,
 ) -> list[Link]:
-    """The k best triples of a relation that no split holds, scored as the tail's query.
+    """Return the best triples of a relation that no split holds. Collective.
 
-    k: None stands for 10, or for all triples where ``above`` is given.
-    candidates: heads and tails are all entities, or those "seen" with the relation on their side
-        in train.
-    above: only triples with at least this score.
-    loops: with triples of an entity and itself, which many scorers like best.
+    Tail queries give the scores. NaN scores are left out.
 
-    NaN is no score.  Raises ConfigError for options that make no sense, UnknownLabelError and
-    IndexError as ``predict`` does.
+    Args:
+        model: The model, with its data.
+        relation: Label or id.
+        k: The number of triples. None: 10, or all triples if ``above`` is given.
+        candidates: "all", or "seen": only heads and tails that train has on that side of the
+            relation.
+        above: Return only triples with at least this score.
+        loops: Whether to include triples whose head is also the tail, which many scorers rank
+            first.
+
+    Raises:
+        ConfigError: An option is invalid.
+        UnknownLabelError: The label is not in the data; the message has close matches.
+        IndexError: The id is out of range.
     """
     limit = Choice(k, above=above).limit
     if candidates not in CANDIDATES:
@@ -106,7 +114,7 @@ def new_links(
 
 
 def _seen_heads(model: AnsweringModel, relation: int) -> Tensor:
-    """(M,) int64 ascending: the heads of a relation in train."""
+    """Return the heads of a relation in train: (M,) int64, ascending."""
     train = model.known("new links").train
     found = [np.empty(0, np.int64)]
     for start in range(0, len(train), 1 << 20):
@@ -123,7 +131,7 @@ def _score(
     loops: bool,
     best: _Best,
 ) -> None:
-    """Offers the pairs of some heads and all tails of this rank."""
+    """Score some heads with all tails of this rank, and offer the pairs to ``best``."""
     device = model.shard.rows.device
     relations = torch.full_like(heads, relation)
     known = model.known("new links").filter_index().answers(
@@ -132,7 +140,7 @@ def _score(
     rows = model.shard.fetch(heads.to(device))
     blocks = local_scores(model.scorer, model.shard, rows, relations.to(device), "tail")
     for first, scores in blocks:
-        erase(scores, first, known, torch.nan)  # which is above nothing
+        erase(scores, first, known, torch.nan)  # NaN passes no threshold
         stop = first + scores.shape[1]
         if only is not None:
             mask = torch.from_numpy(only.mask("tail", relation, first, stop)).to(device)
@@ -144,7 +152,7 @@ def _score(
 
 
 class _Best:
-    """The k best triples so far of those with at least a score; all of them for k None."""
+    """Collects the k best triples with at least a given score; k None collects all of them."""
 
     def __init__(self, k: int | None, above: float):
         self._k, self._above = k, above
@@ -157,7 +165,13 @@ class _Best:
         return self._parts[0]
 
     def offer(self, heads: Tensor, first: int, scores: Tensor) -> None:
-        """heads: (B,); scores: (B, n) of them with the tails from ``first`` on."""
+        """Add the pairs of a block that can be among the best.
+
+        Args:
+            heads: (B,) int64.
+            first: The id of the block's first tail.
+            scores: (B, n).
+        """
         least = self._least(scores)
         row, column = (scores >= least).nonzero(as_tuple=True)
         if not len(row):
@@ -168,7 +182,7 @@ class _Best:
         self._parts.append(new)
 
     def _least(self, scores: Tensor) -> float:
-        """A score that k triples reach, of those so far or of the block."""
+        """Return the lowest score that can still be among the k best."""
         if self._k is None:
             return self._above
         so_far = self.triples.scores

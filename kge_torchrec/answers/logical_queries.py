@@ -1,12 +1,12 @@
-"""Questions of several steps, as people write them: a small JSON form of logical queries.
+"""Logical queries of several steps, in a small JSON form.
 
     "Austria"                              an entity
-    {"relation": "borders", "from": Q}     what a member of Q borders: tails of (Q, borders, ?)
-    {"relation": "locatedin", "to": Q}     what is located in one: heads of (?, locatedin, Q)
-    {"and": [Q, Q, {"not": Q}]}            members of all, and of none under "not"
-    {"or": [Q, Q]}                         members of any
+    {"relation": "borders", "from": Q}     tails of (Q, borders, ?)
+    {"relation": "locatedin", "to": Q}     heads of (?, locatedin, Q)
+    {"and": [Q, Q, {"not": Q}]}            members of every query, except those of "not"
+    {"or": [Q, Q]}                         members of any query
 
-Q stands for any of these.  How they are answered: ``fuzzy_answers``.
+Q is any of these forms. ``fuzzy_answers`` answers the queries.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.files import in_words
 from kge_torchrec.models.scorers.base import Side
 
-DEEPEST = 50  # steps inside steps
+DEEPEST = 50  # levels of nested steps
 
 
 class QueryError(KGEError, ValueError):
-    """A logical query that makes no sense; the message says where."""
+    """An invalid logical query; the message says where."""
 
     on_every_rank = True
 
@@ -39,24 +39,24 @@ class Entity:
 
 @dataclass(frozen=True)
 class Step:
-    """What a relation links to members of another query, on one side."""
+    """The entities that a relation links to members of another query."""
 
     relation: int
-    side: Side  # of the answers
+    side: Side  # the side of the answers
     of: Node
 
 
 @dataclass(frozen=True)
 class And:
-    """Members of all of some queries, and of none of others."""
+    """The common members of some queries, without the members of others."""
 
-    parts: tuple[Node, ...]  # one at least
+    parts: tuple[Node, ...]  # at least one
     without: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True)
 class Or:
-    """Members of any of some queries."""
+    """The members of any of some queries."""
 
     parts: tuple[Node, ...]
 
@@ -65,10 +65,12 @@ Node = Entity | Step | And | Or
 
 
 def read_query(path: str | Path, model: AnsweringModel) -> Node:
-    """The query in a JSON file.
+    """Read a query from a JSON file.
 
-    Raises DataError if it cannot be read, QueryError for one that makes no sense,
-    UnknownLabelError, with close matches, for a label.
+    Raises:
+        DataError: The file cannot be read or is not JSON.
+        QueryError: The query is invalid.
+        UnknownLabelError: A label is not in the data; the message has close matches.
     """
     try:
         value = json.loads(Path(path).read_text("utf-8"))
@@ -82,12 +84,17 @@ def read_query(path: str | Path, model: AnsweringModel) -> Node:
 
 
 def parse_query(value: Any, model: AnsweringModel) -> Node:
-    """The query of a JSON value.  Raises as ``read_query`` does."""
+    """Build a query from a JSON value.
+
+    Raises:
+        QueryError: The query is invalid.
+        UnknownLabelError: A label is not in the data; the message has close matches.
+    """
     return _Parser(model).node(value, "query", 0)
 
 
 class _Parser:
-    """place: where in the query something stands, for messages."""
+    """Builds nodes from JSON values; ``place`` is the position in the query, for error messages."""
 
     def __init__(self, model: AnsweringModel):
         self._model = model
@@ -147,7 +154,7 @@ class _Parser:
 
 
 def _shown(value: Any) -> str:
-    """A value as a message shows it: JSON, or Python where it is no JSON."""
+    """Return a value as error messages show it: as JSON if possible, otherwise as Python."""
     try:
         return json.dumps(value)[:80]
     except (TypeError, ValueError):

@@ -1,9 +1,9 @@
-"""What questions are answered from: rows, scorer and labels, of a run or of an export.
+"""The model that answers queries: entity rows, scorer and labels of a run or an export.
 
-Everything in this room is collective where the rows lie on several ranks: each calls it with the
-same arguments and gets the same answers.  No rank ever holds all rows.
+If several ranks hold the rows, every function of this package is collective: each rank calls it
+with the same arguments and gets the same result. No rank ever holds the whole table.
 
-Shapes: B queries, T triples, N entities, R relations, D numbers per entity.
+Shapes: B queries, M ids, T triples, N entities, R relations, D elements per row.
 """
 
 from __future__ import annotations
@@ -28,18 +28,23 @@ from kge_torchrec.ranking.blocks import SMALLEST, score_block, scoring
 Label = str | int  # a label, or an id
 Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
 
-FETCH_BYTES = 32 << 20  # rows of triples that are in memory together
+FETCH_BYTES = 32 << 20  # entity rows per fetch
 ALONE = Processes(0, 1, 1, torch.device("cpu"))
 _NO_DATA = "the data is no part of an export: {} needs the run"
 
 
 @dataclass(frozen=True)
 class AnsweringModel:
-    """A trained model to put questions to.
+    """A trained model that answers queries.
 
-    entity_labels, relation_labels: called when a label is needed, for the first time at least.
-    store: the data, for what is known already; None of an export.
-    calibration: what makes probabilities of scores, if somebody has calibrated the run.
+    Attributes:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        entity_labels: Returns the entity vocabulary. It is called when a label is first needed.
+        relation_labels: Returns the relation vocabulary; called like ``entity_labels``.
+        store: The data; None for an export.
+        processes: The ranks.
+        calibration: Turns scores into probabilities; None if the run is not calibrated.
     """
 
     scorer: Scorer
@@ -60,42 +65,65 @@ class AnsweringModel:
 
     @property
     def num_entities(self) -> int:
-        """N, over all ranks."""
+        """The number of entities N on all ranks."""
         return self.shard.num_entities
 
     @property
     def num_relations(self) -> int:
-        """R, inverses not counted."""
+        """The number of relations R, without inverses."""
         return self.scorer.num_relations
 
     def probabilities(self, scores: np.ndarray, asked: str) -> list[float | None]:
-        """Of scores (M,) of answers to a query for a head, a tail or a relation; None of each
-        without a calibration."""
+        """Return the probabilities (M,) of answers; each is None without a calibration.
+
+        Args:
+            scores: (M,).
+            asked: The part that the queries miss: "head", "relation" or "tail".
+        """
         if self.calibration is None:
             return [None] * len(scores)
         return self.calibration.probabilities(scores, asked).tolist()
 
     def bar(self, total: int | None, what: str, unit: str) -> tqdm[Any]:
-        """A bar on the first rank's terminal, for work that takes more than a second."""
+        """Return a progress bar on rank 0's terminal, shown after one second."""
         hidden = None if self.processes.is_first else True  # None: tqdm looks for a terminal
         return tqdm(total=total, desc=what, unit=unit, disable=hidden, leave=False, delay=1)
 
     def known(self, purpose: str) -> TripleStore:
-        """The data.  Raises KGEError, which names the purpose, where there is none."""
+        """Return the data.
+
+        Raises:
+            KGEError: The model is an export, which has no data; the message names the purpose.
+        """
         if self.store is None:
             raise KGEError(_NO_DATA.format(purpose))
         return self.store
 
     def entity_ids(self, given: Labels) -> Tensor:
-        """int64 ids () or (M,).  Raises UnknownLabelError for a label, IndexError for an id."""
+        """Return int64 entity ids, () or (M,).
+
+        Raises:
+            UnknownLabelError: A label is not in the data.
+            IndexError: An id is out of range.
+        """
         return ids_of(given, "entity", self.num_entities, self.entity_labels)
 
     def relation_ids(self, given: Labels) -> Tensor:
-        """int64 ids () or (M,).  Raises UnknownLabelError for a label, IndexError for an id."""
+        """Return int64 relation ids, () or (M,).
+
+        Raises:
+            UnknownLabelError: A label is not in the data.
+            IndexError: An id is out of range.
+        """
         return ids_of(given, "relation", self.num_relations, self.relation_labels)
 
     def triple_ids(self, triples: Sequence[Sequence[Label]]) -> Tensor:
-        """Triples of labels or ids -> (T, 3) int64.  Raises as the other two."""
+        """Return the ids (T, 3) int64 of triples of labels or ids.
+
+        Raises:
+            UnknownLabelError: A label is not in the data.
+            IndexError: An id is out of range.
+        """
         if not len(triples):
             return torch.empty(0, 3, dtype=torch.int64)
         heads, relations, tails = (list(column) for column in zip(*triples, strict=True))
@@ -103,9 +131,14 @@ class AnsweringModel:
         return torch.stack(columns, 1)
 
     def scores(self, triples: Tensor, side: Side = "tail") -> Tensor:
-        """Scores of triples (T, 3) int64, with the bits that ranking gives them: (T,) float32.
+        """Return the scores (T,) float32 of triples. Collective.
 
-        side: the end that is asked for; with reciprocal relations the two ends score differently.
+        They are bit for bit those of the ranking.
+
+        Args:
+            triples: (T, 3) int64.
+            side: Score as a query for the "tail" or the "head". With reciprocal relations the two
+                scores differ.
         """
         queries = triples if side == "tail" else triples.flip(1)
         batch = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * SMALLEST)) * SMALLEST
@@ -116,7 +149,7 @@ class AnsweringModel:
                 anchor, target = self.shard.fetch(ids).view(2, len(group), self.shard.dim)
                 relation = group[:, 1].to(anchor.device)
                 for part in torch.arange(len(group), device=anchor.device).split(SMALLEST):
-                    # A small matrix: its diagonal is computed as the blocks of ranking are.
+                    # Only a block of scores has the same bits as in ranking; keep its diagonal.
                     block = score_block(
                         self.scorer, anchor[part], relation[part], target[part], side
                     )
@@ -125,15 +158,25 @@ class AnsweringModel:
 
 
 def check_side(side: str) -> None:
-    """Raises ValueError unless side is one."""
+    """Check that ``side`` is "head" or "tail".
+
+    Raises:
+        ValueError: It is neither.
+    """
     if side not in SIDES:
         raise ValueError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
 
 
 def ids_of(given: Labels, kind: str, count: int, vocabulary: Callable[[], Vocabulary]) -> Tensor:
-    """int64 ids () or (M,) of labels, or of ids, which must lie in [0, count)."""
+    """Return int64 ids, () or (M,), of labels, or of ids in [0, count).
+
+    Raises:
+        UnknownLabelError: A label is not in the vocabulary.
+        IndexError: An id is out of range.
+        TypeError: The values are neither labels nor integers.
+    """
     array = np.asarray(given)
-    if array.dtype.kind in "UTO":  # text, or objects such as a data frame's labels
+    if array.dtype.kind in "UTO":  # text, or objects, such as labels from a data frame
         found = vocabulary().ids(array.reshape(-1).tolist())
         return torch.from_numpy(found.reshape(array.shape))
     if array.size and array.dtype.kind not in "iu":

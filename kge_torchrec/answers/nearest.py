@@ -1,10 +1,10 @@
-"""The entities nearest to one, by what the scorer compares entities with.
+"""The nearest entities to an entity, by the metric that fits the scorer.
 
-Scorers that measure a distance have the same one between entities; those that multiply have the
-cosine, since the length of a row says how often an entity is an answer rather than what it is.
-Rows are taken as the formula takes them, normalised, and without biases.
+For a scorer that measures a distance, the metric is that distance. For other scorers it is the
+cosine: the norm of a row reflects how often an entity is an answer, not what it means. Rows are
+compared as the formula uses them, normalized if it normalizes them, and without biases.
 
-Shapes: N entities, D numbers per entity.
+Shapes: N entities, B queries, D elements per row.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kge_torchrec.models.distances import complex_distance, euclidean, manhattan
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.topk import top_k
 
-# What Scorer.entity_metric names: similarities of points (1, b, D) and (1, n, D), larger is nearer.
+# Similarities of points (1, b, D) and (1, n, D) by Scorer.entity_metric; larger is nearer.
 SIMILARITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "cosine": lambda x, y: torch.matmul(x, y.transpose(-1, -2)),
     "euclidean": lambda x, y: -euclidean(x, y),
@@ -39,7 +39,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class Neighbour:
-    """An entity near another one."""
+    """An entity near another entity."""
 
     rank: int  # from 1
     label: str
@@ -47,7 +47,7 @@ class Neighbour:
 
 
 class EntitySimilarity(nn.Module):
-    """A similarity of entities in the place of a scorer, so that the same search finds the best."""
+    """A similarity of entities with the interface of a scorer, so ``top_k`` can search with it."""
 
     def __init__(self, scorer: Scorer):
         super().__init__()
@@ -55,33 +55,41 @@ class EntitySimilarity(nn.Module):
         self._compare = SIMILARITIES[self.metric]
 
     def points(self, rows: Tensor) -> Tensor:
-        """Entity rows as they are compared: (..., D) -> (..., D without biases)."""
+        """Return entity rows in the form that is compared: (..., D) -> (..., D without biases)."""
         rows = self.scorer.entity(rows.float())
         rows = rows[..., : rows.shape[-1] - self.scorer.bias_columns]
         return nn.functional.normalize(rows, dim=-1) if self.metric == "cosine" else rows
 
     def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
-        """As ``Scorer.prepared``; relation and side play no part."""
+        """Return a function that scores rows, like ``Scorer.prepared``.
+
+        It ignores the relation and the side.
+        """
         queries = self.points(anchor)[None]
         return lambda rows: self._compare(queries, self.points(rows)[None])[0]
 
 
 def metric_of(scorer: Scorer) -> str:
-    """The name in ``SIMILARITIES`` of what suits a scorer."""
+    """Return the key of ``SIMILARITIES`` that fits a scorer."""
     return scorer.entity_metric or ("euclidean" if scorer.is_distance else "cosine")
 
 
 def nearest(model: AnsweringModel, entity: Label, k: int = 10) -> list[Neighbour]:
-    """The k entities nearest to one, itself left out, nearest first.
+    """Return the k nearest entities to an entity, nearest first. Collective.
 
-    Raises ConfigError for a k below 1, UnknownLabelError with close matches, IndexError for an id.
+    The entity itself is left out.
+
+    Raises:
+        ConfigError: ``k`` is below 1.
+        UnknownLabelError: The label is not in the data; the message has close matches.
+        IndexError: The id is out of range.
     """
     (found,) = nearest_of_each(model, model.entity_ids(entity).reshape(1), k)
     return found
 
 
 def nearest_of_each(model: AnsweringModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
-    """``nearest`` of each of the ids (B,), in one pass over all entities."""
+    """Return the result of ``nearest`` for each of the ids (B,), in one pass over all entities."""
     check_count(k)
     similarity = EntitySimilarity(model.scorer)
     themselves = Answers.single(entities.numpy())

@@ -1,6 +1,6 @@
-"""The best answers to a triple with one part missing: a head, a relation or a tail.
+"""The best answers to a triple with one missing part: a head, a relation or a tail.
 
-Shapes: B queries, k answers, M answers of all queries, N entities, R relations.
+Shapes: B queries, k answers per query, M answers of all queries, N entities, R relations.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from kge_torchrec.ranking.topk import top_k
 
 Part = Literal["head", "relation", "tail"]
 PARTS: tuple[Part, ...] = ("head", "relation", "tail")
-RELATIONS = 256  # relations that a pair of entities is scored with at once
-FEW = 10  # answers, where nobody says how many
+RELATIONS = 256  # relations per block of scores of an entity pair
+FEW = 10  # the default number of answers
 
 
 @dataclass(frozen=True)
@@ -33,11 +33,11 @@ class Prediction:
     label: str
     score: float
     known: str | None = None  # the split that holds the completed triple, if any
-    probability: float | None = None  # where the run is calibrated
+    probability: float | None = None  # None without a calibration
 
 
 class Query(NamedTuple):
-    """A triple of labels or ids; the part that is asked for is None."""
+    """A triple of labels or ids whose missing part is None."""
 
     head: Label | None
     relation: Label | None
@@ -45,7 +45,11 @@ class Query(NamedTuple):
 
     @property
     def asked(self) -> Part:
-        """Raises ConfigError unless exactly one part is missing."""
+        """The missing part.
+
+        Raises:
+            ConfigError: Not exactly one part is missing.
+        """
         missing = [part for part, given in zip(PARTS, self, strict=True) if given is None]
         if len(missing) != 1:
             raise ConfigError(
@@ -57,13 +61,15 @@ class Query(NamedTuple):
 
 @dataclass(frozen=True)
 class Choice:
-    """Which of all candidates are listed as answers.
+    """Which candidates are listed as answers.
 
-    k: the best so many; None stands for 10, or for all where ``above`` is given.
-    known: with those that the data holds already.
-    above: only those with at least this score.
+    Attributes:
+        k: The number of answers. None: 10, or all answers if ``above`` is given.
+        known: Whether to list answers that the data already holds.
+        above: List only answers with at least this score.
 
-    Raises ConfigError for a k below 1 and an ``above`` that is no number.
+    Raises:
+        ConfigError: ``k`` is below 1, or ``above`` is NaN.
     """
 
     k: int | None = None
@@ -81,29 +87,38 @@ class Choice:
 
 
 def check_count(k: int | None) -> None:
-    """Raises ConfigError unless k answers can be asked for."""
+    """Check that k is None or at least 1.
+
+    Raises:
+        ConfigError: ``k`` is below 1.
+    """
     if k is not None and k < 1:
         raise ConfigError(f"k must be an integer >= 1, got {k}")
 
 
 class Found(NamedTuple):
-    """M answers to B queries: those of one query after those of another, each time best first."""
+    """M answers to B queries, grouped by query, each group best first."""
 
-    query: np.ndarray  # (M,) int64, ascending: the place of the query in the batch
-    ids: np.ndarray  # (M,) int64, of entities or relations
+    query: np.ndarray  # (M,) int64, ascending: the index of the query in the batch
+    ids: np.ndarray  # (M,) int64, entities or relations
     scores: np.ndarray  # (M,) float32
 
     @property
     def ranks(self) -> np.ndarray:
-        """(M,) int64, from 1 for each query."""
+        """The rank of each answer among those of its query: (M,) int64, from 1."""
         return np.arange(1, len(self.query) + 1) - np.searchsorted(self.query, self.query)
 
 
 def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Prediction]:
-    """The chosen answers, best first; equal scores come in order of id, NaN counts as -inf.
+    """Return the answers to one query, best first. Collective.
 
-    Raises ConfigError for a query that makes no sense, UnknownLabelError with close matches, and
-    IndexError for an id.
+    Equal scores come in order of id; NaN counts as -inf.
+
+    Raises:
+        ConfigError: Not exactly one part of the query is missing.
+        UnknownLabelError: A label is not in the data; the message has close matches.
+        IndexError: An id is out of range.
+        KGEError: ``choice.known`` is False and the model is an export.
     """
     asked = query.asked
     of_part = model.entity_ids, model.relation_ids, model.entity_ids
@@ -117,7 +132,14 @@ def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Predict
 def predictions(
     model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice
 ) -> list[list[Prediction]]:
-    """The chosen answers to each of B queries for the same part; queries as ``find`` takes them."""
+    """Return the answers to each of B queries that miss the same part. Collective.
+
+    Args:
+        model: The model.
+        asked: The missing part.
+        queries: (B, 3) int64; see ``find``.
+        choice: Which candidates are answers.
+    """
     found = find(model, asked, queries, choice)
     labels = (model.relations if asked == "relation" else model.entities).labels(found.ids)
     known = splits(model, asked, queries.numpy(), found)
@@ -130,10 +152,15 @@ def predictions(
 
 
 def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) -> Found:
-    """The chosen answers to B queries for the same part.
+    """Return the answers to B queries that miss the same part. Collective.
 
-    queries: (B, 3) int64 ids; what stands at the part that is asked for plays no role.  Takes the
-    memory of a block of scores and of the answers.
+    Memory holds one block of scores and the answers.
+
+    Args:
+        model: The model.
+        asked: The missing part.
+        queries: (B, 3) int64 ids; the value of the missing part is ignored.
+        choice: Which candidates are answers.
     """
     exclude = None if choice.known else model.known("leaving out what is known").filter_index()
     if asked != "relation" and choice.limit is None:
@@ -151,9 +178,17 @@ def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) ->
 def find_best(
     model: AnsweringModel, asked: Part, queries: Tensor, k: int, exclude: FilterIndex | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the k best answers: scores (B, k) float32, best first, and ids (B, k) int64.
+    """Return the k best answers of each query. Collective.
 
-    exclude: triples that are not listed.  Where fewer than k are left the rest has id -1.
+    Args:
+        model: The model.
+        asked: The missing part.
+        queries: (B, 3) int64; see ``find``.
+        k: The number of answers; at most the number of candidates is returned.
+        exclude: Triples that are not listed.
+
+    Returns:
+        Scores (B, k) float32, best first, and ids (B, k) int64. Missing answers have the id -1.
     """
     if asked == "relation":
         scores, ids = _relations(model, queries, exclude)
@@ -168,19 +203,19 @@ def find_best(
 def _all_above(
     model: AnsweringModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
 ) -> Found:
-    """All heads or tails of at least a score."""
+    """Return all heads or tails that score at least ``above``. Collective."""
     assert side != "relation"
     anchors, relations = _asked_with(queries, side)
     left_out = _answers(exclude, side, anchors, relations)
     device = model.shard.rows.device
-    # Buffers that grow: small arrays kept from every block would lie between the blocks' memory,
-    # so that none of it could be used again.
+    # Growing buffers instead of one small array per block: small arrays between the blocks would
+    # fragment the heap.
     found = tuple(bytearray() for _ in Found._fields)
     with scoring(model.scorer):
         anchor, relation = model.shard.fetch(anchors.to(device)), relations.to(device)
         for first, scores in local_scores(model.scorer, model.shard, anchor, relation, side):
             if left_out is not None:
-                erase(scores, first, left_out, torch.nan)  # which is above nothing
+                erase(scores, first, left_out, torch.nan)  # NaN passes no threshold
             query, column = (scores >= above).nonzero(as_tuple=True)
             columns = query, column + first, scores[query, column]
             for buffer, values in zip(found, columns, strict=True):
@@ -194,7 +229,7 @@ def _all_above(
 
 
 def _asked_with(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]:
-    """Anchors (B,) and relations (B,) of queries for heads or tails."""
+    """Return the anchors (B,) and relations (B,) of queries for heads or tails."""
     return queries[:, 0 if side == "tail" else 2], queries[:, 1]
 
 
@@ -207,19 +242,22 @@ def _answers(
 def _relations(
     model: AnsweringModel, queries: Tensor, exclude: FilterIndex | None
 ) -> tuple[Tensor, Tensor]:
-    """All relations of (h, ?, t), as ``find_best``, scored as the tail's query."""
+    """Return all relations of (h, ?, t) in the format of ``find_best``, scored as tail queries."""
     scores = torch.stack([relation_scores(model, *ends) for ends in queries[:, ::2].tolist()])
     left_out = np.zeros(scores.shape, bool)
     if exclude is not None:
         for row, (head, _, tail) in zip(left_out, queries.tolist(), strict=True):
             row[exclude.relations_between(head, tail)] = True
-    order = np.lexsort((-scores.numpy(), left_out), axis=1)  # stable: equal ones in order of id
+    order = np.lexsort((-scores.numpy(), left_out), axis=1)  # stable: ties stay in order of id
     found = np.where(np.take_along_axis(left_out, order, 1), -1, order)
     return scores.gather(1, torch.from_numpy(order)), torch.from_numpy(found)
 
 
 def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
-    """(R,) float32: of every relation between two entities, with the bits of ``model.scores``."""
+    """Return the scores (R,) float32 of all relations between two entities. Collective.
+
+    They are bit for bit those of ``model.scores``.
+    """
     device = model.shard.rows.device
     rows = model.shard.fetch(torch.tensor([head, tail], device=device))
     with scoring(model.scorer):
@@ -234,7 +272,18 @@ def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
 def splits(
     model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found
 ) -> list[str | None]:
-    """The split that holds each of the M answers, the first of several; None without the data."""
+    """Return the split that holds each of M answers.
+
+    Args:
+        model: The model.
+        asked: The missing part of the queries.
+        queries: (B, 3) int64.
+        found: The answers.
+
+    Returns:
+        M names. An answer in several splits gets train before valid before test. An unknown
+        answer gets None, and so does every answer of an export.
+    """
     names = np.full(len(found.ids), None, object)
     if model.store is None:
         return names.tolist()
@@ -248,7 +297,7 @@ def splits(
 
 
 def _holds(index: FilterIndex, asked: Part, query: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """(K,) bool: whether the index holds a query (3,) with each of the answers ids (K,)."""
+    """Return whether the index holds a query (3,) completed by each of the ids (K,): (K,) bool."""
     if asked == "relation":
         return np.isin(ids, index.relations_between(query[0], query[2]))
     anchor = query[0 if asked == "tail" else 2]

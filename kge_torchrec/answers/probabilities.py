@@ -1,4 +1,7 @@
-"""Calibrating a run on valid, and measuring the probabilities on test."""
+"""Calibrates a run on valid, and measures its probabilities on test.
+
+Shapes: M scores.
+"""
 
 from __future__ import annotations
 
@@ -30,26 +33,28 @@ from kge_torchrec.models.scorers.base import SIDES
 
 Among = Literal["listed", "seen", "all"]
 AMONG = ("listed", "seen", "all")
-STEPS_FROM = 1000  # labelled scores, from which on isotonic is the default
+STEPS_FROM = 1000  # labeled scores per curve from which isotonic is the default
 
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """How a run is calibrated.
+    """Options of a calibration.
 
-    method: platt, two numbers, or isotonic, ascending steps.  None picks isotonic where a curve is
-        fitted to 1,000 scores or more.
-    among: what a probability is relative to.  "listed": the answers that ``predict`` lists, the
-        best of all candidates.  "seen" and "all": true triples beside corruptions, drawn from the
-        entities seen with the relation on that side, or from all entities.
-    top: how many answers ``predict`` lists; None stands for 10.  Of among "listed".
-    corruptions: of each true triple and side; None stands for 4.  Not of among "listed".
-    positive_share: of true triples among those you will ask about; weights give true triples this
-        share.  None stands for 0.5.  Not of among "listed".
-    limit: queries, or triples, of valid and of test that are used at most, a sample.
-    seed: of sample and corruptions.
+    Attributes:
+        method: "platt" (two parameters) or "isotonic" (an ascending step function). None: isotonic
+            if each curve is fitted to at least 1,000 scores, otherwise platt.
+        among: What a probability refers to. "listed": the answers that ``predict`` lists, the
+            best of all candidates. "seen" and "all": true triples and corruptions, drawn from the
+            entities seen with the relation on that side, or from all entities.
+        top: The number of answers that ``predict`` lists; None: 10. Only for among "listed".
+        corruptions: Corruptions per true triple and side; None: 4. Not for among "listed".
+        positive_share: The share of true triples in your queries. Weights give true triples this
+            share. None: 0.5. Not for among "listed".
+        limit: The most queries or triples of valid and of test to use; more are sampled.
+        seed: The seed of samples and corruptions.
 
-    Raises ConfigError for values that make no sense, and for options without effect.
+    Raises:
+        ConfigError: A value is invalid, or an option has no effect.
     """
 
     method: Method | None = None
@@ -79,7 +84,7 @@ class CalibrationOptions:
             raise ConfigError(f"positive_share must lie in (0, 1), got {self.positive_share}")
 
     def filled(self) -> CalibrationOptions:
-        """The same with what None stands for, besides the method."""
+        """Return a copy with the defaults in place of None, except for the method."""
         if self.among == "listed":
             return replace(self, top=self.top or FEW)
         share = 0.5 if self.positive_share is None else self.positive_share
@@ -90,13 +95,21 @@ Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bo
 
 
 def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> Calibration:
-    """Fit curves to valid; ``about`` has the errors on test before and after.
+    """Fit curves on valid and measure them on test. Collective.
 
-    Before means: by the sigmoid of the score.  about["test"] is of the answers that ``predict``
-    lists to the queries of test, however the curves were fitted, and about["test_corruptions"] of
-    the triples of test and their corruptions.
+    ``about`` of the result has the errors on test before and after the calibration. The
+    probability before is the sigmoid of the score. about["test"] measures the answers that
+    ``predict`` lists for the queries of test, for every ``among``. about["test_corruptions"]
+    measures the triples of test and their corruptions.
 
-    Raises KGEError without scikit-learn, DataError where valid is empty.
+    Args:
+        model: The model, with its data.
+        step: The training steps of the model.
+        options: The options.
+
+    Raises:
+        KGEError: scikit-learn is not installed.
+        DataError: valid is empty.
     """
     store, options = model.known("calibrating"), options.filled()
     has_test = len(store.test) > 0
@@ -109,7 +122,7 @@ def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> 
         valid = _corrupted(model, "valid", options, 0)
         used = {"valid_triples": sum(int(labels.sum()) for _, labels in valid.values()) // 2}
         test = _corrupted(model, "test", options, 1) if has_test else {}
-    if not model.scorer.reciprocal:  # a triple has one score, so it gets one probability
+    if not model.scorer.reciprocal:  # head and tail query give the same score, so one curve
         valid = _joined(valid)
 
     def fitted() -> Calibration:
@@ -142,7 +155,7 @@ def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> 
 def _listed(
     model: AnsweringModel, split: str, options: CalibrationOptions, part: int
 ) -> tuple[int, dict[str, Scored]]:
-    """How many queries of a split were asked, and their listed answers, by what is asked for."""
+    """Return the number of queries of a split, and their listed answers by missing part."""
     found = {
         asked: candidate_answers(
             model, split, asked, options.top or FEW, options.limit, 2 * options.seed + part
@@ -158,7 +171,7 @@ def _listed(
 def _corrupted(
     model: AnsweringModel, split: str, options: CalibrationOptions, part: int
 ) -> dict[str, Scored]:
-    """The triples of a split and their corruptions, by side."""
+    """Return the scored triples of a split and their corruptions, by side."""
     assert options.corruptions is not None and options.among != "listed"
     store, seed = model.known("calibrating"), 2 * options.seed + part
     parts = labelled(store, split, options.corruptions, options.among, seed, options.limit)
@@ -169,7 +182,7 @@ def _corrupted(
 
 
 def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
-    """Both sides together, and relations apart."""
+    """Merge both sides into one entry; keep the entry for relations."""
     scores, labels = zip(*(scored[side] for side in SIDES), strict=True)
     rest = {asked: found for asked, found in scored.items() if asked not in SIDES}
     return {BOTH: (np.concatenate(scores), np.concatenate(labels)), **rest}
@@ -180,7 +193,7 @@ def _has_both(labels: np.ndarray) -> bool:
 
 
 def _weights(labels: np.ndarray, positive_share: float | None) -> np.ndarray:
-    """(M,) that give true ones their share of the sum, M; without a share all are 1."""
+    """Return weights (M,) with sum M that give true triples their share; all 1 without a share."""
     if positive_share is None or not _has_both(labels):
         return np.ones(len(labels))
     true = labels.mean()
@@ -190,7 +203,7 @@ def _weights(labels: np.ndarray, positive_share: float | None) -> np.ndarray:
 def _errors(
     made: Calibration, scored: Mapping[str, Scored], positive_share: float | None
 ) -> dict[str, Any]:
-    """What probabilities are worth, before and after: means, and errors."""
+    """Return the mean probability and the calibration errors, before and after."""
     labels = np.concatenate([labels for _, labels in scored.values()])
     weights = _weights(labels, positive_share)
     before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in scored.values()])

@@ -1,12 +1,12 @@
-"""Files of questions, and of triples: a line each, of three columns or a JSON object.
+"""Reads files of queries or triples: per line three columns or a JSON object.
 
     Austria<TAB>borders<TAB>?
     {"head": null, "relation": "has_capital", "tail": "Vienna"}
 
-What is asked for is ``?``, null, or left out.  A line that cannot be answered is told with its
-number and costs the others nothing.
+The missing part is ``?``, null, or absent. A line that cannot be answered is reported with its
+number; the other lines are still answered.
 
-Shapes: B questions of a batch.
+Shapes: B lines per batch.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
 
 UNKNOWN = "?"
-BATCH = 4096  # lines whose labels are looked up together
-SUGGESTIONS = 20  # unknown labels of a file that come with close matches, which take time
+BATCH = 4096  # lines per label lookup
+SUGGESTIONS = 20  # unknown labels per file that get close matches, since matching is slow
 
 
 class Problem(NamedTuple):
-    """A line that is not answered."""
+    """A line that cannot be answered."""
 
     line: int  # from 1
     reason: str
@@ -44,8 +44,8 @@ class Questions(NamedTuple):
     """A batch of lines that can be answered."""
 
     lines: np.ndarray  # (B,) int64, from 1
-    ids: np.ndarray  # (B, 3) int64: head, relation, tail; -1 at what is asked for
-    problems: list[Problem]  # the lines between that cannot
+    ids: np.ndarray  # (B, 3) int64: head, relation, tail; -1 for the missing part
+    problems: list[Problem]  # the lines in the same range that cannot
 
 
 class _Line(NamedTuple):
@@ -54,12 +54,16 @@ class _Line(NamedTuple):
 
 
 def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Iterator[Questions]:
-    """Batches of a file's questions; empty lines, and a header of columns, are passed over.
+    """Yield the queries or triples of a file in batches; skip empty lines and a header.
 
-    missing: how many of head, relation and tail a line must leave out: 1 of a query, 0 of a
-        triple.
+    Args:
+        path: The file.
+        model: Provides the vocabularies.
+        missing: How many of head, relation and tail each line must leave out: 1 for queries,
+            0 for triples.
 
-    Raises DataError if the file cannot be read, or has no line besides those.
+    Raises:
+        DataError: The file cannot be read, or has no other lines.
     """
     suggestions, is_empty = SUGGESTIONS, True
     for batch in _batches(lines(Path(path)), BATCH):
@@ -78,10 +82,11 @@ def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Ite
 
 
 def read_triples(given: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
-    """Return the ids (T, 3) int64 of triples of labels, in a file or in memory.  Collective.
+    """Return the ids (T, 3) int64 of triples of labels, from a file or from memory. Collective.
 
-    Raises DataError unless every one can be used; the message names the first that cannot by its
-    line, or by its position in memory from 0.
+    Raises:
+        DataError: A triple is invalid. The message names the first one by its line, or by its
+            index from 0 for triples in memory.
     """
     return on_first_rank(model.processes, lambda: _triples(given, model))
 
@@ -105,7 +110,7 @@ def _triples(given: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
 
 
 def _in_memory(rows: InMemory, model: AnsweringModel) -> Iterator[Questions]:
-    """Batches of triples of labels, numbered from 0."""
+    """Yield batches of triples of labels, numbered from 0."""
     first = 0
     for batch in batches_of("triples", rows):
         columns = zip(*(batch[part].to_pylist() for part in PARTS), strict=True)
@@ -168,9 +173,9 @@ def _of_json(text: str) -> tuple[str | None, ...]:
 def _looked_up(
     model: AnsweringModel, parsed: Sequence[_Line], suggestions: int
 ) -> tuple[np.ndarray, list[Problem]]:
-    """Ids (B, 3), -1 where there is no label, and the lines with an unknown one."""
+    """Return ids (B, 3), -1 for missing parts, and the lines that have an unknown label."""
     heads, relations, tails = ([line.parts[i] or "" for line in parsed] for i in range(3))
-    ends = model.entities.find(heads + tails).reshape(2, -1)  # looked up together
+    ends = model.entities.find(heads + tails).reshape(2, -1)
     ids = np.stack([ends[0], model.relations.find(relations), ends[1]], 1)
     problems: list[Problem] = []
     for line, its_ids in zip(parsed, ids.tolist(), strict=True):

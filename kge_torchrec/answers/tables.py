@@ -1,6 +1,8 @@
-"""Answers as rows, and where they go: a table for people, TSV, JSON lines or Parquet.
+"""Answers as table rows, written as an aligned table, TSV, JSON lines or Parquet.
 
-Written batch by batch; a file is there when it is complete, or not at all.
+Rows are written batch by batch. An output file appears only when it is complete.
+
+Shapes: B queries, M answers or triples.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ from kge_torchrec.answers.predictions import PARTS, Found, Part, splits
 from kge_torchrec.config import ConfigError
 
 FORMATS = ("table", "tsv", "json", "parquet")
-ROWS = 1 << 16  # rows that become text together
-SHORTEST = 8  # characters that a table leaves of a label
+ROWS = 1 << 16  # rows converted to text at once
+SHORTEST = 8  # the smallest width of a label column, in characters
 ELLIPSIS = "\u2026"
 _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
@@ -33,10 +35,18 @@ _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 def answer_rows(
     model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found, lines: np.ndarray
 ) -> pa.Table:
-    """M answers to B queries (B, 3) of a file's lines (B,), as completed triples.
+    """Return M answers to B queries as completed triples.
 
-    Columns: line, asked, rank, head, relation, tail, score, probability (where the run is
-    calibrated), known (where there is the data: the split that holds the triple).
+    Args:
+        model: Provides labels, probabilities and data.
+        asked: The missing part of the queries.
+        queries: (B, 3) int64.
+        found: The answers.
+        lines: (B,) int64, the line of each query.
+
+    Returns:
+        A table with the columns line, asked, rank, head, relation, tail, score, probability (only
+        if calibrated) and known (only with data: the split that holds the triple).
     """
     triples = queries[found.query].copy()
     triples[:, PARTS.index(asked)] = found.ids
@@ -55,16 +65,25 @@ def answer_rows(
 def triple_rows(
     model: AnsweringModel, triples: np.ndarray, scores: np.ndarray, lines: np.ndarray, side: str
 ) -> pa.Table:
-    """Scores (M,) of triples (M, 3) of a file's lines (M,).
+    """Return scored triples as rows.
 
-    Columns: line, head, relation, tail, score, and probability where the run is calibrated.
+    Args:
+        model: Provides labels and probabilities.
+        triples: (M, 3) int64.
+        scores: (M,) float32.
+        lines: (M,) int64, the line of each triple.
+        side: The side of the queries that scored the triples.
+
+    Returns:
+        A table with the columns line, head, relation, tail, score and probability (only if
+        calibrated).
     """
     labels = _labels(model, triples)
     return pa.table({"line": lines, **labels, **_scores(model, scores, side)})
 
 
 def record_rows(records: Sequence[Any], kind: type) -> pa.Table:
-    """Instances of a dataclass as rows, its fields as columns; without an empty probability."""
+    """Return instances of a dataclass as rows; drop the column probability if it has no values."""
     names = [field.name for field in fields(kind)]
     columns = {name: pa.array([getattr(record, name) for record in records]) for name in names}
     if "probability" in columns and columns["probability"].null_count == len(records):
@@ -88,7 +107,11 @@ def _scores(model: AnsweringModel, scores: np.ndarray, asked: str) -> dict[str, 
 
 
 def check_output(format: str, output: str | Path | None) -> None:
-    """Raises ConfigError unless a format is known and can go there; None is the terminal."""
+    """Check the format, and that it can go to the output; None is standard output.
+
+    Raises:
+        ConfigError: The format is unknown, or is parquet without a file.
+    """
     if format not in FORMATS:
         raise ConfigError(f"format must be one of {', '.join(FORMATS)}, got {format!r}")
     if format == "parquet" and output is None:
@@ -97,16 +120,22 @@ def check_output(format: str, output: str | Path | None) -> None:
 
 @contextmanager
 def written(format: str, output: str | Path | None) -> Iterator[Callable[[pa.Table], None]]:
-    """What takes one batch of rows after another, all of the same columns.
+    """Open an output and yield a function that writes a batch of rows.
 
-    output: a file, which is there when the block ends well; None is standard output.  Raises
-    OSError where it cannot be written.
+    All batches must have the same columns.
+
+    Args:
+        format: One of ``FORMATS``.
+        output: A file, which appears when the block ends without an error; None is standard output.
+
+    Raises:
+        OSError: The file cannot be written.
     """
     if output is None:
         yield _text_writer(format, sys.stdout)
         return
     files.check_place(Path(output))
-    path = Path(output).resolve()  # a symbolic link stays
+    path = Path(output).resolve()  # keeps a symbolic link
     hidden = files.partial_of(path)
     try:
         if format == "parquet":
@@ -135,7 +164,7 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[pa.Table], None]]:
 
     try:
         yield write
-        if writer is None:  # nobody had an answer: a file without rows or columns
+        if writer is None:  # no batch came, so the columns are unknown
             write(pa.table({}))
     finally:
         if writer is not None:
@@ -143,7 +172,7 @@ def _parquet_writer(path: Path) -> Iterator[Callable[[pa.Table], None]]:
 
 
 def _text_writer(format: str, stream: IO[str]) -> Callable[[pa.Table], None]:
-    # A table fits the terminal; one in a file or a pipe has whole labels.
+    # Labels are cut to fit a terminal, but not in a file or a pipe.
     width = shutil.get_terminal_size().columns if stream.isatty() else None
     aligned = partial(_aligned, width=width)
     forms: dict[str, Callable[[pa.Table, bool], str]]
@@ -171,7 +200,13 @@ def _objects(rows: pa.Table, with_header: bool) -> str:
 
 
 def _aligned(rows: pa.Table, with_header: bool, width: int | None = None) -> str:
-    """Rows in columns.  width: labels are cut, the longest first, so that lines have no more."""
+    """Return rows as aligned columns.
+
+    Args:
+        rows: The rows.
+        with_header: Whether the first line has the column names.
+        width: The longest line, in characters; labels are cut to fit, the widest column first.
+    """
     columns = [_texts(column.to_pylist(), "{:.4f}".format) for column in rows.columns]
     names = rows.column_names
     widths = [max(map(len, [name, *column])) for name, column in zip(names, columns, strict=True)]
@@ -196,7 +231,7 @@ def _aligned(rows: pa.Table, with_header: bool, width: int | None = None) -> str
 
 
 def _texts(values: list[Any], number: Callable[[float], str]) -> list[str]:
-    """Values as one field each; tabs and line ends in labels are escaped."""
+    """Return each value as the text of one field, with tabs and line ends escaped."""
 
     def text(value: Any) -> str:
         if isinstance(value, str):

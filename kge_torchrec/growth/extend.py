@@ -1,9 +1,9 @@
-"""Extending a run: its graph with new triples, its checkpoint with rows for what is new in them.
+"""Extends a run: adds new triples to its graph, and rows for new entities and relations.
 
-store        the old triples and the new ones; old labels keep their ids
-checkpoint   the old one with rows for new entities and relations
-placement    if asked for: those rows are moved to where their triples want them
-training     goes on in the new run, over old and new triples
+store        the old and the new triples; old labels keep their ids
+checkpoint   the old checkpoint with rows for new entities and relations
+placement    optional: moves the new rows to fit their triples
+training     continues in the new run, on old and new triples
 """
 
 from __future__ import annotations
@@ -67,27 +67,40 @@ def extend(
     overrides: Overrides = (),
     callbacks: Sequence[Callback] = (),
 ) -> Run:
-    """A new run whose graph has the triples of a run and new ones, trained on from its parameters.
+    """Extend a run with new triples, and continue its training in a new run.
 
-    run: the folder of a run, which is only read.
-    new_triples: files as ``prepare`` takes them, or splits in memory, {"train": triples, ...}; what
-        names no split is trained on.
-    output: the folder of the new run.
-    epochs: how long training goes on; None is a tenth of the run's epochs, with ``place`` none.
-    freeze: old entities, relations and all other parameters stay bit for bit (train.freeze old).
-    replay: share of the old triples in an epoch (train.replay); 0 trains new ones alone.
-    place: first moves the rows of new entities and relations to where their own triples want them,
-        all others fixed; see ``placement``.
-    checkpoint: to go on from: "best", "newest" or a name.
-    allow_unseen_relations: accept new relations that have no training triple.
-    overrides: other keys of the config, such as {"train.lr": 0.01}.
+    Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
+    run with this graph and seed draws, without optimizer state. Under torchrun, all ranks call
+    this function.
 
-    Old labels keep their ids, rows and optimizer state; rows of new ones start as a run of this
-    graph and seed draws them, with no state.  results.json of the new run has an entry "extended":
-    what is new, how far old rows have moved, and what placing took.  An output that was killed on
-    the way is started over until its first checkpoint is complete; from then on ``resume`` trains
-    it on.  Under torchrun all ranks call it.  Raises DataError, ConfigError or CheckpointError,
-    besides what training raises.
+    If the process is killed before the first checkpoint is complete, the same call starts over.
+    After that, ``resume`` continues the training. The entry "extended" of the new results.json
+    describes the new data, how far old rows have moved, and the placement. Training can also raise
+    the errors of ``train``.
+
+    Args:
+        run: The folder of the old run, which is not changed.
+        new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
+            ...}. A file or table without a split is used for training.
+        output: The folder of the new run.
+        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place``.
+        freeze: Keep old entities, old relations and all other parameters bit for bit
+            (train.freeze old).
+        replay: The share of old triples per epoch (train.replay); 0 trains only on new triples.
+        place: First move the rows of new entities and relations to fit their triples, with all
+            other parameters fixed; see ``placement``.
+        checkpoint: The checkpoint to extend: "best", "newest" or a name.
+        allow_unseen_relations: Accept new relations without a training triple.
+        overrides: Other config keys, such as {"train.lr": 0.01}.
+        callbacks: Callbacks of the training.
+
+    Returns:
+        The new run.
+
+    Raises:
+        DataError: The new triples cannot be used.
+        ConfigError: An option is invalid.
+        CheckpointError: The checkpoint cannot be extended.
     """
     source, folder = RunFolder(run), RunFolder(output)
     before = source.load_config()
@@ -117,25 +130,25 @@ def _config_of(
     place: bool,
     overrides: Overrides,
 ) -> Config:
-    """The run's, for the new folder and its own store."""
+    """Return the config of the old run, adapted to the new folder and its store."""
     if epochs is None:
         epochs = 0 if place else -(-before.train.epochs // 10)
     kept, model = "old" if freeze else "none", before.model
-    if not model.init_frozen:  # the vectors are in the rows by now
+    if not model.init_frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_width="refuse")
     config = replace(
         before,
         data=replace(before.data, path=str(folder.store)),
         model=model,
         train=replace(before.train, epochs=epochs, freeze=kept, replay=replay),
-        # a plan is of another number of rows
+        # The plan of the old run is for a smaller table.
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
     )
     changed = config_from_dict(config.to_dict(), overrides)
     if changed.data != config.data or changed.run.dir != config.run.dir:
         raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
     initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
-    check_resume(config, changed, folder.path, allowed=initial)  # rows of new entities are drawn
+    check_resume(config, changed, folder.path, allowed=initial)  # new rows need initial values
     check_effects(changed, Facts(extended=True), changed_keys(config, changed))
     if not changed.checkpoint.keep:
         raise ConfigError("checkpoint.keep 0 would drop what is extended; set it to 1 or more")
@@ -143,7 +156,7 @@ def _config_of(
 
 
 class _Extension:
-    """What is made on the way.  Every method but ``undo`` is collective."""
+    """The steps that create the new run. Every method except ``undo`` is collective."""
 
     def __init__(
         self,
@@ -161,14 +174,14 @@ class _Extension:
     def store_and_checkpoint(
         self, new: Sources | Mapping[str, InMemory], checkpoint: str, allow_unseen: bool
     ) -> None:
-        """The new run's folder, with the rows of what is new as they are drawn."""
+        """Create the new run's store and checkpoint; the new rows have initial values."""
         self.grown_from = Checkpoints(
             self.source.checkpoints, self.processes, self.before.checkpoint.keep
         ).find(checkpoint)
         on_first_rank(self.processes, lambda: self._begin(new, allow_unseen))
         self.store = on_all_ranks(self.processes, lambda: TripleStore.open(self.folder.store))
         base = self.store.base
-        assert base is not None  # extend_store has said so
+        assert base is not None  # extend_store has set it
         self.old: GraphSize = base
         if self.config.run.progress and self.processes.is_first:
             print(", ".join(f"{n:,} new {what}" for what, n in self.new.items()), file=sys.stderr)
@@ -180,7 +193,7 @@ class _Extension:
 
     @property
     def new(self) -> dict[str, int]:
-        """How many there are of what is new."""
+        """The numbers of new entities, relations and training triples."""
         size, old = self.store.size, self.old
         return {
             "entities": size.entities - old.entities,
@@ -218,7 +231,7 @@ class _Extension:
         self._fingerprint = base.fingerprint
 
     def _drawn(self, init: EntityInit) -> Iterator[Tensor]:
-        """The start of new entities' rows, as a run of the whole graph draws them."""
+        """Yield the initial rows of new entities, as a run of the whole graph would draw them."""
         for first, count in self._blocks():
             rows = torch.empty(count, self.config.model.dim)
             shard = EntityShard(rows, first, self.store.num_entities)
@@ -227,12 +240,17 @@ class _Extension:
             yield rows
 
     def _blocks(self) -> Iterator[tuple[int, int]]:
-        """First id and number of new entities, some after others."""
+        """Yield the first id and the size of consecutive blocks of new entities."""
         for first in range(self.old.entities, self.store.num_entities, CHUNK_ROWS):
             yield first, min(CHUNK_ROWS, self.store.num_entities - first)
 
     def _write(self, rows: Iterator[Tensor], start: dict[str, Tensor]) -> None:
-        """Writes the new run's first checkpoint.  rows: of new entities, on the first rank."""
+        """Write the new run's first checkpoint.
+
+        Args:
+            rows: Blocks of the new entities' rows. Only rank 0's are used.
+            start: Parameters by name, with the values for rows of new relations.
+        """
         ranks = self.processes
 
         def begin() -> None:
@@ -245,7 +263,7 @@ class _Extension:
             )
 
         def made() -> GrownCheckpoint:
-            assert self._writing is not None  # on the first rank
+            assert self._writing is not None  # only rank 0 calls this
             return self._writing
 
         try:
@@ -263,7 +281,7 @@ class _Extension:
                 self._writing.discard()
 
     def place(self) -> Placement:
-        """Moves the new rows, and writes the checkpoint again with them."""
+        """Place the new rows, and write the checkpoint again with them."""
         session = Session(self.config, self.folder, self.processes, trains=False)
         session.restore_parameters(NEWEST)
         placed = place(session, self.old)
@@ -274,7 +292,7 @@ class _Extension:
         return placed
 
     def complete(self, placed: Placement | None) -> None:
-        """Makes a run of the folder: without config.yaml it is none, however far it came."""
+        """Turn the folder into a run by writing config.yaml last."""
 
         def write() -> None:
             self.folder.save_extension(
@@ -287,7 +305,7 @@ class _Extension:
                 }
             )
             self.folder.save_resolved(self.source.load_resolved())
-            if self.config.model.init_frozen:  # new entities are trained
+            if self.config.model.init_frozen:  # new entities are not frozen
                 frozen = np.load(self.source.frozen)
                 self.folder.save_frozen(np.pad(frozen, (0, self.new["entities"])))
             self.folder.save_config(self.config)
@@ -295,15 +313,15 @@ class _Extension:
         on_first_rank(self.processes, write)
 
     def undo(self) -> None:
-        """Removes what there is of a run that could not be started."""
+        """Remove the new run's files if it could not be started."""
         if self._began:
             self._clear()
             api.undo(self.folder)
         elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:
-            api.undo(self.folder)  # made here for the lock alone
+            api.undo(self.folder)  # this call created the folder, only for the lock
 
     def _clear(self) -> None:
-        """Removes what ``extend`` has made, but the lock and the mark of a run under way."""
+        """Remove the files of ``extend``, except the lock and the mark of an unfinished run."""
         shutil.rmtree(self.folder.store, ignore_errors=True)
         for store in self.folder.path.glob(f".{self.folder.store.name}.partial-*"):
             shutil.rmtree(store, ignore_errors=True)

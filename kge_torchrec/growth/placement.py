@@ -1,21 +1,23 @@
-"""Placing new entities: rows that fit their own triples, everything else fixed bit for bit.
+"""Places new entities: fits their rows to their own triples, with all other parameters fixed.
 
-A new row starts at the mean of what its triples ask for: the mean row of the entities that are
-seen in the same place of the same relation.  A few passes over the triples that touch new rows
-then minimise the run's own loss (and regularizers) over these rows alone, with candidates drawn
-uniformly, by Adam (Kingma and Ba 2015) with a rate that falls linearly to 0.  Rows of new relations
-and of their inverses take part.  Where new entities come in several blocks, each block trains its
-own rows and those of the new relations in its triples; at the end the new relations train once more
-on all of their triples, all entities fixed.
+A new row starts at the mean row of its positions: for each of its triples, the mean row of the
+entities that old triples have on the same side of the same relation. A few passes over the triples
+that contain new rows then minimize the run's own loss and regularizers with respect to these rows.
+Candidates are drawn uniformly. The optimizer is Adam (Kingma and Ba 2015) with a linearly decaying
+learning rate. Rows of new relations and of their inverses are trained as well.
 
-In training an entity is also a candidate of all the queries that it does not answer.  Without those
-new rows would score too high everywhere and stand before old answers, so some of the new rows are
-candidates of some old queries in each step, weighted as often as an epoch would have them there.
-No table is stepped: it takes memory and time of the new rows, their triples and a sample of old
-queries.  Every rank computes the same: rows of others are fetched from whoever holds them.
+New entities are trained in blocks, each with the new relations in its triples. With several blocks,
+the new relations are finally trained once more on all of their triples, with all entities fixed.
 
-Shapes: N entities, R relations, D numbers per entity, m rows of a block of new entities, T triples
-that touch it, K candidates, q old queries a step.
+In training, an entity is also a candidate of all queries that it does not answer. Without these
+queries new rows would score too high and rank before old answers. Each step therefore uses some new
+rows as candidates of some old queries, weighted to match their frequency in an epoch.
+
+No step runs over the whole table. Memory and time depend on the new rows, their triples and a
+sample of old queries. Every rank computes the same, and fetches rows from the ranks that own them.
+
+Shapes: N entities, R relations, D elements per row, m rows of a block of new entities, T triples
+that contain its rows, K candidates, q old queries per step, S sampled old queries, U unique ids.
 """
 
 from __future__ import annotations
@@ -41,20 +43,27 @@ from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training.growth import old_rows
 from kge_torchrec.training.session import Session
 
-BLOCK_ROWS = 1 << 16  # placed together
-PASSES, LEAST_STEPS = 10, 200  # over the triples of a block; more passes where they are few
-CANDIDATES = 1024  # of every batch and side, where training takes all entities
-OLD_TRIPLES = 1 << 13  # whose queries new rows are candidates of
-OLD_BATCH = 1 << 9  # of them a step, and as many of the block's rows
-BATCH = 1024  # triples
-RATE = 0.1  # of Adam, as a share of the root mean square of the numbers of old rows
-_SAMPLE = 1 << 20  # old triples that the start looks at
-_STREAM = 0x91ACE  # keeps these draws apart from others of the same seed
+BLOCK_ROWS = 1 << 16  # rows per block
+PASSES, LEAST_STEPS = 10, 200  # per block; few triples get more passes to reach the least steps
+CANDIDATES = 1024  # per batch and side, if training uses all entities as candidates
+OLD_TRIPLES = 1 << 13  # sampled old triples whose queries get new rows as candidates
+OLD_BATCH = 1 << 9  # old queries per step and side, and rows of the block scored with them
+BATCH = 1024  # triples per batch
+RATE = 0.1  # Adam's initial learning rate, relative to the root mean square of old rows
+_SAMPLE = 1 << 20  # about how many old triples the mean rows are computed from
+_STREAM = 0x91ACE  # separates these random draws from others with the same seed
 
 
 @dataclass(frozen=True)
 class Placement:
-    """What placing did: rows of entities and relations (inverses included), triples, seconds."""
+    """The result of placing.
+
+    Attributes:
+        entities: The number of placed entities.
+        relation_rows: The number of placed relation rows, inverses included.
+        triples: The number of triples that the rows were fitted to.
+        seconds: The duration.
+    """
 
     entities: int
     relation_rows: int
@@ -63,10 +72,11 @@ class Placement:
 
 
 def place(session: Session, old: GraphSize) -> Placement:
-    """Moves the rows of new entities and relations in a session.  Collective.
+    """Place the rows of new entities and relations in a session. Collective.
 
-    session: of the extended store, with the parameters of its first checkpoint.
-    old: counts of the graph before.
+    Args:
+        session: A session with the extended store and the parameters of its first checkpoint.
+        old: Counts of the graph before it was extended.
     """
     started, triples = time.perf_counter(), 0
     placer = _Placer(session, old)
@@ -88,9 +98,10 @@ def place(session: Session, old: GraphSize) -> Placement:
 
 
 class _Placer:
-    """What all blocks have in common.
+    """The state that all blocks share.
 
-    relations: of parameters with rows of new relations, by name, which rows are old, (rows,) bool.
+    Attributes:
+        relations: For each parameter with rows of new relations, which rows are old: (rows,) bool.
     """
 
     def __init__(self, session: Session, old: GraphSize):
@@ -107,21 +118,21 @@ class _Placer:
         self.trained = [(parameters[name], rows) for name, rows in self.relations.items()]
         self.places = self._places()
         negatives = config.negatives
-        # What training estimates of all entities is estimated here as well.
+        # If training estimates the loss over all entities, so does the placement.
         self.estimates_all = negatives.is_full or negatives.log_q
         self.candidates = CANDIDATES if negatives.is_full else negatives.count
         self.old_queries = list(self._old_queries())
 
     def start(self, first: int, stop: int) -> None:
-        """Puts the rows [first, stop) of new entities where training of them starts."""
+        """Initialize the rows [first, stop) of new entities."""
         ids = torch.arange(first, stop, device=self.device)
         triples = self._touching(first, stop)
         self._write(ids, self._start(self.shard.fetch(ids), triples, first))
 
     def place(self, first: int, stop: int) -> int:
-        """Moves the rows [first, stop) of new entities, and new relations; returns T.
+        """Train the rows [first, stop) of new entities and their new relations; return T.
 
-        Without rows: the new relations alone, by all of their triples.
+        With an empty range, train only the new relations on all of their triples.
         """
         triples = self._touching(first, stop)
         if not len(triples):
@@ -138,7 +149,7 @@ class _Placer:
         return len(triples)
 
     def _write(self, ids: Tensor, rows: Tensor) -> None:
-        """Puts the rows of some entities into this rank's part of the table."""
+        """Write rows of entities into this rank's part of the table."""
         here = self.shard.holds(ids)
         self.shard.rows[ids[here] - self.shard.first_row] = rows[here].to(self.shard.rows)
 
@@ -152,7 +163,7 @@ class _Placer:
         passes = max(PASSES, -(-LEAST_STEPS // batches.steps_per_epoch))
         steps = passes * batches.steps_per_epoch
         drawing = torch.Generator().manual_seed(seed)
-        share = self.old.triples / len(triples)  # old queries for each new one
+        share = self.old.triples / len(triples)  # old queries per new query
         for step, batch in enumerate(self._batches(batches, passes)):
             for group in optimizer.param_groups:
                 group["lr"] = group["base"] * (1 - step / steps)
@@ -163,7 +174,7 @@ class _Placer:
             loss.backward()
             for parameter, rows in self.trained:
                 if parameter.grad is not None:
-                    parameter.grad[rows] = 0  # and Adam, which has no state of them, stands still
+                    parameter.grad[rows] = 0  # Adam doesn't move rows that never had a gradient
             optimizer.step()
 
     @property
@@ -171,9 +182,10 @@ class _Placer:
         return self.session.config.loss.name == "softmax"
 
     def _as_candidates(self, block: Tensor, of: _OldQueries, drawing: torch.Generator) -> Tensor:
-        """What being a candidate of an old query costs all rows of the block, in expectation.
+        """Return the expected loss of the block's rows as candidates of old queries.
 
-        By the run's loss of a query; of softmax with the sum over its other candidates as it is.
+        The loss is the run's loss per query. For softmax, the sum over the other candidates is a
+        constant.
         """
         entities, every = self.store.num_entities, len(block)
         some = torch.randperm(len(of.relation), generator=drawing)[:OLD_BATCH].to(self.device)
@@ -181,7 +193,8 @@ class _Placer:
         scores = self.objective.scorer.score_candidates(
             of.anchor[None, some], of.relation[None, some], block[None, rows], of.side
         )
-        chance = 1.0 if self.estimates_all else self.candidates / entities  # of being one
+        # The probability that an entity is drawn as a candidate.
+        chance = 1.0 if self.estimates_all else self.candidates / entities
         if self._is_softmax:
             added = softplus(scores - of.log_sum[None, some, None]).sum(-1).mean()
             return added * chance * every / len(rows)
@@ -189,11 +202,11 @@ class _Placer:
         chosen = self.session.config.loss
         if chosen.name == "bce" and chosen.loss_options().reduction == "sum":
             return loss.mean() * chance * every / len(rows)
-        return loss.mean() * every / entities  # the mean over candidates
+        return loss.mean() * every / entities  # here the loss averages over candidates
 
     @torch.no_grad()
     def _old_queries(self) -> Iterator[_OldQueries]:
-        """Of some old triples, for each side."""
+        """Yield the queries of sampled old triples, per side."""
         count, seed = self.old.triples, self.session.config.seed
         stream = np.random.Generator(np.random.SFC64([seed, _STREAM]))
         picked = np.sort(stream.choice(count, min(count, OLD_TRIPLES), replace=False))
@@ -220,17 +233,17 @@ class _Placer:
                 yield batch.to(self.device)
 
     def _rows(self, batch: Batch, block: Tensor, first: int) -> Tensor:
-        """(U, D) of a batch: those of the block to differentiate by, all others as they are."""
+        """Return the rows (U, D) of a batch; only rows of the block get gradients."""
         ids = batch.ids[ENTITY].values()
         rows = self.shard.fetch(ids)
         own = ((ids >= first) & (ids < first + len(block))).nonzero().squeeze(1)
         return rows.index_copy(0, own, block[ids[own] - first])
 
     def _touching(self, first: int, stop: int) -> np.ndarray:
-        """The new training triples (T, 3) that train a block.
+        """Return the new training triples (T, 3) that train a block.
 
-        Those of its entities; of the first block, which comes before all others, also those of new
-        relations between old entities.  Without rows: all of new relations.
+        These are the triples of its entities. The first block also gets the triples of new
+        relations between old entities. An empty range gets all triples of new relations.
         """
         triples = np.asarray(self.store.train[self.old.triples :], np.int64)
         ends, is_new = triples[:, 0::2], triples[:, 1] >= self.old.relations
@@ -242,9 +255,9 @@ class _Placer:
         return triples[wanted]
 
     def _start(self, drawn: Tensor, triples: np.ndarray, first: int) -> Tensor:
-        """(m, D): the mean row of the places that each entity is seen in; as drawn where unknown.
+        """Return initial rows (m, D): the mean row of each entity's positions.
 
-        drawn: (m, D).
+        An entity without a known position keeps its row of ``drawn`` (m, D).
         """
         sums, counts = torch.zeros_like(drawn), drawn.new_zeros(len(drawn), 1)
         for side, means in self.places.items():
@@ -256,7 +269,7 @@ class _Placer:
         return torch.where(counts > 0, sums / counts.clamp_min(1), drawn)
 
     def _places(self) -> dict[Side, _Means]:
-        """Of every side, the mean rows of the entities that old triples have there, by relation."""
+        """Return, per side, the mean row of each relation's entities in old triples."""
         count = self.old.triples
         every = max(1, -(-count // _SAMPLE))
         triples = np.asarray(self.store.train[:count:every], np.int64)
@@ -278,32 +291,32 @@ class _Placer:
         return found
 
     def _scale(self) -> float:
-        """The root mean square of the numbers of some old rows."""
+        """Return the root mean square of a sample of old rows."""
         ids = np.linspace(0, self.old.entities - 1, min(self.old.entities, 4096)).astype(np.int64)
         return _root_mean_square(self.shard.fetch(torch.from_numpy(ids).to(self.device)))
 
 
 @dataclass(frozen=True)
 class _OldQueries:
-    """Queries of a side that new entities do not answer."""
+    """Queries of one side that new entities do not answer."""
 
     side: Side
     anchor: Tensor  # (S, D)
     relation: Tensor  # (S,)
-    positive: Tensor  # (S,) the scores of their answers
-    log_sum: Tensor  # (S,) of the exponentials of answer and candidates
+    positive: Tensor  # (S,) the scores of the answers
+    log_sum: Tensor  # (S,) log-sum-exp of the scores of answer and candidates
 
 
 @dataclass(frozen=True)
 class _Means:
-    """Rows by relation, and which relations they are known of."""
+    """Mean rows by relation, and the relations that have one."""
 
     rows: Tensor  # (R, D)
     seen: Tensor  # (R,) bool
 
 
 def _objective(config: Config, session: Session) -> TripleObjective:
-    """The run's loss of triples with drawn candidates; nothing is dropped."""
+    """Return the run's loss of triples with sampled candidates, without dropout."""
     from kge_torchrec.training.assembly import (  # loads TorchRec
         build_loss,
         build_regularizers,

@@ -1,11 +1,11 @@
-"""Scores of a few queries against all local rows, one block of rows at a time.
+"""Scores of a few queries against all local entity rows, one block of rows at a time.
 
-Exact ties must stay ties however the entities are split: two equal rows have to get the same
-score bit for bit in whichever block, shard or column they stand.  Matrix products give that as
-long as no side of them is very small (libraries switch kernels, hence the order of summation,
-below a dozen rows), so both sides are padded to ``SMALLEST`` rows.
+Equal rows must get the same score bit for bit in every block, shard and column; otherwise exact
+ties would depend on how the table is sharded. Matrix products guarantee this unless one side is
+very small: below a dozen rows, libraries switch kernels and with them the order of summation.
+Both sides are therefore padded to ``SMALLEST`` rows.
 
-Shapes: B queries, n rows of one block, D numbers per entity.
+Shapes: B queries, n rows of one block, D elements per row.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.environment import without_tf32
 from kge_torchrec.models.scorers.base import Scorer, Side
 
-if TYPE_CHECKING:  # it imports TorchRec, which an exported model does without
+if TYPE_CHECKING:  # imports TorchRec, which an exported model doesn't need
     from kge_torchrec.embeddings.backend import EntityShard
 
-SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, more leaves room for threads
-CPU_BLOCK_BYTES = 8 << 20  # about what stays in cache until the scores are counted
+SMALLEST = 64  # queries and rows per product; 16 suffice with MKL, 64 allows for more threads
+CPU_BLOCK_BYTES = 8 << 20  # small enough for the scores to stay in cache until they are counted
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
 
 
 @contextmanager
 def scoring(scorer: Scorer) -> Iterator[None]:
-    """Whole float32 products, no gradients and evaluation mode inside; all is put back after.
+    """Score in evaluation mode, without gradients and TF32, and restore the settings afterwards.
 
-    Training may allow itself TF32; ranks and answers are of float32 scores in any case.
+    Training may use TF32. Ranks and answers always come from float32 products.
     """
     training = scorer.training
     scorer.eval()
@@ -47,9 +47,17 @@ def scoring(scorer: Scorer) -> Iterator[None]:
 def score_block(
     scorer: Scorer, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side
 ) -> Tensor:
-    """Scores whose bits depend on the query and the row alone, not on the block around them.
+    """Return scores whose bits depend only on the query and the row, not on the block.
 
-    anchor: (B, D); relation: (B,); rows: (n, D).  Returns a new contiguous (B, n) float32.
+    Args:
+        scorer: The scorer.
+        anchor: (B, D), the known entity of each query.
+        relation: (B,) int64.
+        rows: (n, D).
+        side: The side to score candidates for.
+
+    Returns:
+        (B, n) float32, new and contiguous.
     """
     return _block_scores(scorer, anchor, relation, side)(rows)
 
@@ -57,7 +65,7 @@ def score_block(
 def _block_scores(
     scorer: Scorer, anchor: Tensor, relation: Tensor, side: Side
 ) -> Callable[[Tensor], Tensor]:
-    """``score_block`` as a function of the rows: a network encodes its queries once."""
+    """Return ``score_block`` as a function of the rows, so that queries are encoded only once."""
     scores = scorer.prepared(_padded(anchor), _padded(relation), side)
     queries = anchor.shape[0]
     return lambda rows: scores(_padded(rows.float()))[:queries, : len(rows)].float().contiguous()
@@ -71,9 +79,15 @@ def local_scores(
     side: Side,
     block_bytes: int | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yields (global id of the first row, scores (B, n)) over all rows that this rank holds.
+    """Yield (global id of the first row, scores (B, n)) for all rows of this rank.
 
-    One block takes about block_bytes; the default suits the device.
+    Args:
+        scorer: The scorer.
+        shard: The rows of this rank.
+        anchor: (B, D).
+        relation: (B,) int64.
+        side: The side to score candidates for.
+        block_bytes: The size of a block of scores in bytes. None: the default of the device.
     """
     height = block_height(anchor.shape[0], shard.rows.device, block_bytes)
     scores = _block_scores(scorer, anchor, relation, side)
@@ -83,27 +97,32 @@ def local_scores(
 
 
 def block_height(queries: int, device: torch.device, block_bytes: int | None = None) -> int:
-    """Rows per block so that B x n float32 scores take at most block_bytes, but at least 64."""
+    """Return the rows per block, so that (B, n) float32 scores fit block_bytes; at least 64."""
     if block_bytes is None:
         block_bytes = CUDA_BLOCK_BYTES if device.type == "cuda" else CPU_BLOCK_BYTES
     return max(SMALLEST, block_bytes // (4 * max(queries, SMALLEST)))
 
 
 def erase(scores: Tensor, first: int, answers: Answers, value: float = -torch.inf) -> None:
-    """Writes value over the scores of answers in a block of the entities from ``first`` on.
+    """Overwrite the scores of answers in a block, in place.
 
-    scores: (B, n), contiguous, of the B queries that ``answers`` is of.  Takes the memory of one
-    piece of them, however many there are.
+    The answers are read in pieces, so memory does not grow with their number.
+
+    Args:
+        scores: (B, n), contiguous: entities ``first`` to ``first`` + n - 1.
+        first: The id of the first entity.
+        answers: The answers of the B queries.
+        value: The new score.
     """
     width, flat = scores.shape[1], scores.view(-1)
     for query, entity in answers.pieces(first, first + width):
         place = torch.from_numpy(query * width + (entity - first))
-        if scores.is_cuda:  # pinned, so that nobody waits for the device
+        if scores.is_cuda:  # pinned memory makes the copy asynchronous
             place = place.pin_memory().to(scores.device, non_blocking=True)
         flat.index_fill_(0, place, value)
 
 
 def _padded(x: Tensor) -> Tensor:
-    """At least SMALLEST rows, by zeros (id 0 for relations)."""
+    """Pad with zeros to at least ``SMALLEST`` rows; a padded relation has id 0."""
     missing = SMALLEST - x.shape[0]
     return x if missing <= 0 else torch.cat([x, x.new_zeros(missing, *x.shape[1:])])

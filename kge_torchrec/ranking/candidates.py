@@ -1,13 +1,12 @@
-"""Candidates that are restricted to entities which suit a query's relation and side.
+"""Candidates restricted to entities that fit the relation and the side of a query.
 
-``SeenCandidates`` are the entities that a relation has been seen with on that side in train, its
-domain or range (the local closed-world assumption of Krompass et al. 2015); ``TypedCandidates`` are
-those and all that share a type with one of them.  Ranks among them are better than among all
-entities, so whatever reports them has to say so: ``label`` is for that.
+``SeenCandidates`` are the entities that train has on that side of the relation: its domain or
+range (the local closed-world assumption of Krompass et al. 2015). ``TypedCandidates`` also include
+every entity that shares a type with one of them. Ranks among restricted candidates are better than
+ranks among all entities, so every report must name the restriction (``label``).
 
-A true answer that is no candidate is not made one: whoever restricts candidates never offers it,
-and adding it would tell the answer.  It stays in the test set and has the last rank of all
-entities.
+A true answer outside the candidates is not added, since that would leak the answer. It stays in
+the test set and gets the last rank, N.
 
 Shapes: N entities, n entities of a block, B queries, R relations, K types, M pairs.
 """
@@ -26,23 +25,31 @@ from kge_torchrec.models.scorers.base import SIDES, Side
 
 
 class Candidates(Protocol):
-    """Which entities a query is ranked among."""
+    """The entities that a query is ranked among."""
 
-    label: str  # for people: what the candidates are restricted to
+    label: str  # a description of the restriction, for reports
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Which of the entities from ``first`` to ``stop`` - 1 are candidates: (n,) bool."""
+        """Return which of the entities [first, stop) are candidates: (n,) bool."""
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Whether entities (B,) are candidates of queries for a side of relations (B,): bool."""
+        """Return whether each entity is a candidate of its query: (B,) bool.
+
+        Args:
+            side: The side of the queries.
+            relations: (B,) int64, the relations of the queries.
+            entities: (B,) int64.
+        """
 
 
 class SeenCandidates:
-    """Entities that the relation has been seen with on that side in train.
+    """Entities that train has on that side of the relation.
 
-    Holds the pairs of relation and entity of a rank's own rows, and looks all others up.
+    It keeps the (relation, entity) pairs of this rank's rows and looks up the others.
 
-    rows: (first, stop) of the entities whose ``mask`` will be asked for.
+    Args:
+        store: The data.
+        rows: (first, stop), the entities that ``mask`` can be called for.
     """
 
     label = "entities seen with the relation on that side in train"
@@ -51,7 +58,7 @@ class SeenCandidates:
         self._train = store.filter_index(("train",))
         self._rows, self._seen = rows, {}
         for side in SIDES:
-            # Tails are the anchors of the index for heads, and the other way round.
+            # The anchors of the head index are tails, and those of the tail index are heads.
             pairs = list(seen_pairs(store.side_index("train", OTHER[side]), *rows))
             entities, relations = (
                 np.concatenate([np.empty(0, np.int64), *column])
@@ -62,7 +69,10 @@ class SeenCandidates:
             self._seen[side] = indptr, entities[np.argsort(relations, kind="stable")]
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Which of the entities from ``first`` to ``stop`` - 1, of ``rows``, are candidates."""
+        """Return which of the entities [first, stop) are candidates: (n,) bool.
+
+        [first, stop) must lie within ``rows``.
+        """
         indptr, entities = self._seen[side]
         seen = entities[indptr[relation] : indptr[relation + 1]]
         low, high = np.searchsorted(seen, (first, stop))
@@ -71,14 +81,20 @@ class SeenCandidates:
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Whether entities (B,) are candidates of queries for a side of relations (B,)."""
+        """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
         return self._train.answers(OTHER[side], entities, relations).counts > 0
 
 
 class TypedCandidates(SeenCandidates):
-    """Entities that have a type in common with one that was seen there, and those seen.
+    """Entities seen on that side of the relation, and entities that share a type with one of them.
 
-    An entity without a type is a candidate only where it was seen itself.
+    An entity without a type is a candidate only if it was seen itself.
+
+    Args:
+        store: The data.
+        rows: (first, stop), the entities that ``mask`` can be called for.
+        types: The types of the entities.
+        source: Where the types come from, for ``label``.
     """
 
     def __init__(self, store: TripleStore, rows: tuple[int, int], types: EntityTypes, source: str):
@@ -89,7 +105,7 @@ class TypedCandidates(SeenCandidates):
         self._types = types
         self._allowed = {
             side: self._pairs_of_types(store, side) for side in SIDES
-        }  # of each side, (M,) ascending: relation * K + type
+        }  # per side (M,) ascending: relation * K + type
 
     def _pairs_of_types(self, store: TripleStore, side: Side) -> np.ndarray:
         found = np.empty(0, np.int64)
@@ -99,7 +115,10 @@ class TypedCandidates(SeenCandidates):
         return found
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
-        """Which of the entities from ``first`` to ``stop`` - 1, of ``rows``, are candidates."""
+        """Return which of the entities [first, stop) are candidates: (n,) bool.
+
+        [first, stop) must lie within ``rows``.
+        """
         allowed = self._allowed[side]
         size = len(self._types)
         low, high = np.searchsorted(allowed, (relation * size, (relation + 1) * size))
@@ -111,7 +130,7 @@ class TypedCandidates(SeenCandidates):
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
-        """Whether entities (B,) are candidates of queries for a side of relations (B,)."""
+        """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
         which, types = self._types.of(entities)
         allowed, wanted = self._allowed[side], relations[which] * len(self._types) + types
         found = super().contain(side, relations, entities)
@@ -122,10 +141,16 @@ class TypedCandidates(SeenCandidates):
 def make_candidates(
     kind: str, types: str | None, store: TripleStore, rows: tuple[int, int]
 ) -> Candidates | None:
-    """What evaluation.candidates names, for a rank that holds the rows (first, stop).
+    """Build the candidates that ``evaluation.candidates`` names; None for all entities.
 
-    types: a file; None stands for those of the store.  Returns None for all entities.  Raises
-    DataError for an unusable file of types, or a store without.
+    Args:
+        kind: "all", "seen" or "types".
+        types: The file of entity types; None uses the types of the store.
+        store: The data.
+        rows: (first, stop), the rows of this rank.
+
+    Raises:
+        DataError: The file of types cannot be used, or the store has no types.
     """
     if kind == "all":
         return None

@@ -1,4 +1,4 @@
-"""Cardinalities of relations: with how many entities on either side a relation links an entity.
+"""Cardinalities of relations: how many entities a relation links to an entity on each side.
 
 Shapes: R relations.
 """
@@ -11,13 +11,13 @@ from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import seen_pairs
 
-THRESHOLD = 1.5  # mean entities on a side from which it is "N" (Bordes et al. 2013)
+THRESHOLD = 1.5  # mean entities from which a side is "N" (Bordes et al. 2013)
 CATEGORIES = ("1-1", "1-N", "N-1", "N-N")
 UNSEEN = len(CATEGORIES)  # the category of a relation without a training triple
 
 
 def cardinalities(store: TripleStore) -> dict[str, np.ndarray]:
-    """Return how many triples each relation has, and how many entities it links, in train.
+    """Count the training triples of each relation, and the entities that it links on average.
 
     Returns:
         "triples" (R,) int64; the means "heads_per_tail" and "tails_per_head" (R,) float64, NaN for
@@ -41,10 +41,10 @@ def cardinalities(store: TripleStore) -> dict[str, np.ndarray]:
 
 
 def categories(found: dict[str, np.ndarray]) -> np.ndarray:
-    """Return the place in ``CATEGORIES`` of each relation, or ``UNSEEN``: (R,) int8.
+    """Return the index in ``CATEGORIES`` of each relation, or ``UNSEEN``: (R,) int8.
 
-    A relation is 1-N if it links a head to at least 1.5 tails on average, but a tail to fewer heads
-    (Bordes et al. 2013, Translating Embeddings).
+    A relation is 1-N if it links a head to at least 1.5 tails on average, but a tail to fewer
+    heads (Bordes et al. 2013, Translating Embeddings).
 
     Args:
         found: The result of ``cardinalities``.

@@ -1,13 +1,13 @@
-"""Exact filtered ranking over a table that is split by rows over the ranks.
+"""Exact filtered ranking over an entity table that is sharded by rows.
 
-Every rank scores its own rows for the same queries and counts how many score below the true
-answer and how many tie with it; the counts are summed over the ranks once per side.  Nothing of
-size T x N is ever held, only one block of scores.
+Every rank scores its own rows for the same queries. It counts how many candidates score below the
+true answer and how many tie with it. The counts are summed over the ranks once per side. Memory
+holds one block of scores, never a T x N matrix.
 
-Comparisons with NaN are false, so a NaN is counted neither as less nor as equal: whoever takes
-the rest for better candidates lets a NaN count against the model.
+Comparisons with NaN are false, so a NaN is counted neither as less nor as equal. It therefore
+counts as a better candidate, against the model.
 
-Shapes: T triples, B queries of a batch, n rows of a block, N entities, D numbers per entity.
+Shapes: T triples, B queries per batch, n rows of a block, N entities, D elements per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scorin
 from kge_torchrec.ranking.candidates import Candidates
 from kge_torchrec.ranking.metrics import Ranks
 
-FETCH_BYTES = 32 << 20  # entity rows fetched by one collective, for several batches
+FETCH_BYTES = 32 << 20  # entity rows per fetch, enough for several batches
 
 
 def rank_triples(
@@ -43,19 +43,27 @@ def rank_triples(
     batch_size: int = 512,
     progress: Callable[[int], object] | None = None,
 ) -> Ranks:
-    """Ranks of the true head and tail of every triple among all N entities.
+    """Rank the true head and tail of every triple among all N entities. Collective.
 
-    triples: (T, 3) int64 head, relation, tail; the same on every rank (collective).
-    known: triples removed from the candidates, except the true one; None ranks unfiltered.  While
-    validating, the caller leaves the test triples out of it.
-    candidates: restricts what a query is ranked among; ``Ranks.restricted`` says so.  A true answer
-        that is none of them has the last rank, N.
-    block_bytes: size of the score block; the default suits the device.
-    progress: called with the number of queries done since the last call (``tqdm.update`` fits).
+    A NaN counts against the model: a candidate with NaN ranks before the true answer, and a true
+    answer with NaN gets the last rank, N.
 
-    A NaN counts against the model: one in a candidate as a better candidate, one in the true
-    score as the last rank, N.  Raises ValueError on triples of another shape and IndexError on
-    entity ids outside [0, N).
+    Args:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        triples: (T, 3) int64 head, relation, tail; the same on every rank.
+        known: Triples to remove from the candidates, except the true one. None ranks unfiltered.
+            For validation, the caller leaves the test triples out.
+        sides: The sides to rank.
+        candidates: Restricts the candidates, which ``Ranks.restricted`` records. A true answer
+            outside them gets the last rank, N.
+        block_bytes: The size of a block of scores in bytes. None: the default of the device.
+        batch_size: Queries per batch.
+        progress: Called with the number of queries since the last call, like ``tqdm.update``.
+
+    Raises:
+        ValueError: ``triples`` has another shape.
+        IndexError: An entity id is outside [0, N).
     """
     triples = torch.as_tensor(triples, dtype=torch.int64)
     if triples.ndim != 2 or triples.shape[1] != 3:
@@ -66,7 +74,7 @@ def rank_triples(
         for side in sides:
             less, equal = counter.count(triples, side)
             pessimistic[side] = shard.num_entities - less
-            # A NaN true score ties with nothing, not even itself: it must not fall behind N.
+            # A NaN true score has equal = 0, not even itself; without the minimum it ranks N + 1.
             optimistic[side] = np.minimum(pessimistic[side] - equal + 1, pessimistic[side])
             if candidates is not None:
                 outside[side] = ~_are_candidates(candidates, triples.numpy(), side, batch_size)
@@ -78,7 +86,7 @@ def rank_triples(
 def _are_candidates(
     candidates: Candidates, triples: np.ndarray, side: Side, batch_size: int
 ) -> np.ndarray:
-    """(T,) bool: whether the true answers are candidates of their own queries."""
+    """Return whether each true answer is a candidate of its own query: (T,) bool."""
     answers = triples[:, 2 if side == "tail" else 0]
     return np.concatenate(
         [
@@ -93,7 +101,7 @@ def _slices(total: int, size: int) -> list[slice]:
 
 
 class _Counter:
-    """Counts worse and equal candidates of queries, batch by batch."""
+    """Counts the candidates that score below the true answer or tie with it, batch by batch."""
 
     def __init__(
         self,
@@ -110,13 +118,13 @@ class _Counter:
         self.block_bytes, self.batch_size, self.progress = block_bytes, batch_size, progress
 
     def count(self, triples: Tensor, side: Side) -> np.ndarray:
-        """(2, T) int64: candidates less than and equal to the true one, over all ranks.
+        """Return the counts of lower and equal scores over all ranks: (2, T) int64. Collective.
 
-        What is no candidate counts as less.
+        Entities that are not candidates count as lower.
         """
         if self.candidates is None:
             return self._count_in_order(triples, side)
-        # Queries of one relation have the same candidates, so they come one after another.
+        # Sort by relation, since the queries of a relation share one mask of candidates.
         order = triples[:, 1].argsort(stable=True)
         counts = np.empty((2, len(triples)), np.int64)
         counts[:, order.numpy()] = self._count_in_order(triples[order], side)
@@ -137,9 +145,9 @@ class _Counter:
         return counts.cpu().numpy()
 
     def _fetched(self, triples: Tensor, side: Side) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Batches (B, 3) as (anchor, relation, target), with anchor and target rows (B, D).
+        """Yield batches of queries (B, 3) with their anchor and target rows (B, D).
 
-        The rows of several batches come by one collective.
+        A query is (anchor, relation, target). One collective fetches the rows of several batches.
         """
         queries = triples if side == "tail" else triples.flip(1)
         batches = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * self.batch_size))
@@ -157,10 +165,10 @@ class _Counter:
         self, queries: Tensor, anchor: Tensor, target: Tensor, side: Side, less: Tensor,
         equal: Tensor,
     ) -> None:  # fmt: skip
-        """Adds the counts of the local rows to less and equal, both (B,)."""
+        """Add the counts of this rank's rows to less and equal, both (B,)."""
         relation = queries[:, 1].to(anchor.device)
-        # Every rank computes the true scores itself, by the same product as the blocks; so ties
-        # are exact without a second pass or another collective.
+        # Every rank computes the true scores with the same product as the blocks. Ties are thus
+        # exact without a second pass or another collective.
         true = score_block(self.scorer, anchor, relation, target, side).diagonal().contiguous()
         filtered, own = self._known_answers(queries, side), _Targets(queries[:, 2], true)
         blocks = local_scores(self.scorer, self.shard, anchor, relation, side, self.block_bytes)
@@ -172,7 +180,10 @@ class _Counter:
             count_block(scores, own.true, less, equal)
 
     def _restrict(self, scores: Tensor, first: int, relations: Tensor, side: Side) -> None:
-        """Writes -inf over what is no candidate; scores (B, n) of ascending relations (B,)."""
+        """Set the scores (B, n) of entities that are not candidates to -inf, in place.
+
+        ``relations`` (B,) is ascending.
+        """
         if self.candidates is None:
             return
         found, sizes = relations.unique_consecutive(return_counts=True)
@@ -189,13 +200,13 @@ class _Counter:
 
 
 class _Targets:
-    """The true answers' own columns, which the filter erases and which must tie with themselves.
+    """The true answers' own scores, which the filter erases and which must tie with themselves.
 
-    The filter erases by -inf, which must lie below every true score.  Where a true score is -inf
-    itself, nothing does; there 0 and 1 stand for "as bad" and "better", so that -inf is below.
+    The filter writes -inf, which must be below every true score. A query whose true score is -inf
+    is therefore counted with other values: 0 for a score of -inf and 1 for a better score.
 
     Attributes:
-        true: (B,) the true scores to count with.
+        true: (B,) float32, the true scores to compare with.
     """
 
     def __init__(self, ids: Tensor, true: Tensor):
@@ -204,21 +215,25 @@ class _Targets:
         self.true = true.index_fill(0, self._worst, 0.0)
 
     def make_room(self, scores: Tensor) -> None:
-        """Puts the scores (B, n) of the queries whose true score is -inf above -inf, in place."""
+        """Replace the scores (B, n) of queries whose true score is -inf by 0 and 1, in place."""
         if len(self._worst):
-            scores[self._worst] = (scores[self._worst] != -torch.inf).float()  # a NaN is better
+            scores[self._worst] = (scores[self._worst] != -torch.inf).float()  # a NaN gets 1
 
     def restore(self, scores: Tensor, first: int) -> None:
-        """Writes the true scores into the block scores (B, n) of the entities from first on."""
+        """Write the true scores into the block of scores (B, n) that starts at entity ``first``."""
         column = self._ids - first
         query = ((column >= 0) & (column < scores.shape[1])).nonzero()[:, 0]
         scores[query, column[query]] = self.true[query]
 
 
 def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> None:
-    """Adds the counts of one block to the running counts, in place.
+    """Add the counts of one block to the running counts, in place.
 
-    scores: (B, n) float32, contiguous; true: (B,) float32; less, equal: (B,) int64.
+    Args:
+        scores: (B, n) float32, contiguous.
+        true: (B,) float32.
+        less: (B,) int64.
+        equal: (B,) int64.
     """
     if scores.device.type == "cpu":
         _count(scores.numpy(), true.numpy(), less.numpy(), equal.numpy())
@@ -227,8 +242,8 @@ def count_block(scores: Tensor, true: Tensor, less: Tensor, equal: Tensor) -> No
         equal += (scores == true[:, None]).sum(1)
 
 
-# One thread on purpose: a pass over scores still in cache takes a few percent of the matrix
-# product that made them, while a second thread pool beside torch's slows both down.
+# Single-threaded on purpose: this pass over cached scores takes a few percent of the time of the
+# matrix product. A second thread pool next to torch's would slow both down.
 @kernel
 def _count(scores: np.ndarray, true: np.ndarray, less: np.ndarray, equal: np.ndarray) -> None:
     for i in range(scores.shape[0]):

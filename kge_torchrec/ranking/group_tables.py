@@ -1,4 +1,4 @@
-"""Ranks in groups for people: a table for the terminal, a file and a chart beside the results."""
+"""Displays grouped ranks: a table for the terminal, a JSON file and a chart."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from kge_torchrec import files
 from kge_torchrec.charts import chart_label, draw_bars, new_figure, short_label
 from kge_torchrec.ranking.metrics import ranked_among
 
-LINES = 30  # of a table, and groups of a chart; the file has all groups
-# Columns of the table: a side of the triple and what is shown of it.
+LINES = 30  # groups in a table or a chart; the file has all groups
+# Columns of the table: a side of the triple and the value to show.
 _CELLS = [
     ("both", "queries"), ("both", "mrr"),
     ("head", "mrr"), ("head", "hits@10"), ("tail", "mrr"), ("tail", "hits@10"),
 ]  # fmt: skip
-_WIDEST = 48  # characters of a label
+_WIDEST = 48  # characters per label
 
 
 def table(name: str, found: dict[str, Any]) -> str:
-    """Return the realistic metrics of head and tail prediction, one line per group.
+    """Return a table of the realistic metrics of head and tail prediction, one line per group.
 
-    The table fits the terminal, or 80 columns where there is none: long labels lose their start.
+    The table fits the terminal, or 80 columns without one. Long labels are cut at the start.
 
     Args:
         name: The name of the grouping.
-        found: What ``grouped`` returned.
+        found: The result of ``grouped``.
     """
     shown = found["groups"][:LINES]
     widest = max([len(group["group"]) for group in shown] + [len(name)])
@@ -61,8 +61,8 @@ def write(folder: Path, split: str, candidates: str, by: dict[str, dict[str, Any
     Args:
         folder: The folder of the run.
         split: The split whose triples were ranked.
-        candidates: The value of evaluation.candidates; names of restricted ones end with it.
-        by: What ``grouped`` returned, by the name of the grouping.
+        candidates: The value of evaluation.candidates. Unless it is "all", file names end with it.
+        by: The results of ``grouped`` by the name of the grouping.
     """
     ending = "" if candidates == "all" else f"-{candidates}-candidates"
     for name, found in by.items():

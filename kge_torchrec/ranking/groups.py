@@ -1,7 +1,6 @@
-"""The ranks of one ranking, in groups: by relation, by its category, by the answer's frequency.
+"""Groups the ranks of a ranking: by relation, by category of the relation, by answer frequency.
 
-Nothing is ranked again: every query of a ranking has a group, and metrics are sums over the ranks
-of a group.
+No query is ranked again. Each query has a group, and its metrics are means over the ranks.
 
 Shapes: T triples, G groups, N entities, R relations.
 """
@@ -23,15 +22,15 @@ from kge_torchrec.ranking.metrics import HITS, KINDS, Ranks, metrics
 
 @dataclass(frozen=True)
 class Grouping:
-    """Which group each query of a ranking belongs to."""
+    """The group of each query of a ranking."""
 
-    about: str  # what a group is, for people
+    about: str  # a description of the groups, for display
     labels: list[str]  # (G,)
-    groups: dict[Side, np.ndarray]  # of each side (T,), places in labels
+    groups: dict[Side, np.ndarray]  # per side (T,): indices in labels
 
 
 def by_relation(store: TripleStore, triples: np.ndarray) -> Grouping:
-    """A group for each relation of ``triples`` (T, 3), those with most of them first."""
+    """Group by relation; relations with the most ``triples`` (T, 3) come first."""
     counts = np.bincount(triples[:, 1], minlength=store.num_relations)
     order = np.argsort(-counts, kind="stable")[: np.count_nonzero(counts)]
     place = np.full(store.num_relations, -1, np.int32)
@@ -42,7 +41,7 @@ def by_relation(store: TripleStore, triples: np.ndarray) -> Grouping:
 
 
 def by_category(store: TripleStore, triples: np.ndarray) -> Grouping:
-    """1-1, 1-N, N-1 and N-N (Bordes et al. 2013), of the triple's relation in train."""
+    """Group by the category of the relation in train: 1-1, 1-N, N-1 or N-N (Bordes et al. 2013)."""
     groups = categories(cardinalities(store))[triples[:, 1]]
     about = (
         "category of the relation in train (Bordes et al. 2013): N where it links an entity with "
@@ -52,13 +51,13 @@ def by_category(store: TripleStore, triples: np.ndarray) -> Grouping:
 
 
 def by_frequency(store: TripleStore, triples: np.ndarray) -> Grouping:
-    """How many triples of train have the answer, not the entity asked about: 0, 1, 2-3, 4-7, ..."""
+    """Group by the number of training triples that contain the answer: 0, 1, 2-3, 4-7, ..."""
     degrees = store.degrees()
     of = {}
     for side, column in (("head", 0), ("tail", 2)):
         entities, query = np.unique(triples[:, column], return_inverse=True)
         of[side] = degrees.of(entities)[query]
-    bins = {side: np.frexp(of[side].astype(np.float64))[1] for side in SIDES}  # of 4 to 7: 3
+    bins = {side: np.frexp(of[side].astype(np.float64))[1] for side in SIDES}  # 4 to 7: bin 3
     last = max(int(part.max(initial=0)) for part in bins.values())
     labels = ["0", "1", *(f"{2**n:,}-{2 ** (n + 1) - 1:,}" for n in range(1, last))]
     about = "triples of train that the answer, the entity to be found, is head or tail of"
@@ -70,17 +69,22 @@ GROUPINGS = {"relation": by_relation, "category": by_category, "frequency": by_f
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ConfigError for what ranks cannot be grouped by."""
+    """Check the names of groupings.
+
+    Raises:
+        ConfigError: A name is unknown.
+    """
     for name in names:
         one_of("by", name, tuple(GROUPINGS))
 
 
 def grouped(ranks: Ranks, grouping: Grouping) -> dict[str, Any]:
-    """Metrics of all queries and of each group.
+    """Return the metrics of all queries and of each group.
 
-    Returns {"about": what a group is, "total": as ``metrics`` gives it, "groups": [{"group": label,
-    "head" | "tail" | "both": {"queries": number, ties: {metric: value}}}]}; a side of a group
-    without queries has no metrics, and a group without any is left out.
+    Returns:
+        {"about": description of the groups, "total": the result of ``metrics``, "groups":
+        [{"group": label, "head" | "tail" | "both": {"queries": number, kind: {metric: value}}}]}.
+        Groups without queries are left out. A side without queries has no metrics.
     """
     size = len(grouping.labels)
     sums: dict[str, dict[Any, np.ndarray]] = {
@@ -99,7 +103,7 @@ def grouped(ranks: Ranks, grouping: Grouping) -> dict[str, Any]:
 
 
 def _sums(ranks: Ranks, side: Side, groups: np.ndarray, size: int) -> dict[Any, np.ndarray]:
-    """Over the queries of each of the groups, (G,) each."""
+    """Return the sums of each metric over the queries of each group, (G,) each."""
     sums: dict[Any, np.ndarray] = {"queries": np.bincount(groups, minlength=size)}
     if ranks.outside:
         sums["answers_outside"] = np.bincount(groups[ranks.outside[side]], minlength=size)

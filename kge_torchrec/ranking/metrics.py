@@ -1,4 +1,4 @@
-"""Ranks of the true answers and the metrics that the field reports from them.
+"""Ranks of the true answers, and the metrics of link prediction computed from them.
 
 Shapes: T triples.
 """
@@ -19,13 +19,16 @@ COLUMNS = ("mrr", "mr", *(f"hits@{k}" for k in HITS))
 
 @dataclass(frozen=True)
 class Ranks:
-    """1-based ranks of the true answer, by the side that was asked for; each (T,) int64.
+    """The rank of each true answer by side, from 1; each array is (T,) int64.
 
-    Among candidates of equal score the true one comes first in optimistic and last in
+    Among candidates with equal scores, the true answer comes first in optimistic ranks and last in
     pessimistic ranks.
 
-    restricted: what the candidates were restricted to, for people; None for all entities.
-    outside: (T,) bool by side, the true answers that are none of these; they rank last.
+    Attributes:
+        optimistic: Optimistic ranks by side.
+        pessimistic: Pessimistic ranks by side.
+        restricted: A description of the restricted candidates; None for all entities.
+        outside: Per side (T,) bool: the true answers that are not candidates. They rank last.
     """
 
     optimistic: dict[Side, np.ndarray]
@@ -38,7 +41,10 @@ class Ranks:
         return tuple(self.optimistic)
 
     def values(self, side: Side | Literal["both"], kind: str) -> np.ndarray:
-        """(T,) float64 ranks of one side, or (2T,) of side "both"; realistic is the mean rank."""
+        """Return the ranks of one side (T,) float64, or of all sides in one array for "both".
+
+        A realistic rank is the mean of the optimistic and the pessimistic rank.
+        """
         if side == "both":
             return np.concatenate([self.values(one, kind) for one in self.sides])
         if kind == "realistic":
@@ -47,12 +53,17 @@ class Ranks:
 
 
 def metrics(ranks: Ranks) -> dict[str, Any]:
-    """{"head" | "tail" | "both": {kind: {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.
+    """Return the metrics of a ranking.
 
-    "both" is over the union of the sides' ranks.  A realistic rank of 1.5 is no hit at 1.  Where
-    candidates were restricted, "candidates" comes first: {"restricted_to": to what,
-    "answers_outside": {side: true answers that are none of them}}.
-    Raises ValueError when there is nothing to average.
+    "both" covers the ranks of both sides. A realistic rank of 1.5 is not a hit at 1.
+
+    Returns:
+        {"head" | "tail" | "both": {kind: {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}. With
+        restricted candidates, the first entry is "candidates": {"restricted_to": description,
+        "answers_outside": {side: number of true answers that are not candidates}}.
+
+    Raises:
+        ValueError: There are no ranks.
     """
     if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
         raise ValueError("no metrics without ranks: the set of triples is empty")
@@ -71,7 +82,7 @@ def _restriction_of(ranks: Ranks) -> dict[str, Any]:
 
 
 def ranked_among(results: dict[str, Any]) -> str:
-    """What the metrics were ranked among, for the head of a table or the end of a line."""
+    """Describe the candidates of a ranking, for the head of a table or the end of a line."""
     restriction = results.get("candidates")
     if restriction is None:
         return "filtered ranks among all entities"
@@ -83,9 +94,9 @@ def ranked_among(results: dict[str, Any]) -> str:
 
 
 def results_table(results: dict[str, Any]) -> str:
-    """The metrics as a fixed-width text table, one line per side and kind.
+    """Return the metrics as a fixed-width text table, one line per side and kind.
 
-    Where candidates were restricted, a line before it says so.
+    With restricted candidates, a line above the table says so.
     """
     lines = [f"{'side':<6}{'ties':<13}" + "".join(f"{name:>10}" for name in COLUMNS)]
     lines.append("-" * len(lines[0]))

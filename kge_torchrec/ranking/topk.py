@@ -1,7 +1,7 @@
-"""The k best answers of a query, exact over the shards.
+"""The exact k best answers of a query over all shards.
 
-A score and an entity id are packed into one int64 key that orders by score first and then by
-smaller id.  Keys are unique, so the result depends neither on the blocks nor on the ranks.
+A score and an entity id are packed into one int64 key, which sorts by score and then by smaller
+id. Keys are unique, so the result does not depend on blocks or ranks.
 
 Shapes: B queries, n rows of a block, k answers.
 """
@@ -17,8 +17,8 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 
-ID_LIMIT = 2**32 - 1  # ids take the lower half of a key
-COLUMNS = 1 << 20  # entities whose keys are in memory together
+ID_LIMIT = 2**32 - 1  # the largest id; ids use the lower half of a key
+COLUMNS = 1 << 20  # entities whose keys are in memory at once
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
 
 
@@ -32,14 +32,25 @@ def top_k(
     exclude: Answers | None = None,
     block_bytes: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The best k entities of each query, the same on every rank (collective).
+    """Return the k best entities of each query, the same on every rank. Collective.
 
-    anchor_ids, relation_ids: (B,) int64; side: the one asked for; exclude: answers of the B queries
-    to leave out, such as the known ones.
+    Args:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        anchor_ids: (B,) int64, the known entities.
+        relation_ids: (B,) int64.
+        side: The missing side.
+        k: The number of answers.
+        exclude: Answers of the B queries to leave out, such as the known ones.
+        block_bytes: The size of a block of scores in bytes. None: the default of the device.
 
-    Returns scores (B, k) float32, best first, and ids (B, k) int64; equal scores come by smaller
-    id, NaN as -inf.  Where fewer than k entities are left the rest is -inf and id -1.  Raises
-    ValueError when k < 1 and IndexError on ids outside [0, N).
+    Returns:
+        Scores (B, k) float32, best first, and ids (B, k) int64. Equal scores come in order of id;
+        NaN counts as -inf. Missing answers have score -inf and id -1.
+
+    Raises:
+        ValueError: ``k`` is below 1.
+        IndexError: An id is outside [0, N).
     """
     if k < 1:
         raise ValueError(f"k must be at least 1, not {k}")
@@ -56,15 +67,18 @@ def top_k(
 
 
 def _keys(scores: Tensor, first: int) -> Tensor:
-    """(B, n) scores of the entities from first on -> (B, n) int64 keys."""
-    # Adding zero turns -0.0 into 0.0, which compares equal but has other bits.
+    """Return the keys (B, n) int64 of scores (B, n) of entities ``first`` to ``first`` + n - 1."""
+    # Adding zero turns -0.0 into 0.0, which is equal but has different bits.
     scores = torch.nan_to_num(scores, nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf) + 0.0
     ids = torch.arange(first, first + scores.shape[1], device=scores.device)
     return (_order(scores.view(torch.int32)).long() << 32) + (ID_LIMIT - ids)
 
 
 def _order(bits: Tensor) -> Tensor:
-    """Float bits to integers of the same order, and back: negative floats grow downwards."""
+    """Map float bits to integers of the same order, and back.
+
+    Integers order the bits of negative floats in reverse, so these bits are flipped.
+    """
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
 
@@ -73,7 +87,7 @@ def _best(keys: Tensor, k: int) -> Tensor:
 
 
 def _gather(keys: Tensor, ranks: int) -> Tensor:
-    """(B, k) of this rank -> (B, ranks * k) of all."""
+    """Gather the keys (B, k) of all ranks: (B, ranks * k)."""
     if ranks == 1:
         return keys
     parts = [torch.empty_like(keys) for _ in range(ranks)]
@@ -82,7 +96,7 @@ def _gather(keys: Tensor, ranks: int) -> Tensor:
 
 
 def _unpack(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, k) keys -> scores (B, k), ids (B, k)."""
+    """Return the scores (B, k) and ids (B, k) of keys (B, k)."""
     missing = keys == NOTHING
     scores = _order((keys >> 32).int()).view(torch.float32)
     ids = ID_LIMIT - (keys & ID_LIMIT)

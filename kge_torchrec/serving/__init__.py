@@ -1,1 +1,1 @@
-"""A small server that answers questions about a trained model over HTTP; it writes nothing."""
+"""A read-only HTTP server that answers queries with a trained model."""

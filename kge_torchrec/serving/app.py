@@ -1,6 +1,7 @@
-"""The server's addresses: predict, score, nearest, labels, health, metrics, pages, their OpenAPI.
+"""HTTP endpoints: predict, score, nearest, labels, health, metrics and HTML pages.
 
-Every request gets an answer, a 4xx that says what is wrong, or 503 while too many wait.
+Every request gets a reply: an answer, a 4xx status that says what is wrong, or 503 if too many
+requests are waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from kge_torchrec.serving.metrics import RequestMetrics
 from kge_torchrec.serving.middleware import Entrance, SafeJSON, SmallBodies, problem
 
 KINDS = ("entity", "relation")
-MOST_SUGGESTING = 64  # requests that wait for suggestions; others get their 404 without
+MOST_SUGGESTING = 64  # requests that may wait for suggestions; later ones get a 404 without them
 _ABOUT = """\
 Answers of a trained knowledge-graph embedding. An entity or relation is given as its label, or in
 the body of a POST also as its id. Nothing here changes anything.
@@ -52,7 +53,7 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
     422: {"model": form.Problem, "description": "the request makes no sense"},
     503: {"model": form.Problem, "description": "too many requests wait"},
 }
-# A page loads nothing from elsewhere, and asks this server alone.
+# The pages load nothing from other servers and send requests only to this one.
 _WHOLE = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
@@ -61,7 +62,17 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class Limits:
-    """k: answers of a request; body: bytes of it; batch: requests in a pass; waiting: at once."""
+    """Limits of the server.
+
+    Attributes:
+        k: Answers per request.
+        body: Bytes per request body.
+        batch: Requests answered in one pass over the entities.
+        waiting: Requests that may wait at the same time.
+
+    Raises:
+        ConfigError: A limit is below 1.
+    """
 
     k: int = 1000
     body: int = 1 << 20
@@ -81,10 +92,16 @@ def create_app(
     hosts: Collection[str] = ("*",),
     connections: Connections | None = None,
 ) -> FastAPI:
-    """An ASGI application that answers from a model.
+    """Build the ASGI application of a model.
 
-    name: of the model, for people.  It answers in a thread, which ends with the application.
-    hosts: names that a Host header may hold.  connections: for the metrics.
+    Queries are answered in a thread that ends with the application.
+
+    Args:
+        model: The model.
+        name: The name of the model, for display.
+        limits: The limits.
+        hosts: Names that a Host header may contain; "*" allows all.
+        connections: The open connections, for the metrics endpoint.
     """
     answerer = Answerer(model, limits.batch, limits.waiting)
     indexes = {kind: LabelIndex(vocabulary_of(model, kind).array) for kind in KINDS}
@@ -161,7 +178,7 @@ def _add_labels(app: FastAPI, model: AnsweringModel, indexes: dict[str, LabelInd
             labels=array[asked.first : asked.first + asked.count].to_pylist(), count=len(array)
         )
 
-    # Not async: FastAPI calls them in threads, as they may read a file.
+    # Not async, since they may read a file: FastAPI runs them in threads.
     @app.get("/entities", summary="Labels of entities")
     def entities(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
         return labels("entity", asked)
@@ -241,6 +258,6 @@ def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def malformed(_: Request, error: RequestValidationError) -> JSONResponse:
-        # Without the input: it may hold text that cannot be written back.
+        # Leave out the input: it may contain text that cannot be encoded.
         problems = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()]
         return problem(422, "; ".join(problems[:5]).encode("utf-8", "replace").decode())

@@ -1,7 +1,7 @@
-"""Questions that arrive while others are answered wait together, and are answered in one pass.
+"""Batches queries: those that arrive during a pass wait and are answered together in the next one.
 
-A pass over all entities costs nearly the same for 64 queries as for one.  There is no waiting for
-more to come: an idle server answers at once.
+A pass over all entities costs nearly the same for 64 queries as for one. An idle server answers
+at once and never waits for a batch to fill.
 """
 
 from __future__ import annotations
@@ -37,13 +37,15 @@ KIND_OF: dict[Part, str] = {"head": "entity", "relation": "relation", "tail": "e
 
 
 class Busy(KGEError):
-    """More questions wait than the server lets wait."""
+    """Too many queries are waiting."""
 
 
 class Unknown(KGEError):
     """A label or id that the model does not have.
 
-    kind: "entity" or "relation"; given: the label or id.
+    Attributes:
+        kind: "entity" or "relation".
+        given: The label or id.
     """
 
     def __init__(self, kind: str, given: Label):
@@ -53,7 +55,7 @@ class Unknown(KGEError):
 
 @dataclass(frozen=True)
 class Predict:
-    """For the k best answers to a triple with one part None."""
+    """A query for the k best answers to a triple whose missing part is None."""
 
     query: Query
     k: int
@@ -67,7 +69,7 @@ class Predict:
 
 @dataclass(frozen=True)
 class Score:
-    """For the scores of triples."""
+    """A query for the scores of triples."""
 
     triples: tuple[tuple[Label, Label, Label], ...]
     side: Side
@@ -80,7 +82,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Nearest:
-    """For the k entities nearest to one."""
+    """A query for the k nearest entities to an entity."""
 
     entity: Label
     k: int
@@ -95,15 +97,21 @@ Waiting = tuple[Question, "asyncio.Future[Any]"]
 
 
 class Answerer:
-    """A thread that answers questions in batches.
+    """A thread that answers queries in batches.
 
-    most: questions of a batch; room: questions that may wait.
+    Attributes:
+        model: The model.
+        most: Queries per batch.
+        room: Queries that may wait.
+        batches: The number of batches so far.
+        answered: The number of queries so far.
+        sizes: The sizes of the batches.
     """
 
     def __init__(self, model: AnsweringModel, most: int = 64, room: int = 1024):
         self.model, self.most, self.room = model, most, room
-        self.batches = self.answered = 0  # so far
-        self.sizes = Histogram(SIZES)  # of batches
+        self.batches = self.answered = 0
+        self.sizes = Histogram(SIZES)
         self._waiting: queue.SimpleQueue[Waiting | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="answers", daemon=True)
         self._thread.start()
@@ -113,9 +121,12 @@ class Answerer:
         return self._waiting.qsize()
 
     async def ask(self, question: Question) -> Any:
-        """The answer: list[Prediction], list[float] or list[Neighbour].
+        """Return the answer to a query: list[Prediction], list[float] or list[Neighbour].
 
-        Raises Busy, Unknown, and KGEError for what the model cannot answer.
+        Raises:
+            Busy: Too many queries are waiting.
+            Unknown: The model does not have a label or id.
+            KGEError: The model cannot answer the query.
         """
         if self.waiting >= self.room:
             raise Busy(f"{self.room} questions wait already; ask again in a moment")
@@ -124,7 +135,7 @@ class Answerer:
         return await future
 
     def close(self) -> None:
-        """Answers what waits, then ends."""
+        """Answer the waiting queries, then end the thread."""
         self._waiting.put(None)
         self._thread.join()
 
@@ -145,20 +156,20 @@ class Answerer:
     def _answer(self, batch: list[Waiting]) -> None:
         try:
             found = answers(self.model, [question for question, _ in batch])
-        except Exception as error:  # whoever asked gets it; the thread goes on
+        except Exception as error:  # the error goes to the clients, and the thread continues
             found = [error] * len(batch)
         self.batches, self.answered = self.batches + 1, self.answered + len(batch)
         self.sizes.add(len(batch))
         futures = [future for _, future in batch]
         try:
             futures[0].get_loop().call_soon_threadsafe(_hand_over, futures, found)
-        except RuntimeError:  # the server ends
+        except RuntimeError:  # the event loop is closed, since the server ends
             log.info("%d answers came after the server's end", len(futures))
 
 
 def _hand_over(futures: list[asyncio.Future[Any]], found: list[Any]) -> None:
     for future, result in zip(futures, found, strict=True):
-        if future.done():  # nobody waits for it any more
+        if future.done():  # the client has disconnected
             continue
         if isinstance(result, Exception):
             future.set_exception(result)
@@ -167,7 +178,10 @@ def _hand_over(futures: list[asyncio.Future[Any]], found: list[Any]) -> None:
 
 
 def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
-    """The answer to each, or the exception that it deserves; one cannot spoil another's."""
+    """Return the answer to each query, or its exception.
+
+    An invalid query does not affect the other queries.
+    """
     found: list[Any] = [None] * len(questions)
     ids = _Ids(model, [pair for question in questions for pair in question.labels])
     groups: dict[Any, list[int]] = defaultdict(list)
@@ -182,7 +196,7 @@ def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
         asked = [questions[place] for place in places]
         try:
             results = _TOGETHER[of](model, asked, ids)
-        except Exception as error:  # an answer to these, not the end of the thread
+        except Exception as error:  # must not end the thread
             if not isinstance(error, KGEError):
                 log.exception("a batch of %d questions failed", len(asked))
             results = [error] * len(asked)
@@ -192,7 +206,7 @@ def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
 
 
 class _Ids:
-    """The ids of all labels of a batch, found in one pass over each vocabulary."""
+    """The ids of all labels of a batch, looked up with one pass over each vocabulary."""
 
     def __init__(self, model: AnsweringModel, pairs: Iterable[tuple[str, Label]]):
         self._counts = {"entity": model.num_entities, "relation": model.num_relations}
@@ -207,25 +221,29 @@ class _Ids:
         self._ids = wanted
 
     def of(self, kind: str, given: Label) -> int:
-        """Raises Unknown."""
+        """Return the id of a label, or a valid id itself.
+
+        Raises:
+            Unknown: The model does not have the label or id.
+        """
         number = self._ids[kind][given] if isinstance(given, str) else given
         if not 0 <= number < self._counts[kind]:
             raise Unknown(kind, given)
         return number
 
     def of_triple(self, triple: Iterable[Label | None]) -> list[int]:
-        """0 for a part that is None."""
+        """Return the three ids of a triple; a part that is None gets 0."""
         parts = zip(PARTS, triple, strict=True)
         return [0 if given is None else self.of(KIND_OF[part], given) for part, given in parts]
 
 
 def vocabulary_of(model: AnsweringModel, kind: str) -> Vocabulary:
-    """Of entities or relations."""
+    """Return the vocabulary of a kind, "entity" or "relation"."""
     return model.entities if kind == "entity" else model.relations
 
 
 def _group(question: Question) -> tuple[Any, ...]:
-    """What is the same in questions that one pass can answer."""
+    """Return a key that is equal for queries that one pass can answer."""
     if isinstance(question, Predict):
         return Predict, question.query.asked, question.known
     return (Score, question.side) if isinstance(question, Score) else (Nearest,)

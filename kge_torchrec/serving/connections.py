@@ -1,7 +1,7 @@
-"""Limits of connections, which uvicorn does not set: how many there are, and how long they wait.
+"""Limits that uvicorn does not have: the number of open connections, and how long they may wait.
 
 uvicorn itself closes connections that are idle between requests. Its ``limit_concurrency`` counts
-requests that have arrived, so it does not see half-sent ones.
+only requests that have arrived completely.
 """
 
 from __future__ import annotations
@@ -28,15 +28,19 @@ _REPLIES = {
 class Connections:
     """The open connections of a server.
 
-    most: connections that may be open; None stands for 1,000, or half the open files that the
-    process may have if that is less.
-    seconds: in which a request must have arrived, and in which the client must read a reply.
-    Raises ConfigError for more connections than open files allow.
+    Args:
+        most: Connections that may be open. None: 1,000, or half of the process's limit of open
+            files if that is less.
+        seconds: The time within which a request must arrive, and within which the client must
+            read a reply.
+
+    Raises:
+        ConfigError: ``most`` exceeds the limit of open files, or an argument is out of range.
     """
 
     def __init__(self, most: int | None = None, seconds: float = 20.0):
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        # Half: the system hands connections over in groups before they can be counted.
+        # Use half: the system accepts connections in groups, before they can be counted.
         possible = DEFAULT_CONNECTIONS if files == resource.RLIM_INFINITY else files // 2
         if most is not None and not most >= 1:
             raise ConfigError(f"the limit of connections must be an integer >= 1, got {most}")
@@ -50,24 +54,24 @@ class Connections:
         self.most = min(DEFAULT_CONNECTIONS, possible) if most is None else most
         self.seconds = seconds
         self.open = self.refused = self.timed_out = 0
-        # Connections without a whole request, with their timers; the oldest first.
+        # Connections without a complete request and their timers, oldest first.
         self.waiting: dict[LimitedConnection, asyncio.TimerHandle] = {}
 
     @property
     def backlog(self) -> int:
-        """Connections that asyncio accepts at once, before one of them is counted."""
+        """The number of connections that asyncio accepts at once, before it counts one."""
         return max(8, min(256, self.most // 8))
 
     def protocol(self) -> type[LimitedConnection]:
-        """Return the protocol of a connection, for uvicorn."""
+        """Return the connection class for uvicorn."""
         return type("Connection", (LimitedConnection,), {"shared": self})
 
 
 class LimitedConnection(H11Protocol):
-    """A connection that is closed where its client keeps it waiting.
+    """A connection that is closed if its client is too slow.
 
-    Where there are too many, a new connection takes the place of the one that has waited longest
-    for the rest of its request; if none waits, the new one gets 503.
+    Above the limit, a new connection replaces the one that has waited longest for the rest of its
+    request. If none is waiting, the new connection gets 503.
     """
 
     shared: Connections
@@ -76,7 +80,7 @@ class LimitedConnection(H11Protocol):
         super().connection_made(transport)
         self._unread: asyncio.TimerHandle | None = None
         self.shared.open += 1
-        transport.set_write_buffer_limits(high=0)  # pause_writing: the client has not read all
+        transport.set_write_buffer_limits(high=0)  # pause_writing is called while data is unread
         if self.shared.open > self.shared.most:
             self.shared.refused += 1
             if not self.shared.waiting:
@@ -109,7 +113,7 @@ class LimitedConnection(H11Protocol):
         self._stop_unread()
 
     def _watch(self) -> None:
-        """Run the timer while the client has a request, or the rest of one, to send."""
+        """Run the timer while the client still has to send a request or the rest of one."""
         incomplete = self.conn.their_state in (h11.IDLE, h11.SEND_BODY)
         if not incomplete or self.transport.is_closing():
             self._stop_watching()
@@ -137,6 +141,6 @@ class LimitedConnection(H11Protocol):
     def _give_up(self) -> None:
         self._stop_watching()
         begun = self.conn.their_state is h11.SEND_BODY or self.conn.trailing_data[0]
-        if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # no reply was begun
+        if begun and self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):  # no reply has begun
             self.transport.write(_REPLIES[408])
         self.transport.close()

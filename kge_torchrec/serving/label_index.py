@@ -1,7 +1,7 @@
-"""An index of labels by their text: completions of a beginning, and labels like a mistyped one.
+"""A text index of labels, for completions of a prefix and for labels similar to a misspelled one.
 
-Two sorted orders hold every label, by its first and by its last characters.  A look-up reads a
-bounded number of labels, however many there are.
+Labels are sorted twice, by their first and by their last characters. A lookup reads a bounded
+number of labels, independent of the size of the vocabulary.
 
 Shapes: N labels, M keys.
 """
@@ -17,15 +17,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 COMPARED = 200  # characters of a label that the index compares
-NEIGHBORS = 32  # labels that are compared on each side of a place
-VARIANTS = 64  # positions of a label at which a typing error is looked for
-AT_ONCE = 100_000  # labels that are sorted before the server starts; more are sorted meanwhile
+NEIGHBORS = 32  # labels to compare on each side of a position
+VARIANTS = 64  # positions of a label to check for a typing error
+AT_ONCE = 100_000  # the most labels to sort before the server starts; more are sorted afterwards
 
 
 class LabelIndex:
-    """Sorted orders of labels (N,), 8 bytes per label where N < 2^31.
+    """Two sorted orders of N labels, 8 bytes per label (16 from N = 2^31).
 
-    A thread sorts a large vocabulary. Until then ``ready`` is False and the look-ups find nothing.
+    A thread sorts a large vocabulary. Until it ends, ``ready`` is False and lookups find nothing.
     """
 
     def __init__(self, labels: pa.Array):
@@ -44,10 +44,14 @@ class LabelIndex:
         return self._orders is not None
 
     def beginning_with(self, text: str, first: int, count: int) -> tuple[list[str], int]:
-        """Return a stretch of the labels that begin with a text, and the number of all of them.
+        """Return some of the labels with a prefix, and the number of all of them.
 
-        The labels come in order of their text. Upper and lower case count as equal.
-        text: at most COMPARED characters.
+        Labels come in order of text. Case is ignored.
+
+        Args:
+            text: The prefix, at most ``COMPARED`` characters.
+            first: The number of labels to skip.
+            count: The number of labels to return.
         """
         if self._orders is None:
             return [], 0
@@ -57,12 +61,12 @@ class LabelIndex:
         return self._orders[0].labels(wanted), stop - start
 
     def close_to(self, label: str, count: int = 3) -> list[str]:
-        """Return labels that resemble ``label``, best first; at most some 600 are compared."""
+        """Return labels similar to ``label``, best first; compares at most about 600 labels."""
         if self._orders is None or not 0 < len(label) <= COMPARED:
             return []
         by_beginning, by_end = self._orders
         key = _key(label)
-        # The key without one character, and with two neighbors exchanged.
+        # The key without one character, and with two adjacent characters swapped.
         cuts = range(min(len(key), VARIANTS))
         variants = [key[:i] + key[i + 1 :] for i in cuts]
         variants += [key[:i] + key[i + 1 : i + 2] + key[i] + key[i + 2 :] for i in cuts]
@@ -90,7 +94,7 @@ class _Order:
         self._ids = pc.sort_indices(key(labels)).to_numpy().astype(kind)
 
     def places(self, keys: list[str]) -> np.ndarray:
-        """Return how many labels come before each key, (M,) int64, by binary search."""
+        """Return the number of labels before each key, (M,) int64, by binary search."""
         low, high = np.zeros(len(keys), np.int64), np.full(len(keys), len(self._ids))
         while (unsettled := low < high).any():
             middle = (low + high) // 2
@@ -102,7 +106,7 @@ class _Order:
         return low
 
     def labels(self, places: np.ndarray) -> list[str]:
-        """Return the labels at those places that there are."""
+        """Return the labels at the given positions; ignore positions out of range."""
         inside = places[(places >= 0) & (places < len(self._ids))]
         return self._labels.take(pa.array(self._ids[inside])).to_pylist()
 
@@ -116,5 +120,5 @@ def _reversed_ends(labels: pa.Array) -> pa.Array:
 
 
 def _key(text: str) -> str:
-    """Return the text as the index compares it."""
+    """Return the form of a text that the index compares."""
     return _beginnings(pa.array([text], pa.large_string()))[0].as_py()

@@ -1,4 +1,4 @@
-"""Counts and durations of the server, as text that Prometheus reads."""
+"""Request counts and durations of the server, in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from itertools import accumulate
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1, 2, 4, 8, 16, 32, 64)
-OTHER = "other"  # the path of requests for addresses that do not exist
+OTHER = "other"  # the path label of requests to unknown paths
 
 
 class Histogram:
-    """How many values lie below each of some bounds, and the sum of all values."""
+    """A cumulative histogram: how many values are at most each bound, and the sum of all values."""
 
     def __init__(self, bounds: tuple[float, ...]):
         self._bounds = bounds
@@ -25,7 +25,12 @@ class Histogram:
         self._sum += value
 
     def lines(self, name: str, label: str = "") -> Iterator[str]:
-        """Yield the samples; label: such as ``path="/predict"``."""
+        """Yield the samples in text form.
+
+        Args:
+            name: The name of the metric.
+            label: A label such as ``path="/predict"``.
+        """
         totals = list(accumulate(self._counts))
         for bound, total in zip((*self._bounds, "+Inf"), totals, strict=True):
             yield f'{name}_bucket{{{label}{"," if label else ""}le="{bound}"}} {total}'
@@ -35,9 +40,9 @@ class Histogram:
 
 
 class RequestMetrics:
-    """Requests by path and status, and how long they took.
+    """Counts requests by path and status, and measures their duration.
 
-    Only the paths of the server get a line of their own, so a client cannot make lines.
+    Unknown paths share one label, so clients cannot create new time series.
     """
 
     def __init__(self, paths: Collection[str] = ()):
@@ -51,9 +56,11 @@ class RequestMetrics:
         self._seconds.setdefault(path, Histogram(SECONDS)).add(seconds)
 
     def text(self, gauges: Mapping[str, float], batch_sizes: Histogram) -> str:
-        """Return everything in Prometheus' text format.
+        """Return all metrics in Prometheus' text format.
 
-        gauges: other values by name; a name that ends in ``_total`` is a counter's.
+        Args:
+            gauges: Additional values by name. A name that ends in ``_total`` is a counter.
+            batch_sizes: The sizes of batches.
         """
         lines = ["# TYPE kge_requests_total counter"]
         for (path, status), count in sorted(self._requests.items()):

@@ -1,4 +1,4 @@
-"""Checks that every request passes before the application sees it, and the form of replies."""
+"""ASGI middleware that checks every request before the application, and the format of replies."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from kge_torchrec.serving.metrics import RequestMetrics
 
-# What terminals obey and what changes the direction of the text around it. A label may hold them.
+# Control characters of terminals and of text direction. A label may contain them.
 _CONTROL = re.compile("[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2069\ufeff]")
 
 
 class SafeJSON(JSONResponse):
-    """JSON with control characters as ``\\uXXXX``: every parser reads the same text from it."""
+    """JSON with control characters escaped as ``\\uXXXX``, which every JSON parser reads back."""
 
     def render(self, content: Any) -> bytes:
         text = super().render(content).decode()
@@ -26,20 +26,25 @@ class SafeJSON(JSONResponse):
 
 
 def printable(text: str) -> str:
-    """Return the text with escapes in place of control characters other than line ends and tabs."""
+    """Escape the control characters in a text, except line ends and tabs."""
     return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
 
 
 def problem(status: int, detail: str, **more: Any) -> JSONResponse:
-    """Return the reply to a request that is refused."""
+    """Return the reply to a rejected request."""
     return SafeJSON({"detail": printable(detail), **more}, status)
 
 
 class Entrance:
-    """Counts requests, answers HEAD as GET without a body, and refuses other hosts' requests.
+    """Counts requests, answers HEAD like GET without a body, and rejects unknown hosts.
 
-    hosts: names that the Host header may hold; "*" allows every one. A page of another site whose
-    name somebody pointed at this machine (DNS rebinding) so cannot read from the server.
+    The host check stops DNS rebinding: a page of another site cannot read from the server by
+    pointing its own host name at this machine.
+
+    Args:
+        app: The application.
+        hosts: Names that the Host header may contain; "*" allows all.
+        metrics: Counts the requests.
     """
 
     def __init__(self, app: ASGIApp, hosts: Collection[str], metrics: RequestMetrics):
@@ -49,7 +54,7 @@ class Entrance:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        began, status = time.perf_counter(), "closed"  # unless a reply is sent
+        began, status = time.perf_counter(), "closed"  # until a reply starts
         without_body = scope["method"] == "HEAD"
         if without_body:
             scope = {**scope, "method": "GET"}
@@ -77,13 +82,16 @@ class Entrance:
 
 
 def _host(header: str) -> str:
-    """Return the name or the address in a Host header, without its port."""
+    """Return the host name or address of a Host header, without the port."""
     text = header.strip().lower()
     return text[1:].partition("]")[0] if text.startswith("[") else text.partition(":")[0]
 
 
 class SmallBodies:
-    """Refuses bodies of more than ``most`` bytes, from their stated length where there is one."""
+    """Rejects request bodies of more than ``most`` bytes.
+
+    If the header states the length, the body is not read.
+    """
 
     def __init__(self, app: ASGIApp, most: int):
         self.app, self.most = app, most
@@ -94,7 +102,7 @@ class SmallBodies:
         refusal = problem(413, f"the body has more than {self.most:,} bytes")
         stated = Headers(scope=scope).get("content-length", "0")
         if len(stated) > 18 or (stated.isdecimal() and int(stated) > self.most):
-            return await refusal(scope, receive, send)  # the server throws the body away
+            return await refusal(scope, receive, send)  # uvicorn discards the body
         pieces, size = [], 0
         while True:
             message = await receive()

@@ -1,4 +1,4 @@
-"""What is asked and answered over HTTP; FastAPI checks it, and describes it as OpenAPI."""
+"""Request and reply schemas, which FastAPI validates and publishes as OpenAPI."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from kge_torchrec.serving.label_index import COMPARED
 
-MAX_TRIPLES = 10_000  # of one request
+MAX_TRIPLES = 10_000  # per request
 MAX_LABEL = 4_096  # characters
 
 Name = Annotated[str, Field(strict=True, max_length=MAX_LABEL, description="a label")]
@@ -20,13 +20,13 @@ SideAsked = Literal["head", "tail"]
 
 
 class Asked(BaseModel):
-    """A request: a key that it does not have is refused, so that a mistyped one is noticed."""
+    """Base of requests. Unknown keys are rejected, so misspelled keys are noticed."""
 
     model_config = ConfigDict(extra="forbid")
 
 
 class PredictAsked(Asked):
-    """Two parts of a triple; the third is looked for."""
+    """Two parts of a triple; the reply has the best answers for the third."""
 
     head: Given | None = None
     relation: Given | None = None
@@ -62,14 +62,14 @@ class TripleAsked(Asked):
 
 
 class NearestAsked(Asked):
-    """An entity, whose neighbours are looked for."""
+    """An entity whose nearest entities are returned."""
 
     entity: Given
     k: Count = 10
 
 
 class LabelsAsked(Asked):
-    """A stretch of all labels, or of those that begin with a prefix."""
+    """A range of all labels, or of the labels with a prefix."""
 
     first: Annotated[int, Field(ge=0, lt=2**62)] = 0
     count: Annotated[int, Field(ge=1, le=1000)] = 100
@@ -77,7 +77,7 @@ class LabelsAsked(Asked):
 
 
 class Scored(BaseModel):
-    """A label with a score; null stands for a score that is no number."""
+    """A label with a score; a score that is not a finite number is null."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -92,40 +92,40 @@ class Scored(BaseModel):
 
 
 class Answer(Scored):
-    """An answer; known: the split of the data that holds the completed triple."""
+    """An answer; ``known`` is the split of the data that holds the completed triple."""
 
     known: str | None = None
     probability: Annotated[float | None, Field(description="null unless calibrated")] = None
 
 
 class Answers(BaseModel):
-    """Best first."""
+    """Answers, best first."""
 
     answers: list[Answer]
 
 
 class Scores(BaseModel):
-    """In the order of the triples; null stands for a score that is no number."""
+    """Scores in the order of the triples; a score that is not a finite number is null."""
 
     scores: list[float | None]
 
 
 class Neighbours(BaseModel):
-    """Nearest first; metric: what the scores are."""
+    """Neighbors, nearest first; ``metric`` describes their scores."""
 
     metric: str
     neighbours: list[Scored]
 
 
 class Labels(BaseModel):
-    """Labels in order of id, with a prefix in order of text; count: how many there are in all."""
+    """Labels in order of id, or in order of text with a prefix; ``count`` is the number of all."""
 
     labels: list[str]
     count: int
 
 
 class Health(BaseModel):
-    """That the server answers, and what of."""
+    """The state of the server and its model."""
 
     status: Literal["ok"]
     model: str
@@ -141,7 +141,7 @@ class Health(BaseModel):
 
 
 class Problem(BaseModel):
-    """What is wrong with a request."""
+    """The reason why a request is rejected."""
 
     detail: str
 
@@ -155,5 +155,5 @@ class NotThere(Problem):
 
 
 def finite(value: float) -> float | None:
-    """JSON has no other numbers."""
+    """Return the value, or None if it is not finite, since JSON cannot represent it."""
     return value if math.isfinite(value) else None

@@ -1,4 +1,4 @@
-"""From the folder of a run or an export to a server that listens."""
+"""Starts an HTTP server for the folder of a run or an export."""
 
 from __future__ import annotations
 
@@ -23,15 +23,18 @@ from kge_torchrec.trained_run import open_run
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
 ANY_ADDRESS = ("0.0.0.0", "::", "")
-RECORDS = 20  # of the log, per minute
-LONGEST = 4000  # characters of a record
+RECORDS = 20  # log records per minute
+LONGEST = 4000  # characters per log record
 
 
 @contextmanager
 def opened_model(path: str | Path) -> Iterator[AnsweringModel]:
-    """What a run (its best checkpoint, with its data) or an export answers from.
+    """Open the model of an export, or of a run (its best checkpoint and its data).
 
-    Raises ConfigError, CheckpointError or ExportError.
+    Raises:
+        ConfigError: The folder is not usable.
+        CheckpointError: The checkpoint of the run is not usable.
+        ExportError: The export is not usable.
     """
     if is_export(Path(path)):
         yield load_model(path).answering_model()
@@ -52,20 +55,31 @@ def serve(
     timeout: float = 20.0,
     access_log: bool = False,
 ) -> None:
-    """Answers questions about a run or an export over HTTP until it is interrupted.
+    """Answer queries with a run or an export over HTTP until interrupted.
 
-    host: the address to listen at; 0.0.0.0 is every one of this machine, for whoever reaches it.
-    port: 0 takes a free one.  max_k: answers of one request; max_body: bytes of its body.
-    tell: gets the address once it can be asked.
-    allow_hosts: further names for this machine that a request's Host header may hold, besides
-    ``host`` and those of the machine itself; "*" allows every one.
-    max_connections: open ones (default: 1,000, or half the open files that the process may have).
-    timeout: seconds in which a request must have arrived, and in which a reply must be read.
-    access_log: whether every request gets a line on standard output.
+    The server has no authentication: every client that can connect can send queries.
 
-    Whoever reaches it may ask: it checks no names and passwords.  Raises ConfigError,
-    CheckpointError or ExportError, KGEError where FastAPI and uvicorn are not installed, and
-    OSError if it cannot listen there.
+    Args:
+        path: The folder of a run or an export.
+        host: The address to listen on; 0.0.0.0 is every address of this machine.
+        port: The port; 0 chooses a free one.
+        max_k: The most answers per request.
+        max_body: The largest request body in bytes.
+        tell: Called with the address of the server once it accepts connections.
+        allow_hosts: More names that a request's Host header may contain, in addition to ``host``,
+            localhost, 127.0.0.1 and ::1. "*" allows all.
+        max_connections: The most open connections. None: 1,000, or half of the process's limit of
+            open files if that is less.
+        timeout: The time in seconds within which a request must arrive, and within which a client
+            must read a reply.
+        access_log: Whether to print a line per request to standard output.
+
+    Raises:
+        ConfigError: An option is invalid, or the folder is not usable.
+        CheckpointError: The checkpoint of the run is not usable.
+        ExportError: The export is not usable.
+        KGEError: FastAPI or uvicorn is not installed.
+        OSError: The server cannot listen on the address.
     """
     try:
         import uvicorn
@@ -99,12 +113,12 @@ def serve(
         tell(f"serving {path} at http://{at}:{listener.getsockname()[1]} (Ctrl-C ends it)")
         try:
             uvicorn.Server(settings).run(sockets=[listener])
-        except KeyboardInterrupt:  # uvicorn has ended, and passes the signal on
+        except KeyboardInterrupt:  # uvicorn re-raises the signal after its shutdown
             return
 
 
 def log_config() -> dict[str, Any]:
-    """Return uvicorn's own settings of the log, with warnings and errors capped."""
+    """Return uvicorn's log settings, with a cap on warnings and errors."""
     from uvicorn.config import LOGGING_CONFIG
 
     config = copy.deepcopy(LOGGING_CONFIG)
@@ -115,9 +129,9 @@ def log_config() -> dict[str, Any]:
 
 
 class CappedLog(logging.Filter):
-    """Drops records after the first few of each minute, so that no client can fill a disk.
+    """Passes only the first few records of each minute, so that clients cannot fill the disk.
 
-    The records that pass hold no control characters, which a terminal might obey.
+    Control characters are escaped, since a terminal might obey them.
     """
 
     def __init__(self) -> None:
@@ -136,7 +150,7 @@ class CappedLog(logging.Filter):
         text = record.getMessage()
         if record.exc_info:
             text += "\n" + "".join(traceback.format_exception(*record.exc_info))
-        if len(text) > LONGEST:  # the end of a traceback says what happened
+        if len(text) > LONGEST:  # keep the end, where a traceback has its error
             text = f"{text[:200]} ... {text[-LONGEST:]}"
         if self._records == RECORDS:
             text += "\n(the log leaves out what follows in this minute)"
@@ -147,9 +161,11 @@ class CappedLog(logging.Filter):
 
 @contextmanager
 def listening(host: str, port: int) -> Iterator[socket.socket]:
-    """A socket that listens, before anything is loaded.
+    """Open a listening socket, before the model is loaded.
 
-    Raises ConfigError for a port that there is not, OSError if the address is taken or not ours.
+    Raises:
+        ConfigError: The port is out of range.
+        OSError: The address is taken or does not belong to this machine.
     """
     if not 0 <= port < 1 << 16:
         raise ConfigError(f"port must lie in [0, 65535], got {port}")
@@ -159,7 +175,7 @@ def listening(host: str, port: int) -> Iterator[socket.socket]:
     except OSError as error:
         raise OSError(f"cannot listen at {host}, port {port}: {error.strerror or error}") from error
     with listener:
-        # asyncio sets it only where it made the socket; without it an answer waits 40 ms for the
-        # client to confirm the part before it.
+        # asyncio sets TCP_NODELAY only on sockets that it creates. Without it, a reply can wait
+        # 40 ms for the client to acknowledge its first part.
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         yield listener

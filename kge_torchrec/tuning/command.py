@@ -1,4 +1,4 @@
-"""``kge-torchrec tune``: a study from the command line, and ``tune`` from Python."""
+"""The verb ``kge-torchrec tune``, and the function ``tune``."""
 
 from __future__ import annotations
 
@@ -44,25 +44,36 @@ def tune(
     halving: str = "epochs",
     jobs: int = 1,
 ) -> dict[str, Any]:
-    """Tries settings by valid and returns what trials.json holds: "best", "importance", "trials".
+    """Search for good settings by their results on valid.
 
-    config: as ``train`` takes it; trials change keys of it.
-    trials: of the whole study, those of earlier calls and other processes included.
-    study: its folder, made or gone on with; None makes studies/SCORER-TIME.
-    space: a YAML file, or its values: keys with ranges or lists; None takes one by scorer and size
-        of the graph.
-    halving: how poor trials are dropped: after few "epochs", on small "subgraphs", or "none".
-    jobs: processes that run trials; more than one start programs of their own.
+    Args:
+        config: The config whose keys the trials change, in a form that ``train`` takes.
+        trials: The trials of the whole study, including those of earlier calls and of other
+            processes.
+        study: The folder of the study, which is created or resumed. None: studies/SCORER-TIME.
+        space: A YAML file or its content: keys with ranges or lists. None: a default for the scorer
+            and the size of the graph.
+        halving: How poor trials are dropped: after few "epochs", on small "subgraphs", or "none".
+        jobs: Processes that run trials. All but the first one are new programs.
 
-    Raises ConfigError for settings that make no sense or where all trials fail, DataError on bad
-    data, TrainingStopped after a signal.
+    Returns:
+        The content of trials.json: "best", "importance", "trials" and others.
+
+    Raises:
+        ConfigError: A setting is invalid, or all trials fail.
+        DataError: The data cannot be used.
+        TrainingStopped: A signal stopped a training.
     """
     found = _open(as_config(config), trials, study, space, halving)
     return _run(found, trials, jobs)
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Tunes and prints the best; returns the exit code, 1 if no trial was completed."""
+    """Tune from the command line and print the best trial.
+
+    Returns:
+        The exit code; 1 if no trial was completed.
+    """
     arguments = list(arguments)
     if not arguments or {"-h", "--help"} & set(arguments):
         _parser().print_help(sys.stdout if arguments else sys.stderr)
@@ -87,7 +98,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[str]) -> int:
-    """Goes on with a study, in whose folder everything is."""
+    """Resume a study from its folder; return the exit code."""
     if name is not None or options.space is not None or options.study is not None:
         raise ConfigError("tune --resume takes all from the study; give no config, space or study")
     here = read_config(None, overrides)
@@ -114,7 +125,11 @@ def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[s
 
 
 def check_optuna() -> None:
-    """Raises ConfigError where Optuna is missing."""
+    """Check that Optuna is installed.
+
+    Raises:
+        ConfigError: It is not.
+    """
     if find_spec("optuna") is None:
         raise ConfigError("tune needs Optuna: pip install 'kge-torchrec[tune]'")
 
@@ -175,7 +190,7 @@ def _run(
 def _start(
     study: Study, trials: int, threads: int | None, device: str | None
 ) -> subprocess.Popen[bytes]:
-    """Another process of the study, which ends after its trial if this one is gone."""
+    """Start another process of the study. It stops after its current trial if this process ends."""
     command = [sys.executable, "-m", "kge_torchrec", "tune", "--resume", str(study.path),
                f"--trials={trials}", "--as-job"]  # fmt: skip
     command += [f"--{name}={value}" for name, value in (("threads", threads), ("device", device))
@@ -185,7 +200,7 @@ def _start(
 
 
 def _tell(study: Study, found: dict[str, Any]) -> int:
-    """Prints the best trial; the exit code."""
+    """Print the best trial; return the exit code."""
     best = found["best"]
     if best is None:
         print(f"no trial was completed; {study.path / 'report.html'} says why", file=sys.stderr)

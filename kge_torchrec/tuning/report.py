@@ -1,6 +1,6 @@
-"""The page of a study: its best config, how much each key matters, and all trials.
+"""The report of a study: the best config, the importance of each key, and all trials.
 
-Writes report.html, trials.json, and best.yaml, which ``train`` takes.
+It consists of report.html, trials.json and best.yaml, a config for ``train``.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from kge_torchrec.pages import render
 from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import Study, retries_of, seconds_of
 
-FEWEST = 6  # trials from which on the importance of a key says anything
-# The states of trials, each with its name and with the title of the column that only it has.
+FEWEST = 6  # the fewest trials that importances are computed from
+# Per state of a trial: its name, and the title of its own column.
 _STATES = {
     "complete": ("Completed", "best so far"),
     "pruned": ("Dropped early", "dropped at"),
     "fail": ("Failed", "reason"),
 }
-Described = dict[str, Any]  # a trial in trials.json
+Described = dict[str, Any]  # the entry of a trial in trials.json
 
 
 def write_report(study: Study) -> dict[str, Any]:
-    """Write all files of a study's report; return what trials.json holds."""
+    """Write all files of a study's report; return the content of trials.json."""
     trials, best = study.ended(), study.best()
     found = {
         "metric": study.settings.metric,
@@ -53,13 +53,13 @@ def write_report(study: Study) -> dict[str, Any]:
 
 
 def importances(study: Study, trials: list[FrozenTrial]) -> dict[str, float]:
-    """Return the share of each parameter in what makes a trial one of the best fifth.
+    """Return how much each parameter contributes to a trial being among the best fifth.
 
-    The shares are those of PED-ANOVA (Watanabe et al. 2023) over all trials by their metric at the
-    first point where they were compared, which poor ones reached as well.
+    The shares are computed by PED-ANOVA (Watanabe et al. 2023). Trials are compared by their metric
+    at the first comparison, which dropped trials have reached as well.
 
     Returns:
-        Shares by name, largest first; empty for few trials.
+        Shares by name, largest first; empty for fewer than ``FEWEST`` trials.
     """
     if study.settings.halving == "none":
         values = {t.number: t.value for t in trials if t.state is TrialState.COMPLETE}
@@ -76,7 +76,7 @@ def importances(study: Study, trials: list[FrozenTrial]) -> dict[str, float]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
-        again = optuna.create_study()  # PED-ANOVA takes less for better
+        again = optuna.create_study()  # minimizes, hence the sign
         for trial in seen:
             value = sign * values[trial.number]  # type: ignore[operator]
             space, params = trial.distributions, trial.params
@@ -103,7 +103,7 @@ def _described(study: Study, trial: FrozenTrial) -> Described:
 def _best_yaml(study: Study, best: FrozenTrial) -> str:
     config = with_values(study.config, study.values_of(best)).to_dict()
     path = config["data"]["path"]
-    if Path(path).exists():  # a file, not the name of a graph: it is found from any folder
+    if Path(path).exists():  # a file, not the name of a dataset: make it valid in any folder
         config["data"]["path"] = os.path.abspath(path)
     head = (
         f"# Trial {best.number} of {study.path.name}: valid {study.settings.metric} "
@@ -132,7 +132,7 @@ def _page(study: Study, found: dict[str, Any]) -> str:
         chart=_importance_chart(shares) if shares else "",
         fewest=FEWEST,
         tables=[
-            # A table per state: values of dropped trials do not compare with completed ones.
+            # One table per state, since values of dropped and completed trials don't compare.
             (_STATES[state][0], *_table(trials, state, found["metric"]))
             for state, trials in of_state.items()
             if trials
@@ -143,7 +143,7 @@ def _page(study: Study, found: dict[str, Any]) -> str:
 def _table(
     trials: list[Described], state: str, metric: str
 ) -> tuple[list[str | Markup], list[list[str]]]:
-    """Return the head and the rows of the table of trials that ended in the same state."""
+    """Return the header and the rows of a table of trials with the same state."""
     keys = list(dict.fromkeys(key for trial in trials for key in trial["values"]))
     better, best, rows = min if metric == "mr" else max, None, []
     for trial in trials:
@@ -166,12 +166,12 @@ def _cell(value: Any) -> str:
 
 
 def _last_value(trial: Described) -> float | None:
-    """Return the value of a completed trial, or the last one before it was dropped."""
+    """Return the value of a completed trial, or the last value of a dropped one."""
     return trial["last"] if trial["value"] is None else trial["value"]
 
 
 def _history(completed: list[Described], dropped: list[Described], metric: str) -> Markup:
-    """Draw completed trials with the best so far; below them those that were dropped early."""
+    """Draw completed trials with the best value so far, and below them the dropped trials."""
     figure, rows = new_figure(10, 6 if dropped else 4.2, rows=2 if dropped else 1)
     numbers, values = [t["number"] for t in completed], [t["value"] for t in completed]
     rows[0].plot(numbers, values, "o", ms=5, color=COLORS[0], label="completed")

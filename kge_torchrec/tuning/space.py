@@ -1,16 +1,16 @@
-"""The search space: which keys of the config a study tries, and where.
+"""The search space of a study: the config keys to vary, with their ranges.
 
-A file of a mapping from dotted keys to ranges or lists:
+A space file maps dotted keys to ranges or lists:
 
-    train.lr: {low: 0.01, high: 1.0, log: true}      # numbers; whole ones if both bounds are
+    train.lr: {low: 0.01, high: 1.0, log: true}      # integers if both bounds are integers
     train.batch_size: [128, 256, 512]                # choices
     loss.options.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
-    train.eps:                                       # several, each under a condition of its own
+    train.eps:                                       # several ranges with different conditions
       - {low: 1.0e-10, high: 1.0e-6, log: true, when: {train.optimizer: adam}}
       - {choices: [1.0e-8], when: {train.optimizer: adagrad}}
 
-A condition names another key, of the space or of the config, and the values that it may have.  A
-key whose conditions do not hold keeps the config's value.
+A condition (``when``) names another key of the space or the config, and its allowed values. A key
+whose conditions do not hold keeps the config's value.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
 from kge_torchrec.models.scorers.queries import TrilinearScorer
 
-Suggest = Callable[[str, BaseDistribution], Any]  # of Optuna's name of a parameter, a value
+Suggest = Callable[[str, BaseDistribution], Any]  # Optuna's name of a parameter -> a value
 _OPTIONS = {"low", "high", "log", "step", "choices", "when"}
-# What decides by which data, measure and time trials are compared.
+# Keys that determine the data, metric and training time by which trials are compared.
 _FIXED = (
     "data.",
     "run.",
@@ -57,23 +57,27 @@ _HOLD_ANY = ("model.options", "loss.options", "negatives.options", "entities.opt
 
 @dataclass(frozen=True)
 class Parameter:
-    """A range or list of one key, under conditions."""
+    """A range or a list of values for one key, with conditions."""
 
     key: str
-    name: str  # Optuna's: the key, and its conditions where it has several
+    name: str  # Optuna's name: the key, with the conditions if the key has several ranges
     distribution: BaseDistribution
     when: dict[str, tuple]
 
     def holds(self, values: Mapping[str, Any]) -> bool:
-        """Whether its conditions do, with these values of all keys."""
+        """Return whether the conditions hold for the given values of all keys."""
         return all(values.get(key) in allowed for key, allowed in self.when.items())
 
 
 class SearchSpace:
-    """Parameters in an order in which conditions are known when they are asked for.
+    """Parameters, sorted so that each one comes after the keys in its conditions.
 
-    values: a mapping as the head of this file has it; where: what holds it, for messages.
-    Raises ConfigError for unknown keys, malformed ranges and conditions that go in a circle.
+    Args:
+        values: A mapping in the form that this module describes.
+        where: The source of the mapping, for error messages.
+
+    Raises:
+        ConfigError: A key is unknown, a range is malformed, or conditions are circular.
     """
 
     def __init__(self, values: Any, where: str = "search space"):
@@ -101,18 +105,23 @@ class SearchSpace:
 
     @classmethod
     def read(cls, path: str | Path) -> SearchSpace:
-        """Of a YAML file."""
+        """Read a space from a YAML file."""
         try:
             return cls(read_yaml(path), str(path))
         except FileNotFoundError:
             raise ConfigError(f"space: there is no file {path}") from None
 
     def to_yaml(self) -> str:
-        """As a file."""
+        """Return the content of a space file."""
         return yaml.safe_dump(self.values, sort_keys=False)
 
     def suggest(self, config: Config, suggest: Suggest) -> dict[str, Any]:
-        """Values of the keys whose conditions hold, by ``suggest(name, distribution)``."""
+        """Return values for the keys whose conditions hold.
+
+        Args:
+            config: Provides the values of all other keys.
+            suggest: Returns a value for (name, distribution).
+        """
         known = _flat(config)
         chosen: dict[str, Any] = {}
         for parameter in self.parameters:
@@ -122,11 +131,11 @@ class SearchSpace:
         return chosen
 
     def of_trial(self, config: Config, trial: Trial) -> dict[str, Any]:
-        """Values that Optuna suggests for a trial."""
+        """Return the values that Optuna suggests for a trial."""
         return self.suggest(config, partial(_ask, trial))
 
     def of_config(self, config: Config) -> dict[str, Any]:
-        """The config's own values by Optuna's names, as far as they lie in the space."""
+        """Return the config's own values that lie in the space, by Optuna's names."""
         inside: dict[str, Any] = {}
         known = _flat(config)
         for parameter in self.parameters:
@@ -137,7 +146,7 @@ class SearchSpace:
 
 
 def with_values(config: Config, values: Mapping[str, Any]) -> Config:
-    """The config with other values of dotted keys, options of classes included."""
+    """Return the config with other values for dotted keys; keys of options are allowed."""
     changed = config.to_dict()
     for key, value in values.items():
         *groups, name = key.split(".")
@@ -235,14 +244,15 @@ def _ask(trial: Trial, name: str, of: BaseDistribution) -> Any:
     return trial.suggest_float(name, of.low, of.high, step=of.step, log=of.log)
 
 
-SMALL = 100_000  # entities up to which scoring all of them for every query costs a study little
+SMALL = 100_000  # the most entities for which a study can afford to score all of them per query
 
 
 def default_space(config: Config, num_entities: int) -> dict[str, Any]:
-    """What to try where nobody says: by the kind of the scorer and the size of the graph.
+    """Return the default search space for a scorer and a graph size.
 
-    Rates and starts as in the searches of Ruffinelli et al. 2020 ("You can teach an old dog new
-    tricks") for LibKGE, of narrower ranges.  ``model.dim`` stays: more is better, and slower.
+    Learning rates and initial scales follow the searches of Ruffinelli et al. 2020 ("You can teach
+    an old dog new tricks") with LibKGE, with narrower ranges. ``model.dim`` is not varied: a larger
+    dim is better and slower.
     """
     scorer = resolve("scorer", config.model.scorer)
     is_distance = getattr(scorer, "is_distance", False)
@@ -274,7 +284,7 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
         space["loss.n3"] = {"low": 1e-4, "high": 0.3, "log": True}
     if issubclass(
         scorer, TrilinearScorer
-    ):  # null would be settled by the config's regime, not by a trial's
+    ):  # null would be resolved by the regime of the config instead of the trial
         one_by_one = {"negatives.regime": ["sampled", "1vsall"]}
         space["loss.relation_weight"] = [
             {"low": 0.01, "high": 4.0, "log": True, "when": one_by_one},

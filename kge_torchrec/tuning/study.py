@@ -1,19 +1,19 @@
-"""A study: trials that share a folder, whichever processes run them and however they end.
+"""A study: trials in a shared folder, run by any number of processes.
 
-It holds:
-    study.json    how many trials, how poor ones are dropped, by what they are compared
-    config.yaml   the config that trials change keys of
-    space.yaml    the keys that they change
-    journal.log   Optuna's, of all trials so far
+The folder holds:
+    study.json    the number of trials, how poor ones are dropped, the metric
+    config.yaml   the config whose keys the trials change
+    space.yaml    the keys that the trials change
+    journal.log   Optuna's journal of all trials so far
     store/        the prepared triples, unless the config names a store
-    cores/        smaller graphs, where poor trials are dropped on them
-    trials/0007   the run of a trial (0007-rung-0: before it, on a smaller graph)
+    cores/        smaller graphs, if poor trials are dropped on subgraphs
+    trials/0007   the run of a trial (0007-rung-0: an earlier run on a smaller graph)
     report.html, trials.json, best.yaml    see ``report``
 
-Processes meet in the folder alone. A process holds a file lock while it runs a trial, and the
-system releases the lock when the process ends, however it ends. A trial whose state is "running"
-while its lock is free was killed, and Optuna's retry callback puts it in line again. (Optuna's
-heartbeat, which does the same after a delay, needs a database.)
+Processes communicate only through the folder. A process holds a file lock while it runs a trial,
+and the system releases the lock when the process ends for any reason. A trial whose state is
+"running" while its lock is free was killed, and Optuna's retry callback enqueues it again.
+(Optuna's heartbeat does the same after a delay, but needs a database.)
 """
 
 from __future__ import annotations
@@ -48,22 +48,22 @@ from kge_torchrec.training.session import data_notes, open_store
 from kge_torchrec.tuning.space import SearchSpace, default_space
 
 HALVING = ("epochs", "subgraphs", "none")
-ETA = 3  # of the trials that came so far one in so many goes on
-RUNGS = 3  # at which they are compared, the last of them being the end
-RETRIES = 1  # of a killed trial's values, before they count as failed
+ETA = 3  # at each comparison, one in ETA of the trials so far continues
+RUNGS = 3  # comparisons, including the one at the end
+RETRIES = 1  # how often the values of a killed trial are tried again before they count as failed
 VERSION = 1
-_LONGEST_LINE = 1 << 16  # of the journal
+_LONGEST_LINE = 1 << 16  # bytes of a journal line
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What all processes of a study agree on."""
+    """The settings that all processes of a study share."""
 
     trials: int
     halving: str
-    metric: str  # of valid, both sides, realistic
+    metric: str  # on valid, both sides, realistic
     seed: int
     version: int = VERSION
 
@@ -71,7 +71,8 @@ class Settings:
 class Study:
     """The folder of a study and its trials.
 
-    Raises ConfigError if ``path`` holds none.
+    Raises:
+        ConfigError: ``path`` is not a study.
     """
 
     def __init__(self, path: Path):
@@ -92,15 +93,22 @@ class Study:
     def open_or_make(
         cls, path: Path, config: Config, space: SearchSpace | None, settings: Settings
     ) -> Study:
-        """The study of these settings in a folder, which is made if it holds none.
+        """Open the study in a folder, or create it if there is none.
 
-        ``space`` None takes a default one, by scorer and graph.  Raises ConfigError if another
-        study is there, or a config that nothing can be selected by; DataError on bad data.
+        Args:
+            path: The folder.
+            config: The config whose keys the trials change.
+            space: The keys to change; None: a default for the scorer and the graph.
+            settings: The settings.
+
+        Raises:
+            ConfigError: The folder has a different study, or the config cannot be tuned.
+            DataError: The data cannot be used.
         """
         _check(config, settings)
         with _lock(path / ".lock"):
             store = _store(path, config)
-            # Numbers that depend on graph and device are the same in all trials of a study.
+            # Resolve values that depend on graph and device once, so that all trials share them.
             config = config.settled(store.size)
             config = _comparable(config, settings)
             if not (path / "study.json").is_file():
@@ -117,9 +125,13 @@ class Study:
         return study
 
     def _check_same(self, config: Config, space: SearchSpace | None, settings: Settings) -> None:
-        """Raises ConfigError unless the folder's study is the one asked for."""
+        """Check that the study in the folder has these settings.
+
+        Raises:
+            ConfigError: It has different ones.
+        """
         differing = None
-        if self.settings.halving != settings.halving:  # on which part of the config depends
+        if self.settings.halving != settings.halving:  # before the config, which depends on it
             differing = "way of dropping trials"
         elif self.config.to_dict() != config.to_dict():
             differing = "config"
@@ -132,11 +144,11 @@ class Study:
             )
 
     def store(self) -> TripleStore:
-        """The triples of all trials."""
+        """Return the triples that all trials use."""
         return _store(self.path, self.config)
 
     def _load(self, sampler: TPESampler | None) -> OptunaStudy:
-        """Optuna's study; its pruner is successive halving, or none."""
+        """Return Optuna's study, with successive halving or no pruner."""
         with _quiet():
             study = optuna.create_study(
                 storage=self.storage,
@@ -158,9 +170,10 @@ class Study:
 
     @contextmanager
     def next_trial(self, limit: int) -> Iterator[tuple[Trial, dict[str, Any]] | None]:
-        """A new trial with its values, or one of a killed process again; None if there are enough.
+        """Yield the next trial with its values, or None if there are ``limit`` trials.
 
-        While the block runs, the trial is known to be alive.
+        The trial can repeat one whose process was killed. Its lock is held while the block runs, so
+        other processes can see that it is alive.
         """
         with ExitStack() as held:
             with self.locked():
@@ -176,7 +189,7 @@ class Study:
             yield taken
 
     def _sampler(self, number: int) -> TPESampler:
-        """A function of the seed and the number of trials: two processes do not draw alike."""
+        """Return a sampler seeded by seed and trial number: two processes draw differently."""
         with _quiet():
             return TPESampler(
                 n_startup_trials=max(5, min(10, self.settings.trials // 3)),
@@ -187,7 +200,7 @@ class Study:
             )
 
     def enqueue_config(self) -> None:
-        """Lets the first trial be the config as it is, as far as it lies in the space."""
+        """Make the first trial use the config's own values, if they lie in the space."""
         with self.locked():
             if not self.optuna.get_trials(deepcopy=False):
                 own = self.space.of_config(self.config)
@@ -195,8 +208,8 @@ class Study:
                     self.optuna.enqueue_trial(own, user_attrs={"from": "the config"})
 
     def _put_killed_in_line(self) -> None:
-        """End the trials whose process is gone, and put their values in line again."""
-        # Optuna's callback changes the trial that it gets, which must be a copy.
+        """End the trials whose process is gone, and enqueue their values again."""
+        # Copy the trials, since Optuna's callback changes them.
         for trial in self.optuna.get_trials(deepcopy=True, states=(TrialState.RUNNING,)):
             with suppress(Timeout), self._lock_of(trial.number).acquire(blocking=False):
                 with _quiet():
@@ -209,12 +222,12 @@ class Study:
                 log.warning("trial %d: %s", trial.number, words)
 
     def _retried(self) -> set[int]:
-        """Return the numbers of killed trials whose values are in line again, or were."""
+        """Return the numbers of killed trials whose values were enqueued again."""
         trials = self.optuna.get_trials(deepcopy=False)
         return {number for trial in trials for number in retries_of(trial)}
 
     def _counted(self) -> int:
-        """Return how many trials ended or run, without those that a later trial repeats."""
+        """Count the ended and running trials, except those that a later trial repeats."""
         retried = self._retried()
         return sum(
             trial.state is not TrialState.WAITING and trial.number not in retried
@@ -222,7 +235,7 @@ class Study:
         )
 
     def ended(self) -> list[FrozenTrial]:
-        """Return the trials that are over, in order, without those that a later trial repeats."""
+        """Return the ended trials in order, without those that a later trial repeats."""
         retried = self._retried()
         return [
             trial
@@ -231,26 +244,26 @@ class Study:
         ]
 
     def best(self) -> FrozenTrial | None:
-        """The completed trial of the best metric."""
+        """Return the completed trial with the best metric; None if none is completed."""
         done = [trial for trial in self.ended() if trial.state is TrialState.COMPLETE]
         sign = 1 if self.settings.metric == "mr" else -1
         return min(done, key=lambda trial: sign * (trial.value or 0.0), default=None)
 
     def values_of(self, trial: FrozenTrial) -> dict[str, Any]:
-        """A trial's values by dotted key."""
+        """Return a trial's values by dotted key."""
         by_name = {parameter.name: parameter.key for parameter in self.space.parameters}
         return {by_name[name]: value for name, value in trial.params.items()}
 
     def folder_of(self, number: int, rung: int | None = None) -> Path:
-        """The run of a trial, or one of those before it on less of the graph."""
+        """Return the run folder of a trial, or of an earlier rung of it on a smaller graph."""
         return self.path / "trials" / (f"{number:04d}" + ("" if rung is None else f"-rung-{rung}"))
 
     def core_folder(self, core: int) -> Path:
-        """The store of a core."""
+        """Return the folder of the store of a core."""
         return self.path / "cores" / str(core)
 
     def locked(self) -> BaseFileLock:
-        """Return the lock that keeps the other processes of the study waiting."""
+        """Return the lock of the study, which makes other processes wait."""
         return _lock(self.path / ".lock")
 
     def _lock_of(self, number: int) -> BaseFileLock:
@@ -258,12 +271,16 @@ class Study:
 
 
 def retries_of(trial: FrozenTrial) -> list[int]:
-    """Return the numbers of killed trials whose values this trial repeats."""
+    """Return the numbers of the killed trials whose values this trial repeats."""
     return trial.system_attrs.get("retry_history", [])
 
 
 def first_rung(config: Config) -> int:
-    """Epochs after which trials are compared first: some validations, a ninth of all at most."""
+    """Return the epochs before the first comparison.
+
+    This is a multiple of the validation interval, at most a ninth of all epochs but at least one
+    interval.
+    """
     every = config.evaluation.every
     return max(1, _first_of(config) // every) * every
 
@@ -273,7 +290,11 @@ def _first_of(config: Config) -> int:
 
 
 def _check(config: Config, settings: Settings) -> None:
-    """Raises ConfigError for settings that make no sense, before anything is made."""
+    """Check the settings before anything is written.
+
+    Raises:
+        ConfigError: A setting is invalid.
+    """
     if settings.halving not in HALVING:
         raise ConfigError(f"halving must be one of {', '.join(HALVING)}, got {settings.halving!r}")
     if settings.trials < 1:
@@ -283,7 +304,7 @@ def _check(config: Config, settings: Settings) -> None:
 
 
 def _comparable(config: Config, settings: Settings) -> Config:
-    """With validations often enough for trials to be dropped early."""
+    """Return the config with validations early enough to drop trials."""
     evaluation = config.evaluation
     every = evaluation.every or config.train.epochs
     if settings.halving == "epochs":
@@ -296,7 +317,7 @@ def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -
     (path / "trials").mkdir(exist_ok=True)
     config.save(path / "config.yaml")
     (path / "space.yaml").write_text(space.to_yaml(), encoding="utf-8")
-    files.write_json(path / "study.json", asdict(settings))  # last: now it is a study
+    files.write_json(path / "study.json", asdict(settings))  # last, since it marks a study
 
 
 def _store(path: Path, config: Config) -> TripleStore:
@@ -307,16 +328,16 @@ def _store(path: Path, config: Config) -> TripleStore:
 
 
 def _lock(file: Path) -> BaseFileLock:
-    """Return a lock that ends with the process that holds it."""
+    """Return a lock that the system releases when its process ends."""
     file.parent.mkdir(parents=True, exist_ok=True)
     return FileLock(file, poll_interval=0.01)
 
 
 class _JournalLock(JournalFileOpenLock):
-    """The lock of Optuna's journal, which ends with the process that holds it.
+    """The lock of Optuna's journal, released when its process ends.
 
-    Optuna's own locks stay for 30 s when their process is killed. A process that is killed while it
-    writes leaves a line without an end, which is removed before the next one is written.
+    Optuna's own locks remain for 30 s after their process is killed. A process that is killed
+    while writing leaves an incomplete line, which the next process removes.
     """
 
     def __init__(self, journal: str):
@@ -324,7 +345,7 @@ class _JournalLock(JournalFileOpenLock):
         self._journal, self._lock = Path(journal), _lock(Path(journal).with_suffix(".lock"))
 
     def acquire(self) -> bool:
-        """Wait for the lock."""
+        """Wait for the lock, and remove an incomplete last line."""
         self._lock.acquire()
         with self._journal.open("rb+") as file:
             end = file.seek(0, os.SEEK_END)
@@ -333,13 +354,13 @@ class _JournalLock(JournalFileOpenLock):
         return True
 
     def release(self) -> None:
-        """Let the next process write."""
+        """Release the lock."""
         self._lock.release()
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Optuna's notices of what is experimental, and of every trial."""
+    """Hide Optuna's warnings about experimental features and its message per trial."""
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
@@ -347,10 +368,10 @@ def _quiet() -> Iterator[None]:
 
 
 def seconds_of(trial: FrozenTrial) -> float:
-    """How long a trial took; NaN while it runs."""
+    """Return the duration of a trial in seconds; NaN while it runs."""
     return trial.duration.total_seconds() if trial.duration else math.nan
 
 
 def now() -> str:
-    """For file names."""
+    """Return the local time in a form for file names."""
     return time.strftime("%Y%m%d-%H%M%S")

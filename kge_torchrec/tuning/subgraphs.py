@@ -1,8 +1,9 @@
-"""Smaller graphs of the same kind, to drop poor trials on early.
+"""Cores of a graph, on which poor trials are dropped early.
 
-As in GraSH (Kochsiek, Niesel and Gemulla 2022, Start Small, Think Big): a k-core is the largest
-part of a graph in which every entity is in at least k triples, so it keeps what is dense enough to
-tell models apart.  It has entities, relations and valid triples of its own, and no test triples.
+The method follows GraSH (Kochsiek, Niesel and Gemulla 2022, Start Small, Think Big). A k-core is
+the largest part of a graph in which every entity is in at least k triples, so it is dense enough
+to tell models apart. A core has its own entities, relations and valid triples, and no test
+triples.
 
 Shapes: N entities, R relations, T triples.
 """
@@ -20,12 +21,15 @@ from kge_torchrec.data.store import StoreContents, TripleStore, new_store, write
 from kge_torchrec.data.store.filter_index import build_indices
 from kge_torchrec.kernels.jit import kernel
 
-FEWEST_VALID = 500  # triples to compare trials by; where a core has fewer, some of its train are
-MOST_HELD_OUT = 0.1  # of the core's train
+FEWEST_VALID = 500  # valid triples of a core; if it has fewer, training triples are held out
+MOST_HELD_OUT = 0.1  # the largest share of a core's training triples to hold out
 
 
 def core_numbers(store: TripleStore) -> np.ndarray:
-    """(N,) int64: the largest k for which an entity is in the k-core of train."""
+    """Return the core number of each entity: (N,) int64.
+
+    It is the largest k for which the entity is in the k-core of train.
+    """
     heads, tails = (store.side_index("train", side) for side in ("tail", "head"))
     return _core_numbers(heads.indptr, heads.entities, tails.indptr, tails.entities)
 
@@ -34,14 +38,14 @@ def core_numbers(store: TripleStore) -> np.ndarray:
 def _core_numbers(
     head_ptr: np.ndarray, tails: np.ndarray, tail_ptr: np.ndarray, heads: np.ndarray
 ) -> np.ndarray:
-    """Batagelj and Zaversnik 2003: entities in order of degree, which falls as others go."""
+    """Compute core numbers by removing entities by degree (Batagelj and Zaversnik 2003)."""
     size = len(head_ptr) - 1
     degree = np.empty(size, np.int64)
     for entity in range(size):
         degree[entity] = (
             head_ptr[entity + 1] - head_ptr[entity] + tail_ptr[entity + 1] - tail_ptr[entity]
         )
-    starts = np.zeros(degree.max() + 2, np.int64)  # of each degree in ``order``
+    starts = np.zeros(degree.max() + 2, np.int64)  # where each degree starts in ``order``
     for entity in range(size):
         starts[degree[entity] + 1] += 1
     starts = np.cumsum(starts)
@@ -57,7 +61,7 @@ def _core_numbers(
             for row in range(ptr[entity], ptr[entity + 1]):
                 other = others[row]
                 if degree[other] > degree[entity]:
-                    # To the front of its degree, which then starts one later.
+                    # Move it to the front of its degree, then start that degree one later.
                     first = starts[degree[other]]
                     swapped = order[first]
                     order[first], order[place[other]] = other, swapped
@@ -68,16 +72,20 @@ def _core_numbers(
 
 
 def core_of_share(store: TripleStore, cores: np.ndarray, share: float) -> tuple[int, float]:
-    """The k whose core has most nearly this share of the triples of train, and the share it has.
+    """Return the k whose k-core has the share of training triples nearest to ``share``.
 
-    Where all entities are alike the core that is left may be the whole graph: k 0, share 1.
+    Shares are compared on a log scale.
+
+    Returns:
+        k and the share of its core. If the core is the whole graph, as in a graph whose entities
+        are all alike, k is 0 and the share 1.
     """
     triples = np.zeros(int(cores.max()) + 1, np.int64)
     for start in range(0, len(store.train), CHUNK):
         part = store.train[start : start + CHUNK]
         lower = np.minimum(cores[part[:, 0]], cores[part[:, 2]])
         triples += np.bincount(lower, minlength=len(triples))
-    inside = np.cumsum(triples[::-1])[::-1]  # of each k
+    inside = np.cumsum(triples[::-1])[::-1]  # triples of each k-core
     shares = inside / inside[0]
     nearest = int(np.abs(np.log(shares) - np.log(share)).argmin())
     whole = shares[nearest] == 1
@@ -85,10 +93,17 @@ def core_of_share(store: TripleStore, cores: np.ndarray, share: float) -> tuple[
 
 
 def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: int) -> TripleStore:
-    """The k-core as a store at ``path``, which replaces one there.
+    """Write the k-core as a store at ``path``, and replace a store that is there.
 
-    Valid triples of the graph that lie in the core are its own; where they are fewer than 500, some
-    training triples of the core are held out as well, all entities and relations staying in train.
+    The core keeps the valid triples that lie in it. If there are fewer than 500, some of its
+    training triples are held out as well; all entities and relations remain in train.
+
+    Args:
+        store: The store of the graph.
+        cores: (N,) int64, the core number of each entity.
+        k: The smallest core number to keep.
+        path: The folder of the new store.
+        seed: The seed for held-out triples.
     """
     inside = cores >= k
     rows, weights = {}, {}
@@ -118,7 +133,7 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
         held_out = divide(train, (1 - share, share, 0.0), seed, *sizes) == 1
         train, valid = train[~held_out], np.concatenate([valid, train[held_out]])
         if "train" in weights:
-            weights = {"train": weights["train"][~held_out]}  # of valid nobody asks
+            weights = {"train": weights["train"][~held_out]}  # valid weights are not needed
     triples = {"train": train, "valid": valid, "test": np.empty((0, 3), train.dtype)}
     report = {
         "triples": {split: len(part) for split, part in triples.items()},
@@ -140,7 +155,7 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
 def _types_inside(
     types: tuple[pa.Array, np.ndarray, np.ndarray], inside: np.ndarray
 ) -> tuple[pa.Array, np.ndarray, np.ndarray]:
-    """The types of some of the entities."""
+    """Return the types of the entities that are inside."""
     names, indptr, ids = types
     counts = np.diff(indptr)
     starts = np.concatenate([[0], np.cumsum(counts[inside])])
@@ -152,5 +167,5 @@ def _chunks(triples: np.ndarray) -> list[np.ndarray]:
 
 
 def _inside(triples: np.ndarray, inside: np.ndarray) -> np.ndarray:
-    """(T,) bool: which of the triples have both ends inside."""
+    """Return which triples have both entities inside: (T,) bool."""
     return inside[triples[:, 0]] & inside[triples[:, 2]]

@@ -1,10 +1,10 @@
-"""One trial after another, each an ordinary run: ``api.train`` with a callback that may end it.
+"""Runs trials: each is an ordinary run of ``api.train`` with a callback that can end it.
 
-With ``epochs`` a trial is one run, whose validations are compared with those of others at the same
-epoch.  With ``subgraphs`` it is up to three runs, on a small core of the graph for a few epochs, on
-a larger one for more, and on the whole graph; what they may cost triples each time, and half of
-that (its root) is saved by the graph, half by epochs (GraSH's combined fidelity).  Where no core is
-small enough, epochs save it all.
+With ``epochs``, a trial is one run, compared with other trials after the same number of epochs.
+With ``subgraphs``, a trial is up to three runs: few epochs on a small core of the graph, more on a
+larger core, and all on the whole graph. The cost triples from run to run. Half of the saving (its
+square root) comes from the smaller graph and half from fewer epochs (the combined fidelity of
+GraSH). If no core is small enough, all of it comes from fewer epochs.
 """
 
 from __future__ import annotations
@@ -29,23 +29,26 @@ from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
 
-FIRST_FAILURES = 5  # after so many, and nothing else, a study ends
+FIRST_FAILURES = 5  # a study ends if its first trials, this many, all fail
 
 
 @dataclass(frozen=True)
 class Rung:
-    """A graph and epochs on which trials are compared."""
+    """A graph and a number of epochs on which trials are compared."""
 
     core: int  # 0: the whole graph
     epochs: int
-    entities: float  # share of the graph's that it has
+    entities: float  # share of the whole graph's entities
 
 
 class Worker:
-    """A process of a study.
+    """A process that runs trials of a study.
 
-    threads, device: of the runs here, in place of the config's.
-    only_under: the process that started this one, without which it starts no further trial.
+    Args:
+        study: The study.
+        threads: Threads of the runs; None: those of the config.
+        device: Device of the runs; None: that of the config.
+        only_under: Id of the parent process. The worker starts no further trial after it ends.
     """
 
     def __init__(
@@ -63,10 +66,14 @@ class Worker:
         self.rungs = _rungs(study, self.whole)
 
     def work(self, limit: int) -> None:
-        """Runs trials until the study has ``limit`` of them, those of other processes included.
+        """Run trials until the study has ``limit`` of them, including those of other processes.
 
-        Raises ConfigError if the first five all failed; TrainingStopped after a signal, OSError
-        where nothing can be written: the trial under way is put in line again by the next process.
+        If an error ends the current trial, the next process enqueues it again.
+
+        Raises:
+            ConfigError: The first five trials all failed.
+            TrainingStopped: A signal stopped the training.
+            OSError: A file cannot be written.
         """
         self.study.enqueue_config()
         while self.only_under in (None, os.getppid()):
@@ -86,7 +93,7 @@ class Worker:
             tell(number, state=TrialState.PRUNED)
         except (TrainingStopped, OSError):
             raise
-        except Exception as error:  # whatever it is, the next trial may be better
+        except Exception as error:  # the next trial may still succeed
             words = (
                 str(error) if isinstance(error, KGEError) else f"{type(error).__name__}: {error}"
             )
@@ -107,7 +114,11 @@ class Worker:
         )
 
     def _train(self, trial: Trial, values: dict[str, Any]) -> float:
-        """The best metric of valid on the whole graph.  Raises TrialPruned, or what failed."""
+        """Return the best metric on valid of the whole graph.
+
+        Raises:
+            TrialPruned: The trial is dropped.
+        """
         config = with_values(self.base, values)
         halving, metric = self.study.settings.halving, self.study.settings.metric
         for place, rung in enumerate(self.rungs):
@@ -132,11 +143,11 @@ class Worker:
         return value
 
     def _config_on(self, rung: Rung, config: Config, folder: Path) -> Config:
-        """The trial's run on one of the graphs."""
+        """Return the config of the trial's run on one of the graphs."""
         study = self.study
         store = study.core_folder(rung.core) if rung.core else self.whole.path
         negatives = config.negatives
-        if rung.core:  # as GraSH does: as large a share of the entities
+        if rung.core:  # like GraSH, keep the ratio of negatives to entities
             count = max(1, round(negatives.count * rung.entities))
             negatives = replace(negatives, count=count)
         return replace(
@@ -163,9 +174,12 @@ class Worker:
 
 
 class _Halving:
-    """Tells the study every validation of a run, and ends the run if others were better there.
+    """A callback that reports validations to the study and ends runs that are worse than others.
 
-    last_rung: epochs after which a run may go on to its end, as little is left to save.
+    Args:
+        trial: The trial.
+        metric: The metric to compare.
+        last_rung: Epochs after which a run is never ended, since little time is left to save.
     """
 
     def __init__(self, trial: Trial, metric: str, last_rung: int):
@@ -180,7 +194,7 @@ class _Halving:
 
 
 def _rungs(study: Study, store: TripleStore) -> list[Rung]:
-    """The graphs of a study's trials, small ones first; those that are not there yet are made."""
+    """Return the graphs of a study's trials, smallest first; create missing ones."""
     epochs = study.config.train.epochs
     whole = Rung(0, epochs, 1.0)
     if study.settings.halving != "subgraphs":
