@@ -262,7 +262,8 @@ class Run(Answering):
             loops: Whether to include links of an entity to itself.
 
         Raises:
-            DataError: The relation is unknown, as in ``predict``.
+            ConfigError: An argument is invalid.
+            UnknownLabelError: The relation is not in the data.
         """
         return new_links(self.answering_model(), relation, k, candidates, above, loops)
 

@@ -56,7 +56,7 @@ class _NamedOptimizer:
 
 
 class _StepBoth:
-    """Steps the dense parameters, then the table, whose step may go on in a thread."""
+    """Steps the dense parameters, then the table, whose step may run in a thread."""
 
     def __init__(self, table: HandrolledTable, dense: _NamedOptimizer):
         self._table, self._dense = table, dense
