@@ -1,4 +1,4 @@
-"""Training as one call: ``train(config) -> run`` and ``resume(folder)``."""
+"""The Python interface for training: ``train(config) -> run`` and ``resume(folder) -> run``."""
 
 from __future__ import annotations
 
@@ -64,19 +64,29 @@ def train(
     rank_test: bool = True,
     triples: Mapping[str, InMemory] | None = None,
 ) -> Run:
-    """Trains, ranks test with the best model, and returns the run.
+    """Train, rank test with the best model, and return the run.
 
-    config: a Config, nested or dotted values, a YAML file or the name of one in ``configs/``.
-    callbacks: called as callback(kind, values) after every interval ("step"), epoch ("epoch") and
-        validation ("valid"), on every rank, with the values that metrics.jsonl gets.
-    rank_test: False leaves test alone, whose results are then None: for searches, which must not
-        see it.
-    triples: train on these instead of data.path: {"train": triples, ...}, splits in memory as
-        ``prepare`` takes them.
-    Under torchrun all ranks call it.  With run.resume it goes on with the run in run.dir.  Raises
-    ConfigError, DataError, NonFiniteLoss, NonFiniteParameters or CheckpointError; TrainingStopped
-    after SIGTERM or SIGUSR1; TrainingInterrupted, a KeyboardInterrupt, after Ctrl-C, whose
-    checkpoint is written if training has begun; RankLost where another rank died.
+    Under torchrun all ranks call it.  With run.resume it resumes the run in run.dir.
+
+    Args:
+        config: A Config, nested or dotted values, a YAML file, or the name of a file in
+            ``configs/``.
+        callbacks: Called as callback(kind, values) on every rank, with the values of metrics.jsonl,
+            after every interval ("step"), epoch ("epoch") and validation ("valid").
+        rank_test: False does not rank test, and its results are None.  Hyperparameter searches
+            use it.
+        triples: Splits in memory to train on instead of data.path, {"train": triples, ...} in the
+            form for ``prepare``.
+
+    Raises:
+        ConfigError: The config is invalid.
+        DataError: The data is unusable.
+        NonFiniteLoss, NonFiniteParameters: Training diverged.
+        CheckpointError: A checkpoint cannot be written or read.
+        TrainingStopped: SIGTERM or SIGUSR1.
+        TrainingInterrupted: Ctrl-C; a KeyboardInterrupt.  A checkpoint is written if training has
+            begun.
+        RankLost: Another rank died.
     """
     return run_training(as_config(config), callbacks, rank_test, triples)
 
@@ -88,9 +98,12 @@ def run_training(
     triples: Mapping[str, InMemory] | None = None,
     checks_effects: bool = True,
 ) -> Run:
-    """Train like ``train``.
+    """Train, see ``train``.
 
-    checks_effects: False accepts keys that were set and have no effect, as a trial may have them.
+    Args:
+        config, callbacks, rank_test, triples: See ``train``.
+        checks_effects: False accepts configured keys without effect, which trials of a search may
+            have.
     """
     if triples is not None and config.run.resume != "never":
         raise ConfigError(
@@ -118,14 +131,20 @@ def resume(
     callbacks: Sequence[Callback] = (),
     force: bool = False,
 ) -> Run:
-    """Goes on with a run as if it had never stopped, on any number of ranks.
+    """Resume a run as if it had never stopped, on any number of ranks.
 
-    overrides: dotted keys to change from here on, such as {"train.epochs": 200}.
-    force: start at epoch 1 if all checkpoints that were written are gone.
+    A run that ended before its first checkpoint starts again.
 
-    A run that ended before its first checkpoint starts again.  Raises ConfigError for a key that
-    the checkpoint depends on, and CheckpointError where all checkpoints are gone, besides what
-    ``train`` raises.
+    Args:
+        path: The run's folder.
+        overrides: Dotted keys to change from now on, such as {"train.epochs": 200}.
+        callbacks: See ``train``.
+        force: Whether to start at epoch 1 if all checkpoints are missing.
+
+    Raises:
+        ConfigError: An override changes a key that the checkpoint depends on.
+        CheckpointError: All checkpoints are missing.
+        Exception: All errors of ``train``.
     """
     folder = RunFolder(path)
     before, config = folder.load_config(), folder.load_config(overrides)
@@ -135,7 +154,7 @@ def resume(
         on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
         lock(folder, ranks, held)
         held.enter_context(interrupts_named(folder, config))
-        before, config = ranks.broadcast((before, config))  # a host may see an older file
+        before, config = ranks.broadcast((before, config))  # another host may see an older file
         if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
             raise no_checkpoint(folder.path, keep=0)
         go_on(folder, config, ranks, callbacks, before, force=force)
@@ -144,19 +163,19 @@ def resume(
 
 
 def _check_start(config: Config, ranks: Processes, triples: Mapping[str, InMemory] | None) -> None:
-    """Raises ConfigError for a key without effect, unless a run by an earlier version resumes."""
+    """Raise ConfigError for a configured key without effect, unless a run resumes."""
     if config.run.resume == "never" or not RunFolder.new(config).holds_run:
         check_start(config, facts_of(config, ranks.device.type == "cuda", triples))
 
 
 def _check_changes(before: Config, config: Config, folder: RunFolder, ranks: Processes) -> None:
-    """Raises ConfigError for a key that changes on resume and has no effect."""
+    """Raise ConfigError for a key that changes on resume and has no effect."""
     facts = facts_of(config, ranks.device.type == "cuda", extended=folder.extension.is_file())
     check_effects(config, facts, changed_keys(before, config))
 
 
 def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
-    """Keeps other runs out of the folder until ``held`` closes.  Collective."""
+    """Lock the folder against other training processes until ``held`` closes.  Collective."""
 
     def lock() -> None:
         held.enter_context(folder.locked())
@@ -166,7 +185,7 @@ def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
 
 @contextmanager
 def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
-    """Lets a KeyboardInterrupt say how the run resumes, where there is one to resume."""
+    """Turn a KeyboardInterrupt into TrainingInterrupted, which says how to resume the run."""
     try:
         yield
     except TrainingInterrupted:
@@ -180,9 +199,10 @@ def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
 
 
 def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
-    """The config of the run in the folder, as it is to go on, or None to start one.
+    """Return the config with which to resume the run in the folder, or None to start a new run.
 
-    Raises ConfigError where run.resume says so.
+    Raises:
+        ConfigError: run.resume is "require" and there is no run, or the run's config differs.
     """
     wanted = config.run.resume
     if wanted == "require" and not folder.holds_run:
@@ -190,7 +210,7 @@ def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
     if wanted == "never" or not folder.holds_run:
         return None
     there = folder.load_config()
-    config = config.filled_from(there)  # also on other ranks than it was settled for
+    config = config.filled_from(there)  # reuse resolved values, also with other ranks than before
     for key in changed_keys(there, config):
         rule = key_of(declared(Config)[key]).resume
         if rule.per_start:
@@ -214,7 +234,7 @@ def _begin(
     rank_test: bool,
     triples: Mapping[str, InMemory] | None,
 ) -> None:
-    """Trains a new run from its start."""
+    """Train a new run."""
     if triples is not None:
         config = replace(config, data=replace(config.data, path=str(folder.store)))
     on_first_rank(ranks, lambda: check_trackers(config.run))
@@ -239,7 +259,7 @@ def _begin(
 
 
 def _save_resolved(config: Config, session: Session) -> None:
-    """Writes and prints the values that null stood for in a config.  Collective."""
+    """Write and print the values resolved for null keys.  Collective."""
     if session.config == config:
         return
     resolved = _resolved(config, session.config)
@@ -255,7 +275,7 @@ def _save_resolved(config: Config, session: Session) -> None:
 
 
 def _resolved(config: Config, resolved: Config) -> dict[str, Any]:
-    """The values that null stands for, by key."""
+    """Return the resolved values of null keys, by key."""
     keys = [key for key in PICKED_KEYS if attrgetter(key)(config) is None]
     return {key: attrgetter(key)(resolved) for key in keys}
 
@@ -269,10 +289,15 @@ def go_on(
     rank_test: bool = True,
     force: bool = False,
 ) -> None:
-    """Trains on from the newest checkpoint, or from the start where none was written yet.
+    """Resume training from the newest checkpoint, or start if no checkpoint was written yet.
 
-    before: the config so far, if it may be another.  force: also where checkpoints were written
-    and all are gone.
+    Args:
+        folder: Folder of the run.
+        config: The config from now on.
+        ranks: The ranks of the run.
+        callbacks, rank_test: See ``train``.
+        before: The config so far; None if it is the same.
+        force: Whether to start at epoch 1 if all written checkpoints are missing.
     """
     on_first_rank(ranks, lambda: check_trackers(config.run))
     before = before or config
@@ -284,7 +309,7 @@ def go_on(
     progress = begin(session) if starts_anew else session.restore()
     if starts_anew and before == config:
         _save_resolved(config, session)
-    if progress.best_metric is not None and not progress.selection:  # by an older version
+    if progress.best_metric is not None and not progress.selection:  # saved by an older version
         progress.selection = selection_of(before, session.store)
     if session.config != before:
         on_first_rank(ranks, lambda: folder.save_config(session.config))
@@ -292,7 +317,7 @@ def go_on(
 
 
 def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> None:
-    """Raises CheckpointError unless a run without checkpoints may start at epoch 1."""
+    """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
     if folder.extension.is_file():
         raise CheckpointError(
             f"{folder.path} has no checkpoint, and its first one held the rows of the run that it "
@@ -308,9 +333,9 @@ def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> No
 
 
 def _give_memory_back() -> None:
-    """Of a session that nobody uses any more, before an evaluation loads the table again.
+    """Free the memory of a finished session before an evaluation loads the table again.
 
-    TorchRec's pipeline makes a circle of itself and the model, which would wait for the collector.
+    TorchRec's pipeline and the model refer to each other, so only the garbage collector frees them.
     """
     gc.collect()
     if torch.cuda.is_initialized():
@@ -324,11 +349,11 @@ def _fit(
     resumed_at: int | None,
     rank_test: bool,
 ) -> None:
-    from kge_torchrec.training.trainer import Trainer  # which a trained run can do without
+    from kge_torchrec.training.trainer import Trainer  # imported late: a trained run needs none
 
     ranks, folder = session.processes, session.folder
     notes = _notes(session, tells=rank_test)
-    if has_torchrec():  # whose planner says what a run holds
+    if has_torchrec():  # the run plan needs TorchRec's planner
         from kge_torchrec.planning.report import write_run_plan
 
         write_run_plan(session)
@@ -350,9 +375,11 @@ def _fit(
 
 
 def _notes(session: Session, tells: bool) -> list[str]:
-    """Return what to know about the data, its leaks as `data check` counts them.  Collective.
+    """Return notes about the data, including leaks as counted by `data check`.  Collective.
 
-    tells: print the notes, or log them as warnings where the run shows no progress.
+    Args:
+        session: The run.
+        tells: Whether to print the notes, or log them as warnings if the run shows no progress.
     """
     store, ranks = session.store, session.processes
     found = on_first_rank(
@@ -376,7 +403,7 @@ def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
 def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
     from kge_torchrec.training.trainer import peak_memory_bytes
 
-    ranked = progress  # the parameters at hand
+    ranked = progress  # progress of the current parameters
     if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
         ranked = session.restore_parameters()
     train = {
@@ -390,7 +417,7 @@ def _final_results(session: Session, progress: TrainState, rank_test: bool) -> d
         "test": session.rank("test") if rank_test and len(session.store.test) else None,
         "valid": _selected(session, progress),
         "train": train,
-        "checkpoint": {  # that was ranked
+        "checkpoint": {  # the ranked one
             "name": name_of(ranked) if session.config.checkpoint.keep else None,
             "epoch": ranked.epoch,
         },
@@ -406,7 +433,7 @@ def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
 
 
 def undo(folder: RunFolder) -> None:
-    """Removes what a run that never started has written."""
+    """Remove the files of a run that failed to start."""
     remove_prepared(folder.store)
     for name in ("config.yaml", "resolved.json", ".lock", folder.frozen.name, "extended.json"):
         (folder.path / name).unlink(missing_ok=True)

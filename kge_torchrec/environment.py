@@ -1,7 +1,7 @@
-"""The process around torch: the package set, its noise, memory, threads.
+"""Process-wide settings around torch: installed packages, notices, memory, threads, precision.
 
-Importing the package changes nothing of it.  The programs of this package, whose process is their
-own, call ``prepare_process`` before anything else; a program that uses the package may.
+Importing the package changes none of them.  The command-line programs of this package call
+``prepare_process`` first; other programs may call it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from kge_torchrec.errors import KGEError
 
-# Versions released together: torch's first two numbers -> (torchrec, fbgemm) first two numbers.
+# Versions released together, by major.minor: torch -> (torchrec, fbgemm).
 KNOWN_SETS = {
     "2.14": ("1.9", "1.9"),
     "2.13": ("1.8", "1.8"),
@@ -38,7 +38,7 @@ _NOISY = (
     "torch.distributed.elastic.multiprocessing.redirects",
     "torch.distributed.checkpoint",
 )
-_CUDA = "13"  # of PyPI's fbgemm-gpu in all these sets: its libraries link to libcudart.so.13
+_CUDA = "13"  # PyPI's fbgemm-gpu in all these sets links to libcudart.so.13
 _HOW = "run `make setup` (CPU) or `make setup VARIANT=gpu`, or see 'Set-up' in the README"
 
 
@@ -47,7 +47,7 @@ class PackageSetError(KGEError, ImportError):
 
 
 def installed(names: Iterable[str]) -> dict[str, str]:
-    """The versions of those packages that are there.  Imports none of them."""
+    """Return the versions of the packages that are installed, without importing them."""
     found = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
@@ -60,19 +60,22 @@ def _short(version: str) -> str:
 
 
 def versions() -> dict[str, str | None]:
-    """Of what results depend on, by name; None for what is not installed.  Imports nothing."""
+    """Return the versions of Python, torch, torchrec and FBGEMM, without importing them.
+
+    The version of a missing package is None.
+    """
     names = ("torch", "torchrec", *(installed(_FBGEMM) or _FBGEMM[:1]))
     python = ".".join(map(str, sys.version_info[:3]))
     return {**dict.fromkeys(names), **installed(names), "Python": python}
 
 
 def has_torchrec() -> bool:
-    """Whether TorchRec or any FBGEMM is installed; without them the hand-rolled engine remains."""
+    """Return whether TorchRec or FBGEMM is installed.  The hand-rolled backend needs neither."""
     return bool(installed(("torchrec", *_FBGEMM)))
 
 
 def check_torchrec() -> None:
-    """Raises PackageSetError where TorchRec is asked for and not there."""
+    """Raise PackageSetError unless TorchRec is installed."""
     if not has_torchrec():
         raise PackageSetError(
             "entities.engine torchrec needs torchrec and fbgemm, which are not installed: set "
@@ -81,10 +84,13 @@ def check_torchrec() -> None:
 
 
 def check_packages() -> None:
-    """Raises PackageSetError, in one sentence, unless the installed packages fit together.
+    """Check that the installed packages fit together.
 
-    That is one known set, or torch without TorchRec and FBGEMM.  Imports none of them, so that it
-    can speak before a broken set fails to import.
+    They must be a known set, or torch without TorchRec and FBGEMM.  The check imports none of them,
+    so it runs before a broken set fails to import.
+
+    Raises:
+        PackageSetError: They do not fit together.
     """
     there = installed(("torch", "torchrec", *_FBGEMM))
     fbgemm = {name: version for name, version in there.items() if name in _FBGEMM}
@@ -117,8 +123,8 @@ def check_packages() -> None:
 
 
 def _check_cuda(torch: str, fbgemm: str) -> None:
-    """Raises PackageSetError where the two were built for different CUDA: nothing would load."""
-    tag = re.search(r"\+cu(\d+)\d$", fbgemm)  # of wheels from torch's own index
+    """Raise PackageSetError if torch and FBGEMM were built for different CUDA versions."""
+    tag = re.search(r"\+cu(\d+)\d$", fbgemm)  # only wheels from torch's own index have a tag
     needed, found = tag[1] if tag else _CUDA, _torch_cuda()
     if found is None or found.split(".")[0] != needed:
         built = f"CUDA {found}" if found else "CPUs only"
@@ -129,7 +135,7 @@ def _check_cuda(torch: str, fbgemm: str) -> None:
 
 
 def _torch_cuda() -> str | None:
-    """torch.version.cuda without importing torch: "13.0", or None of a build for CPUs."""
+    """Return torch.version.cuda without importing torch: "13.0", or None for a CPU build."""
     package = importlib.util.find_spec("torch")
     if package is None or package.origin is None:
         raise PackageSetError(f"torch is installed, but its files are not where it says: {_HOW}.")
@@ -137,9 +143,9 @@ def _torch_cuda() -> str | None:
 
 
 def prepare_process() -> None:
-    """Makes this process a program of ours: quiet, and without spinning workers.
+    """Silence dependencies and limit spinning for the whole process.
 
-    For the whole process, and before torch is loaded.
+    Call it before torch is loaded.
     """
     silence_dependencies()
     limit_spinning()
@@ -147,10 +153,11 @@ def prepare_process() -> None:
 
 @contextmanager
 def loading_torch() -> Iterator[None]:
-    """Inside, Python looks for no garbage, nor later among what was made: modules leave none.
+    """Disable garbage collection inside the block, in which the caller imports torch.
 
-    The looking is a tenth of the time that torch takes to load.  Where torch is loaded already this
-    does nothing.  Torch then flushes denormal numbers, in threads that it starts later as well.
+    Garbage collection takes a tenth of the import time and finds nothing.  The imported objects
+    are also excluded from later collections.  Afterwards ``flush_denormals`` is called.  If torch
+    is already loaded, this does nothing.
     """
     if "torch" in sys.modules or not gc.isenabled():
         yield
@@ -168,7 +175,7 @@ def loading_torch() -> Iterator[None]:
 
 @contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Shows ``what`` on the first rank's terminal while the block runs, after one second."""
+    """Show ``what`` on rank 0's terminal while the block runs, if it takes over one second."""
     if not sys.stderr.isatty() or os.environ.get("RANK", "0") != "0":
         yield
         return
@@ -191,47 +198,49 @@ def announced(what: str) -> Iterator[None]:
 
 
 def flush_denormals() -> None:
-    """Makes numbers below 1.2e-38 zero, in this thread and those that it starts from now on.
+    """Flush denormal numbers (below 1.2e-38) to zero, in this thread and threads started later.
 
-    A processor takes such numbers one by one: a product of matrices with softmax's slopes of scores
-    that are far apart was seen to take 150 times as long.  Only in programs of ours: whoever uses
-    the package from Python may need such numbers (hypothesis does).
+    Processors handle denormals slowly: a matrix product with softmax gradients of widely spread
+    scores took 150 times as long.  Only our command-line programs call this, because Python
+    programs may need denormals (hypothesis does).
     """
     import torch
 
-    torch.set_flush_denormal(True)  # False where the processor cannot
+    torch.set_flush_denormal(True)  # returns False if the processor does not support it
 
 
 def _not_fbgemms(record: logging.LogRecord) -> bool:
-    """False of notices of fbgemm, which speaks through the root logger when it is imported.
+    """Filter out FBGEMM's notices, which it sends to the root logger when it is imported.
 
-    Of 1.6.0 these are 14 warnings, one a library, that it does not know its torch; we do.
+    FBGEMM 1.6.0 sends 14 warnings, one per library, that it does not know the torch version.
+    ``check_packages`` already checks the version.
     """
     is_theirs = "fbgemm_gpu" in record.pathname.replace("\\", "/").split("/")
     return record.levelno >= logging.ERROR or not is_theirs
 
 
 def silence_dependencies() -> None:
-    """Drops the notices that torch, torchrec and fbgemm print at import and while sharding.
+    """Hide notices of torch, torchrec and FBGEMM at import and while sharding, process-wide.
 
-    For the whole process.  Only theirs: our own warnings and all of level ERROR still show.
+    Our own warnings and all messages of level ERROR still show.
     """
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger().addFilter(_not_fbgemms)
     for module in (r"torch(\..*)?", r"torchrec(\..*)?", r"fbgemm_gpu(\..*)?", r"tensordict(\..*)?"):
         warnings.filterwarnings("ignore", module=module)
-    # said at our own call of DDP, whose argument torch 2.13 would like to be called otherwise
+    # torch 2.13 renames this argument of DDP and attributes the warning to our call.
     warnings.filterwarnings("ignore", message=".*broadcast_buffers", category=FutureWarning)
 
 
 @contextmanager
 def quiet_dependencies() -> Iterator[None]:
-    """The same inside a block; around what is known to be noisy, not around a user's code."""
+    """Call ``silence_dependencies`` inside a block only.  Do not wrap user code in it."""
     levels = {name: logging.getLogger(name).level for name in _NOISY}
     root = logging.getLogger()
     is_filtered = _not_fbgemms in root.filters
-    # What logging would use anyhow; without one, fbgemm's calls would add one for good.
+    # Without a handler, FBGEMM's calls would add one permanently.  lastResort is what logging
+    # uses without a handler anyway.
     handler = None if root.handlers else logging.lastResort
     if handler:
         root.addHandler(handler)
@@ -249,11 +258,14 @@ def quiet_dependencies() -> Iterator[None]:
 
 
 def keep_large_blocks() -> bool:
-    """Tells glibc to keep freed blocks up to 32 MiB, for the whole process; True if it took it.
+    """Make glibc keep freed blocks up to 32 MiB, for the whole process.
 
-    By default it returns a step's temporaries to the kernel and faults them in again at the next
-    step, which costs a CPU training step a third of its time.  Settings made through the
-    MALLOC_* environment variables win.
+    By default glibc returns the temporaries of a step to the kernel and faults them in again in
+    the next step, which takes a third of a CPU training step.  MALLOC_* environment variables take
+    precedence.
+
+    Returns:
+        Whether the setting was applied.
     """
     if not sys.platform.startswith("linux") or any(k.startswith("MALLOC_") for k in os.environ):
         return False
@@ -267,13 +279,16 @@ def keep_large_blocks() -> bool:
 
 
 def limit_spinning() -> bool:
-    """Makes idle OpenMP workers sleep after a while; True if it could be set.
+    """Make idle OpenMP workers sleep after a short time.
 
-    By default they spin for milliseconds on the core that another thread or process needs: a step
-    next to other work was seen to take 20 times longer.  Waking them costs as well: on a quiet
-    machine a small step takes a fifth longer where they sleep after some 50 microseconds (as here
-    on a host that is in use) instead of five times that (as here on one that is not).  OpenMP reads
-    this once, when torch is loaded.  OMP_WAIT_POLICY or GOMP_SPINCOUNT in the environment win.
+    By default they spin for milliseconds, possibly on a core that other work needs: a step next to
+    other work took 20 times longer.  Waking workers costs time as well.  On a busy host they spin
+    for about 50 microseconds, and on an idle host five times as long, where sleeping early would
+    make a small step a fifth longer.  OpenMP reads the setting once, when torch is loaded.
+    OMP_WAIT_POLICY and GOMP_SPINCOUNT in the environment take precedence.
+
+    Returns:
+        Whether the setting was applied.
     """
     if "torch" in sys.modules or {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys():
         return False
@@ -282,16 +297,23 @@ def limit_spinning() -> bool:
 
 
 def _is_in_use() -> bool:
-    """Whether other ranks, or something else, may want this host's cores."""
+    """Return whether other ranks or other programs are using the cores of this host."""
     if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) > 1 or not hasattr(os, "getloadavg"):
         return True
     return os.getloadavg()[0] > (os.cpu_count() or 1) / 2
 
 
 def set_threads(requested: int, local_world_size: int) -> int:
-    """CPU threads of this rank: as requested, or an equal share of the cores; returns the number.
+    """Set the number of CPU threads of this rank.
 
-    More threads than cores make OpenMP's spinning workers fight.
+    With more threads than cores, OpenMP's spinning workers compete for cores.
+
+    Args:
+        requested: Number of threads; 0: an equal share of the cores.
+        local_world_size: Ranks on this host.
+
+    Returns:
+        The number of threads.
     """
     import torch
 
@@ -302,10 +324,10 @@ def set_threads(requested: int, local_world_size: int) -> int:
 
 
 def allow_tf32(allowed: bool) -> None:
-    """Whether CUDA may round the factors of float32 products and convolutions to 10 bits.
+    """Allow or forbid TF32 in float32 products and convolutions on CUDA, for the whole process.
 
-    For the whole process.  By torch's older settings: its newer ``fp32_precision`` alone makes the
-    older ones raise where they are read, as Inductor does (pytorch issue 166387); these set both.
+    It uses torch's older settings, which also set the newer ones.  Setting only the newer
+    ``fp32_precision`` makes reading the older settings fail, as in Inductor (pytorch issue 166387).
     """
     import torch
 
@@ -314,11 +336,11 @@ def allow_tf32(allowed: bool) -> None:
 
 
 def rounds_as_it_multiplies() -> bool:
-    """Whether float32 factors are best left to a product in bfloat16 of this CPU to round.
+    """Return whether this CPU should round float32 operands to bfloat16 inside matrix products.
 
-    With AMX that costs nothing.  A CPU that has AVX512-BF16 alone multiplies factors of type
-    bfloat16 twice as fast as it rounds them again for every block; one without either rounds
-    nothing, which is right as well.
+    With AMX, rounding inside the product is free.  With only AVX512-BF16 it is better to convert
+    the operands once: products of bfloat16 tensors are twice as fast as rounding again for every
+    block.  A CPU without either rounds nothing, which is also correct.
     """
     import torch
 
@@ -331,10 +353,10 @@ def rounds_as_it_multiplies() -> bool:
 
 @contextmanager
 def products_in_bf16() -> Iterator[None]:
-    """Inside, a CPU that multiplies bfloat16 rounds the factors of float32 products to it.
+    """Inside the block, compute float32 matrix products with bfloat16 operands on CPU.
 
-    It sums in float32 and converts where it multiplies, so that no tensor changes its type; other
-    CPUs go on as before.
+    Operands are rounded inside the product and sums are float32, so tensors keep their dtype.
+    CPUs without bfloat16 products are not affected.
     """
     import torch
 
@@ -348,13 +370,13 @@ def products_in_bf16() -> Iterator[None]:
 
 @contextmanager
 def without_tf32() -> Iterator[None]:
-    """Whole float32 products inside, whatever is allowed outside; that is put back."""
+    """Disable TF32 inside the block, and restore the setting afterwards."""
     import torch
 
     try:
         products = torch.get_float32_matmul_precision()
         convolutions = torch.backends.cudnn.allow_tf32
-    except RuntimeError:  # somebody set the newer ones alone
+    except RuntimeError:  # only the newer settings were set
         with _newer_settings("ieee"):
             yield
         return
@@ -370,7 +392,7 @@ def without_tf32() -> Iterator[None]:
 def _newer_settings(precision: str) -> Iterator[None]:
     import torch
 
-    # torch puts an object with these attributes in the module's place, which mypy cannot see
+    # torch replaces this module by an object with these attributes, which mypy does not see.
     convolutions = torch.backends.cudnn.conv  # type: ignore[attr-defined]
     backends = torch.backends.cuda.matmul, convolutions
     before = [backend.fp32_precision for backend in backends]
@@ -384,9 +406,9 @@ def _newer_settings(precision: str) -> Iterator[None]:
 
 
 def peak_resident_bytes() -> int:
-    """The largest resident size of this process so far; 0 where the system does not say (Windows).
+    """Return the peak resident memory of this process in bytes, or 0 if unknown (Windows).
 
-    Linux's ru_maxrss may be that of the process which started this one; VmHWM is our own.
+    On Linux it reads VmHWM, because ru_maxrss may include the parent process.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -397,12 +419,12 @@ def peak_resident_bytes() -> int:
         import resource
     except ImportError:
         return 0
-    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB but on macOS
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in KiB, except on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 def host_memory() -> int:
-    """Bytes of main memory of this machine, or of the container it runs in."""
+    """Return the main memory of this machine, or the limit of its container, in bytes."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     text = limit.read_text().strip() if limit.is_file() else "max"

@@ -1,7 +1,7 @@
-"""The errors of this package: each has a message for the person who reads it.
+"""The errors of this package, with messages for users.
 
-All of them derive from KGEError, so whoever shows messages in place of tracebacks catches that one
-class (and OSError) and needs no list that a new error could be missing from.
+All errors derive from KGEError.  A program that shows messages instead of tracebacks catches
+KGEError and OSError.
 """
 
 from __future__ import annotations
@@ -11,12 +11,16 @@ from typing import Any, TypeVar
 
 
 class KGEError(Exception):
-    """Something is wrong that a person can mend; the message says what, where and how.
+    """An error that the user can fix; the message says what is wrong, where, and what to do.
 
-    settings: what would help, by the names of the Python interface; they end the message as
-        ``name=value`` unless whoever was called by the person ``spell``s them otherwise.
-    on_every_rank: all ranks raise it alike, so that one of them may speak for all.
-    exit_code: of a program that ends with it.
+    Args:
+        message: The message.
+        settings: Arguments that would help, by their names in the Python interface.  They are
+            appended to the message as ``name=value``, or in the style of ``spell``.
+
+    Attributes:
+        on_every_rank: Whether all ranks raise the error, so that one rank may report it for all.
+        exit_code: Exit status of a program that ends with this error.
     """
 
     on_every_rank = False
@@ -28,9 +32,9 @@ class KGEError(Exception):
         self._end_with("{}={!r}".format)
 
     def spell(self, style: Callable[[str, Any], str]) -> None:
-        """Ends the message as people type the settings, by style(name, value).
+        """Append the settings to the message as style(name, value).
 
-        The first to say so is nearest to what was called, and is right.
+        Only the first call counts: it comes from the interface closest to the failed call.
         """
         self._end_with(style)
         self._settings = {}
@@ -45,17 +49,17 @@ AnyError = TypeVar("AnyError", bound=Exception)
 
 
 def raised_alike(error: AnyError) -> AnyError:
-    """The error, of any class, marked as one that every rank raises: one may speak for all."""
+    """Mark an error of any class as raised on every rank, and return it."""
     error.on_every_rank = True  # type: ignore[attr-defined]  # exceptions take any attribute
     return error
 
 
 class DataError(KGEError, ValueError):
-    """The input data is unusable; the message names the file, the line and the remedy."""
+    """The input data is unusable; the message says in which file and line, and what to do."""
 
 
 class StoreError(DataError):
-    """A path does not hold a readable triple store, or must not be written to."""
+    """A path has no readable triple store, or must not be overwritten."""
 
 
 class UnknownLabelError(DataError, LookupError):
@@ -63,6 +67,6 @@ class UnknownLabelError(DataError, LookupError):
 
 
 class ExportError(KGEError, RuntimeError):
-    """An export could not be written or read; the message says which and why."""
+    """An export could not be written or read; the message says which one and why."""
 
-    on_every_rank = True  # one rank may speak for all
+    on_every_rank = True

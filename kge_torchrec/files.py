@@ -1,7 +1,6 @@
-"""Files and folders that are there whole or not at all, whenever a program ends.
+"""Atomic writes of files and folders, safe against crashes at any time.
 
-What is written gets a hidden name first, is brought to the disk, and then takes its place by a
-rename.
+Data is written under a hidden name, synced to disk, and then renamed.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from typing import Any
 
 
 def partial_of(path: Path) -> Path:
-    """Return where a file or folder is written until it is whole.
+    """Return the hidden path under which a file or folder is written.
 
-    Raises IsADirectoryError for the root folder, beside which nothing can lie.
+    Raises:
+        IsADirectoryError: The path is the root folder.
     """
     if not path.name:
         raise IsADirectoryError(errno.EISDIR, "the root folder; name a file in it", str(path))
@@ -25,7 +25,7 @@ def partial_of(path: Path) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes or replaces a file; a symbolic link stays, and the file behind it is replaced."""
+    """Write or replace a file atomically.  For a symbolic link, its target is replaced."""
     check_place(path)
     path = path.resolve()
     partial = partial_of(path)
@@ -38,12 +38,16 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """The same with a value as JSON."""
+    """Write or replace a JSON file atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def check_place(path: Path) -> None:
-    """Raises OSError, which names the path or its folder, unless a file can have this name."""
+    """Check that a file can be written at a path.
+
+    Raises:
+        OSError: The folder is missing, or the path is a folder.  The error names it.
+    """
     folder = path.resolve().parent
     if not folder.is_dir():
         number = errno.ENOTDIR if folder.exists() else errno.ENOENT
@@ -63,19 +67,19 @@ _WORDS = {
 
 
 def in_words(error: OSError) -> str:
-    """The file and what is wrong with it, as a clause."""
+    """Return the file of an OSError and what is wrong with it, as a clause."""
     what = _WORDS.get(error.errno or 0, error.strerror or str(error))
     return what if error.filename is None else f"{error.filename}: {what}"
 
 
 def put_in_place(made: Path, target: Path) -> None:
-    """Gives a folder its name.
+    """Rename a folder to ``target`` and remove what was there.
 
-    What has that name steps aside by a rename first, so that the name is free for a moment only,
-    and is removed when the new folder has it.
+    An existing ``target`` is first renamed, not removed, so that the name is missing only for a
+    moment.
     """
     old = made.with_name(f"{made.name}.old")
-    if old.exists():  # of a program that was killed here
+    if old.exists():  # left by a program that was killed in this function
         shutil.rmtree(old)
     replaces = target.exists()
     if replaces:
@@ -83,7 +87,7 @@ def put_in_place(made: Path, target: Path) -> None:
     try:
         made.rename(target)
     except OSError:
-        if replaces:  # what was there stays
+        if replaces:  # restore the old target
             old.rename(target)
         raise
     sync(target.parent)
@@ -92,7 +96,7 @@ def put_in_place(made: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until a file, or the list of files in a folder, is on the disk."""
+    """Wait until a file, or the list of files in a folder, is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -101,7 +105,7 @@ def sync(path: Path) -> None:
 
 
 def free_space(folder: Path) -> str:
-    """On the disk of a folder, which may not exist yet; for people."""
+    """Return the free space on the disk of a folder (which need not exist), such as "12.0 MiB"."""
     while not folder.exists():
         folder = folder.parent
     return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"

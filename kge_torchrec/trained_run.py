@@ -1,4 +1,4 @@
-"""A trained run, opened from its folder: evaluate, answer, export."""
+"""A trained run, opened from its folder: evaluation, predictions and export."""
 
 from __future__ import annotations
 
@@ -37,19 +37,22 @@ log = logging.getLogger(__name__)
 class Run(Answering):
     """A trained run, opened from its folder.  Under torchrun every method is collective.
 
-    Keeps the model loaded between calls; ``close`` (or a ``with`` block) lets it go.
+    The model stays loaded between calls until ``close`` or the end of a ``with`` block.
+
+    Args:
+        path: The run's folder.
+        config: Its config, if it was already read.
     """
 
     def __init__(self, path: str | Path, config: Config | None = None):
-        """config: what the folder has, if it was read already."""
         self.folder = RunFolder(path)
         self.config = config or self.folder.load_config()
         self._open = ExitStack()
         self._ranks: Processes | None = None
         self._session: Session | None = None
         self._answering: AnsweringModel | None = None
-        self._loaded: str | None = None  # the checkpoint asked for
-        self._progress: TrainState | None = None  # of the checkpoint in the session
+        self._loaded: str | None = None  # the requested checkpoint
+        self._progress: TrainState | None = None  # progress of the loaded checkpoint
 
     @property
     def path(self) -> Path:
@@ -58,32 +61,32 @@ class Run(Answering):
 
     @property
     def results(self) -> dict[str, Any]:
-        """What results.json holds."""
+        """The contents of results.json."""
         return self.folder.load_results()
 
     @property
     def history(self) -> list[dict[str, Any]]:
         """The lines of metrics.jsonl, {"kind": "step" | "epoch" | "valid" | "test", "step", ...}.
 
-        ``pandas.json_normalize(run.history)`` makes a table of them.
+        ``pandas.json_normalize(run.history)`` turns them into a table.
         """
         return self.folder.load_metrics()
 
     @property
     def entity_labels(self) -> Vocabulary:
-        """Labels and ids of the entities, read from the store; no model is loaded."""
+        """Labels and ids of the entities, read from the store without loading the model."""
         return self._store.entities
 
     @property
     def relation_labels(self) -> Vocabulary:
-        """Labels and ids of the relations, read from the store; no model is loaded."""
+        """Labels and ids of the relations, read from the store without loading the model."""
         return self._store.relations
 
     @property
     def entities(self) -> np.ndarray:
-        """(N, D) float32, the rows of all entities in order of id, by the best checkpoint.
+        """The rows of all entities from the best checkpoint, (N, D) float32, ordered by id.
 
-        A copy of the whole table in memory, on every rank.  ``export`` needs a chunk at a time.
+        Every rank gets a copy of the whole table in memory; ``export`` needs memory for one chunk.
         """
         shard = self.session.backend.shard()
         return shard.fetch(torch.arange(self.session.store.num_entities)).float().cpu().numpy()
@@ -109,23 +112,29 @@ class Run(Answering):
         types: str | Path | None = None,
         triples: InMemory | str | Path | None = None,
     ) -> dict[str, Any]:
-        """Exact filtered ranking of a split with the best checkpoint (the last without one).
+        """Rank a split exactly, with filtering, using the best (or newest) checkpoint.
 
-        by: group the ranks as well: "relation", "category" (1-1, 1-N, N-1, N-N after Bordes et al.
-            2013) or "frequency" (of the answer in train), any of them.  The groups are written into
-            the run folder, as evaluation-SPLIT-by-NAME.json and .png.
-        candidates: "all", "seen" or "types", with a file of types; in place of the run's
-            evaluation.candidates.
-        triples: rank these instead of a split: triples of labels, as ``prepare`` takes them in
-            memory, or a file of them, as ``score_file`` does.  Answers that they or any split hold
-            are filtered.
+        Args:
+            split: "train", "valid" or "test".
+            by: Groups to report as well: any of "relation", "category" (1-1, 1-N, N-1, N-N, Bordes
+                et al. 2013) and "frequency" (of the answer in train).  They are written into the
+                run folder as evaluation-SPLIT-by-NAME.json and .png.
+            candidates: "all", "seen" or "types"; replaces the run's evaluation.candidates.
+            types: A file of entity types, for candidates "types".
+            triples: Triples to rank instead of a split: in memory, in the form for ``prepare``, or
+                a file, in the form for ``score_file``.  Answers in these triples or in any split
+                are filtered.
 
-        Returns {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
-        {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}; with ``by`` also {"by": {name: {"about",
-        "total", "groups"}}}; where candidates were restricted "candidates", which says so; with
-        ``triples`` also {"triples": {"count", "train", "valid", "test"}}: how many there are, and
-        how many of them are in each split.  Raises DataError for triples that cannot be ranked; the
-        message names the line, or the position in memory.
+        Returns:
+            {"head" | "tail" | "both": {"optimistic" | "realistic" | "pessimistic":
+            {"mrr", "mr", "hits@1", "hits@3", "hits@10"}}}.  With ``by`` also {"by": {name:
+            {"about", "total", "groups"}}}.  With restricted candidates also "candidates", which
+            describes them.  With ``triples`` also {"triples": {"count", "train", "valid",
+            "test"}}: their number, and how many of them are in each split.
+
+        Raises:
+            DataError: A triple cannot be ranked.  The message names its line or position.
+            ConfigError: An argument is invalid or the split is empty.
         """
         if not isinstance(split, str) or split not in FILTERS:
             raise ConfigError(
@@ -144,7 +153,7 @@ class Run(Answering):
         if given is not None:
             split, found["triples"] = "triples", _where_known(store, given)
         if by:
-            # The ranks are the same on every rank, so one groups them for all.
+            # Every process has the same ranks, so rank 0 groups them for all.
             found["by"] = on_first_rank(
                 self._processes, lambda: self._grouped(ranks, split, ids, by, evaluation.candidates)
             )
@@ -163,14 +172,14 @@ class Run(Answering):
     def _grouped(
         self, ranks: Ranks, split: str, ids: np.ndarray, by: Sequence[str], candidates: str
     ) -> dict[str, Any]:
-        from kge_torchrec.ranking.group_tables import write  # loads matplotlib
+        from kge_torchrec.ranking.group_tables import write  # imported late: it loads matplotlib
 
         store = self.session.store
         triples = np.asarray(ids, np.int64)
         found = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
         try:
             write(self.path, split, candidates, found)
-        except OSError as error:  # such as a folder of somebody else's
+        except OSError as error:  # the folder may be read-only for this user
             log.warning("the groups are not written: %s", error)
         return found
 
@@ -185,24 +194,32 @@ class Run(Answering):
         data_license: str | None = None,
         changed_since: str | Path | None = None,
     ) -> Path:
-        """Writes files that ``load_model`` or other programs read, whole or not at all.
+        """Export the model atomically, for ``load_model`` or other programs.
 
-        path: the folder to make; one that exists is refused, or with ``overwrite`` replaced if it
-            is an export.
-        format: npy, safetensors, word2vec (text) or parquet, of the entity table; huggingface
-            (safetensors, config.json and a model card, as a repository of Hugging Face); or what
-            another program loads and scores alike: pykeen, libkge, dglke, or torch (a program of
-            torch.export).
-        checkpoint: "best" (None, the newest without one), "newest", or a checkpoint's name.
-        card: write a model card, README.md, also where the format does not come with one.
-        license, data_license: of the model and of the data, for the card; unknown if not given.
-        changed_since: an earlier run, such as the one that this one was extended from: only
-            entities whose rows differ from those of its best checkpoint are written, with their
-            ids in ids.npy.  ``load_model`` does not read that.
+        It needs memory for the loaded model and one chunk of rows.  Formats of other programs also
+        need two or three copies of the table.
 
-        Takes the memory of the loaded model and one chunk of rows; for other programs the table as
-        well, two or three times.  Returns the path.  Raises ConfigError, CheckpointError or
-        ExportError, such as for a model that a format cannot hold.
+        Args:
+            path: The folder to make.  An existing folder is refused.
+            format: npy, safetensors, word2vec (text) or parquet for the entity table; huggingface
+                (a Hugging Face repository: safetensors, config.json and a model card); or a format
+                in which another program computes the same scores: pykeen, libkge, dglke, or torch
+                (a torch.export program).
+            checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
+            overwrite: Whether to replace an existing export at ``path``.
+            card: Whether to write a model card, README.md, for formats without one.
+            license, data_license: Licenses of the model and the data for the card; None: unknown.
+            changed_since: An earlier run, such as the one that this run extends.  Only entities
+                whose rows differ from those of its best checkpoint are written, with their ids in
+                ids.npy.  ``load_model`` does not read such an export.
+
+        Returns:
+            The path.
+
+        Raises:
+            ConfigError: An argument is invalid.
+            CheckpointError: The checkpoint cannot be read.
+            ExportError: The export cannot be written, or the format does not support the model.
         """
         from kge_torchrec.export.card import UNKNOWN, Licences
         from kge_torchrec.export.changes import Earlier
@@ -210,10 +227,10 @@ class Run(Answering):
 
         check_format(format, self.config.model, changed_since is not None)
         folder = ExportFolder(path, overwrite)
-        on_first_rank(self._processes, folder.check)  # before the model is loaded
+        on_first_rank(self._processes, folder.check)  # fails before the model is loaded
         wanted = checkpoint or BEST
         session = self._load(wanted)
-        assert self._progress is not None  # _load has read it
+        assert self._progress is not None  # set by _load
         licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
         asked = licences if card or license or data_license else None
         if asked and changed_since is not None:
@@ -232,29 +249,42 @@ class Run(Answering):
         above: float | None = None,
         loops: bool = False,
     ) -> list[Link]:
-        """The k best triples of a relation that the data does not hold, best first.
+        """Return the best triples of a relation that are not in the data, best first.
 
-        k: None stands for 10, or for all triples where ``above`` is given.
-        candidates: heads and tails are all entities, or those "seen" with the relation on their
-            side in train, which is what makes large graphs feasible: every pair is scored.
-        above: only those with at least this score.
-        loops: with links of an entity to itself.
+        Every pair of candidates is scored as a tail query.
 
-        Scored as the tail's query.  Raises as ``predict`` does.
+        Args:
+            relation: Label of the relation.
+            k: Number of triples.  None: 10, or all triples if ``above`` is set.
+            candidates: "all" entities, or those "seen" with the relation on their side in train.
+                Large graphs need "seen".
+            above: Smallest score to include.
+            loops: Whether to include links of an entity to itself.
+
+        Raises:
+            ConfigError: An argument is invalid.
+            UnknownLabelError: The relation is not in the data.
         """
         return new_links(self.answering_model(), relation, k, candidates, above, loops)
 
     def calibrate(self, **options: Any) -> Calibration:
-        """Fits probabilities to the scores, on valid, and keeps them in calibration.json.
+        """Fit probabilities to the scores on valid, and save them in calibration.json.
 
-        options: those of ``CalibrationOptions``: method, among, top, corruptions, positive_share,
-            limit, seed.
+        Later predictions have a probability: the share of true answers among the answers that
+        ``predict`` lists with this score.
 
-        From then on predictions have a probability: the share of true ones among the answers that
-        ``predict`` lists with such a score.  Returns the calibration, whose ``about`` has the
-        expected calibration error over the listed answers to the queries of test, before and after.
-        Raises KGEError without scikit-learn, ConfigError for bad options, DataError without valid
-        triples.
+        Args:
+            options: Fields of ``CalibrationOptions``: method, among, top, corruptions,
+                positive_share, limit, seed.
+
+        Returns:
+            The calibration.  Its ``about`` has the expected calibration error over the listed
+            answers to the test queries, before and after.
+
+        Raises:
+            KGEError: scikit-learn is not installed.
+            ConfigError: An option is invalid.
+            DataError: There are no valid triples.
         """
         from kge_torchrec.answers.probabilities import CalibrationOptions, calibrate
 
@@ -267,19 +297,28 @@ class Run(Answering):
     def classify(
         self, among: Among = "seen", seed: int = 0, limit: int = 100_000
     ) -> dict[str, Any]:
-        """Triple classification: a threshold for each relation from valid, accuracy on test.
+        """Classify triples: choose a threshold per relation on valid, report accuracy on test.
 
-        Beside every triple stand a corruption of its head and one of its tail; ``among``: drawn
-        from the entities "seen" with the relation on that side in train, or from "all".
-        limit: triples of either split that are used at most.  Returns what
-        ``answers.classification.classify`` says.  Raises DataError for a split without triples.
+        The negatives are one head corruption and one tail corruption per triple.
+
+        Args:
+            among: Source of corruptions: entities "seen" with the relation on that side in train,
+                or "all".
+            seed: Seed of the corruptions.
+            limit: Largest number of triples to use per split.
+
+        Returns:
+            The result of ``answers.classification.classify``.
+
+        Raises:
+            DataError: A split has no triples.
         """
         from kge_torchrec.answers.classification import classify
 
         return classify(self.answering_model(), among, seed, limit)
 
     def answering_model(self) -> AnsweringModel:
-        """What questions are answered from: the best checkpoint, the data, the calibration."""
+        """Return the model for predictions: the best checkpoint, the data and the calibration."""
         session = self.session
         if self._answering is None:
             store = session.store
@@ -306,13 +345,13 @@ class Run(Answering):
 
     @property
     def _step(self) -> int:
-        """Steps that the loaded parameters were trained for."""
-        assert self._progress is not None  # _load has read it
+        """Number of training steps of the loaded parameters."""
+        assert self._progress is not None  # set by _load
         return self._progress.global_step
 
     @property
     def session(self) -> Session:
-        """The loaded model, of the best checkpoint."""
+        """The session with the best checkpoint loaded."""
         return self._load(BEST)
 
     @property
@@ -323,17 +362,17 @@ class Run(Answering):
         return self._ranks
 
     def _load(self, checkpoint: str) -> Session:
-        """The session with the parameters of "best", "newest" or a checkpoint's name."""
+        """Return the session with the parameters of "best", "newest" or a named checkpoint."""
         if self._session is None:
             self._session = Session(self.config, self.folder, self._processes, trains=False)
         if self._loaded != checkpoint:
-            self._loaded = self._answering = None  # unless all parameters arrive
+            self._loaded = self._answering = None  # stays None if loading fails
             self._progress = self._session.restore_parameters(checkpoint)
             self._loaded = checkpoint
         return self._session
 
     def close(self) -> None:
-        """Frees the model and the process group."""
+        """Free the model and the process group."""
         self._session = self._loaded = self._ranks = self._answering = None
         self._open.close()
 
@@ -345,7 +384,11 @@ class Run(Answering):
 
 
 def open_run(path: str | Path) -> Run:
-    """A run from its folder.  Raises ConfigError if it holds none."""
+    """Open a run from its folder.
+
+    Raises:
+        ConfigError: The folder has no run.
+    """
     return Run(path)
 
 
@@ -357,13 +400,13 @@ def evaluate(
     types: str | Path | None = None,
     triples: InMemory | str | Path | None = None,
 ) -> dict[str, Any]:
-    """``Run.evaluate`` of the run in a folder, which is let go afterwards."""
+    """Open the run in a folder, call ``Run.evaluate`` and close it."""
     with open_run(path) as run:
         return run.evaluate(split, by, candidates, types, triples)
 
 
 def _where_known(store: TripleStore, triples: np.ndarray) -> dict[str, int]:
-    """How many triples (T, 3) there are, and how many of them each split holds."""
+    """Return the number of triples (T, 3), and how many of them are in each split."""
     heads, relations, tails = triples.T
     known = {
         name: store.filter_index((name,)).contains("tail", heads, relations, tails[:, None])

@@ -1,13 +1,12 @@
-"""How the dense parameters (relations and other scorer parameters) are kept equal on all ranks.
+"""Wrappers that distribute the dense parameters (relations and other scorer parameters).
 
-    none    one rank: nothing to keep equal
-    ddp     every rank holds all, gradients are averaged
-    fsdp    every rank holds a part of each parameter; whole ones exist while the objective runs
-    hybrid  the same within groups of ranks; the groups repeat each other
+    none    a single rank
+    ddp     every rank holds all parameters
+    fsdp    every rank holds a part of each parameter; whole parameters exist only while the
+            objective runs
+    hybrid  fsdp within groups of ranks; the groups are replicas of each other
 
-All of them average gradients over all ranks, under the same parameter names, in every backend.
-
-Shapes: W ranks.
+All wrappers average gradients over all ranks and keep the parameter names, in every backend.
 """
 
 from __future__ import annotations
@@ -33,56 +32,62 @@ if TYPE_CHECKING:
 
 
 class DenseWrapper:
-    """One rank alone, and what the others share."""
+    """The wrapper of a single rank, and the base class of the other wrappers."""
 
     name = "none"
-    frozen: FrozenDense | None = None  # set by whoever freezes some
+    frozen: FrozenDense | None = None  # set by ``EmbeddingBackend.freeze_dense``
 
     def wrap(self, model: KGEModel) -> nn.Module:
-        """The model to train.  The entity table in it is left alone."""
+        """Return the model to train.  The entity table in it is not wrapped."""
         self.objective = model.objective
         return model
 
     def parameters(self) -> list[nn.Parameter]:
-        """What the dense optimizer steps."""
+        """Return the parameters of the dense optimizer."""
         return list(self.objective.parameters())
 
     def synchronised(self, last: bool) -> AbstractContextManager[None]:
-        """A context for a forward and backward; gradients travel at the ``last`` of several."""
+        """Return a context for one forward and backward of a step.
+
+        Args:
+            last: Whether it is the last one of the step, in which the ranks exchange gradients.
+        """
         return nullcontext()
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """A context in which this rank has whole parameters, to read and to differentiate by.
+        """Give this rank the whole parameters inside the context, to read and differentiate.
 
         Collective.
         """
         yield
 
     def set_gradients(self, terms: Sequence[Tensor]) -> None:
-        """Makes sums over the ranks the gradients that the dense optimizer steps by.  Collective.
+        """Sum gradients over the ranks and set them on the parameters.  Collective.
 
-        For a backward whose gradients were taken of ``gathered`` parameters.  terms: this rank's,
-        one for each parameter that has gradients, whole.
+        Use it for gradients of ``gathered`` parameters.
+
+        Args:
+            terms: This rank's terms, one whole tensor per parameter that requires a gradient.
         """
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
         for parameter, grad in zip(trained, _summed(terms), strict=True):
             parameter.grad = self._part_of(grad, parameter)
 
     def _part_of(self, grad: Tensor, parameter: nn.Parameter) -> Tensor:
-        """What this rank holds of a whole gradient."""
+        """Return this rank's part of a whole gradient."""
         return grad
 
     def own_rows(self, parameter: nn.Parameter) -> range:
-        """Rows, along the first dimension, that this rank holds of a parameter."""
+        """Return the rows (along the first dimension) of a parameter that this rank holds."""
         return range(parameter.shape[0])
 
     def sum_of_parts(self, sums: Tensor) -> Tensor:
-        """Sums over this rank's parts of the parameters -> over whole parameters.  Collective."""
+        """Turn sums over this rank's parts into sums over whole parameters.  Collective."""
         return sums
 
     def describe(self) -> str:
-        """For people: which rank holds what of each parameter."""
+        """Describe in readable text what each rank holds of each parameter."""
         lines = [f"dense parameters: {self._title()}"]
         for name, parameter in self.objective.named_parameters():
             size = " x ".join(f"{n:,}" for n in parameter.shape)
@@ -97,7 +102,7 @@ class DenseWrapper:
 
 
 class Replicated(DenseWrapper):
-    """DistributedDataParallel."""
+    """The ddp wrapper: DistributedDataParallel."""
 
     name = "ddp"
 
@@ -127,11 +132,12 @@ class Replicated(DenseWrapper):
 
 
 class Sharded(DenseWrapper):
-    """FSDP2 (``fully_shard``) of the whole objective, over the last dimension of ``mesh``.
+    """The fsdp and hybrid wrappers: FSDP2 (``fully_shard``) of the whole objective.
 
-    mesh: ("shard",), or ("replicate", "shard") for hybrid.
-    frees_between: whole parameters are freed between forward and backward.
-    offload: parts, their gradients and their optimizer state lie in main memory.
+    Args:
+        mesh: Its dimensions are ("shard",) for fsdp and ("replicate", "shard") for hybrid.
+        frees_between: Whether whole parameters are freed between forward and backward.
+        offload: Whether parts, their gradients and their optimizer state are in main memory.
     """
 
     def __init__(self, mesh: DeviceMesh, frees_between: bool, offload: bool):
@@ -163,7 +169,7 @@ class Sharded(DenseWrapper):
 
     @torch.no_grad()
     def _part_of(self, grad: Tensor, parameter: nn.Parameter) -> Tensor:
-        part = torch.empty_like(parameter)  # sharded, and in main memory, as that is
+        part = torch.empty_like(parameter)  # sharded and placed like the parameter
         own = self.own_rows(parameter)
         local_part(part).copy_(grad[own.start : own.stop])
         return part
@@ -187,17 +193,18 @@ class Sharded(DenseWrapper):
         return f", rows {', '.join(f'{own.start:,} to {own.stop:,}' for own in rows)}"
 
     def _rows(self, count: int) -> list[range]:
-        """Those of a parameter that each part has, by their number."""
+        """Return the rows of each part of a parameter with ``count`` rows."""
         parts = self.mesh.shape[-1]
-        each = -(-count // parts)  # as torch.chunk
+        each = -(-count // parts)  # same split as torch.chunk
         starts = [min(part * each, count) for part in range(parts + 1)]
         return [range(*ends) for ends in pairwise(starts)]
 
 
 def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:
-    """The wrapper that ``dense.wrapper`` names.  Collective.
+    """Make the wrapper that ``dense.wrapper`` names.  Collective.
 
-    Raises ConfigError when it does not fit the number of ranks.
+    Raises:
+        ConfigError: The wrapper does not fit the number of ranks.
     """
     ranks, name = processes.world_size, config.wrapper
     if name == "auto":
@@ -233,7 +240,7 @@ def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
 
 
 def _summed(terms: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each of them over all ranks, by one collective."""
+    """Sum each tensor over all ranks, with one collective."""
     if world_size() == 1 or not terms:
         return terms
     flat = torch.cat([term.reshape(-1) for term in terms])
@@ -243,12 +250,15 @@ def _summed(terms: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 class FrozenDense:
-    """Rows of dense parameters that no step moves, nor their optimizer state.
+    """Rows of dense parameters that no step changes, including their optimizer state.
 
-    Every step is taken and then put back, where weight decay and momentum move what has no
-    gradient.  Made once parameters and state are what is to stay.
+    Weight decay and momentum also change rows without a gradient, so a hook restores the frozen
+    rows after every step.  Create it after parameters and state have the values to keep.
 
-    frozen: names of the objective's parameters, and which of their rows, (rows,) bool.
+    Args:
+        wrapper: The wrapper of the parameters.
+        optimizer: Their optimizer.
+        frozen: (rows,) bool by name of the objective's parameter, which rows are frozen.
     """
 
     def __init__(self, wrapper: DenseWrapper, optimizer: NamedOptimizer, frozen: dict[str, Tensor]):
@@ -264,7 +274,7 @@ class FrozenDense:
         optimizer._optimizer.register_step_post_hook(lambda *_: self._put_back())
 
     def drop_gradients(self) -> None:
-        """Before they are clipped: what is not stepped is no part of the norm."""
+        """Set the gradients of frozen rows to zero, so that they do not count when clipping."""
         for parameter, rows in self._rows.items():
             if parameter.grad is not None:
                 local_part(parameter.grad)[rows] = 0
@@ -275,7 +285,7 @@ class FrozenDense:
             part[rows] = numbers
 
     def _parts(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """This rank's rows of every parameter and of its state by row, and which are frozen."""
+        """Yield this rank's part of each parameter and row-wise state, and its frozen rows."""
         for parameter, rows in self._rows.items():
             for tensor in (parameter.detach(), *self._state.get(parameter, {}).values()):
                 part = local_part(tensor)
@@ -284,16 +294,16 @@ class FrozenDense:
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """This rank's part of a sharded tensor, as a view; any other tensor itself."""
+    """Return this rank's part of a sharded tensor as a view, or any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class NamedOptimizer(Protocol):
-    """TorchRec's KeyedOptimizer, or the hand-rolled backend's own."""
+    """An optimizer of either backend: TorchRec's KeyedOptimizer or the hand-rolled one."""
 
     param_groups: Any
     state: Any
-    _optimizer: Any  # torch's
+    _optimizer: Any  # a torch.optim.Optimizer
 
     def init_state(self) -> None: ...
 
@@ -302,11 +312,11 @@ class NamedOptimizer(Protocol):
 
 @torch.no_grad()
 def start_optimizer_state(optimizer: NamedOptimizer) -> None:
-    """Makes a dense optimizer's state as it is before the first step, unless it exists.
+    """Create the initial state of a dense optimizer, unless the state exists.
 
-    A checkpoint can only fill in state that exists.  TorchRec makes it by a step with zero
-    gradients, which moves what weight decay or momentum moves and counts as a step: both are taken
-    back.
+    A checkpoint can only be loaded into state that exists.  ``init_state`` creates it by a step
+    with zero gradients, which counts as a step and applies weight decay.  This function undoes
+    both.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if all(optimizer.state.get(p) for p in parameters):

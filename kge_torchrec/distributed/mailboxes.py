@@ -1,13 +1,13 @@
-"""Bytes that the processes of one host leave for each other in memory that all of them map.
+"""Messages between the processes of one host through shared memory.
 
-Every process has a mailbox that it alone writes: words that say how far it is, an entry for each
-of the last messages, and room for their bytes.  A message is taken part in by all: number n of each
-process has something, maybe nothing, for each other one.  Messages are left without waiting, and
-read in order of their numbers; room is used again once everybody has read what lay there.
+Every process has a mailbox that only it writes: progress counters, an entry for each of the latest
+messages, and room for their bytes.  Messages are collective and numbered: message n of a process
+holds a (possibly empty) part for every process.  A process writes a message without waiting, and
+all processes read messages in order.  Room is reused after all processes have read it.
 
-The memory is anonymous (memfd): it has no name that a killed process could leave behind, and is
-not limited by the size of /dev/shm.  Others map it by /proc/PID/fd/FD, which the kernel allows to
-processes of the same user and PID namespace; a token tells whether it is the right one.
+The memory is anonymous (memfd).  It has no name that a killed process could leave behind, and the
+size of /dev/shm does not limit it.  Other processes map it as /proc/PID/fd/FD, which the kernel
+allows within one user and PID namespace.  A random token verifies that it is the right file.
 
 Shapes: W processes.
 """
@@ -29,37 +29,39 @@ import numpy as np
 from kge_torchrec.distributed.processes import RankGone
 from kge_torchrec.distributed.waiting import publish, read, wait_for
 
-_PUBLISHED, _CONSUMED, _LEFT, _TOKEN = 0, 8, 16, 24  # words, in cache lines of their own
-_ENTRIES = 32  # the first word of them
-_KEPT = 256  # entries, so many messages may be under way
-_LINE = 64  # bytes; messages start at multiples
+_PUBLISHED, _CONSUMED, _LEFT, _TOKEN = 0, 8, 16, 24  # indices of words, one cache line each
+_ENTRIES = 32  # index of the first word of the entries
+_KEPT = 256  # number of entries: the largest number of unread messages
+_LINE = 64  # bytes; messages start at multiples of it
 _PAGE = 4096
-LEAST_ROOM = 1 << 20  # bytes of a new mailbox
+LEAST_ROOM = 1 << 20  # bytes for messages in a new mailbox
 
 
 class Mailboxes:
-    """Those of W processes, seen by process ``rank``.  Collective.
+    """The mailboxes of W processes, as seen by process ``rank``.  Collective.
 
     Args:
-        rank, size: this process and W.
-        exchange: gives every process's text, in order of rank, for this one's.  Collective.
-        timeout: seconds that one message is waited for.
+        rank, size: This process and W.
+        exchange: Sends this process's text and returns the texts of all processes, in order of
+            rank.  Collective.
+        timeout: Seconds to wait for a message.
 
-    Raises OSError, on every process, where one cannot map another's memory.
+    Raises:
+        OSError: A process cannot map the memory of another one.  Raised on every process.
     """
 
     def __init__(
         self, rank: int, size: int, exchange: Callable[[str], list[str]], timeout: float
     ) -> None:
         self.rank, self.size, self._timeout = rank, size, timeout
-        self._entry = 1 + 2 * size  # words: the room's size, then where and how long for each
+        self._entry = 1 + 2 * size  # words: size of the room, then start and length of each part
         self._room_at = -(-8 * (_ENTRIES + _KEPT * self._entry) // _PAGE) * _PAGE
         self._next = 0  # number of the next message
-        self._consumed = 0  # messages that were read here
+        self._consumed = 0  # number of messages that this process has read
         self._room, self._under_way = LEAST_ROOM, deque[tuple[int, int, int]]()
         self._boxes: list[_Box] = []
         self._places: list[str] = []  # process and host of each rank
-        self._alive: list[int | None] = []  # a file of each other process, readable when it ended
+        self._alive: list[int | None] = []  # pidfd of each other process, readable after its end
         self._meet(exchange)
 
     def _meet(self, exchange: Callable[[str], list[str]]) -> None:
@@ -106,7 +108,7 @@ class Mailboxes:
         return box
 
     def close(self) -> None:
-        """Tells the others that no more will come from here, and lets the memory go."""
+        """Mark this process as gone for the others, and release the memory."""
         if self.rank < len(self._boxes):
             publish(self._boxes[self.rank].words, _LEFT, 1)
         boxes, self._boxes = self._boxes, []
@@ -118,13 +120,20 @@ class Mailboxes:
     # Messages
 
     def leave(self, parts: Sequence[np.ndarray], receive: Callable[[], object]) -> int:
-        """Leaves the next message; returns its number, the same in every process.
+        """Write the next message.
 
-        parts: for each process an array of uint8; one object for several is left once.
-        receive: reads what can be read here; called where so many messages are under way that
-            this process has to wait for their readers.
+        Args:
+            parts: A uint8 array for each process.  An object that occurs several times is written
+                once.
+            receive: Reads the messages that are available.  Called if all entries are in use, so
+                that this process does not wait for others while they wait for it.
 
-        Raises RankGone; OSError without memory for it.
+        Returns:
+            The number of the message, the same in every process.
+
+        Raises:
+            RankGone: A process is gone or does not read its messages in time.
+            OSError: There is no memory for the message.
         """
         distinct = {id(part): part for part in parts}
         needed = sum(_lines(part.size) for part in distinct.values())
@@ -145,13 +154,17 @@ class Mailboxes:
         return number
 
     def is_there(self, number: int) -> bool:
-        """Whether every process has left message ``number``."""
+        """Return whether every process has written message ``number``."""
         return all(read(box.words, _PUBLISHED) > number for box in self._boxes)
 
     def part(self, number: int, source: int) -> np.ndarray:
-        """What ``source`` left here in message ``number``, as a view; waits for it.
+        """Wait for message ``number`` of process ``source`` and return this process's part.
 
-        To be read before ``consumed(number)``.  Raises RankGone.
+        Returns:
+            A view, valid until ``consumed(number)``.
+
+        Raises:
+            RankGone: The process is gone or did not write the message in time.
         """
         box = self._boxes[source]
         self._wait(source, _PUBLISHED, number + 1)
@@ -161,7 +174,7 @@ class Mailboxes:
         return box.data[at : at + size]
 
     def consumed(self, number: int) -> None:
-        """This process has read message ``number``, and all before it."""
+        """Report that this process has read message ``number`` and all earlier ones."""
         self._consumed = number + 1
         publish(self._boxes[self.rank].words, _CONSUMED, self._consumed)
 
@@ -172,9 +185,9 @@ class Mailboxes:
     # Room
 
     def _room_for(self, needed: int) -> int:
-        """Where ``needed`` bytes are free; the mailbox grows if there are not so many.
+        """Return the start of ``needed`` free bytes; grow the mailbox if there are too few.
 
-        It does not wait for readers: they may wait for this process elsewhere.
+        It does not wait for readers, because they may be waiting for this process elsewhere.
         """
         done, start = self._consumed_by_all(), 0
         while self._under_way and self._under_way[0][0] < done:
@@ -189,7 +202,7 @@ class Mailboxes:
         return start
 
     def _grow(self, needed: int) -> None:
-        """Pages take memory once they are written, so that powers of two waste none."""
+        """Grow to the next power of two.  Pages that are never written take no memory."""
         room, box = 1 << (needed - 1).bit_length(), self._boxes[self.rank]
         os.ftruncate(box.file, self._room_at + room)
         box.map(room)
@@ -199,7 +212,7 @@ class Mailboxes:
         return min(read(box.words, _CONSUMED) for box in self._boxes)
 
     def _wait_for_entry(self, receive: Callable[[], object]) -> None:
-        """Until the oldest entry may be written again."""
+        """Wait until the oldest entry may be overwritten."""
         while self._next - self._consumed_by_all() >= _KEPT:
             oldest = self._next - _KEPT
             for process in range(self.size):
@@ -217,7 +230,7 @@ class Mailboxes:
             slept = True
 
     def _check(self, process: int, word: int, value: int, started: float | None) -> None:
-        """Raises if the process will not come, or has not for too long."""
+        """Raise RankGone if the process has ended or left, or the timeout has passed."""
         box, alive = self._boxes[process], self._alive[process]
         ended = alive is not None and bool(select.select([alive], [], [], 0)[0])
         if (ended or read(box.words, _LEFT)) and read(box.words, word) < value:
@@ -234,8 +247,8 @@ class _Box:
         self.map(room)
 
     def map(self, room: int) -> None:
-        """With at least ``room`` bytes for messages, that the file has."""
-        if room > self._room:  # an older message was left in less
+        """Map the file with at least ``room`` bytes for messages, which the file must have."""
+        if room > self._room:  # messages from before the mailbox grew name a smaller room
             memory = mmap.mmap(self.file, self._room_at + room)
             self.words = np.frombuffer(memory, np.int64, self._room_at // 8)
             self.data = np.frombuffer(memory, np.uint8, room, self._room_at)

@@ -1,8 +1,8 @@
-"""The processes of a run: who am I, how many are we, which device is mine.
+"""The processes of a run: rank, world size, device, process group and shared failures.
 
-Ranks agree before they go on: what only rank 0 does (``on_first_rank``) and what each does for
-itself but may fail (``on_all_ranks``) ends on every rank alike.  Otherwise the others would wait in
-the next collective for a rank that never comes.
+Work that only rank 0 does (``on_first_rank``) and work that may fail on one rank
+(``on_all_ranks``) succeeds or fails on all ranks together.  Otherwise the other ranks would wait in
+the next collective for a rank that has already failed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kge_torchrec.errors import KGEError, raised_alike
 
 T = TypeVar("T")
 
-# Seconds for each connection between ranks that have all checked in.  The store does not notice
-# that a rank dies meanwhile, so the other ranks wait this long; gloo tries up to five times.
+# Seconds to connect two ranks after all ranks have checked in.  The store does not notice a rank
+# that dies meanwhile, so the other ranks wait this long; gloo tries up to five times.
 CONNECT_SECONDS = 20.0
 
 
@@ -40,7 +40,7 @@ class Processes:
     world_size: int
     local_world_size: int
     device: torch.device
-    timeout: float = Config.timeout  # seconds that this rank waits for another one
+    timeout: float = Config.timeout  # seconds to wait for another rank
     of_rows: dist.ProcessGroup | None = None  # see ``exchange``
 
     @property
@@ -49,7 +49,11 @@ class Processes:
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """Of all ranks; a rank that is alone may have none.  Raises RuntimeError if so."""
+        """The process group of all ranks.
+
+        Raises:
+            RuntimeError: There is no group, which is possible with a single rank.
+        """
         group = dist.group.WORLD
         if group is None:
             raise RuntimeError("there is no process group: join one by `processes`")
@@ -57,7 +61,7 @@ class Processes:
 
     @property
     def exchange(self) -> dist.ProcessGroup:
-        """Of all ranks: what each step sends rows and gradients by."""
+        """The process group of all ranks that exchanges rows and gradients in each step."""
         return self.of_rows or self.group
 
     def barrier(self) -> None:
@@ -65,7 +69,7 @@ class Processes:
             dist.barrier()
 
     def broadcast(self, value: T) -> T:
-        """Rank 0's picklable value, on every rank.  Collective."""
+        """Return rank 0's picklable value on every rank.  Collective."""
         if self.world_size == 1:
             return value
         box = [value]
@@ -73,7 +77,7 @@ class Processes:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's picklable value, in order of rank, on every rank.  Collective."""
+        """Return the picklable values of all ranks, in order of rank.  Collective."""
         if self.world_size == 1:
             return [value]
         values = [value] * self.world_size
@@ -81,7 +85,7 @@ class Processes:
         return values
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest over the ranks of each number, on every rank.  Collective, on the host."""
+        """Return the elementwise maximum over the ranks, on every rank.  Collective, on the CPU."""
         if self.world_size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.float64)
@@ -90,7 +94,7 @@ class Processes:
 
 
 def world_size() -> int:
-    """How many ranks work together, 1 in a process that is in no group."""
+    """Return the number of ranks, which is 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
@@ -104,7 +108,7 @@ class RankGone(dist.DistNetworkError):
     Args:
         rank: The rank that is gone.
         place: Its process and host.
-        timed_out: The rank did not answer in time, but may be alive.
+        timed_out: Whether the rank did not answer in time; it may be alive.
     """
 
     def __init__(self, rank: int, place: str, timed_out: bool) -> None:
@@ -114,15 +118,16 @@ class RankGone(dist.DistNetworkError):
 
 
 class OtherRankFailed(KGEError, RuntimeError):
-    """Work failed on another rank; the message has its error."""
+    """Work failed on another rank.  The message contains its error."""
 
     on_every_rank = True
 
 
 def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
-    """Runs ``work()`` on rank 0 and returns its result on every rank; its error too.  Collective.
+    """Run ``work()`` on rank 0; return its result, or raise its error, on every rank.  Collective.
 
-    So a failure on rank 0 ends all ranks in words instead of leaving them in a collective.
+    A failure on rank 0 therefore ends all ranks with a message.  Otherwise they would wait in the
+    next collective.
     """
     result: T | None = None
     error: Exception | None = None
@@ -140,9 +145,12 @@ def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
 
 
 def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
-    """Runs ``work()`` on every rank; returns this rank's result once all have one.  Collective.
+    """Run ``work()`` on every rank; return this rank's result if all succeed.  Collective.
 
-    Where it fails its own error is raised, on the other ranks OtherRankFailed.
+    A rank that fails raises its own error.
+
+    Raises:
+        OtherRankFailed: The work succeeded here and failed on another rank.
     """
     result: T | None = None
     error: Exception | None = None
@@ -160,7 +168,7 @@ def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
 
 
 def _sendable(error: Exception | None) -> Exception | None:
-    """The error, or one of the same words if it is of a kind that cannot travel."""
+    """Return the error, or a RuntimeError with the same message if it cannot be pickled."""
     if error is None:
         return None
     try:
@@ -172,13 +180,18 @@ def _sendable(error: Exception | None) -> Exception | None:
 
 @contextmanager
 def processes(device: str = "auto", timeout: float = Config.timeout) -> Iterator[Processes]:
-    """Joins the process group that torchrun describes, or makes a group of one without torchrun.
+    """Join the process group that torchrun describes, or make a group of one without torchrun.
 
-    device: "auto", "cpu" or "cuda".  A group that somebody else made is used and left alone, with
-    its own timeout; one made here ends with the last of its users, whoever came first: several runs
-    may be open at once, and one that nobody closed ends whenever it is collected.
-    timeout: seconds that a rank waits for another one, to join and in each collective.
-    Raises ConfigError when CUDA is asked for and absent, RankLost when a rank goes missing inside.
+    An existing group is used with its own timeout and is not destroyed.  A group made here is
+    destroyed after its last user leaves, because several runs may be open at once.
+
+    Args:
+        device: "auto", "cpu" or "cuda".
+        timeout: Seconds to wait for another rank, when joining and in each collective.
+
+    Raises:
+        ConfigError: The device is "cuda" and there is no CUDA device, or this rank has no GPU.
+        RankLost: A rank goes missing inside the context.
     """
     where = _device(device, int(os.environ.get("LOCAL_RANK", 0)))
     try:
@@ -195,7 +208,7 @@ def processes(device: str = "auto", timeout: float = Config.timeout) -> Iterator
         raise
 
 
-# How gloo, NCCL and the rendezvous store say that somebody is gone.
+# Messages of gloo, NCCL and the rendezvous store if a rank is gone.
 _TIMED_OUT = r"timed out waiting|wait timeout|timed out after"
 _LOST = re.compile(
     r"connection (closed|reset|refused)|broken pipe|socket closed|remote process exited"
@@ -205,16 +218,18 @@ _LOST = re.compile(
 
 
 def is_lost_connection(error: BaseException) -> bool:
-    """Whether a collective failed since another rank is gone."""
+    """Return whether a collective failed because another rank is gone."""
     if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
         return True
     return type(error) in (RuntimeError, dist.DistBackendError) and bool(_LOST.search(str(error)))
 
 
 def _explained(error: BaseException, timeout: float | None) -> str:
-    """Say which rank is gone, as far as this rank can know, and what to do.
+    """Return a message that says which rank is gone, if this rank can know, and what to do.
 
-    timeout: seconds that this rank has waited, if a longer time could help.
+    Args:
+        error: The error of the collective.
+        timeout: Seconds that this rank has waited; None if a longer timeout would not help.
     """
     if isinstance(error, RankGone):
         names, timed_out = [error.name], error.timed_out
@@ -235,12 +250,12 @@ def _explained(error: BaseException, timeout: float | None) -> str:
 
 
 class _SharedGroup:
-    """Counts the users of the process group that ``processes`` made."""
+    """The process group that ``processes`` made, with a count of its users."""
 
     def __init__(self) -> None:
         self._users, self._made_here = 0, False
-        self._started = 0  # groups so far, the same on every rank
-        self._places: list[str] = []  # "process PID on HOST" of each rank, where it is known
+        self._started = 0  # number of groups so far, the same on every rank
+        self._places: list[str] = []  # "process PID on HOST" of each rank, if known
 
     def enter(self, device: torch.device, timeout: float) -> None:
         if not dist.is_initialized():
@@ -258,14 +273,14 @@ class _SharedGroup:
                 dist.destroy_process_group()
 
     def ended_ranks(self) -> list[str]:
-        """The ranks of this host whose processes have ended: "rank R, process PID on HOST"."""
+        """Return the ranks of this host that have ended, as "rank R, process PID on HOST"."""
         here = f" on {socket.gethostname()}"
         local = {
             f"rank {rank}, {place}": int(place.split()[1])
             for rank, place in enumerate(self._places)
             if place.endswith(here) and place != _place()
         }
-        deadline = time.monotonic() + 0.5  # a process closes its connections before it ends
+        deadline = time.monotonic() + 0.5  # an ending process closes its connections first
         while True:
             ended = [name for name, process in local.items() if _has_ended(process)]
             if ended or not local or time.monotonic() > deadline:
@@ -281,7 +296,7 @@ def _place() -> str:
 
 
 def _has_ended(process: int) -> bool:
-    if not hasattr(os, "pidfd_open"):  # not Linux: a process that nobody waited for counts as alive
+    if not hasattr(os, "pidfd_open"):  # not Linux; a zombie process counts as alive then
         try:
             os.kill(process, 0)
         except ProcessLookupError:
@@ -316,11 +331,15 @@ def _device(name: str, local_rank: int) -> torch.device:
 
 
 def _start(device: torch.device, number: int, timeout: float, places: list[str]) -> None:
-    """Makes the group of all ranks, and fills in ``places``.  Raises RankLost."""
-    # gloo besides NCCL: checkpoints and small objects travel between CPUs.
+    """Make the group of all ranks and fill in ``places``.
+
+    Raises:
+        RankLost: A rank does not start or goes missing.
+    """
+    # CUDA runs also need gloo, for checkpoints and small objects on the CPU.
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if not ("RANK" in os.environ and "WORLD_SIZE" in os.environ):
-        own = dist.HashStore()  # in memory: no free port, host name or file
+        own = dist.HashStore()  # in memory: needs no port, host name or file
         dist.init_process_group(backend, store=own, rank=0, world_size=1)
         return
     limit = timedelta(seconds=timeout)
@@ -332,7 +351,7 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
             f"not all {os.environ['WORLD_SIZE']} ranks came to {place} within {timeout:g} s "
             f"(`timeout`): {str(error).splitlines()[0]}"
         ) from error
-    # A store outlives groups: the next one would find the addresses of the one before.
+    # The store outlives groups: without a prefix, a group would find addresses of an older one.
     store = dist.PrefixStore(f"{_attempt()}-group-{number}", shared)
     places += _check_in(store, rank, world, timeout)
     connecting = min(limit, timedelta(seconds=CONNECT_SECONDS))
@@ -350,9 +369,12 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
 
 
 def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[str]:
-    """Waits until every rank is there; returns their places.  Raises RankLost.
+    """Wait until every rank has started; return their places.
 
-    It asks again and again, so that Ctrl-C ends it.
+    It polls the store instead of blocking in it, so that Ctrl-C works.
+
+    Raises:
+        RankLost: A rank did not start within the timeout.
     """
     store.set(f"place-{rank}", _place())
     keys = [f"place-{other}" for other in range(world)]
@@ -370,11 +392,11 @@ def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[
 
 
 def _attempt() -> str:
-    """What keeps the ranks that torchrun restarts from meeting those it killed.
+    """Return a store prefix that separates the attempts of torchrun.
 
-    torchrun keeps its store over restarts (pytorch issue 135712), so a rank that is first there
-    finds the addresses of the attempt before and tries to reach a process that is gone.  The number
-    of restarts tells attempts apart on one host; hosts count theirs each for itself.
+    torchrun keeps its store over restarts (pytorch issue 135712), so a restarted rank could find
+    the addresses of killed processes.  The restart count tells attempts apart on one host.  Each
+    host counts its own restarts, so the count is not used with several hosts.
     """
     on_one_host = os.environ.get("WORLD_SIZE") == os.environ.get("LOCAL_WORLD_SIZE")
     return f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0) if on_one_host else 0}"

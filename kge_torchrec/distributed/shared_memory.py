@@ -1,16 +1,14 @@
-"""A process group whose ranks share a host: what a step sends travels through their memory.
+"""A process group for ranks on one host that exchanges data through shared memory.
 
-all_to_all_single and all_reduce go through ``Mailboxes``, all else through gloo.  Through gloo's
-sockets a step costs more in waiting than in copying: a rank that waits sleeps, and its core wakes
-late, several times a step.
+all_to_all_single and all_reduce use ``Mailboxes``; gloo handles all other collectives.  With gloo's
+sockets, a step spends more time waiting than copying: a waiting rank sleeps, and its core wakes
+late, several times per step.
 
     SharedMemoryGroup   the group, for torch.distributed, TorchRec and DistributedDataParallel
-    with_exchange       processes that exchange rows and gradients by it
-    CollectiveWatch     sees collectives as torch's operators, for whoever counts those
+    with_exchange       adds the group to ``Processes``
+    CollectiveWatch     a dispatch mode that sees all collectives, for counting them
 
-PyTorch 2.13 asks a group for ``all_to_all_single`` and 2.11 for ``alltoall_base``.
-
-Shapes: W ranks.
+PyTorch 2.13 calls a group's ``all_to_all_single``, and 2.11 its ``alltoall_base``.
 """
 
 from __future__ import annotations
@@ -41,7 +39,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 NAME = "shared_memory"
-# Every rank reads all of a smaller sum; of a larger one it sums its part, and they meet twice.
+# all_reduce up to this size takes one exchange, in which every rank sums everything.  Larger
+# tensors take two: every rank sums its part, then the ranks exchange the sums.
 _SUMMED_AT_ONCE = 1 << 20  # bytes
 _REDUCED: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     dist.ReduceOp.SUM: lambda total, term: total.add_(term),
@@ -54,17 +53,22 @@ _SUMMED = (
 
 
 class SharedMemoryGroup(dist.ProcessGroup):
-    """A group of all ranks, which share a host; ``gloo`` is their other group, for all else.
+    """A process group of ranks on one host.
 
-    An exchange is under way once it is called, and read when somebody waits for it or for a later
-    one: in the order of the calls, which is that of every rank.
+    A collective writes its message at once.  The messages of others are read when a caller waits
+    for this collective or for a later one.  Reading follows the order of the calls, which is the
+    same on every rank.
+
+    Args:
+        boxes: The mailboxes of all ranks.
+        gloo: The gloo backend of all ranks, for the other collectives.
     """
 
     is_watched = False  # see ``CollectiveWatch``
 
     def __init__(self, boxes: Mailboxes, gloo: Any) -> None:
-        super().__init__(boxes.rank, boxes.size)  # type: ignore[call-arg]  # of another form
-        self._boxes, self._gloo = boxes, gloo  # of which torch's stubs know no collectives
+        super().__init__(boxes.rank, boxes.size)  # type: ignore[call-arg]  # not in the stubs
+        self._boxes, self._gloo = boxes, gloo  # Any: torch's stubs lack gloo's collectives
         self._under_way = deque[_Exchange]()
         self._lock = threading.RLock()
         # torch keeps the name of a group in its backend, so that two groups must not share one:
@@ -81,7 +85,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> dist.Work:
-        """As torch.distributed's.  Raises ValueError for sizes that do not fit the tensors."""
+        """Exchange rows, see ``torch.distributed.all_to_all_single``.
+
+        Raises:
+            ValueError: The sizes do not fit the tensors.
+        """
         opts = opts or dist.AllToAllOptions()
         if self.is_watched:
             given = output, input, list(output_split_sizes), list(input_split_sizes)
@@ -114,7 +122,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allreduce(  # type: ignore[override]  # overloaded there
         self, tensors: list[Tensor], opts: Any = None
     ) -> dist.Work:
-        """As torch.distributed's; terms are added in order of rank, so sums are the same bits."""
+        """Reduce over the ranks, see ``torch.distributed.all_reduce``.
+
+        Terms are added in order of rank, so sums are bitwise equal on all ranks.
+        """
         opts = opts or dist.AllreduceOptions()
         if self.is_watched and len(tensors) == 1:
             return dist.all_reduce(tensors[0], opts.reduceOp, async_op=True)
@@ -136,7 +147,10 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def _reduce_in_parts(
         self, flat: Tensor, reduce: Callable[[Tensor, Tensor], Any], result: list[Tensor]
     ) -> dist.Work:
-        """Each rank sums its part, and sends it to all.  Waits for the sum."""
+        """Reduce in two exchanges: each rank sums its part, then sends it to all.
+
+        Waits for the first exchange.
+        """
         bounds = [len(flat) * rank // self.size() for rank in range(self.size() + 1)]
         parts = [flat[start:stop] for start, stop in pairwise(bounds)]
         mine = torch.empty_like(parts[self._boxes.rank])
@@ -155,22 +169,22 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single(  # type: ignore[override]  # overloaded there
         self, output: Tensor, input: Tensor, opts: Any
     ) -> dist.Work:
-        """As torch.distributed's, by gloo."""
+        """Gather with gloo, see ``torch.distributed.all_gather_into_tensor``."""
         return self._gloo._allgather_base(output, input, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: Any) -> dist.Work:
-        """As torch.distributed's, by gloo."""
+        """Reduce and scatter with gloo, see ``torch.distributed.reduce_scatter_tensor``."""
         return self._gloo._reduce_scatter_base(output, input, opts)
 
     def getBackendName(self) -> str:
-        """As torch.distributed's."""
+        """Return the name of this backend."""
         return NAME
 
     def shutdown(self) -> None:
-        """Ranks that still wait for this one hear that it left."""
-        self._boxes.close()  # gloo is the group of all ranks, which goes on
+        """Close the mailboxes, which also ends the wait of other ranks for this one."""
+        self._boxes.close()  # gloo stays open: it belongs to the group of all ranks
 
-    # Exchanges under way
+    # Running exchanges
 
     def _start(
         self,
@@ -185,12 +199,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return exchange
 
     def _receive_ready(self) -> None:
-        """What every rank has left."""
+        """Read the exchanges that every rank has written."""
         while self._under_way and self._boxes.is_there(self._under_way[0].number):
             self._receive_next()
 
     def receive_until(self, exchange: _Exchange) -> None:
-        """Reads what is under way up to this one, as it comes."""
+        """Read running exchanges in order, up to this one."""
         with self._lock:
             while not exchange.done:
                 self._receive_next()
@@ -208,7 +222,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
 
 class _Exchange(dist.Work):
-    """One collective, from its call until it is read."""
+    """A running collective: the work that a caller waits for."""
 
     def __init__(
         self,
@@ -224,7 +238,7 @@ class _Exchange(dist.Work):
         self.error: ValueError | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Until the tensors hold the result; the group's own timeout holds."""
+        """Wait until the tensors hold the result.  The group's timeout applies."""
         if not self.done:
             self._group.receive_until(self)
         if self.error is not None:
@@ -241,21 +255,21 @@ class _Exchange(dist.Work):
         return self._result
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        """One that is done: DistributedDataParallel asks for no other."""
+        """Wait, then return a finished future, as DistributedDataParallel needs."""
         self.wait()
         future: torch.futures.Future[list[Tensor]] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
 
-# All else is gloo's, and called there: a call that C++ takes on through a group of Python's holds
-# the interpreter's lock while it waits for gloo's own, which a thread of gloo's may have that waits
-# for the interpreter, to let go of a tensor.
+# Forward every other collective to gloo from Python.  Forwarding from C++ can deadlock: C++ would
+# hold the GIL while it waits for gloo's lock, and a gloo thread may hold that lock while it waits
+# for the GIL to free a tensor.
 _BY_GLOO = (
     "_allgather_base", "_reduce_scatter_base", "allgather", "allgather_coalesced",
     "allreduce_coalesced", "alltoall", "barrier", "broadcast", "gather", "monitored_barrier",
     "recv", "recv_anysource", "reduce", "reduce_scatter", "scatter", "send",
-    # of PyTorch 2.14 and later
+    # PyTorch 2.14 and later
     "all_gather_single_coalesced", "gather_into_tensor", "gather_single",
     "reduce_scatter_single_coalesced",
 )  # fmt: skip
@@ -280,15 +294,19 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _bytes(tensor: Tensor) -> np.ndarray:
-    """Those of a contiguous tensor, as a view.
+    """Return the bytes of a contiguous tensor as a view.
 
-    One number may have any stride, such as an expanded one's 0, which no other type can view.
+    A tensor with one element counts as contiguous with any stride, such as 0 after ``expand``.
+    ``view`` to another dtype rejects such strides, so the stride is set to 1 first.
     """
     return tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
 
 
 def _split(data: np.ndarray, rows: int, sizes: Sequence[int], count: int) -> list[np.ndarray]:
-    """The bytes of ``rows`` rows in runs of ``sizes`` rows; no sizes: equal ones."""
+    """Split the bytes of ``rows`` rows into ``count`` runs of ``sizes`` rows.
+
+    Without sizes all runs are equal.
+    """
     if not sizes:
         sizes = [rows // count] * count
     if len(sizes) != count or sum(sizes) != rows:
@@ -313,9 +331,12 @@ def _check(arrived: int, expected: int, source: int) -> None:
 
 
 def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> SharedMemoryGroup:
-    """Makes the group by collectives alone, which fail at once if a rank dies; a store waits."""
+    """Make the group with collectives instead of the store.
+
+    A collective fails at once if a rank dies; the store would wait for its timeout.
+    """
     world = dist.group.WORLD
-    assert world is not None  # who makes a group is in one
+    assert world is not None  # torch makes new groups only within the group of all ranks
 
     def exchange(text: str) -> list[str]:
         texts = [text] * size
@@ -327,10 +348,11 @@ def _create(store: dist.Store, rank: int, size: int, timeout: timedelta) -> Shar
 
 
 class CollectiveWatch(TorchDispatchMode):
-    """A dispatch mode that sees what every collective carries, by whatever way it travels.
+    """A dispatch mode that sees the tensors of every collective.
 
-    Within the block collectives are torch's operators on the group of all ranks, which carry the
-    same.  Collective: all ranks enter and leave it between the same two collectives.
+    Within the block, collectives of SharedMemoryGroup run as torch operators on the group of all
+    ranks, with the same tensors.  Collective: all ranks enter and leave the block between the same
+    two collectives.
     """
 
     def __enter__(self) -> Self:
@@ -344,17 +366,19 @@ class CollectiveWatch(TorchDispatchMode):
 
 dist.Backend.register_backend(NAME, _create, devices=["cpu"])
 
-# By the group of all ranks, and as long as that.
+# Shared-memory groups (None: impossible) by group of all ranks, dropped together with it.
 _made: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup | None] = WeakKeyDictionary()
 
 
 def with_exchange(processes: Processes, transport: str) -> Processes:
-    """The same, with the group that each step sends rows and gradients by.  Collective.
+    """Return ``processes`` with the group that exchanges rows and gradients.  Collective.
 
-    transport: "gloo" is the group of all ranks; "shared_memory" one through memory, "auto" that
-    too where it can be.  It is made once for a group of all ranks.
+    Args:
+        processes: The ranks of the run.
+        transport: "gloo", "shared_memory", or "auto" (shared memory if possible, else gloo).
 
-    Raises ConfigError where "shared_memory" cannot be.
+    Raises:
+        ConfigError: The transport is "shared_memory" and the ranks cannot share memory.
     """
     if transport == "gloo" or processes.world_size == 1:
         return processes
@@ -370,7 +394,7 @@ def with_exchange(processes: Processes, transport: str) -> Processes:
 
 
 def _through_memory(processes: Processes) -> dist.ProcessGroup | None:
-    """None, on every rank, where ranks cannot share memory."""
+    """Return a SharedMemoryGroup, or None on every rank if the ranks cannot share memory."""
     if processes.device.type != "cpu":
         return None
     try:

@@ -1,8 +1,8 @@
-"""Words of shared memory by which processes tell each other how far they are, and waiting for one.
+"""Progress counters in shared memory: publish, read and wait for a word.
 
-A word is written by one process alone, and only grows.  What was written before ``publish`` is seen
-by whoever saw the word in ``wait_for``: the store has release and the load acquire semantics, on
-any processor.
+Each word has a single writer and only grows.  Stores have release semantics and loads acquire
+semantics, on any processor: a process that reads a word sees everything that its writer wrote
+before ``publish``.
 """
 
 from __future__ import annotations
@@ -47,30 +47,39 @@ _store_release: Any = intrinsic(_store)
 _sched_yield: Any = types.ExternalFunction("sched_yield", signature(types.int32))
 _usleep: Any = types.ExternalFunction("usleep", signature(types.int32, types.uint32))
 
-# Looks at a word before the processor is offered to others; before this process sleeps (a few
-# milliseconds if nobody takes the offer); before the caller hears that it waits (some 20 ms).
+# Number of checks while spinning, then while yielding (a few milliseconds on an idle core), then
+# while sleeping (about 20 ms).
 _SPINS, _YIELDS, _NAPS = 2_000, 10_000, 30
 _FIRST_NAP, _LONGEST_NAP = 50, 1_000  # microseconds
 
 
 @kernel
 def publish(words: np.ndarray, index: int, value: int) -> None:
-    """words[index] = value, once everything written before can be seen."""
+    """Set words[index] to value, with release semantics."""
     _store_release(words, index, value)
 
 
 @kernel
 def read(words: np.ndarray, index: int) -> int:
-    """words[index]; what its writer wrote before can be seen."""
+    """Return words[index], with acquire semantics."""
     return _load_acquire(words, index)
 
 
 @kernel
 def wait_for(words: np.ndarray, index: int, value: int, slept: bool) -> bool:
-    """Returns once words[index] >= value, or False after some 20 ms.
+    """Wait until words[index] >= value.
 
-    It first keeps its processor, then offers it to others, then sleeps: a processor that slept
-    takes long to wake.  slept: whether it has slept for this already, and had better go on.
+    It spins, then yields the core to other processes, then sleeps, because waking a sleeping core
+    is slow.
+
+    Args:
+        words: int64 words in shared memory.
+        index: The word to wait for.
+        value: The value to reach.
+        slept: Whether an earlier call for this value already slept; then it sleeps at once.
+
+    Returns:
+        True as soon as the word has reached the value, False after about 20 ms.
     """
     if not slept:
         for _ in range(_SPINS):

@@ -1,10 +1,10 @@
-"""What every embedding backend offers to training, ranking, prediction and checkpoints.
+"""The interface of embedding backends to training, ranking, prediction and checkpoints.
 
-A backend owns the entity table: one row of ``dim`` numbers per entity, split by rows over the
-ranks.  Everything outside ``kge_torchrec.embeddings`` talks to it through ``EmbeddingBackend`` and
-``EntityShard``, the rows that a rank holds, so backends are interchangeable.
+A backend owns the entity table: one row of ``dim`` elements per entity, sharded row-wise over the
+ranks.  Code outside ``kge_torchrec.embeddings`` uses only ``EmbeddingBackend`` and ``EntityShard``
+(the rows of one rank), so backends are interchangeable.
 
-Shapes: N entities, D numbers per entity, n rows on this rank, M ids.
+Shapes: N entities, D elements per row, n rows on this rank, M ids.
 """
 
 from __future__ import annotations
@@ -31,97 +31,106 @@ __all__ = ["ENTITY", "ENTITY_WEIGHT", "EmbeddingBackend", "EntityShard"]
 
 
 class Optimizer(Protocol):
-    """What steps the table and the dense parameters."""
+    """The optimizer of the table and the dense parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before the first backward of a step."""
+        """Clear all gradients.  Call it before the first backward of a step."""
 
     def step(self) -> None:
-        """After its last one."""
+        """Update all parameters.  Call it after the last backward of a step."""
 
 
 class EmbeddingBackend(Protocol):
-    """The entity side of a model that is ready to train."""
+    """An entity table and a model around it, ready to train."""
 
     model: nn.Module  # called as model(batch) -> (loss, detached metrics); owns table and scorer
-    gains_by_pipeline: bool  # whether TrainPipelineSparseDist has anything to overlap
-    layout: str  # which rank holds what, for people
-    dense: DenseWrapper  # how the dense parameters lie on the ranks
+    gains_by_pipeline: bool  # whether TrainPipelineSparseDist is faster than a plain loop
+    layout: str  # human-readable: what each rank holds
+    dense: DenseWrapper  # how the dense parameters are distributed over the ranks
     unwrapped_model: KGEModel  # the model inside all wrappers
-    scorer: Scorer  # inside that; this rank may hold parts of its parameters only
+    scorer: Scorer  # the scorer of the model; this rank may hold only parts of its parameters
 
     @property
     def optimizer(self) -> Optimizer:
-        """Of table and dense parameters."""
+        """The optimizer of the table and the dense parameters."""
 
     @property
     def pending(self) -> PendingGradients | None:
-        """Table gradients between backward and step; None where the kernel steps in backward."""
+        """Table gradients between backward and step; None if the kernel steps in backward."""
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
-        """What is left to do on the host before a batch moves to its device.  Collective."""
+        """Finish the host-side work on a batch before it moves to its device.  Collective."""
 
     def shard(self) -> EntityShard:
-        """This rank's rows, current as of the last finished step."""
+        """Return this rank's rows after the last finished step."""
 
     def parameter_state(self) -> dict[str, Any]:
-        """The parameters for a checkpoint, by name; the table's is ENTITY_WEIGHT."""
+        """Return the parameters for a checkpoint, by name.  The table is ENTITY_WEIGHT."""
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``parameter_state`` gave, after a distributed load filled it in."""
+        """Load the result of ``parameter_state`` after a distributed load filled it in place."""
 
     def state(self) -> dict[str, Any]:
-        """Everything a checkpoint needs: parameters, optimizer state and the step of the table.
+        """Return all tensors of a checkpoint: parameters, optimizer state and table step count.
 
-        The same names and forms in every backend, sharded by rows of any sizes, so that a
-        checkpoint of one backend and world size resumes in others.
+        Names and shapes are the same in every backend.  Shards may have any number of rows, so
+        a checkpoint resumes with another backend and another world size.
         """
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state`` gave, after a distributed load filled it in."""
+        """Load the result of ``state`` after a distributed load filled it in place."""
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """One step of the table's optimizer on rows of this rank, without a lookup.
+        """Take one step of the table's optimizer on rows of this rank, without a lookup.
 
-        gradients: some rows after others, each row once, already summed over all ranks; made
-        while earlier ones step, so that they need not be in memory together.  However many there
-        are, it is one step; ranks without rows count it as well.  Collective only as far as
-        ``gradients`` is.  Call ``optimizer.zero_grad()`` before, so that the learning rate is
-        that of ``set_learning_rate``.
+        The whole call counts as one step, also on ranks without rows.  Call
+        ``optimizer.zero_grad()`` before it, so that the table gets its current learning rate.
+
+        Args:
+            gradients: Parts that together hold each row at most once, already summed over all
+                ranks.  A part is used before the next one is requested, so a generator keeps only
+                one part in memory.  The call is collective if iterating over ``gradients`` is.
         """
 
     def freeze_rows(self, frozen: Tensor) -> None:
-        """No step moves these rows of this rank, (n,) bool, or their state from here on.
+        """Keep rows and their optimizer state unchanged in all later steps.
 
-        Their gradients are dropped where they arrive.  Takes a backend with ``pending``.
+        Gradients of these rows are dropped on arrival.  The backend must have ``pending``.
+
+        Args:
+            frozen: (n,) bool, which rows of this rank to freeze.
         """
 
     def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
-        """The same for rows, (rows,) bool, of the objective's parameters, by name."""
+        """Freeze rows of the objective's parameters.
+
+        Args:
+            frozen: (rows,) bool by parameter name, which rows to freeze.
+        """
 
     def set_learning_rate(self, factor: float) -> None:
-        """Multiplies the base learning rates of table and dense parameters from now on."""
+        """Multiply the base learning rates of table and dense parameters from now on."""
 
     def skip_step(self) -> None:
-        """Takes the place of ``optimizer.step`` when gradients are not to be used."""
+        """Discard a step.  Call it instead of ``optimizer.step`` if the gradients are unusable."""
 
 
-# What every backend calls the table in a checkpoint, and the first part of its states' names.
+# The table's name in a checkpoint of any backend, and the prefix of the names of its states.
 ENTITY_WEIGHT = f"entities.embeddings.{ENTITY}.weight"
 
 
 @dataclass(frozen=True)
 class EntityShard:
-    """The rows of the entity table that this rank holds, as a view: writes reach the table."""
+    """A view of the rows of the entity table on this rank.  Writes change the table."""
 
     rows: Tensor  # (n, D); n may be 0 when there are more ranks than entities
     first_row: int  # global id of rows[0]
     num_entities: int  # N, over all ranks
-    alone: bool = False  # all rows are here, whatever other ranks there are
+    alone: bool = False  # replicated: this rank holds all rows, even if there are other ranks
 
     @property
     def ranks(self) -> int:
-        """How many ranks the rows are split over, which then ask for them together."""
+        """Number of ranks that the rows are split over; all of them take part in ``fetch``."""
         return 1 if self.alone else world_size()
 
     @property
@@ -130,19 +139,28 @@ class EntityShard:
 
     @property
     def row_range(self) -> tuple[int, int]:
-        """Global ids [start, stop) held here."""
+        """Global ids [start, stop) of the rows on this rank."""
         return self.first_row, self.first_row + self.rows.shape[0]
 
     def holds(self, ids: Tensor) -> Tensor:
-        """(M,) bool: which of the global ids live here."""
+        """Return (M,) bool: which of the global ids (M,) are on this rank."""
         start, stop = self.row_range
         return (ids >= start) & (ids < stop)
 
     @torch.no_grad()
     def fetch(self, ids: Tensor) -> Tensor:
-        """Rows of the global ids (M,), as (M, D) float32 on every rank.
+        """Return the rows of global ids, on every rank.
 
-        Collective: every rank passes the same ids.  Raises IndexError on an id outside [0, N).
+        Collective: every rank passes the same ids.
+
+        Args:
+            ids: (M,) int64.
+
+        Returns:
+            (M, D) float32.
+
+        Raises:
+            IndexError: An id is outside [0, N).
         """
         if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < self.num_entities):
             raise IndexError(f"entity ids must lie in [0, {self.num_entities})")

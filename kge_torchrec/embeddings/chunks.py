@@ -1,9 +1,9 @@
-"""The form that sharded tensors have in a checkpoint: by rows, in chunks.
+"""DTensors that describe sharded tensors in a checkpoint: sharded by rows, in bounded chunks.
 
-torch.distributed.checkpoint reads every saved chunk whole, on each rank that needs some of it: in
-chunks of a bounded size, reading never holds much more than the table.  TorchRec describes its
-shards in the same way as ``row_sharded``, so a checkpoint does not depend on the backend, and
-shards of any sizes can be saved and loaded into any others.
+torch.distributed.checkpoint reads each saved chunk as a whole, on every rank that needs a part of
+it.  Bounded chunks keep the memory for reading close to the size of the table.  TorchRec describes
+its shards like ``row_sharded``, so a checkpoint does not depend on the backend or on the sizes of
+the shards.
 """
 
 from __future__ import annotations
@@ -21,13 +21,18 @@ CHUNK_BYTES = 64 << 20
 
 
 def in_chunks(state: Any, chunk_bytes: int = CHUNK_BYTES) -> Any:
-    """A nested state whose row-sharded tensors are views cut into runs of rows.
+    """Cut the row-sharded tensors of a nested state into chunks of consecutive rows.
 
-    Loading into the views loads into the tensors.  Names and shapes stay as they are.
+    The chunks are views, so loading into them loads into the tensors.  Names and shapes do not
+    change.
+
+    Args:
+        state: Nested dictionaries of tensors.
+        chunk_bytes: Largest chunk in bytes, unless one row is larger.
     """
     if isinstance(state, dict):
         return {name: in_chunks(value, chunk_bytes) for name, value in state.items()}
-    # by name: TorchRec has a copy of torch's class
+    # Compare names: TorchRec has its own copy of torch's class.
     if isinstance(state, DTensor) and type(state.to_local()).__name__ == "LocalShardsWrapper":
         return _cut(state, chunk_bytes)
     return state
@@ -52,13 +57,20 @@ def _cut(tensor: DTensor, chunk_bytes: int) -> DTensor:
 
 
 def row_sharded(local: Tensor, first_row: int, num_rows: int, group: dist.ProcessGroup) -> DTensor:
-    """This rank's rows (n, ...) of a tensor (num_rows, ...), as a view: loading writes into them.
+    """Describe this rank's rows as a shard of a tensor (num_rows, ...).
 
-    first_row is the row of the whole tensor that ``local[0]`` is.  n may be 0 and differ by rank.
+    The result is a view, so loading into it writes into ``local``.
+
+    Args:
+        local: (n, ...); n may be 0 and may differ by rank.
+        first_row: Index of ``local[0]`` in the whole tensor.
+        num_rows: Rows of the whole tensor.
+        group: The ranks that hold the tensor.
     """
     shape = torch.Size((num_rows, *local.shape[1:]))
     stride = local.stride() if local.dim() == 1 else (local.shape[1], 1)
-    # No rows lie behind the last one: a checkpoint takes pieces of equal offset for copies.
+    # An empty shard gets the offset after the last row: a checkpoint treats pieces with the same
+    # offset as copies of each other.
     offset = (first_row if len(local) else num_rows,) + (0,) * (local.dim() - 1)
     return DTensor.from_local(
         LocalShardsWrapper(local_shards=[local], local_offsets=[offset]),

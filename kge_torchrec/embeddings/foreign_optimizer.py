@@ -1,7 +1,7 @@
-"""Row optimizers that are not ours, by torch operations: on rows of the table, on dense parameters.
+"""Steps of row optimizers from other packages, on the table and on dense parameters.
 
-Shapes: n rows of the table on this rank, M gradients, D numbers a row; R rows of a dense parameter
-with W numbers each.
+Shapes: n rows of the table on this rank, M gradients, D elements per row; R rows of a dense
+parameter with W elements each.
 """
 
 from __future__ import annotations
@@ -24,10 +24,18 @@ def step_rows(
     weights: Tensor,
     *states: Tensor,
 ) -> None:
-    """One step of an optimizer that is not ours, on the rows that have a gradient.
+    """Take one step of another package's optimizer on the rows that have a gradient.
 
-    As ``row_kernels.update_rows``: ids (M,) in any order, duplicates summed; grad (M, D); weights
-    (n, D) and states, (n, D) or (n,), are written in place.
+    The torch counterpart of ``row_kernels.update_rows``.
+
+    Args:
+        optimizer: The optimizer of the table.
+        lr: Learning rate.
+        step: Number of this step, from 1.
+        ids: (M,) rows in any order; gradients of duplicates are summed.
+        grad: (M, D).
+        weights: (n, D), updated in place.
+        states: (n, D) or (n,) each, updated in place.
     """
     if not len(ids):
         return
@@ -43,9 +51,9 @@ def step_rows(
 
 
 class DenseRows(torch.optim.Optimizer):
-    """Steps parameters as tables: (R, W), or (R, 1) if they have one dimension.
+    """Apply a row optimizer to dense parameters, viewed as (R, W), or (R, 1) if one-dimensional.
 
-    What a wrapper leaves of a parameter on this rank is whole rows, so that the ranks agree.
+    Dense wrappers shard parameters by whole rows, so all ranks get the same result.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter], lr: float, rule: RowOptimizer):
@@ -54,7 +62,7 @@ class DenseRows(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]  # takes no closure
-        """One step of every parameter that has a gradient."""
+        """Take one step of every parameter that has a gradient."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -75,5 +83,5 @@ class DenseRows(torch.optim.Optimizer):
 
 
 def _rows(tensor: Tensor) -> Tensor:
-    """The same numbers as rows, to write into."""
+    """Return a two-dimensional view."""
     return tensor.view(len(tensor), -1) if tensor.dim() != 2 else tensor

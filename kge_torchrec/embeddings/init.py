@@ -1,16 +1,15 @@
-"""The start of the entity table: memory for it, and values as a function of (seed, global row).
+"""Memory and initial values of the entity table.
 
-Any number of ranks and threads, on any device, starts from the same table.  The rows are drawn in
-chunks of 65,536; every chunk has a stream of its own, and a rank that holds the middle of a chunk
-draws it from its beginning.
+Initial values are a function of (seed, global row), so they do not depend on ranks, threads or
+device.  Rows are drawn in chunks of 65,536, and each chunk has its own random stream.  A rank that
+holds the middle of a chunk draws the chunk from its beginning.
 
-Main memory for tables is on 2-MiB pages where the kernel has them.  Touched rows lie scattered over
-gigabytes: with small pages finding a row's address takes as long as reading it.  Only tables and
-their state lie like this: torch's own switch for huge pages (THP_MEM_ALLOC_ENABLE) also aligns the
-temporaries of a step to 2 MiB, which glibc then cannot fit into the holes that earlier ones left,
-and a rank was seen to grow by half a gigabyte.
+Tables and their state in main memory use 2-MiB pages where the kernel has them.  A step touches
+rows scattered over gigabytes; with small pages, finding the address of a row takes as long as
+reading it.  torch's own switch for huge pages (THP_MEM_ALLOC_ENABLE) is no substitute: it also
+aligns the temporaries of a step to 2 MiB, which fragments the heap.  One rank grew by 0.5 GB.
 
-Shapes: n rows on this rank, D numbers per entity.
+Shapes: n rows on this rank, D elements per row.
 """
 
 from __future__ import annotations
@@ -29,21 +28,24 @@ from torch import Tensor
 from kge_torchrec.embeddings.backend import EntityShard
 
 CHUNK_ROWS = 1 << 16
-_STREAM = 0xE7717  # keeps these streams apart from others that are drawn with the same seed
+_STREAM = 0xE7717  # separates these random streams from others with the same seed
 
 
 @dataclass(frozen=True)
 class EntityInit:
-    """How entity rows are drawn.
+    """The distribution of the initial values of entity rows.
 
-    ``normal`` has standard deviation ``scale``, ``uniform`` lies in [-scale, scale).  The xavier
-    forms look at one row as a layer with D outputs and no input (as PyKEEN does), with ``scale``
-    as gain: standard deviation scale * sqrt(2 / D), for uniform the bound scale * sqrt(6 / D).
+    Args:
+        distribution: ``normal`` has standard deviation ``scale``; ``uniform`` covers
+            [-scale, scale).  The Xavier forms (Glorot and Bengio 2010) treat a row as a layer with
+            D outputs and no inputs, as PyKEEN does: ``xavier_normal`` has standard deviation
+            scale * sqrt(2 / D), ``xavier_uniform`` the bound scale * sqrt(6 / D).
+        scale: Scale or gain of the distribution.
+        zero_columns: Number of elements at the end of a row that are 0 instead.
 
-    zero_columns: so many numbers at the end of a row are 0 instead.
-
-    Raises ValueError, naming the field, for an unknown distribution or a scale that is no finite
-    number >= 0.
+    Raises:
+        ValueError: The distribution is unknown, or scale is not a finite number >= 0.  The message
+            names the field.
     """
 
     distribution: str = "normal"
@@ -57,7 +59,7 @@ class EntityInit:
             raise ValueError(f"scale: {self.scale} is not a finite number >= 0")
 
     def draw(self, stream: np.random.Generator, out: np.ndarray) -> None:
-        """Fills ``out``, float32 rows of D numbers in its last axis, from the stream."""
+        """Fill ``out``, (..., D) float32, with random values from the stream."""
         _DRAWS[self.distribution](stream, out, self.scale)
 
 
@@ -85,19 +87,24 @@ _DRAWS = {
 
 
 def fill_rows(shard: EntityShard, seed: int, init: EntityInit) -> None:
-    """Writes the initial values of this rank's rows into the table; no communication.
+    """Write the initial values of this rank's rows into the table, without communication.
 
-    Draws in float32 on the CPU, in as many threads as torch has, then copies to where the rows
-    are; beyond the table it needs at most one chunk (65,536 x D x 4 bytes) for each thread.
+    Values are drawn in float32 on the CPU, with torch's number of threads, and copied to the
+    device of the table.  Each thread needs memory for at most one chunk (65,536 x D x 4 bytes).
+
+    Args:
+        shard: The rows to fill, (n, D).
+        seed: Seed of the random streams.
+        init: The distribution.
     """
     start, stop = shard.row_range
     chunks = range(start // CHUNK_ROWS, -(-stop // CHUNK_ROWS) if stop > start else 0)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # drawing releases Python's lock
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # drawing releases the GIL
         for _ in pool.map(lambda chunk: _fill_chunk(shard, seed, chunk, init), chunks):
-            pass  # what a thread raised is raised here
+            pass  # iterating raises the exceptions of the threads
 
 
-@torch.no_grad()  # which every thread has for itself
+@torch.no_grad()  # grad mode is per thread
 def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> None:
     begin = chunk * CHUNK_ROWS
     start, stop = shard.row_range
@@ -118,12 +125,12 @@ def _fill_chunk(shard: EntityShard, seed: int, chunk: int, init: EntityInit) -> 
 def zeros_on_huge_pages(
     *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Zeros; on the CPU their memory is taken as it is first touched."""
+    """Return zeros.  On the CPU, pages take memory only once they are first touched."""
     size = prod(shape) * dtype.itemsize
     on_linux = hasattr(mmap, "MADV_HUGEPAGE")
     if not size or not on_linux or torch.device(device).type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel built without them
+    with contextlib.suppress(OSError):  # the kernel may be built without huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -1,9 +1,9 @@
-"""The optimizers of the entity table: one class for each says what everybody asks about it.
+"""The optimizers of the entity table: one class each, with its states and properties.
 
-Ours have a compiled kernel (``row_kernels``) and one of FBGEMM's.  Any other class gives its step
-on some rows at a time by torch operations, and is applied to the relations in the same way.
+Built-in optimizers run in a compiled kernel (``row_kernels``) or in FBGEMM's.  Classes from other
+packages implement ``step`` with torch operations, which also steps the dense parameters.
 
-Shapes: u rows at a time, D numbers a row.
+Shapes: u rows at a time, D elements per row.
 """
 
 from __future__ import annotations
@@ -26,56 +26,65 @@ TABLE_OPTIMIZERS = tuple(KINDS["table_optimizer"].ours)
 
 
 class State(NamedTuple):
-    """A state that is kept with the table."""
+    """An optimizer state tensor that is kept with the table."""
 
     name: str
-    by_row: bool = False  # one number per row, rather than one per number of the table
+    by_row: bool = False  # one element per row instead of one per element of the table
 
 
 class RowOptimizer:
-    """What steps the rows that have a gradient.  Subclasses of other packages give ``step``.
+    """An optimizer of table rows.  Subclasses in other packages implement ``step``.
 
-    Constructed with its ``Options`` by name.
+    The constructor takes the fields of ``Options`` by name.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings that this optimizer has besides: ``train.optimizer_options`` of the config."""
+        """Settings of this optimizer: ``train.optimizer_options`` of the config."""
 
-    states: tuple[State, ...] = ()  # zeros at first
-    corrects_bias = False  # whether its step depends on the number of steps so far
-    weight_decay: str | None = None  # "decoupled" or "l2", where train.weight_decay means one
-    fbgemm: str | None = None  # member of FBGEMM's EmbOptimType, if it has such a kernel
-    by_row: str | None = None  # the optimizer that differs from this one by keeping less state
+    states: tuple[State, ...] = ()  # initially zeros
+    corrects_bias = False  # whether a step depends on the number of earlier steps
+    weight_decay: str | None = None  # "decoupled" or "l2"; None: train.weight_decay must be 0
+    fbgemm: str | None = None  # member of FBGEMM's EmbOptimType, if FBGEMM has this optimizer
+    by_row: str | None = None  # name of the variant that keeps less state, one element per row
 
     def step(
         self, rows: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, step: int
     ) -> None:
-        """Moves distinct rows (u, D) with the gradients (u, D); writes into rows and states.
+        """Update rows and states in place.
 
-        states: by name, (u, D), or (u, 1) where they have one number per row.  step: its number,
-        from 1.
+        Args:
+            rows: (u, D), distinct rows.
+            grad: (u, D), their gradients.
+            states: By name, (u, D), or (u, 1) for states with one element per row.
+            lr: Learning rate.
+            step: Number of this step, from 1.
         """
         raise NotImplementedError
 
     @classmethod
     def state_numbers(cls) -> tuple[int, int]:
-        """Numbers of state for each number of the table, and for each row."""
+        """Return the state elements per element of the table, and per row."""
         by_row = sum(state.by_row for state in cls.states)
         return len(cls.states) - by_row, by_row
 
     @classmethod
     def dense(cls, parameters: Iterable[nn.Parameter], lr: float, of: TableOptimizer) -> Any:
-        """The torch optimizer of the dense parameters that goes with this one of the table.
+        """Return the torch optimizer of the dense parameters, or None to use ``step`` for them.
 
-        Ours take the form without state by row.  None, as here: dense parameters take ``step``,
-        their first dimension being rows.
+        Built-in optimizers use the variant without row-wise state.  With ``step``, the first
+        dimension of a dense parameter is its rows.
+
+        Args:
+            parameters: The dense parameters.
+            lr: Their learning rate.
+            of: The table's optimizer, with betas, eps and weight decay.
         """
         return None
 
 
 class SGD(RowOptimizer):
-    """w -= lr g"""
+    """Gradient descent: w -= lr * g."""
 
     fbgemm = "EXACT_SGD"
 
@@ -85,7 +94,7 @@ class SGD(RowOptimizer):
 
 
 class Adagrad(RowOptimizer):
-    """Duchi et al. 2011, of the sum of squares, eps outside the root."""
+    """Adagrad (Duchi et al. 2011): w -= lr * g / (sqrt(sum of g^2) + eps)."""
 
     states = (State("sum"),)
     fbgemm = "EXACT_ADAGRAD"
@@ -98,7 +107,7 @@ class Adagrad(RowOptimizer):
 
 
 class RowwiseAdagrad(Adagrad):
-    """Adagrad with one sum per row, of the mean square of its gradient."""
+    """Adagrad with one sum per row: that of the mean square of the row's gradient."""
 
     states = (State("sum", by_row=True),)
     weight_decay = "l2"
@@ -106,7 +115,7 @@ class RowwiseAdagrad(Adagrad):
 
 
 class Adam(RowOptimizer):
-    """Kingma and Ba 2015, decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019)."""
 
     states = (State("exp_avg"), State("exp_avg_sq"))
     corrects_bias, weight_decay = True, "decoupled"
@@ -122,32 +131,38 @@ class Adam(RowOptimizer):
 
 
 class RowwiseAdam(Adam):
-    """Adam with one second moment per row, of the mean square of its gradient."""
+    """Adam with one second moment per row: that of the mean square of the row's gradient."""
 
     states = (State("exp_avg"), State("exp_avg_sq", by_row=True))
     fbgemm, by_row = "PARTIAL_ROWWISE_ADAM", None
 
 
 def _torch() -> Any:
-    import torch  # a config is read without it where it needs no more than names
+    import torch  # imported late, so that reading a config does not load torch
 
     return torch.optim
 
 
 def optimizer_class(name: str) -> type[RowOptimizer]:
-    """The class of a name in the config.  Raises ConfigError for a name that there is not."""
+    """Return the optimizer class of a name in the config.
+
+    Raises:
+        ConfigError: The name is unknown.
+    """
     return resolve("table_optimizer", name)
 
 
 @dataclass(frozen=True)
 class TableOptimizer:
-    """The optimizer of the entity table; it steps on touched rows only.
+    """The optimizer of the entity table and its settings.  A step changes touched rows only.
 
-    The Adams count steps for the whole table, not per row, and decay weights decoupled from the
-    gradient; rowwise_adagrad adds the decay to the gradient (L2).  FBGEMM's adagrad and sgd have
-    no weight decay.
+    The Adam variants count steps for the whole table, not per row, and use decoupled weight decay.
+    rowwise_adagrad adds the decay to the gradient (L2).  FBGEMM's adagrad and sgd have no weight
+    decay.
 
-    Raises ValueError, naming the field, for a value that makes no sense.
+    Raises:
+        ConfigError: A class from another package does not implement ``step``.
+        ValueError: A value is invalid.  The message names the field.
     """
 
     name: str = "adam"
@@ -155,7 +170,7 @@ class TableOptimizer:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     weight_decay: float = 0.0
-    options: Any = None  # of an optimizer that is not ours
+    options: Any = None  # the Options of an optimizer from another package
 
     def __post_init__(self) -> None:
         if ":" not in self.name and self.name not in names_of("table_optimizer"):
@@ -179,15 +194,15 @@ class TableOptimizer:
 
     @cached_property
     def kind(self) -> type[RowOptimizer]:
-        """What there is to know of it but for its numbers."""
+        """The class of the optimizer."""
         return optimizer_class(self.name)
 
     @property
     def is_ours(self) -> bool:
-        """Whether there is a compiled kernel for it."""
+        """Whether the optimizer is built in, with a compiled kernel."""
         return self.name in TABLE_OPTIMIZERS
 
     @cached_property
     def rule(self) -> RowOptimizer:
-        """The step of one that is not ours."""
+        """An instance of the class, made with ``options``, for optimizers of other packages."""
         return self.kind(**(asdict(self.options) if self.options is not None else {}))

@@ -1,9 +1,9 @@
 """Gradients of table rows, kept between backward and the optimizer's step.
 
-A table that steps only when its optimizer does can be accumulated, clipped and unscaled exactly:
-all backward passes before a step are one sum.
+The table does not step inside backward.  All backward passes before a step form one sum, so
+gradient accumulation, clipping and unscaling are exact.
 
-Shapes: n rows on this rank, D numbers a row, M gradients, U distinct rows among them.
+Shapes: n rows on this rank, D elements per row, M gradients, U distinct rows among them.
 """
 
 from __future__ import annotations
@@ -15,15 +15,19 @@ from torch import Tensor
 
 
 class RowGradients(NamedTuple):
-    """Gradients that reached this rank; a row may have several."""
+    """Gradients of rows of this rank.  A row may have several."""
 
     ids: Tensor  # (M,) rows of this shard
     grad: Tensor  # (M, D)
-    occurrences: Tensor | None = None  # (M,) places of a batch that each gradient is the sum of
-    distinct: bool = False  # no id occurs twice
+    occurrences: Tensor | None = None  # (M,) batch positions that each gradient is the sum of
+    distinct: bool = False  # whether every id occurs only once
 
     def without(self, frozen: Tensor | None) -> RowGradients:
-        """Those of rows that are not frozen, (n,) bool; None freezes nothing."""
+        """Return the gradients of rows that are not frozen.
+
+        Args:
+            frozen: (n,) bool; None freezes nothing.
+        """
         if frozen is None:
             return self
         kept = (~frozen[self.ids]).nonzero().squeeze(1)
@@ -32,9 +36,11 @@ class RowGradients(NamedTuple):
 
 
 class PendingGradients:
-    """What backward has left for the next step.  Truth: whether there was a backward at all.
+    """Table gradients for the next step.  True in a boolean context after any backward.
 
-    frozen: (n,) bool, rows whose gradients are dropped, so that no step moves them or their state.
+    Attributes:
+        frozen: (n,) bool or None.  Gradients of frozen rows are dropped, so no step changes these
+            rows or their state.
     """
 
     def __init__(self) -> None:
@@ -45,24 +51,25 @@ class PendingGradients:
         return bool(self._parts)
 
     def add(self, gradients: RowGradients) -> None:
-        """Keeps the gradients of one backward pass; M may be 0."""
+        """Keep the gradients of one backward pass.  M may be 0."""
         self._parts.append(gradients.without(self.frozen))
 
     def clear(self) -> None:
-        """Forgets all of them."""
+        """Drop all gradients."""
         self._parts.clear()
 
     def take(self) -> RowGradients:
-        """All of them, for the step; none are left.  There must be some."""
+        """Return all gradients and clear them.  There must have been a backward."""
         joined = _joined(self._parts)
         self._parts = []
         return joined
 
     @torch.no_grad()
     def sums(self) -> Tensor:
-        """(U, D) one gradient a row, as the step will take it; what is written here, it takes.
+        """Sum the gradients of each row and return the sums, (U, D).
 
-        The sum over a row's gradients, divided by their occurrences where those are counted.
+        The sums are divided by the row's occurrences if these are counted.  The next step uses the
+        returned tensor, so changes to it (such as clipping) take effect.
         """
         if not self._parts:
             return torch.zeros(0, 0)
@@ -75,7 +82,7 @@ class PendingGradients:
                 zeros = torch.zeros_like(rows, dtype=occurrences.dtype)
                 occurrences = zeros.index_add_(0, inverse, occurrences)
         elif occurrences is None:
-            total = grad.clone()  # autograd may hold the same memory
+            total = grad.clone()  # autograd may share this memory
         if occurrences is not None:
             total = total / occurrences.unsqueeze(1)
         self._parts = [RowGradients(rows, total, None, True)]
@@ -83,14 +90,24 @@ class PendingGradients:
 
 
 def recorded_lookup(rows: Tensor, ids: Tensor, pending: PendingGradients) -> Tensor:
-    """(M, D) copies of rows (n, D) at ids (M,), whose gradients backward adds to ``pending``.
+    """Look up rows; backward adds their gradients to ``pending``.
 
-    Nothing is recorded where gradients are switched off.  Raises IndexError on an id outside
-    [0, n); on CUDA the device stops instead.
+    Nothing is recorded if gradients are disabled.
+
+    Args:
+        rows: (n, D).
+        ids: (M,) in [0, n).
+        pending: Receives the gradients.
+
+    Returns:
+        (M, D), a copy.
+
+    Raises:
+        IndexError: An id is outside [0, n).  On CUDA this is a device-side assertion instead.
     """
     if not torch.is_grad_enabled():
         return rows.index_select(0, ids)
-    # something that needs a gradient, or autograd would not call our backward
+    # Autograd calls our backward only if an input requires a gradient.
     return _RecordedLookup.apply(torch.empty(0, requires_grad=True), rows, ids, pending)
 
 

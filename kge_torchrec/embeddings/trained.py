@@ -1,7 +1,8 @@
-"""A trained model to read: rows and scorer alone, as ranking, prediction and export need them.
+"""A trained model for reading: the rows and the scorer, for ranking, prediction and export.
 
-No optimizer, no lookup, no TorchRec, hence no plan either: it takes what any backend wrote into a
-checkpoint, on any number of ranks, and is there a second after the program has started.
+The model has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is
+ready about a second after the program starts.  It loads checkpoints of any backend and any number
+of ranks.
 """
 
 from __future__ import annotations
@@ -17,19 +18,20 @@ from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EntityShard
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.models.scorers import build_scorer
 
-_SCORER = "objective.scorer."  # where backends keep the scorer, in the names of a checkpoint
+_SCORER = "objective.scorer."  # prefix of the scorer's parameters in a checkpoint
 
 
 class _Whole:
-    """Dense parameters that every rank has."""
+    """Dense parameters that are replicated on every rank."""
 
     gathered = staticmethod(nullcontext)
 
 
 class TrainedModel:
-    """Rows dealt evenly to the ranks and the whole scorer on each; zeros until they are loaded.
+    """Rows split evenly over the ranks, and the whole scorer on each rank, all in float32.
 
-    Has the parts of an ``EmbeddingBackend`` that read.  Everything is float32.
+    It has the reading methods of ``EmbeddingBackend``.  The table is zero until a checkpoint is
+    loaded.
     """
 
     def __init__(
@@ -43,15 +45,15 @@ class TrainedModel:
         self.dense = _Whole()
 
     def shard(self) -> EntityShard:
-        """This rank's rows."""
+        """Return this rank's rows."""
         return self._shard
 
     def parameter_state(self) -> dict[str, Any]:
-        """The parameters by their names in a checkpoint; loading into them loads the model."""
+        """Return the parameters by their names in a checkpoint."""
         return {ENTITY_WEIGHT: self._table(), **self.scorer.state_dict(prefix=_SCORER)}
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``parameter_state`` gave; tensors were filled in place."""
+        """Load the result of ``parameter_state`` after its tensors were filled in place."""
         dense = {k.removeprefix(_SCORER): v for k, v in state.items() if k != ENTITY_WEIGHT}
         self.scorer.load_state_dict(dense)
 
@@ -59,7 +61,8 @@ class TrainedModel:
         shard = self._shard
         if self._processes.world_size == 1:
             return shard.rows
-        # Loads most of torch.distributed, and with the first DTensor torch's compiler.
+        # Imported late: it loads most of torch.distributed and, with the first DTensor, torch's
+        # compiler.
         from kge_torchrec.embeddings.chunks import row_sharded
 
         return row_sharded(shard.rows, shard.first_row, shard.num_entities, self._processes.group)

@@ -1,4 +1,4 @@
-"""From the config to objects: the one place where names in the config become parts."""
+"""Construction of the objects of a run from its config: backend, loss, pipeline and batches."""
 
 from __future__ import annotations
 
@@ -54,27 +54,27 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_SCORER_STREAM = 0x5C0  # keeps the scorer's start apart from other draws of the same seed
+_SCORER_STREAM = 0x5C0  # separates the scorer's random stream from others with the same seed
 
 
 def sides_of(name: str) -> tuple[Side, ...]:
-    """The sides that negatives.sides means: "both", or one side's own name."""
+    """Return the sides of negatives.sides, which is "both" or the name of one side."""
     return tuple(side for side in SIDES if name in ("both", side))
 
 
 def build_loss(config: LossConfig) -> Loss:
-    """The loss of a query."""
+    """Make the loss of a query."""
     return resolve("loss", config.name)(**asdict(config.loss_options()))
 
 
 def build_regularizers(config: LossConfig) -> Regularizers:
-    """Those of loss.n3 and loss.l2, and the others that loss.regularizers names."""
+    """Make the regularizers of loss.n3, loss.l2 and loss.regularizers."""
     others = [_regularizer(name, o) for name, o in config.regularizer_options().items()]
     return Regularizers(config.n3, config.l2, others)
 
 
 def _regularizer(name: str, options: Any) -> Regularizer:
-    """One of loss.regularizers; the weight of relations is set here, whoever wrote the class."""
+    """Make one of loss.regularizers and set its weight for relations."""
     values = asdict(options)
     of_relations = None
     if isinstance(options, Regularizer.Options):
@@ -86,10 +86,13 @@ def _regularizer(name: str, options: Any) -> Regularizer:
 
 @quiet_dependencies()
 def build_backend(config: Config, store: TripleStore, processes: Processes) -> EmbeddingBackend:
-    """Table, scorer and optimizers at their start, a function of the seed only.  Collective.
+    """Make table, scorer and optimizers with initial values that depend on the seed only.
 
-    Raises ConfigError for an optimizer that the backend cannot step with on this device,
-    PackageSetError for a backend whose packages are missing.
+    Collective.
+
+    Raises:
+        ConfigError: The backend does not support the optimizer on this device.
+        PackageSetError: The packages of the backend are missing.
     """
     if config.entities.engine == "torchrec":
         check_torchrec()
@@ -97,10 +100,10 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     processes = with_exchange(processes, config.transport)
     train = config.train
     _notice_of_precision(train.precision, processes)
-    as_feature(torch.empty(0, dtype=torch.int64))  # torch.fx has a notice for the first one
+    as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
     objective, init = start_objective(config, store.num_relations)
     if config.dense.compile:
-        assert isinstance(objective, TripleObjective)  # the config takes no other
+        assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
     table = table_optimizer(train)
     dense, scales_loss = dense_wrapper(config.dense, processes), train.precision == "fp16"
@@ -136,7 +139,10 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
 
 
 def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
-    """Scorer and loss at their start, a function of the seed only, and how entities are drawn."""
+    """Make scorer and loss with initial values, and the distribution of entity rows.
+
+    The initial values depend on the seed only.
+    """
     objective = build_objective(config, num_relations)
     zeros = objective.scorer.zero_columns
     init = EntityInit(config.model.init, config.model.init_scale, zeros)
@@ -146,7 +152,7 @@ def start_objective(config: Config, num_relations: int) -> tuple[Objective, Enti
 
 
 def build_objective(config: Config, num_relations: int) -> Objective:
-    """Scorer and loss, not yet at their start."""
+    """Make scorer and loss without setting initial values."""
     of_query, negatives = build_loss(config.loss), config.negatives
     kind: type[Objective] = TripleObjective
     loss: nn.Module = of_query
@@ -168,7 +174,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
 
 
 def _notice_of_precision(precision: str, processes: Processes) -> None:
-    """16 bits save time where the processor multiplies them; elsewhere they are unpacked first."""
+    """Warn about bf16 on an x86 CPU that has no bf16 products, where fp32 is faster."""
     on_x86 = processes.device.type == "cpu" and platform.machine() == "x86_64"
     has = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     if precision == "bf16" and on_x86 and processes.is_first and not has():
@@ -178,9 +184,10 @@ def _notice_of_precision(precision: str, processes: Processes) -> None:
 def planned_sharding(
     config: Config, store: TripleStore, processes: Processes
 ) -> ShardingPlan | None:
-    """The sharding of the plan file that run.plan names, if it names one.  Collective.
+    """Return the sharding of the plan file run.plan, or None without one.  Collective.
 
-    Raises ConfigError, on every rank, for a plan that is not for just this run.
+    Raises:
+        ConfigError: The plan is for another run.  Raised on every rank.
     """
     file = config.run.plan
     if file is None:
@@ -203,7 +210,10 @@ def planned_sharding(
 
 
 def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -> Config:
-    """The config, without its run.plan if that is not for these ranks or gone.  Collective."""
+    """Return the config, without run.plan if the plan is missing or for other ranks.
+
+    Collective.
+    """
     try:
         planned_sharding(config, store, processes)
     except (ConfigError, OSError) as error:
@@ -214,7 +224,7 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
 
 
 def table_optimizer(train: TrainConfig) -> TableOptimizer:
-    """The optimizer that a config describes."""
+    """Make the table's optimizer from the config."""
     return TableOptimizer(
         name=train.optimizer,
         lr=train.lr,
@@ -228,7 +238,7 @@ def table_optimizer(train: TrainConfig) -> TableOptimizer:
 def dense_optimizer(
     train: TrainConfig,
 ) -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
-    """The optimizer of the dense parameters that goes with the table's."""
+    """Return a function that makes the optimizer of the dense parameters."""
     table, rate = table_optimizer(train), train.relation_lr or train.lr
 
     def build(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
@@ -240,7 +250,7 @@ def dense_optimizer(
 
 
 def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Processes) -> Pipeline:
-    """What trains the batches that ``build_batches`` gives."""
+    """Make the pipeline that trains the batches of ``build_batches``."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
     loss = build_loss(config.loss).over_all(backend.shard().num_entities)
@@ -250,11 +260,11 @@ def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Process
 def build_batches(
     config: Config, store: TripleStore, processes: Processes
 ) -> TripleBatches | QueryBatches | QuerySampleBatches:
-    """Return this rank's batches.  Collective where negatives.among is not "all".
+    """Return this rank's batches.  Collective unless negatives.among is "all".
 
     Raises:
-        DataError: On every rank, for a file of types or negatives that cannot be used.
-        ConfigError: A sampler that does not keep to its contract.
+        DataError: A file of types or negatives cannot be used.  Raised on every rank.
+        ConfigError: A sampler violates its contract.
     """
     plan, delivery = batch_plan(config, store, processes), _delivery(config, processes)
     regime = config.negatives.regime
@@ -267,9 +277,9 @@ def build_batches(
 
 
 def batch_plan(config: Config, store: TripleStore, processes: Processes) -> BatchPlan:
-    """Return what the batches of a run contain, the same on every rank.
+    """Return the plan of the batches of a run, the same on every rank.
 
-    Collective, and raises errors, as ``build_batches``.
+    Collective, with the errors of ``build_batches``.
     """
     negatives = config.negatives
     weights = store.weights("train") if config.data.weights == "sampling" else None
@@ -294,7 +304,7 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
     check_sampler(sampler, store.num_entities, sides, store.train if triples else None)
     if negatives.in_batch:
         sampler = InBatchSampler(sampler, store.degrees())
-    if negatives.among != "all":  # may read a file
+    if negatives.among != "all":  # may read a file, and fail on one rank only
         others = sampler
         sampler = on_all_ranks(processes, lambda: typed_sampler(others, negatives, store))
     return Candidates(
@@ -308,7 +318,7 @@ def _candidates(config: Config, store: TripleStore, processes: Processes) -> Can
 
 
 def _delivery(config: Config, processes: Processes) -> Delivery:
-    """Return this rank's share of the batches, and their form for its device."""
+    """Return how this rank gets its share of the batches, in the form for its device."""
     return Delivery(
         processes.rank,
         processes.world_size,
@@ -319,7 +329,7 @@ def _delivery(config: Config, processes: Processes) -> Delivery:
 
 
 def examples_per_epoch(config: Config, store: TripleStore) -> int:
-    """What an epoch passes through: triples or queries, as negatives.examples says."""
+    """Return the number of examples per epoch, in the unit of negatives.examples."""
     sides, regime = sides_of(config.negatives.sides), config.negatives.regime
     if regime == "sampled":
         return replayed_size(len(store.train), *replay_of(config, store))
@@ -328,7 +338,11 @@ def examples_per_epoch(config: Config, store: TripleStore) -> int:
 
 
 def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
-    """How many of the training triples are old, and the share of those that an epoch takes."""
+    """Return the number of old training triples, and the share of them that an epoch uses.
+
+    Raises:
+        ConfigError: train.replay contradicts data.weights, or an epoch would be empty.
+    """
     share, base = config.train.replay, store.base
     if base is None or share == 1:
         return 0, 1.0
@@ -348,7 +362,7 @@ def replay_of(config: Config, store: TripleStore) -> tuple[int, float]:
 def _examples(
     regime: str, store: TripleStore, sides: tuple[Side, ...], weights: np.ndarray | None = None
 ) -> Examples:
-    """What an epoch passes through when every entity is a candidate."""
+    """Return the examples of an epoch in the regimes other than "sampled" and "kvssample"."""
     if regime == "1vsall":
         return TripleQueries(store.train, sides, weights)
     known = store.filter_index(("train",))

@@ -1,9 +1,9 @@
-"""What a checkpoint's index says of its tensors, and reading them by it; needs torch alone.
+"""The index of a checkpoint, and reading tensors with it.  It needs only torch.
 
     {"tensors": {name: {"dtype", "size", "pieces": [{"offset", "size", "file", "start", "crc32"}]}}}
 
-Every piece has a checksum, which is compared before any of its numbers is used, so that damage is
-found without reading a byte twice or a byte that nobody asked for.
+Every piece has a checksum, which is verified before its values are used.  Damage is therefore found
+without extra reads.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from torch import Tensor
 from kge_torchrec.errors import KGEError
 
 T = TypeVar("T")
-Index = dict[str, Any]  # as JSON has it
+Index = dict[str, Any]  # the value of "tensors"
 
-_THREADS = 4  # pieces under way at once: memory for as many, and disks like several requests
+_THREADS = 4  # pieces in memory at the same time; disks are faster with several requests
 
 
 class Damaged(KGEError, RuntimeError):
-    """A checkpoint does not hold what it should; the message says what and where."""
+    """A checkpoint is damaged or incomplete; the message says what and where."""
 
 
 def dtype_of(entry: dict[str, Any]) -> torch.dtype:
-    """Of a tensor of the index.  Raises ValueError for what is none."""
+    """Return the dtype of a tensor of the index.
+
+    Raises:
+        ValueError: The entry does not name a dtype.
+    """
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"{entry['dtype']} is no type of numbers")
@@ -39,7 +43,11 @@ def dtype_of(entry: dict[str, Any]) -> torch.dtype:
 
 
 def pieces_of(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a tensor of the index.  Raises ValueError for one that is not in the checkpoint."""
+    """Return the pieces of a tensor of the index.
+
+    Raises:
+        ValueError: A piece names a file outside the checkpoint.
+    """
     for piece in entry["pieces"]:
         if Path(piece["file"]).name != piece["file"]:
             raise ValueError(f"{piece['file']} is no file of the checkpoint")
@@ -47,9 +55,16 @@ def pieces_of(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def read_piece(folder: Path, name: str, dtype: torch.dtype, piece: dict[str, Any]) -> Tensor:
-    """The numbers of a piece of the tensor ``name``.
+    """Read a piece of the tensor ``name``.
 
-    Raises Damaged for one that is cut short, and one whose numbers are not those that were written.
+    Args:
+        folder: The checkpoint.
+        name: Name of the tensor, for messages.
+        dtype: Its dtype.
+        piece: The piece's entry in the index.
+
+    Raises:
+        Damaged: The piece is cut short or its checksum does not match.
     """
     numbers = bytearray(prod(piece["size"]) * dtype.itemsize)
     with (folder / piece["file"]).open("rb") as file:
@@ -66,10 +81,15 @@ def read_piece(folder: Path, name: str, dtype: torch.dtype, piece: dict[str, Any
 
 
 def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
-    """Fills tensors in, by name, each with all of its pieces: what one rank alone needs.
+    """Fill whole tensors in place, on one rank, with memory for a few pieces.
 
-    Takes the memory of a few pieces besides.  Raises Damaged for tensors that the checkpoint does
-    not have as they are, and as ``read_piece``.
+    Args:
+        folder: The checkpoint.
+        index: Its index.
+        tensors: The tensors to fill, by name.
+
+    Raises:
+        Damaged: The checkpoint does not have a tensor with this shape, or a piece is damaged.
     """
     work = []
     for name, tensor in tensors.items():
@@ -94,18 +114,18 @@ def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
 
 
 def is_finite(values: Tensor) -> bool:
-    """Whether no number is NaN or infinity."""
+    """Return whether no element is NaN or infinite."""
     if not values.is_floating_point() or values.numel() == 0:
         return True
-    return all(bound.isfinite() for bound in values.aminmax())  # a NaN is both
+    return all(bound.isfinite() for bound in values.aminmax())  # with a NaN, both bounds are NaN
 
 
 def first_line(error: BaseException) -> str:
-    """What an error says, in a line."""
+    """Return the first line of an error's message, or its type if there is no message."""
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def in_threads(work: Callable[..., T], *items: Iterable[Any]) -> list[T]:
-    """``map``, several at once: reading, writing and checksums leave Python's lock."""
+    """Apply ``map`` in threads.  Reading, writing and checksums release the GIL."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(work, *items))

@@ -1,12 +1,11 @@
-"""How the tensors of a checkpoint lie on disk: raw numbers, and an index of them as JSON.
+"""Storage of the tensors of a checkpoint: raw values in one file per rank, and a JSON index.
 
-torch.distributed.checkpoint plans which rank writes and reads which piece of which tensor; what it
-writes by itself has a pickled index, and whoever opens a pickle runs what is in it.  Here each rank
-writes one file of the numbers of its pieces, one after another, and the index says where they are
-(``checkpoint_index``).
+torch.distributed.checkpoint plans which rank writes and reads which piece of each tensor.  Its own
+format has a pickled index, and loading a pickle can run code.  In this format each rank writes its
+pieces one after another into one file, and the index locates them (``checkpoint_index``).
 
-Checkpoints of the first format are torch's own; their index is read by an unpickler that knows only
-the few classes of an index.
+Checkpoints of format 1 are in torch's own format.  A restricted unpickler, which accepts only the
+classes of an index, reads their index.
 """
 
 from __future__ import annotations
@@ -61,17 +60,25 @@ from kge_torchrec.training.checkpoint_index import (
 )
 
 T = TypeVar("T")
-Place = tuple[str, torch.Size | None]  # a tensor's name, and the offset of a piece of it
+Place = tuple[str, torch.Size | None]  # name of a tensor and offset of one of its pieces
 
 
 class RankFailed(KGEError, RuntimeError):
-    """A rank could not write or read its pieces; the message says which and why."""
+    """A rank could not write or read its pieces; the message says which rank and why."""
 
 
 def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
-    """Writes the tensors of all ranks into ``folder``; returns their index, on rank 0.
+    """Write the tensors of all ranks into ``folder``; return their index on rank 0.
 
-    alone: there is one rank.  Collective.
+    Collective.
+
+    Args:
+        state: Nested dictionaries of tensors.
+        folder: An empty folder.
+        alone: Whether there is only one rank.
+
+    Raises:
+        RankFailed: A rank could not write.
     """
     writer = RawWriter(folder)
     with _plain_failures():
@@ -80,9 +87,18 @@ def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
 
 
 def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) -> None:
-    """Fills the tensors of ``state`` in place, from a checkpoint of any number of ranks.
+    """Fill the tensors of ``state`` in place, from a checkpoint of any number of ranks.
 
-    index: None for the first format.  alone: there is one rank.  Collective.
+    Collective.
+
+    Args:
+        state: Nested dictionaries of tensors.
+        folder: The checkpoint.
+        index: Its index; None for format 1.
+        alone: Whether there is only one rank.
+
+    Raises:
+        RankFailed: A rank could not read.
     """
     reader = _reader(folder, index)
     with _plain_failures():
@@ -90,7 +106,7 @@ def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) 
 
 
 def names(folder: Path, index: Index | None) -> Iterable[str]:
-    """Of the tensors of a checkpoint; index as in ``load``."""
+    """Return the names of the tensors of a checkpoint; ``index`` is None for format 1."""
     return _reader(folder, index).read_metadata().state_dict_metadata
 
 
@@ -100,9 +116,10 @@ def _reader(folder: Path, index: Index | None) -> RawReader | TorchReader:
 
 @contextmanager
 def _plain_failures() -> Iterator[None]:
-    """Raises what torch reports of each rank, by no Exception, as the first of them.
+    """Turn torch's CheckpointException into RankFailed for the first rank that failed.
 
-    torch also warns that a checkpoint of one process is of one process.
+    CheckpointException is a BaseException, which ``except Exception`` would not catch.  torch's
+    warnings about a checkpoint of a single process are suppressed.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
@@ -116,7 +133,7 @@ def _plain_failures() -> Iterator[None]:
 
 
 class RawWriter(StorageWriter):
-    """Writes this rank's pieces into ``folder``; on rank 0 ``index`` is there when all have."""
+    """Writes this rank's pieces into ``folder``.  After saving, rank 0 has ``index``."""
 
     def __init__(self, folder: Path):
         super().__init__()
@@ -124,10 +141,10 @@ class RawWriter(StorageWriter):
         self.index: Index | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a writer writes once."""
+        """Do nothing: a writer is used once."""
 
     def set_up_storage_writer(self, is_coordinator: bool) -> None:
-        """Nothing to set up."""
+        """Do nothing."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -136,7 +153,7 @@ class RawWriter(StorageWriter):
         return [replace(p, storage_data=f"rank-{rank:05d}.bin") for rank, p in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Each result's storage data is {"file", "start", "crc32"} of its piece."""
+        """Write the pieces of a plan.  Results have {"file", "start", "crc32"} as storage data."""
         name, starts, end = plan.storage_data, [], 0
         for item in plan.items:
             starts.append(end)
@@ -146,7 +163,7 @@ class RawWriter(StorageWriter):
 
             def write(item: WriteItem, start: int) -> WriteResult:
                 tensor = planner.resolve_data(item)
-                assert isinstance(tensor, Tensor)  # _bytes_of has refused all else
+                assert isinstance(tensor, Tensor)  # _bytes_of rejects other objects
                 numbers = _as_bytes(tensor)
                 _write_at(file.fileno(), numbers, start)
                 place = {"file": name, "start": start, "crc32": zlib.crc32(numbers)}
@@ -157,7 +174,7 @@ class RawWriter(StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Puts the index together, on rank 0."""
+        """Make the index, on rank 0."""
         places = {_key(r.index): r.storage_data for of_rank in results for r in of_rank}
         self.index = {
             name: _entry(name, stored, places)
@@ -173,10 +190,10 @@ class RawWriter(StorageWriter):
 
 
 class RawReader(StorageReader):
-    """Reads pieces that an index names out of ``folder``.
+    """Reads the pieces of an index from ``folder``.
 
-    Raises Damaged for an index that makes no sense, a piece that is cut short, and one whose
-    numbers are not those that were written.
+    Raises:
+        Damaged: The index is invalid, or a piece is cut short or does not match its checksum.
     """
 
     def __init__(self, folder: Path, index: Index):
@@ -185,7 +202,7 @@ class RawReader(StorageReader):
         self._places: dict[Place, dict[str, Any]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing: a reader reads one checkpoint."""
+        """Do nothing: a reader reads one checkpoint."""
 
     def read_metadata(self) -> Metadata:
         try:
@@ -203,7 +220,7 @@ class RawReader(StorageReader):
         return TensorStorageMetadata(TensorProperties(dtype), torch.Size(entry["size"]), chunks)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """``read_metadata`` has done it."""
+        """Do nothing: ``read_metadata`` does the setup."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -235,7 +252,7 @@ class RawReader(StorageReader):
 
 
 class TorchReader(FileSystemReader):
-    """Reads the first format: torch's, with a pickled index, of which only tensors are taken."""
+    """Reads format 1, which is torch's format with a pickled index.  It reads tensors only."""
 
     def read_metadata(self) -> Metadata:
         try:
@@ -263,10 +280,10 @@ _INDEX_CLASSES = {
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Knows the classes of torch's index and nothing else, so that nothing can be run."""
+    """An unpickler that accepts only the classes of torch's index, so it runs no other code."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("pathlib", "pathlib._local"):  # where the checkpoint was written to
+        if module in ("pathlib", "pathlib._local"):  # the folder that the checkpoint was written to
             return PurePath
         if name in _INDEX_CLASSES.get(module, ()):
             return super().find_class(module, name)
@@ -276,7 +293,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 class TensorsOnly(DefaultLoadPlanner):
-    """Fills tensors in; anything else in a checkpoint would have to be unpickled."""
+    """A load planner that rejects objects other than tensors, which would have to be unpickled."""
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
         raise Damaged(f"{read_item.dest_index.fqn} is no tensor")
@@ -291,8 +308,8 @@ def _entry(
     stored: TensorStorageMetadata | BytesStorageMetadata,
     places: dict[Place, dict[str, Any]],
 ) -> dict[str, Any]:
-    """What the index says of a tensor."""
-    assert isinstance(stored, TensorStorageMetadata)  # _bytes_of has refused all else
+    """Return the entry of a tensor in the index."""
+    assert isinstance(stored, TensorStorageMetadata)  # _bytes_of rejects other objects
     return {
         "dtype": str(stored.properties.dtype).removeprefix("torch."),
         "size": list(stored.size),
@@ -315,7 +332,7 @@ def _as_bytes(tensor: Tensor) -> memoryview:
 
 
 def _write_at(handle: int, numbers: memoryview, start: int) -> None:
-    while numbers:  # one call writes 2 GiB at most
+    while numbers:  # one call writes at most 2 GiB
         written = os.pwrite(handle, numbers, start)
         numbers, start = numbers[written:], start + written
 

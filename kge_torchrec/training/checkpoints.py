@@ -1,11 +1,12 @@
-"""Distributed checkpoints of a run: written whole or not at all, the last k kept, and the best.
+"""Distributed checkpoints of a run: written atomically; the last k and the best are kept.
 
-A checkpoint is a folder of the tensors (``checkpoint_storage``), their ``index.json``, the run's
-``progress.json`` and a ``manifest.json`` with the size of every file and the checksums of the small
-ones; those of the tensors are in the index.  It is written under a hidden name and renamed when
-complete, so that a crash or a full disk leaves the earlier ones alone.
+A checkpoint is a folder with the tensors (``checkpoint_storage``), their ``index.json``, the run's
+``progress.json`` and a ``manifest.json``.  The manifest has the size of every file and the
+checksums of the JSON files; the index has the checksums of the tensors.  A checkpoint is written
+under a hidden name and renamed when complete, so a crash or a full disk does not affect earlier
+checkpoints.
 
-Rank 0 looks into the folder for all: on a network disk each host may see another listing.
+Rank 0 lists the folder for all ranks, because hosts may see different listings of a network disk.
 """
 
 from __future__ import annotations
@@ -27,20 +28,25 @@ from kge_torchrec.training.checkpoint_index import Damaged, Index, first_line, r
 from kge_torchrec.training.state import TrainState
 
 FORMAT_VERSION = 2  # 1 was torch's own format
-BEST, NEWEST = "best", "newest"  # in place of a checkpoint's name
-_RECORD = "checkpoints.json"  # in the run's folder, which says what is gone
+BEST, NEWEST = "best", "newest"  # accepted in place of a checkpoint's name
+_RECORD = "checkpoints.json"  # in the run's folder; tells which checkpoints should exist
 _MANIFEST, _PROGRESS, _INDEX = "manifest.json", "progress.json", "index.json"
 log = logging.getLogger(__name__)
 
 
 class CheckpointError(KGEError, RuntimeError):
-    """A checkpoint could not be written or read; the message says which and why."""
+    """A checkpoint could not be written or read; the message says which one and why."""
 
     on_every_rank = True
 
 
 def no_checkpoint(run: Path, keep: int) -> CheckpointError:
-    """What to say of a run that has none where one is needed."""
+    """Return the error for a run without a checkpoint.
+
+    Args:
+        run: Folder of the run.
+        keep: The run's checkpoint.keep.
+    """
     if keep:
         return CheckpointError(f"{run} has no checkpoint yet: train it first")
     return CheckpointError(
@@ -50,28 +56,32 @@ def no_checkpoint(run: Path, keep: int) -> CheckpointError:
 
 
 def name_of(progress: TrainState) -> str:
-    """The name of the checkpoint at this progress."""
+    """Return the name of the checkpoint at this progress."""
     return f"step-{progress.global_step:012d}"
 
 
 class Checkpoints:
     """The ``checkpoints`` folder of a run.  Every method is collective.
 
-    keep: how many are kept besides the best one, at least 1.
-    data: fingerprint of the store at hand, which loading compares with the one trained on.
+    Args:
+        folder: The folder.
+        processes: The ranks of the run.
+        keep: Number of checkpoints to keep besides the best one, at least 1.
+        data: Fingerprint of the current store, which loading compares with that of the checkpoint.
     """
 
     def __init__(self, folder: Path, processes: Processes, keep: int = 2, data: str = ""):
         self.folder, self.processes, self.keep, self.data = folder, processes, keep, data
 
     def names(self) -> list[str]:
-        """Complete checkpoints, oldest first."""
+        """Return the names of complete checkpoints, oldest first."""
         return on_first_rank(self.processes, self._names)
 
     def save(self, engine_state: dict[str, Any], progress: TrainState) -> str:
-        """Writes a checkpoint and drops the ones no longer kept; returns its name.
+        """Write a checkpoint, remove old ones and return the name of the new one.
 
-        Raises CheckpointError when it cannot be written; the earlier ones stay.
+        Raises:
+            CheckpointError: The checkpoint cannot be written.  Earlier checkpoints are intact.
         """
         from kge_torchrec.training import checkpoint_storage as storage
 
@@ -95,10 +105,11 @@ class Checkpoints:
         return name
 
     def load(self, engine_state: dict[str, Any], name: str) -> TrainState:
-        """Fills ``engine_state`` in place; returns the progress stored with it.
+        """Fill ``engine_state`` in place; return the progress stored with the checkpoint.
 
-        Raises CheckpointError if that cannot be read, with some tensors filled in and some not, and
-        StoreError if it was trained on other triples.
+        Raises:
+            CheckpointError: The checkpoint cannot be read.  Some tensors may have been filled.
+            StoreError: The checkpoint was trained on other triples.
         """
         folder = self.folder / name
         try:
@@ -119,21 +130,24 @@ class Checkpoints:
         return progress
 
     def _load_parts(self, engine_state: dict[str, Any], folder: Path, index: Index | None) -> None:
-        """What ranks share among them, and the state of this rank's random numbers."""
+        """Load sharded tensors, and the state of this rank's random generator."""
         from kge_torchrec.training import checkpoint_storage as storage
 
         state = {"engine": engine_state}
         has_random = f"random.{self._random_key}" in storage.names(folder, index)
-        if has_random:  # absent when the run had fewer ranks
+        if has_random:  # absent if the run had fewer ranks
             state["random"] = {self._random_key: torch.get_rng_state()}
         storage.load(state, folder, index, alone=self.processes.world_size == 1)
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
 
     def load_first(self, engine_state: dict[str, Any], names: list[str]) -> tuple[str, TrainState]:
-        """``load`` of the first of several that can be read; returns its name and progress.
+        """Load the first readable checkpoint of several; return its name and progress.
 
-        A warning names each one that cannot; CheckpointError, naming all, if none can.
+        Each unreadable checkpoint causes a warning.
+
+        Raises:
+            CheckpointError: No checkpoint is readable.  The message names all of them.
         """
         problems = []
         for name in names:
@@ -147,7 +161,7 @@ class Checkpoints:
         raise CheckpointError(none + "; ".join(problems))
 
     def progress(self, name: str) -> TrainState | None:
-        """The progress stored with a checkpoint, None if it is damaged."""
+        """Return the progress stored with a checkpoint, or None if the checkpoint is damaged."""
         try:
             return on_first_rank(self.processes, lambda: open_checkpoint(self.folder / name))[1]
         except (OSError, Damaged):
@@ -155,10 +169,13 @@ class Checkpoints:
 
     @staticmethod
     def recorded(run: Path) -> dict[str, Any] | None:
-        """Names of the "newest" and the "best" checkpoint that a run has written.
+        """Return the names of the "newest" and the "best" checkpoint that a run has written.
 
-        None if it has written none yet.  Runs of older versions have the ranked one of their
+        Runs of older versions have no record; for them, both are the ranked checkpoint in
         results.json.
+
+        Returns:
+            The names, or None if the run has written no checkpoint.
         """
         try:
             found = json.loads((run / _RECORD).read_text(encoding="utf-8"))
@@ -173,9 +190,10 @@ class Checkpoints:
         return None if name is None else {"newest": name, "best": name}
 
     def best(self) -> str | None:
-        """The best checkpoint by name; it may be gone or damaged.  None without one.
+        """Return the name of the best checkpoint, or None without one.
 
-        The newest whole one says which it is, or the run's record where a newer one is gone.
+        The newest readable checkpoint names the best one.  If an even newer checkpoint is missing,
+        the run's record names it.  The best checkpoint may itself be missing or damaged.
         """
         names = self.names()
         recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
@@ -185,10 +203,15 @@ class Checkpoints:
         return next((progress.best_checkpoint for progress in every if progress), None)
 
     def order(self, which: str) -> list[str]:
-        """Names of checkpoints to try, in order: the best first, or the newest, or the one asked.
+        """Return the names of checkpoints to try, in order.
 
-        Warns where the best or the newest is gone.  Raises CheckpointError without checkpoints, or
-        without one of that name.
+        It warns if the best or the newest checkpoint is missing.
+
+        Args:
+            which: BEST or NEWEST (the others follow, newest first), or a name (no others follow).
+
+        Raises:
+            CheckpointError: There are no checkpoints, or none of that name.
         """
         names = self.names()
         if not names:
@@ -218,10 +241,7 @@ class Checkpoints:
         return [found, *(name for name in reversed(names) if name != found)]
 
     def find(self, which: str) -> Path:
-        """The best one, the newest without one; the newest; or the one of a name.
-
-        Raises and warns as ``order``.
-        """
+        """Return the path of the first checkpoint of ``order``, with its warnings and errors."""
         return self.folder / self.order(which)[0]
 
     def _check_data(self, progress: TrainState) -> None:
@@ -251,25 +271,30 @@ class Checkpoints:
         return f"rank{self.processes.rank}"
 
     def _prune(self, newest: str, best: str | None) -> None:
-        """Newer ones than the one just written were damaged, or this run would have read them."""
+        """Remove checkpoints except the last ``keep`` up to ``newest``, and the best.
+
+        Checkpoints newer than the one just written are damaged, or this run would have resumed
+        from them.
+        """
         names = self._names()
         until_now = [name for name in names if name <= newest]
         for name in names:
             if name not in until_now[-self.keep :] and name != best:
                 try:
                     shutil.rmtree(self.folder / name)
-                except OSError as error:  # what training needs has been written
+                except OSError as error:  # what training needs is already on disk
                     log.warning("an old checkpoint could not be removed: %s", error)
 
 
 def make_empty(folder: Path) -> None:
-    for leftover in folder.parent.glob(".partial-*"):  # of a run that was killed while writing
+    """Make an empty folder for a checkpoint, and remove unfinished checkpoints of killed runs."""
+    for leftover in folder.parent.glob(".partial-*"):
         shutil.rmtree(leftover)
     folder.mkdir(parents=True)
 
 
 def finish(partial: Path, target: Path, index: Index | None, progress: TrainState) -> None:
-    """Completes a checkpoint on disk, then gives it its name."""
+    """Write the JSON files of a checkpoint and rename it from ``partial`` to ``target``."""
     texts = {
         _INDEX: json.dumps({"tensors": index}),
         _PROGRESS: json.dumps(progress.to_dict(), indent=1),
@@ -283,15 +308,19 @@ def finish(partial: Path, target: Path, index: Index | None, progress: TrainStat
         "crc32": {name: zlib.crc32(text.encode()) for name, text in texts.items()},
     }
     (partial / _MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*texts, _MANIFEST):  # the tensors have been
+    for name in (*texts, _MANIFEST):  # the tensors are already synced
         files.sync(partial / name)
-    files.put_in_place(partial, target)  # there may be one of the same step, before a resume
+    files.put_in_place(partial, target)  # replaces a checkpoint of this step from before a resume
 
 
 def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
-    """The index (None in the first format) and the progress of a checkpoint.
+    """Read the index (None in format 1) and the progress of a checkpoint.
 
-    Raises Damaged or OSError unless all but the numbers themselves is as it was written.
+    It verifies all files except the contents of the tensors.
+
+    Raises:
+        Damaged: A file is missing or does not match the manifest.
+        OSError: A file cannot be read.
     """
     try:
         manifest = json.loads((path / _MANIFEST).read_text(encoding="utf-8"))
@@ -313,7 +342,11 @@ def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
 
 
 def _read_json(file: Path, checksum: int | None) -> Any:
-    """checksum: None if there is none to compare with."""
+    """Read a JSON file and verify its checksum, unless ``checksum`` is None.
+
+    Raises:
+        Damaged: The checksum does not match or the file is not JSON.
+    """
     content = file.read_bytes()
     if checksum is not None and zlib.crc32(content) != checksum:
         raise Damaged(f"{file.name} is damaged: its checksum does not match")
@@ -324,7 +357,11 @@ def _read_json(file: Path, checksum: int | None) -> Any:
 
 
 def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor] | None:
-    """By their names in an index, if none of them is shared among ranks."""
+    """Return the tensors of a nested state by their names in an index.
+
+    Returns:
+        The tensors, or None if any of them is sharded.
+    """
     found: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, dict):
@@ -340,6 +377,6 @@ def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]
 
 
 def _pass_on_lost_ranks(error: BaseException) -> None:
-    """Raises what a collective met when a rank went missing: no checkpoint is to blame."""
+    """Raise the error again if the cause is a lost rank rather than the checkpoint."""
     if is_lost_connection(error):
         raise error

@@ -1,4 +1,4 @@
-"""Check before a run starts that every key which was set has an effect."""
+"""A check before a run starts that every configured key has an effect."""
 
 from __future__ import annotations
 
@@ -23,12 +23,13 @@ def facts_of(
     triples: Mapping[str, InMemory] | None = None,
     extended: bool = False,
 ) -> Facts:
-    """Return what decides, besides the config, which keys act.
+    """Return the facts that decide, together with the config, which keys have an effect.
 
     Args:
-        on_cuda: whether the run trains on CUDA; None: not known.
-        triples: the splits in memory that take the place of data.path, if any.
-        extended: whether the run was made by ``extend``.
+        config: The config.
+        on_cuda: Whether the run trains on CUDA; None if unknown.
+        triples: Splits in memory that replace data.path, if any.
+        extended: Whether ``extend`` made the run.
     """
     path = Path(config.data.path)
     if triples is None and (path / META).is_file():
@@ -40,10 +41,13 @@ def facts_of(
 
 
 def check_start(config: Config, facts: Facts) -> None:
-    """Raises ConfigError for a key that was set and has no effect.
+    """Check that every configured key has an effect.
 
-    Keys that are null by default are only warned of: the config.yaml of another run has a number
-    for each of them, whether it acts or not.
+    Keys that are null by default only cause a warning, because the config.yaml of a run has a
+    number for each of them, with or without an effect.
+
+    Raises:
+        ConfigError: A key was set and has no effect.
     """
     check_effects(config, facts, [key for key in all_keys() if key not in PICKED_KEYS])
     for reason in without_effect(config, facts, PICKED_KEYS).values():

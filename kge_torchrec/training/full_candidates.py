@@ -1,25 +1,26 @@
-"""Steps whose candidates are all entities, over a table that is split by rows over the ranks.
+"""Training steps with all entities as candidates, over a row-wise sharded table.
 
 Every rank scores its own rows for all queries of the step:
 
-    fetch   rows of the anchors come from their owners to every rank; queries are encoded once
-    start   scores of the own rows, block by block; what the loss saw is joined over all ranks
-    finish  every block of scores becomes gradients: of its rows, and of the queries
-    home    gradients of fetched rows and of dense parameters are summed over the ranks
+    fetch   owners send the rows of the anchors to every rank; every rank encodes the queries
+    start   score this rank's rows block by block; reduce the loss's partial statistics over ranks
+    finish  turn every block of scores into gradients of its rows and of the queries
+    reduce  sum the gradients of fetched rows and of dense parameters over the ranks
 
-Scores stay in memory from start to finish where they fit, and are computed again where they do not:
-no rank ever holds all rows or all scores of a large table.  Rows step as soon as their gradient is
-known; fetched ones, which get some from every block, step last.  Where a step is the sum of several
-micro-batches, is clipped, or may be skipped, each rank holds the sum of all gradients of its rows
-until all are known: once more the memory of its rows.
+Scores stay in memory between start and finish if they fit, and are computed twice otherwise.  No
+rank ever holds the whole table or the full score matrix.  Rows step as soon as their gradient is
+complete; fetched rows, which get gradients from every block, step last.  If a step has several
+micro-batches, is clipped, or may be skipped, each rank first sums the gradients of all its rows,
+which takes as much memory as the rows.
 
-All entities are candidates, so every row has a gradient in every step, and all rows step.
+Every row is a candidate, so every row has a gradient and steps in every step.
 
-Dropout draws for a step, and within it for the encoded queries (which every rank encodes alike),
-for a cell of entities or for a cell of queries: never for what a rank happens to hold.
+Random numbers of dropout belong to the step and, within it, to the encoded queries (the same on
+every rank), to a cell of entities or to a cell of queries.  They do not depend on which rows a rank
+holds.
 
-Shapes: Q queries, F fetched rows (one a query, repeats included), n rows on this rank, m rows of a
-block, D numbers a row.
+Shapes: Q queries, F fetched rows (one per query, repeats included), n rows on this rank, m rows of
+a block, D elements per row.
 """
 
 from __future__ import annotations
@@ -54,15 +55,21 @@ from kge_torchrec.training.gradients import StepGradient
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, directed
 from kge_torchrec.training.step import seed_generators
 
-CELL = 256  # entities, or queries, that are drawn for together, whichever rank has them
-_FOLDED, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # what is drawn for
+CELL = 256  # entities or queries that share a random stream, independent of ranks
+_FOLDED, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # purposes of random streams
 
 
 class FullCandidates:
-    """Trains batches of queries against all entities.  Collective.
+    """A pipeline that trains batches of queries against all entities.  Collective.
 
-    kept_bytes: scores of a rank's rows up to this size are kept, and so are the gradients of its
-    rows; block_bytes: size of the blocks of scores.
+    Args:
+        backend: Table, scorer and optimizers.
+        loss: The loss over all candidates.
+        train: The ``train`` section of the config.
+        device: Device of this rank.
+        kept_bytes: If the scores of a rank's rows take at most this size, scores and gradients of
+            rows stay in memory during the step.
+        block_bytes: Size of a block of scores in bytes; None: chosen for the device.
     """
 
     def __init__(
@@ -78,24 +85,24 @@ class FullCandidates:
         self.kept_bytes = kept_bytes
         self.block_bytes = block_bytes or block_bytes_of(device.type)
         self.objective = backend.unwrapped_model.objective
-        self.scorer = cast(QueryScorer, self.objective.scorer)  # the config takes no other
+        self.scorer = cast(QueryScorer, self.objective.scorer)  # the config rejects other scorers
         self.gradient, self.accumulation = StepGradient(backend, train), train.accumulation
         self.holds = train.needs_whole_gradient
         layers = (nn.Dropout, nn.Dropout2d)
         in_bf16 = self.objective.precision == torch.bfloat16
-        # Elsewhere autocast converts whole factors first, and scores and gradients are rounded too.
+        # Otherwise autocast converts whole operands and also rounds scores and gradients.
         self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
         self._draws = any(isinstance(m, layers) and m.p > 0 for m in self.objective.modules())
         self.drops_pairs = self.scorer.drops_pairs
 
     def progress(self, batches: Iterator[QueryBatch]) -> Tensor:
-        """Trains one step; returns its loss, detached."""
+        """Train one step; return its loss, detached."""
         parts = [next(batches) for _ in range(self.accumulation)]
         with products_in_bf16() if self._rounds_products else nullcontext():
             return self._train(parts)
 
     def _train(self, parts: list[QueryBatch]) -> Tensor:
-        self.backend.optimizer.zero_grad()  # also tells the table its learning rate
+        self.backend.optimizer.zero_grad()  # also passes the learning rate to the table
         shard = self.backend.shard()
         held = HeldGradients(shard) if self.holds else None
         take = self.backend.step_rows if held is None else held.add
@@ -116,27 +123,37 @@ class FullCandidates:
         dense: _Dense,
         take: Callable[[Iterator[RowGradients]], None],
     ) -> Tensor:
-        """Gives gradients of rows to ``take``, adds those of dense parameters; returns the loss."""
+        """Run the backward of a batch and return its loss.
+
+        It passes the gradients of rows to ``take`` and adds those of dense parameters to ``dense``.
+        """
         backward = _Backward(self, batch, shard, dense)
         take(backward.row_gradients())
         return backward.loss_value()
 
     def _step_held(self, held: HeldGradients, blocks: list[range]) -> bool:
-        """Steps the rows, block by block, by what is held; False if a gradient overflowed."""
+        """Step the rows block by block with the held gradients.
+
+        Returns:
+            False if a gradient overflowed, so that the step is skipped.
+        """
         factor = self.gradient.unscale([held.sums])
         if factor is None:
             return False
         if factor != 1:
             held.sums.mul_(factor)
         if self.backend.pending is not None and self.backend.pending.frozen is not None:
-            held.sums[self.backend.pending.frozen] = 0  # no part of the norm
+            held.sums[self.backend.pending.frozen] = 0  # does not count in the norm
         self.gradient.clip(held.sums)
         self.backend.step_rows(held.of(block) for block in blocks)
         return True
 
     @contextmanager
     def drawing(self, seed: int, *place: int) -> Iterator[None]:
-        """Dropout as a function of seed and place: on any rank, and when computed again."""
+        """Make dropout inside the context a function of seed and place.
+
+        The result is the same on every rank, and when scores are computed a second time.
+        """
         if not self._draws:
             yield
             return
@@ -146,15 +163,18 @@ class FullCandidates:
             yield
 
     def autocast(self) -> AbstractContextManager[object]:
-        """In which scores are computed; not where the products alone are rounded."""
+        """Return the context for computing scores, which is empty if only products are rounded."""
         return nullcontext() if self._rounds_products else self.objective.autocast(self.device)
 
     def keeps(self, shard: EntityShard, queries: int) -> bool:
-        """Whether the scores of a shard's rows for Q queries are all kept."""
+        """Return whether all scores of a shard's rows for Q queries stay in memory."""
         return keeps_scores(len(shard.rows), queries, self.kept_bytes)
 
     def blocks(self, shard: EntityShard, queries: int) -> list[range]:
-        """The rows of a shard in blocks for Q queries; cells where their pairs are drawn for."""
+        """Split the rows of a shard into blocks for Q queries.
+
+        With dropout of pairs, blocks are the cells of the random streams.
+        """
         if not self.drops_pairs:
             return score_blocks(len(shard.rows), queries, self.block_bytes)
         start, stop = shard.row_range
@@ -163,17 +183,17 @@ class FullCandidates:
 
 
 class _Block(NamedTuple):
-    """A block of rows, scored; lists have an entry per query shard."""
+    """A block of rows with its scores.  Lists have one entry per query shard."""
 
-    places: range  # of its rows in the shard
+    places: range  # positions of its rows in the shard
     rows: Tensor  # (m, D)
     scores: list[Tensor]  # (1, q, m), with their graph
-    seen: Tensor | None  # (3, Q) of this block, of all query shards; None if all blocks' is known
+    seen: Tensor | None  # (3, Q) partial statistics; None after the reduction over all blocks
     answers: list[BlockAnswers]
 
 
 class _Dense:
-    """The objective's parameters, whole, and sums of this rank's terms of their gradients."""
+    """The objective's whole parameters, and sums of this rank's terms of their gradients."""
 
     def __init__(self, objective: nn.Module):
         self.parameters = [p for p in objective.parameters() if p.requires_grad]
@@ -181,7 +201,7 @@ class _Dense:
 
 
 class _Backward:
-    """Of one batch; ``row_gradients`` has to be used up before the other results are there."""
+    """The backward of one batch.  Exhaust ``row_gradients`` before reading other results."""
 
     def __init__(
         self, trainer: FullCandidates, batch: QueryBatch, shard: EntityShard, dense: _Dense
@@ -192,7 +212,7 @@ class _Backward:
         self.regularizers = trainer.objective.regularizers
         self.entity_dropout = trainer.objective.entity_dropout
         self.scale = trainer.gradient.loss_factor
-        self.weight = batch.weight * self.scale  # the loss is the mean over the step's queries
+        self.weight = batch.weight * self.scale  # makes the loss a mean over the step's queries
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
         asked = directed(batch.asked, self.scorer)
@@ -202,18 +222,18 @@ class _Backward:
         with torch.enable_grad(), trainer.drawing(batch.seed, _FOLDED):
             for query_shard, anchors in zip(self.query_shards, self.fetched.anchors, strict=True):
                 query_shard.encode_query(self.scorer, self.entity_dropout(anchors))
-        self.seen: list[Tensor] = []  # (3, Q) of each block that has been started
-        self.joined: Tensor | None = None  # (3, Q) of all blocks of all ranks
-        self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's part
+        self.seen: list[Tensor] = []  # (3, Q) partial statistics of each scored block
+        self.joined: Tensor | None = None  # (3, Q) statistics of all blocks of all ranks
+        self.auxiliary = torch.zeros((), device=shard.rows.device)  # this rank's other loss terms
         self.dense = dense
 
     def row_gradients(self) -> Iterator[RowGradients]:
-        """Gradients of all n rows, each row once, summed over everything that it takes part in."""
+        """Yield the complete gradients of all n rows, each row once."""
         blocks = self.trainer.blocks(self.shard, self.batch.queries)
         if self.trainer.keeps(self.shard, self.batch.queries):
             yield from self._of_kept([self._start(places) for places in blocks])
             return
-        if self.loss.normalizes:  # scores are computed twice
+        if self.loss.normalizes:  # needs statistics of all blocks first, so scores twice
             for places in blocks:
                 self._start(places, graph=False)
             self._join()
@@ -225,22 +245,25 @@ class _Backward:
         yield self.fetched.gradients()
 
     def _of_kept(self, blocks: list[_Block]) -> Iterator[RowGradients]:
-        """The same of rows whose scores are all there: no row has to step later than others."""
+        """Yield the gradients of rows whose scores are all in memory.
+
+        The gradients of all rows are kept as well, so fetched rows need no separate part.
+        """
         self._join()
         finished = []
         while blocks:
-            block = blocks.pop(0)  # its scores are not needed any more
+            block = blocks.pop(0)  # frees its scores after this iteration
             finished.append((block.places, self._finish(block)))
         self.fetched.add(self._backward_of_queries())
         for places, of_rows in finished:
             yield self.fetched.completed(places, of_rows)
 
     def loss_value(self) -> Tensor:
-        """The loss, unscaled; its mean over the ranks is the global one.
+        """Return the unscaled loss.  Its mean over the ranks is the global loss.
 
-        Every rank knows the loss of all candidates, and its own part of all else.
+        Every rank knows the loss over all candidates, and only its own part of the other terms.
         """
-        assert self.joined is not None  # row_gradients has been used up
+        assert self.joined is not None  # row_gradients was exhausted
         values = self.loss.values(self.joined)
         weights = [x.weight for x in self.query_shards if x.weight is not None]
         if weights:
@@ -253,7 +276,7 @@ class _Backward:
         return self.trainer.objective.relation_weight
 
     def _start(self, places: range, graph: bool = True) -> _Block:
-        """Scores a block of rows; with ``graph`` to be differentiated."""
+        """Score a block of rows, with the graph for gradients if ``graph``."""
         with torch.set_grad_enabled(graph):
             rows = self.shard.rows[places.start : places.stop].detach().float()
             rows = rows.requires_grad_(graph)
@@ -267,7 +290,7 @@ class _Backward:
         return _Block(places, rows, scores, self.seen[-1], answers)
 
     def _dropped(self, places: range, rows: Tensor) -> Tensor:
-        """A block's rows (m, D) as candidates, after dropout, which draws for cells of entities."""
+        """Apply entity dropout to a block's rows (m, D), with a random stream per cell."""
         if not self.entity_dropout.drops:
             return rows
         first, stop = (self.shard.first_row + place for place in (places.start, places.stop))
@@ -281,10 +304,15 @@ class _Backward:
         return rows * factors[before : before + len(rows)]
 
     def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
-        """(1, q, m) of each query shard against a block's rows as the scorer takes them, (m, D).
+        """Score a block's rows.
 
-        In float32, whatever their products are computed in, unless the loss has kernels for them:
-        they become gradients where they are.
+        Args:
+            places: Positions of the rows in the shard.
+            entities: (m, D), from ``Scorer.entity``.
+
+        Returns:
+            (1, q, m) for each query shard, in float32 unless the loss has kernels for bfloat16.
+            Gradients later overwrite the scores.
         """
         with self.trainer.autocast():
             scores = self._products(places, entities)
@@ -293,7 +321,7 @@ class _Backward:
     def _products(self, places: range, entities: Tensor) -> list[Tensor]:
         if not self.trainer.drops_pairs:
             return [query_shard.scores(self.scorer, entities) for query_shard in self.query_shards]
-        # The cell as a whole is drawn for, also the rows of it that other ranks hold.
+        # Draw for the whole cell, including its rows on other ranks.
         cell, before = divmod(self.shard.first_row + places.start, CELL)
         after = CELL - before - len(places)
         entities = nn.functional.pad(entities, (0, 0, before, after))
@@ -302,16 +330,16 @@ class _Backward:
             scores = [
                 query_shard.scores(self.scorer, entities) for query_shard in self.query_shards
             ]
-        return [x[..., own].clone() for x in scores]  # a view could not be overwritten
+        return [x[..., own].clone() for x in scores]  # views must not be overwritten
 
     def _join(self) -> None:
-        """Makes of what this rank has seen what all have seen, by one collective."""
+        """Reduce the partial statistics over blocks and ranks, with one collective."""
         own = self.loss.join(torch.stack(self.seen)) if self.seen else None
         if self.world == 1:
             self.joined = own
             return
         size, device = (3, self.batch.queries), self.shard.rows.device
-        # Float64 for all: a rank without rows cannot know the type that the loss takes.
+        # Send float64: a rank without rows does not know the dtype of the statistics.
         sent = torch.zeros(size, dtype=torch.float64, device=device)
         if own is not None:
             sent.copy_(own)
@@ -323,12 +351,12 @@ class _Backward:
         self.joined = joined if own is None else joined.to(own.dtype)
 
     def _finish(self, block: _Block) -> Tensor:
-        """(m, D) gradients of a block's rows; those of queries and parameters are added up."""
-        # Scores are overwritten: nothing needs them any more, not even their own graph, which
-        # would refuse it to be done to a view.
+        """Return the gradients (m, D) of a block's rows; add up those of queries and parameters."""
+        # Gradients overwrite the scores, which are not needed any more, not even by their graph.
+        # ``data`` hides this from autograd.
         slopes = [scores.data for scores in block.scores]
         seen = block.seen if self.joined is None else self.joined
-        assert seen is not None  # a block that saw nothing was scored after the joining
+        assert seen is not None  # blocks without statistics are scored only after the reduction
         parts = seen.split([x.shape[1] for x in slopes], 1)
         for x, part, answers, of_shard in zip(
             slopes, parts, block.answers, self.query_shards, strict=True
@@ -342,7 +370,7 @@ class _Backward:
         return of_rows
 
     def _add_penalty(self, block: _Block, of_rows: Tensor) -> None:
-        """Of anchors and answers, each by its owner: adds its gradient to that of the rows."""
+        """Add the gradients of penalties on anchors and answers in this block to the rows."""
         if not self.regularizers.any_of_entities:
             return
         each = zip(self.query_shards, block.answers, strict=True)
@@ -355,7 +383,7 @@ class _Backward:
         self.auxiliary = self.auxiliary + total.detach()
 
     def _backward_of_queries(self) -> Tensor:
-        """(F, D) from the encoded queries to the fetched rows; also what only queries are in."""
+        """Return the gradients (F, D) of fetched rows, from encoded queries and per-query terms."""
         outputs = [x for query_shard in self.query_shards for x in query_shard.graph]
         slopes = [x for query_shard in self.query_shards for x in query_shard.gradients]
         with torch.enable_grad():
@@ -368,9 +396,9 @@ class _Backward:
         return grad
 
     def _of_own_queries(self) -> Tensor | None:
-        """What only a query and its answer are in, of this rank's share of the queries.
+        """Return the loss terms per query for this rank's share of the queries, or None.
 
-        Penalties on relations and on whole triples, and the prediction of relations.
+        These are penalties on relations and on whole triples, and relation prediction.
         """
         if not (self.objective.penalizes or self._relation_weight):
             return None
@@ -381,7 +409,7 @@ class _Backward:
         return total * self.weight
 
     def _of_cell(self, number: int, cell: slice) -> Tensor:
-        """The same of a cell of queries of one query shard."""
+        """Return these loss terms for a cell of queries of one query shard."""
         relation, side = self.query_shards[number].relation[cell], self.query_shards[number].side
         weight = self.query_shards[number].weight
         own = self.fetched.rows.new_ones(()) if weight is None else weight[cell]
@@ -408,7 +436,10 @@ class _Backward:
     def _differentiate(
         self, outputs: list[Tensor], slopes: list[Tensor], first: list[Tensor], then: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
-        """Gradients of ``first`` and ``then``; those of the dense parameters are added up."""
+        """Return the gradients of ``first`` and ``then``; add up those of dense parameters.
+
+        ``first`` gets zeros if it has no gradient, and ``then`` gets None.
+        """
         pairs = [(x, s) for x, s in zip(outputs, slopes, strict=True) if x.requires_grad]
         inputs = [*first, *then, *self.dense.parameters]
         found = torch.autograd.grad(
@@ -426,25 +457,26 @@ class _Backward:
 class HeldGradients:
     """Sums of the gradients of all rows of a shard.
 
-    sums: (n, D) float32.
+    Attributes:
+        sums: (n, D) float32.
     """
 
     def __init__(self, shard: EntityShard):
         self.sums = torch.zeros_like(shard.rows, dtype=torch.float32)
 
     def add(self, gradients: Iterable[RowGradients]) -> None:
-        """Adds those of some rows, no row twice in a part."""
+        """Add gradients in parts.  Within a part, each row occurs once."""
         for part in gradients:
             self.sums.index_add_(0, part.ids, part.grad)
 
     def of(self, places: range) -> RowGradients:
-        """Those of a run of rows."""
+        """Return the sums of a range of rows."""
         ids = torch.arange(places.start, places.stop, device=self.sums.device)
         return RowGradients(ids, self.sums[places.start : places.stop], None, True)
 
 
 def _add(sums: list[Tensor], terms: Sequence[Tensor | None]) -> None:
-    """Adds each term to its sum in place; None is 0."""
+    """Add each term to its sum in place; None means 0."""
     for total, term in zip(sums, terms, strict=True):
         if term is not None:
             total += term

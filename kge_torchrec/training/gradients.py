@@ -1,14 +1,14 @@
-"""What a step's gradient goes through before the optimizers take it.
+"""Unscaling and clipping of a step's gradient, before the optimizers use it.
 
-    unscale      float16: divide by the loss scale, or skip the step on all ranks alike
-    clip_value   each number of each gradient
-    clip_norm    the norm over all dense parameters and all rows of the table, on all ranks
+    unscale      fp16: divide by the loss scale, or skip the step on all ranks
+    clip_value   clip each element of each gradient
+    clip_norm    clip the norm over all dense parameters and all rows of the table, on all ranks
 
-It is the gradient of the whole step: summed over micro-batches, ranks and a row's duplicates, so
-that nothing depends on how the step was divided.  Dense gradients are found where the wrapper of
-their parameters has them; those of rows are given by whoever trains.
+This is the gradient of the whole step, summed over micro-batches, ranks and the duplicates of a
+row, so results do not depend on how the step was divided.  Dense gradients are read from the
+parameters; the caller passes the gradients of rows.
 
-Shapes: U rows of this rank's shard with a gradient, D numbers a row.
+Shapes: U rows of this rank's shard with a gradient, D elements per row.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepGradient:
 
     @property
     def loss_factor(self) -> float:
-        """What the loss is multiplied by before backward."""
+        """The factor on the loss before backward."""
         return 1.0 if self.scale is None else self.scale.value
 
     @property
@@ -45,10 +45,17 @@ class StepGradient:
         return self.clip_norm is not None or self.clip_value is not None
 
     def unscale(self, rows: list[Tensor]) -> float | None:
-        """Divides dense gradients by the loss scale; returns the factor that is left for ``rows``.
+        """Divide dense gradients by the loss scale.  Collective.
 
-        rows: (U, D) each.  None if a gradient overflowed on any rank: the step is to be skipped.
-        Collective.  Raises ScaleTooSmall.
+        Args:
+            rows: (U, D) each, only checked for overflow.
+
+        Returns:
+            The factor by which the caller must multiply ``rows``, or None if a gradient overflowed
+            on any rank and the step must be skipped.
+
+        Raises:
+            ScaleTooSmall: Gradients keep overflowing.
         """
         if self.scale is None:
             return 1.0
@@ -62,7 +69,7 @@ class StepGradient:
         return factor
 
     def clip(self, rows: Tensor) -> None:
-        """Clips dense gradients and those of rows (U, D), in place.  Collective."""
+        """Clip dense gradients and those of rows (U, D) in place.  Collective."""
         if self.backend.dense.frozen is not None:
             self.backend.dense.frozen.drop_gradients()
         if self.clip_value is not None:
@@ -78,24 +85,24 @@ class StepGradient:
         if world_size() > 1:
             dist.all_reduce(of_rows)
         norm = (self.backend.dense.sum_of_parts(of_dense) + of_rows).sqrt()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # as torch's clip_grad_norm_
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # formula of torch's clip_grad_norm_
         for gradient in [*dense, rows]:
             gradient.mul_(factor.to(gradient.device))
 
     def _dense(self) -> Iterator[Tensor]:
-        """This rank's parts of the dense gradients, as views."""
+        """Yield this rank's parts of the dense gradients, as views."""
         for parameter in self.backend.dense.parameters():
             if parameter.grad is not None:
                 yield local_part(parameter.grad)
 
 
 def _squares(gradient: Tensor) -> Tensor:
-    """Their sum, (), without a tensor of the gradient's size on the way."""
+    """Return the sum of squares, (), without a temporary of the gradient's size."""
     return torch.linalg.vector_norm(gradient).square()
 
 
 def _any_rank(flag: Tensor) -> bool:
-    """Whether a flag () is true on any rank."""
+    """Return whether a flag () is true on any rank.  Collective."""
     found = flag.float()
     if world_size() > 1:
         dist.all_reduce(found, op=dist.ReduceOp.MAX)
@@ -103,6 +110,6 @@ def _any_rank(flag: Tensor) -> bool:
 
 
 def _is_finite(gradients: list[Tensor]) -> Tensor:
-    """() bool."""
-    device = gradients[-1].device  # of the rows
+    """Return () bool: whether all elements are finite, on the device of the last gradient."""
+    device = gradients[-1].device  # the last gradients are those of rows
     return torch.stack([g.isfinite().all().to(device) for g in gradients]).all()

@@ -1,11 +1,11 @@
-"""A run whose graph has grown: the checkpoint of more rows, and what is kept while it trains on.
+"""Extended runs: the checkpoint with rows for new entities and relations, and frozen old rows.
 
-Ids of new entities follow the old ones, so every tensor by entity goes on behind its last row,
-whatever ranks wrote it: the numbers of before stay where they are on disk, new rows follow in a
-file of their own.  Rows of relations have their inverses behind them: those lie apart from then on.
-New rows have no optimizer state yet: zeros.
+Ids of new entities follow the old ones, so new rows are appended to every tensor by entity.  Old
+values stay in their files on disk, and new rows go into a file of their own.  In tensors by
+relation, the inverses follow the relations, so new rows are inserted in between and the tensor is
+written anew.  The optimizer state of new rows is zero.
 
-Shapes: N entities, R relations (without inverses), D numbers per entity.
+Shapes: N entities, R relations (without inverses), D elements per row.
 """
 
 from __future__ import annotations
@@ -60,14 +60,20 @@ _MODEL, _STATE = "engine.model.", "engine.optimizer.state."
 
 
 class GrownCheckpoint:
-    """The first checkpoint of an extended run, written on one rank in the memory of some rows.
+    """The first checkpoint of an extended run, written by one rank with memory for a few rows.
 
-    source: a checkpoint of the run before.  folder: ``checkpoints`` of the new one.
-    old, new: counts of the graph before and now.
-    data: fingerprint of the store before.
+    Call ``add_rows`` until all new rows of the table are added, then ``finish``.
 
-    ``add_rows`` takes all new rows of the table, some after others; ``finish`` puts the checkpoint
-    in its place.  Raises CheckpointError, and Damaged or OSError for what cannot be read.
+    Args:
+        source: A checkpoint of the old run.
+        folder: The folder ``checkpoints`` of the new run.
+        old, new: Sizes of the graph before and after.
+        data: Fingerprint of the old store.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be extended.
+        StoreError: The checkpoint was trained on other triples.
+        Damaged, OSError: The checkpoint cannot be read.
     """
 
     def __init__(self, source: Path, folder: Path, old: GraphSize, new: GraphSize, data: str = ""):
@@ -87,12 +93,12 @@ class GrownCheckpoint:
         make_empty(self._partial)
         for file in sorted(source.glob("*.bin")):
             _same_file(file, self._partial / file.name)
-        # A linked file is the source run's as well: new rows get a file of their own.
+        # Linked files belong to the source run as well, so new rows get a file of their own.
         self._file = _free_name(self._partial)
         self._end, self._rows = 0, old.entities
 
     def add_rows(self, rows: Tensor) -> None:
-        """The next rows of new entities, (m, D) on the CPU."""
+        """Append the next rows of new entities, (m, D) on the CPU."""
         for name, entry in self._index.items():
             if not _is_by_entity(name):
                 continue
@@ -105,10 +111,12 @@ class GrownCheckpoint:
         self._rows += len(rows)
 
     def finish(self, start: dict[str, Tensor], data: str) -> None:
-        """Puts it in its place.
+        """Complete the checkpoint and give it its name.
 
-        start: the objective's parameters of the new graph, by name, whose rows new relations take.
-        data: fingerprint of the extended store.
+        Args:
+            start: Initial values of the objective's parameters for the new graph, by name.  New
+                relations get their rows from here.
+            data: Fingerprint of the extended store.
         """
         if self._rows != self.new.entities:
             raise ValueError(f"{self._rows} rows instead of {self.new.entities}")
@@ -131,16 +139,16 @@ class GrownCheckpoint:
         )
 
     def discard(self) -> None:
-        """Leaves nothing of it."""
+        """Remove the unfinished checkpoint."""
         shutil.rmtree(self._partial, ignore_errors=True)
 
     def _grow(self, name: str, entry: dict[str, Any], start: Tensor, is_state: bool) -> None:
-        """The rows of new relations, and of their inverses, in a tensor of a scorer."""
+        """Insert the rows of new relations, and of their inverses, into a tensor by relation."""
         size = list(entry["size"])
         old, new = self.old.relations, self.new.relations
         if not size:
-            return  # a number of steps
-        blocks, rest = divmod(size[0], old)  # relations, then their inverses
+            return  # a step count
+        blocks, rest = divmod(size[0], old)  # one block of relations, maybe one of inverses
         if (
             rest
             or blocks * new != start.shape[0]
@@ -161,7 +169,7 @@ class GrownCheckpoint:
         entry["size"] = list(after.shape)
 
     def _piece(self, numbers: Tensor, offset: list[int]) -> dict[str, Any]:
-        """Writes numbers behind those that are new already; returns their entry of the index."""
+        """Append values to the file of new rows; return their entry in the index."""
         if not is_finite(numbers):
             raise CheckpointError(
                 "the rows of what is new hold NaN or infinity before training has begun; a "
@@ -176,13 +184,13 @@ class GrownCheckpoint:
 
 
 def _free_name(folder: Path) -> Path:
-    """A file for new rows beside those of earlier extensions."""
+    """Return a free file name for new rows; earlier extensions may have used some."""
     names = (_FILE.format(f"-{n}" if n > 1 else "") for n in itertools.count(1))
     return next(folder / name for name in names if not (folder / name).exists())
 
 
 def _same_file(file: Path, copy: Path) -> None:
-    """Another name of it, which costs no room, or a copy where the disk has no such thing."""
+    """Make a hard link, or a copy if the file system does not support links."""
     try:
         os.link(file, copy)
     except OSError:
@@ -195,16 +203,17 @@ def _is_by_entity(name: str) -> bool:
 
 
 def _parameter_of(name: str, parameters: Iterable[str]) -> str | None:
-    """The objective's parameter that a tensor of a checkpoint is, or is a state of."""
+    """Return the objective's parameter that a tensor of a checkpoint is, or is a state of."""
     own = name.removeprefix(_MODEL).removeprefix(_STATE).removeprefix("objective.")
     of = (p for p in parameters if own == p or own.startswith(f"{p}."))
     return max(of, key=len, default=None)
 
 
 def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]:
-    """Rows [start, stop) of a checkpoint's table in order, (m, D), as they lie in pieces.
+    """Yield rows [start, stop) of a checkpoint's table in order, (m, D) for each piece.
 
-    Raises Damaged or OSError for what cannot be read.
+    Raises:
+        Damaged, OSError: The checkpoint cannot be read.
     """
     index, _ = open_checkpoint(checkpoint)
     if index is None:
@@ -220,9 +229,11 @@ def entity_rows(checkpoint: Path, stop: int, start: int = 0) -> Iterator[Tensor]
 
 
 def check_numbers(checkpoint: Path) -> None:
-    """Raises CheckpointError unless all numbers of a checkpoint are finite.
+    """Check that all values of a checkpoint are finite, reading a few pieces at a time.
 
-    Reads it once, some pieces at a time.  Raises Damaged or OSError for what cannot be read.
+    Raises:
+        CheckpointError: A value is NaN or infinite.
+        Damaged, OSError: The checkpoint cannot be read.
     """
     index, _ = open_checkpoint(checkpoint)
     for name, entry in (index or {}).items():
@@ -238,10 +249,13 @@ def check_numbers(checkpoint: Path) -> None:
 
 
 def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, Any]:
-    """What results.json says of an extended run: {"extended": ...}; {} for any other run.
+    """Return {"extended": ...} for results.json, or {} for a run that is not extended.
 
-    checkpoint: the one that was ranked, by name.
-    The drift is None where the run that it comes from cannot be read any more.
+    "drift" in the result is None if the old run cannot be read any more.
+
+    Args:
+        folder: Folder of the run.
+        checkpoint: Name of the ranked checkpoint.
     """
     extension = folder.load_extension()
     if extension is None:
@@ -257,11 +271,14 @@ def extension_results(folder: RunFolder, checkpoint: str | None) -> dict[str, An
 
 
 def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
-    """How far the first rows of two checkpoints lie apart, in the memory of a few pieces.
+    """Compare the first rows of two checkpoints, with memory for a few pieces.
 
-    Returns {"rows", "unchanged": rows that are the same bit for bit, "mean", "max": Euclidean
-    distances as shares of the row's length before, "cosine": the mean over rows}.  Raises Damaged
-    or OSError for what cannot be read.
+    Returns:
+        "rows"; "unchanged", the number of rows that are bitwise equal; "mean" and "max" of the
+        Euclidean distance divided by the norm of the old row; "cosine", the mean similarity.
+
+    Raises:
+        Damaged, OSError: A checkpoint cannot be read.
     """
     unchanged, distances, largest, cosines, start = 0, 0.0, 0.0, 0.0, 0
     for one in entity_rows(before, rows):
@@ -283,9 +300,10 @@ def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
 
 
 def freeze(session: Session) -> None:
-    """What train.freeze and model.init_frozen keep as it is, from here on.  Collective.
+    """Freeze the rows that train.freeze and model.init_frozen name.  Collective.
 
-    Raises ConfigError for train.freeze old of a run that is not extended.
+    Raises:
+        ConfigError: train.freeze is "old" and the run is not extended.
     """
     config, base, backend = session.config, session.store.base, session.backend
     if not config.freezes:
@@ -313,7 +331,7 @@ def freeze(session: Session) -> None:
 
 
 def relation_parameters(model: ModelConfig) -> set[str]:
-    """Names of an objective's parameters that have rows of relations, those of inverses behind."""
+    """Return the names of an objective's parameters whose rows are relations, then inverses."""
     one, two = (build_scorer(model, count).named_parameters(prefix="scorer") for count in (1, 2))
     return {name for (name, a), (_, b) in zip(one, two, strict=True) if a.shape != b.shape}
 
@@ -321,9 +339,15 @@ def relation_parameters(model: ModelConfig) -> set[str]:
 def old_rows(
     parameters: Mapping[str, Tensor], model: ModelConfig, old: int, new: int
 ) -> dict[str, Tensor]:
-    """Rows of an objective's parameters that are of no new relation, by name, (rows,) bool each.
+    """Return which rows of an objective's parameters do not belong to new relations.
 
-    old, new: numbers of relations before and now.
+    Args:
+        parameters: The parameters by name.
+        model: The ``model`` section of the config.
+        old, new: Number of relations before and after.
+
+    Returns:
+        (rows,) bool by parameter name.
     """
     of_relations, found = relation_parameters(model), {}
     for name, parameter in parameters.items():

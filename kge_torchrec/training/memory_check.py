@@ -1,4 +1,4 @@
-"""Refuse numbers that no memory can hold before any work is done for them."""
+"""A check that no single tensor of a run exceeds the memory, before any work is done."""
 
 from __future__ import annotations
 
@@ -13,12 +13,17 @@ _FLOAT = 4  # bytes
 
 
 def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None:
-    """Raises ConfigError if a single tensor of a run is larger than all memory.
+    """Check that every single tensor of a run fits into the memory of a rank.
 
-    These are lower bounds: the planner has the exact figures, but takes as long as the model that
-    it builds for them.
+    These are lower bounds.  The planner has exact figures, but takes as long as building the model.
 
-    config: with a number for every key that may be null.
+    Args:
+        config: The config, with a number for every key that may be null.
+        graph: Size of the graph.
+        processes: The ranks of the run.
+
+    Raises:
+        ConfigError: A tensor is larger than the memory.
     """
     have = _memory_per_rank(processes)
     on_cuda = processes.device.type == "cuda"
@@ -33,14 +38,14 @@ def check_memory(config: Config, graph: GraphSize, processes: Processes) -> None
 def _largest(
     config: Config, graph: GraphSize, world_size: int, on_cuda: bool
 ) -> list[tuple[str, str, int]]:
-    """Return (key, what, bytes per rank) of the tensors that one key can make too large."""
+    """Return (key, description, bytes per rank) of tensors that one key can make too large."""
     dim, negatives = config.model.dim, config.negatives
     scorer = resolve("scorer", config.model.scorer)
     options = scorer.Options(**config.model.scorer_options())
     inverses = 2 if config.model.reciprocal else 1
     relations = graph.relations * inverses * scorer.relation_dim(dim, options)
     found = [("model.dim", "the table of relations", relations)]
-    if not on_cuda:  # where a plan may leave the entity table in main memory
+    if not on_cuda:  # on CUDA a plan may place the entity table in main memory
         found.insert(0, ("model.dim", "the entity table", graph.entities * dim // world_size))
     if not negatives.is_full:
         rows = min(negatives.count, graph.entities) * dim

@@ -1,11 +1,9 @@
-"""The queries of a step against all entities, as one rank sees them.
+"""One rank's view of the queries of a step with all entities as candidates.
 
-``QueryShard``: queries that a scorer answers in one direction, and which of their answers and
-anchors live here.  ``GatheredRows``: the rows that every rank needs for a moment, and their
-gradients on the way home.
+    QueryShard    queries on one side, and their answers and anchors on this rank
+    GatheredRows  rows that every rank needs in this step, and the reduction of their gradients
 
-Shapes: q queries, m rows of a block, D numbers a row; F gathered rows, repeats included, A distinct
-ones that live on this rank.
+Shapes: q queries, m rows of a block, D elements per row; F gathered rows, repeats included.
 """
 
 from __future__ import annotations
@@ -29,7 +27,10 @@ from kge_torchrec.models.scorers.queries import QueryScorer
 
 
 def directed(asked: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
-    """The queries as they are scored: with reciprocal relations all of them as tail queries."""
+    """Return the queries in the form for scoring.
+
+    With reciprocal relations, head queries become tail queries of the inverse relation.
+    """
     if not scorer.reciprocal:
         return list(asked)
     inverses = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
@@ -50,9 +51,9 @@ def _joined_weights(asked: Sequence[SideQueries]) -> np.ndarray | None:
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A tensor of the array there; a GPU goes on with its work meanwhile.
+    """Copy an array to a device, asynchronously to a GPU.
 
-    From pageable memory it would be waited for; torch keeps pinned memory until it was copied.
+    Asynchronous copies need pinned memory, which torch keeps until the copy is done.
     """
     tensor = torch.from_numpy(array)
     if device.type == "cpu":
@@ -61,14 +62,14 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class QueryShard:
-    """Folded queries, and which of their answers and anchors live here.
+    """Encoded queries on one side, and their answers and anchors on this rank.
 
     Attributes:
-        relation: (q,) ids.
-        weight: (q,) float32 of each query in the loss; None weighs all alike.
-        encoded: the parts of the encoded queries that have gradients, cut off from their graph.
-        graph: the same with their graph, back to anchors and relations.
-        gradients: sums of the gradients of ``encoded``.
+        relation: (q,) relation ids.
+        weight: (q,) float32, weight of each query in the loss; None: all weights are equal.
+        encoded: The parts of the encoded queries that need gradients, detached from their graph.
+        graph: The same tensors with their graph, back to anchors and relations.
+        gradients: Sums of the gradients of ``encoded``.
     """
 
     def __init__(self, asked: SideQueries, shard: EntityShard):
@@ -84,7 +85,7 @@ class QueryShard:
         self._anchor, self._query_of_anchor = asked.anchor[own] - start, own
 
     def encode_query(self, scorer: QueryScorer, anchors: Tensor) -> None:
-        """Folds the queries of anchor rows (q, D)."""
+        """Encode the queries of anchor rows (q, D)."""
         encoded = scorer.encode_query(anchors[None], self.relation[None], self.side)
         self._leaves, self._form = tree_flatten(encoded)
         places = [
@@ -97,28 +98,35 @@ class QueryShard:
             self._leaves[i] = cut
 
     def scores(self, scorer: QueryScorer, entities: Tensor) -> Tensor:
-        """(1, q, m) against rows as the scorer takes them, (m, D).
+        """Score the queries against candidates.
 
-        As it comes: a view of it would be differentiated through a copy once it is overwritten.
+        The result is not reshaped: autograd would copy a view when it is overwritten.
+
+        Args:
+            scorer: The scorer.
+            entities: (m, D), from ``Scorer.entity``.
+
+        Returns:
+            (1, q, m).
         """
         query = tree_unflatten(self._leaves, self._form)
         return scorer.similarity_in_training(query, entities[None])
 
     def answers(self, block: range) -> BlockAnswers:
-        """The answers among the rows of a block."""
+        """Return the answers among the rows of a block."""
         first = self._first_row + block.start
         query, entity = self._answers.between(first, self._first_row + block.stop)
         arrays = query, entity - first, self._share[query]
         return BlockAnswers(*(to_device(x, self.device) for x in arrays))
 
     def weights(self, weight: float) -> Tensor:
-        """(q,) of each query in the loss, of which weight is a common factor."""
+        """Return (q,) the weights of the queries in the loss, with ``weight`` as common factor."""
         if self.weight is None:
             return torch.full((len(self.relation),), weight, device=self.device)
         return self.weight * weight
 
     def touched(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
-        """Places in a block of anchors and its answers, and how much each counts in the loss."""
+        """Return the positions of anchors and answers in a block, and their weights in the loss."""
         found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
         anchor = to_device(self._anchor[found] - block.start, self.device)
         query, answer, share = answers
@@ -130,14 +138,17 @@ class QueryShard:
 
 
 class GatheredRows:
-    """Rows of the queries' anchors, and of their answers if asked for.  Collective.
+    """The rows of anchors, and optionally of answers, gathered on every rank.  Collective.
 
-    with_answers: every query has exactly one.
+    Args:
+        asked: The query shards.
+        shard: This rank's rows.
+        with_answers: Whether to gather answers; then every query must have exactly one.
 
     Attributes:
-        rows: (F, D) float32, on every rank the same; a leaf to differentiate by.
-        anchors: (queries, D) of it for each query shard.
-        answers: the same of the answers, nothing without them.
+        rows: (F, D) float32, the same on every rank; a leaf that requires gradients.
+        anchors: (q, D) views of ``rows`` for each query shard.
+        answers: (q, D) views for each query shard, or None without answers.
     """
 
     def __init__(self, asked: Sequence[SideQueries], shard: EntityShard, with_answers: bool):
@@ -146,7 +157,7 @@ class GatheredRows:
         ids += [part.answers.all()[1] for part in asked] if with_answers else []
         every = np.concatenate(ids)
         position = np.flatnonzero((every >= start) & (every < stop))
-        # Rows of this shard whose gradient is not complete before all blocks are done.
+        # Rows of this shard whose gradients are complete only after the last block.
         self._held, inverse = np.unique(every[position] - start, return_inverse=True)
         arrays = self._held, position, inverse
         self._rows_held, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
@@ -164,7 +175,7 @@ class GatheredRows:
         return _summed(out)
 
     def hold_back(self, block: range, grad: Tensor) -> RowGradients:
-        """Gradients (m, D) of a block's rows without those of fetched rows, which are kept."""
+        """Return the gradients (m, D) of a block's rows, but keep those of gathered rows."""
         low, high = np.searchsorted(self._held, (block.start, block.stop))
         held = self._rows_held[low:high] - block.start
         rows = _all_but(held, len(block))
@@ -174,32 +185,32 @@ class GatheredRows:
         return RowGradients(rows + block.start, grad, None, True)
 
     def add(self, grad: Tensor) -> None:
-        """Adds gradients (F, D) of ``rows``, which are this rank's part.  Collective."""
+        """Reduce the ranks' terms of the gradients (F, D) of ``rows`` and add them.  Collective."""
         own = _summed(grad).index_select(0, self._position)
         self._gradients.index_add_(0, self._inverse, own)
 
     def completed(self, block: range, grad: Tensor) -> RowGradients:
-        """Gradients (m, D) of a block's rows with those that were added."""
+        """Return the gradients (m, D) of a block's rows plus the added gradients."""
         low, high = np.searchsorted(self._held, (block.start, block.stop))
         grad.index_add_(0, self._rows_held[low:high] - block.start, self._gradients[low:high])
         rows = torch.arange(block.start, block.stop, device=self.device)
         return RowGradients(rows, grad, None, True)
 
     def gradients(self) -> RowGradients:
-        """Of the fetched rows that live here."""
+        """Return the gradients of the gathered rows on this rank."""
         return RowGradients(self._rows_held, self._gradients, None, True)
 
 
 def _all_but(held: Tensor, count: int) -> Tensor:
-    """The places 0 to count - 1 without some, both ascending; nothing waits for the device."""
+    """Return 0 to count - 1 without ``held`` (ascending), without device synchronization."""
     kept = torch.arange(count - len(held), device=held.device)
-    # Before held[k] there are held[k] - k places that are kept.
+    # Exactly held[k] - k of the kept positions are before held[k].
     before = held - torch.arange(len(held), device=held.device)
     return kept + torch.searchsorted(before, kept, right=True)
 
 
 def _summed(x: Tensor) -> Tensor:
-    """Over all ranks, in place."""
+    """Sum over all ranks, in place."""
     if world_size() > 1:
         dist.all_reduce(x)
     return x

@@ -1,20 +1,20 @@
-"""A run's folder: which files it holds, and that only one run lives in it at a time.
+"""The folder of a run: its files, its metrics log, and a lock against a second training process.
 
-It holds:
+Files:
     config.yaml      every setting of the run
-    resolved.json    the values that null stood for in its first config, by key
-    plan.txt         how the table is laid out over the ranks, what they hold, send and take
-    plan.json        the same, to train another run with (run.plan)
+    resolved.json    the values resolved for keys that were null in the first config
+    plan.txt         the sharding of the table, and the memory and traffic of each rank
+    plan.json        the same in the form for run.plan
     store/           the prepared triples, unless the config names a store
-    metrics.jsonl    one object a step interval, an epoch, a validation
-    tensorboard/     the same, for TensorBoard
-    trackers.json    what Weights & Biases and MLflow call the run, if they are told of it
+    metrics.jsonl    one object per step interval, epoch and validation
+    tensorboard/     the same metrics for TensorBoard
+    trackers.json    run ids of Weights & Biases and MLflow, if they are used
     checkpoints/     see kge_torchrec.training.checkpoints
-    checkpoints.json the newest and the best checkpoint that were written, by name
+    checkpoints.json names of the newest and the best checkpoint
     results.json     final results
-    extended.json    of an extended run: the run that it comes from, and what is new
-    frozen.npy       which entities no step moves, where model.init_frozen says so
-    .lock            which process trains in it, while one does
+    extended.json    for an extended run: the old run, and what is new
+    frozen.npy       entities that no step changes, with model.init_frozen
+    .lock            the process that is training in the folder
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class RunFolder:
 
     @classmethod
     def new(cls, config: Config) -> RunFolder:
-        """The folder that ``config`` names, or runs/SCORER-TIME."""
+        """Return the folder that ``config`` names, or runs/SCORER-TIME."""
         name = f"runs/{config.model.scorer}-{time.strftime('%Y%m%d-%H%M%S')}"
         return cls(config.run.dir or name)
 
@@ -68,7 +68,7 @@ class RunFolder:
         return self.path / "store"
 
     def store_of(self, data: str) -> Path:
-        """Where its triples are: ``data``, its data.path, if that is a store, or else its own."""
+        """Return the path of the run's store: ``data`` (its data.path) if a store, else store/."""
         from kge_torchrec.data.store import META
 
         return Path(data) if (Path(data) / META).is_file() else self.store
@@ -91,23 +91,31 @@ class RunFolder:
 
     @property
     def holds_run(self) -> bool:
-        """Whether a run was started here, however far it came."""
+        """Whether a run was started in this folder."""
         return (self.path / "config.yaml").is_file()
 
     @property
     def is_half_extended(self) -> bool:
-        """Whether ``extend`` was killed here before it had made a run."""
+        """Whether ``extend`` was killed before it completed a run in this folder."""
         return self.extension.is_file() and not self.holds_run and not self.metrics.exists()
 
     def create(self, config: Config) -> None:
-        """Makes the folder and writes the config.  Raises ConfigError if a run is in it."""
+        """Make the folder and write the config.
+
+        Raises:
+            ConfigError: The folder already has a run, a store or checkpoints.
+        """
         self._check_complete()
         self.check_free()
         self.path.mkdir(parents=True, exist_ok=True)
         self.save_config(config)
 
     def check_free(self) -> None:
-        """Raises ConfigError unless a new run can be made here."""
+        """Check that a new run can be made in this folder.
+
+        Raises:
+            ConfigError: The folder already has a run, a store or checkpoints.
+        """
         if self.holds_run:
             raise ConfigError(
                 f"run.dir: {self.path} holds a run already; go on with it by "
@@ -115,13 +123,13 @@ class RunFolder:
                 "started again), or name another folder"
             )
         if self.store.exists():
-            # Neither trained on in place of data.path, nor removed if this run cannot start.
+            # Refuse it: the run must not train on it, nor remove it if the run cannot start.
             raise ConfigError(
                 f"run.dir: {self.store} exists already, and a run keeps its own triples there; "
                 "name another folder for the run"
             )
         if self.checkpoints.exists():
-            # They are of another run: neither resumed from, nor removed if this run cannot start.
+            # Refuse them: they belong to another run, so this one must not resume or remove them.
             raise ConfigError(
                 f"run.dir: {self.checkpoints} exists already, and there is no config.yaml beside "
                 "it; put that back, or name another folder for the run"
@@ -135,23 +143,30 @@ class RunFolder:
             )
 
     def save_config(self, config: Config) -> None:
-        """Writes config.yaml, whole or not at all."""
+        """Write config.yaml atomically."""
         files.write_text(self.path / "config.yaml", config.to_yaml())
 
     def load_config(self, overrides: Overrides = ()) -> Config:
-        """The config of the run, with overrides.  Raises ConfigError if the folder holds none."""
+        """Return the config of the run, with overrides.
+
+        Raises:
+            ConfigError: The folder has no run, or the config or an override is invalid.
+        """
         return read_config(self._config_file(), overrides, drops_unknown=True)
 
     def check_loss(self, overrides: Overrides) -> None:
-        """Raises ConfigError if going on would change the loss without anybody having said so.
+        """Check that resuming an older run does not silently change its loss.
 
-        A run of bce from before ``loss.reduction`` had the mean over candidates, or of sampled
-        negatives the positive and the mean of the negatives one half each.
+        Before ``loss.reduction`` existed, bce averaged over the candidates.  With sampled
+        negatives, the positive and the mean of the negatives each had weight one half.
+
+        Raises:
+            ConfigError: The loss would change, and no override sets loss.name or loss.reduction.
         """
         values = yaml.safe_load(self._config_file().read_text(encoding="utf-8"))
         loss = values.get("loss", {})
         if loss.get("name") != "bce" or "reduction" in loss or "label_smoothing" not in loss:
-            return  # the latter are options since
+            return  # newer versions write both keys under loss.options
         if is_set("loss.reduction", overrides) or is_set("loss.name", overrides):
             return
         same = "--loss.reduction mean"
@@ -170,11 +185,15 @@ class RunFolder:
         return file
 
     def write_results(self, results: dict[str, Any]) -> None:
-        """Writes results.json, whole or not at all."""
+        """Write results.json atomically."""
         files.write_json(self.results, results)
 
     def load_results(self) -> dict[str, Any]:
-        """Return results.json.  Raises ConfigError if there is none, or a damaged one."""
+        """Return results.json.
+
+        Raises:
+            ConfigError: The file is missing or damaged.
+        """
         try:
             found = json.loads(self.results.read_text(encoding="utf-8"))
             if not isinstance(found, dict) or not isinstance(found.get("test", {}), dict | None):
@@ -190,7 +209,7 @@ class RunFolder:
             ) from error
 
     def load_metrics(self) -> list[dict[str, Any]]:
-        """Return the lines of metrics.jsonl; one that a kill cut short is left out."""
+        """Return the lines of metrics.jsonl, without a line that a kill cut short."""
         if not self.metrics.is_file():
             return []
         found = []
@@ -200,7 +219,7 @@ class RunFolder:
         return found
 
     def save_frozen(self, frozen: np.ndarray) -> None:
-        """Writes frozen.npy, (N,) bool, whole or not at all."""
+        """Write frozen.npy, (N,) bool, atomically."""
         partial = self.path / ".frozen.partial.npy"
         self.path.mkdir(parents=True, exist_ok=True)
         np.save(partial, frozen)
@@ -208,21 +227,21 @@ class RunFolder:
         partial.replace(self.frozen)
 
     def save_resolved(self, values: dict[str, Any]) -> None:
-        """Writes resolved.json, whole or not at all."""
+        """Write resolved.json atomically."""
         files.write_json(self.path / _RESOLVED, values)
 
     def save_extension(self, values: dict[str, Any]) -> None:
-        """Writes extended.json, whole or not at all."""
+        """Write extended.json atomically."""
         files.write_json(self.extension, values)
 
     def load_extension(self) -> dict[str, Any] | None:
-        """Return extended.json; None for a run that was not made by ``extend``."""
+        """Return extended.json, or None for a run that ``extend`` did not make."""
         if not self.extension.is_file():
             return None
         return json.loads(self.extension.read_text(encoding="utf-8"))
 
     def load_resolved(self) -> dict[str, Any]:
-        """Return resolved.json, or nothing where an older version did not write it."""
+        """Return resolved.json, or {} if it is missing (older versions did not write it)."""
         try:
             return json.loads((self.path / _RESOLVED).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
@@ -230,10 +249,12 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Keeps others from training in this folder, which is made if need be.
+        """Lock this folder against other training processes; make the folder if needed.
 
-        The system lets the lock go when this process ends, however it ends.  Raises ConfigError,
-        naming host and process, while another one has it.
+        The system releases the lock when this process ends, even if it is killed.
+
+        Raises:
+            ConfigError: Another process has the lock.  The message names its host and process.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         with (self.path / ".lock").open("a+", encoding="utf-8") as file:
@@ -275,7 +296,13 @@ def _now() -> str:
 
 
 class MetricsLog:
-    """metrics.jsonl, and the trackers that get the same.  Only rank 0 has one."""
+    """Writes metrics to metrics.jsonl and to trackers.  Only rank 0 has one.
+
+    Args:
+        folder: Folder of the run.
+        trackers: Receive the same metrics.
+        resumed_at: Global step from which a run resumes; later lines are dropped.
+    """
 
     def __init__(
         self, folder: RunFolder, trackers: Sequence[Tracker] = (), resumed_at: int | None = None
@@ -286,7 +313,7 @@ class MetricsLog:
         self._trackers = trackers
 
     def write(self, kind: str, step: int, values: dict[str, Any]) -> None:
-        """Appends one line {"kind": ..., "step": ..., ...} and flushes it."""
+        """Append one line {"kind": ..., "step": ..., ...} and flush it."""
         line = {"kind": kind, "step": step, **values}
         self._file.write(json.dumps(_finite(line)) + "\n")
         self._file.flush()
@@ -295,7 +322,7 @@ class MetricsLog:
             tracker.log(step, scalars)
 
     def close(self) -> None:
-        """Closes all; every line was written when it came."""
+        """Close the file and the trackers."""
         with contextlib.suppress(OSError):
             self._file.close()
         for tracker in self._trackers:
@@ -303,7 +330,7 @@ class MetricsLog:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    """Drops what a resumed run writes again, and a line that a kill cut short."""
+    """Drop the lines that a resumed run writes again, and a line that a kill cut short."""
     if not file.is_file():
         return
     kept = []
@@ -327,7 +354,7 @@ def _scalars(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _finite(value: Any) -> Any:
-    """JSON has no NaN: null instead."""
+    """Replace NaN and infinity by None, because JSON has neither."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

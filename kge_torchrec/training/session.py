@@ -1,4 +1,4 @@
-"""A run in memory: its data, backend and checkpoints, for training, ranking and prediction."""
+"""A run in memory: its store, backend and checkpoints, for training, ranking and prediction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# While selecting models on valid, test triples are not in the filter.
+# The filter for valid excludes test triples, so that model selection does not see them.
 FILTERS = {
     "train": ("train", "valid", "test"),
     "valid": ("train", "valid"),
@@ -66,7 +66,7 @@ def _trained_model(config: Config, store: TripleStore, processes: Processes) -> 
 
 
 def selection_of(config: Config, store: TripleStore) -> str:
-    """What validations are compared by: the metric, the sample if it is one, the candidates."""
+    """Describe the value by which validations are compared: metric, sample size and candidates."""
     evaluation = config.evaluation
     limit, metric = evaluation.max_triples, evaluation.metric
     is_sample = 0 < limit < len(store.valid)
@@ -77,12 +77,19 @@ def selection_of(config: Config, store: TripleStore) -> str:
 
 
 class Session:
-    """Collective: every rank makes one with the same arguments.
+    """A run in memory.  Collective: every rank makes one with the same arguments.
 
-    trains: False has rows and scorer only, for ranking, prediction and export.
-    plan_may_differ: do without run.plan, with a warning, where it is of other ranks or gone.
-    Its ``config`` is the given one with the number that train.batch_size null stands for.
-    Raises ConfigError for settings that cannot be trained or run here.
+    Args:
+        config: The config; the attribute ``config`` has numbers in place of null where resolved.
+        folder: Folder of the run.
+        processes: The ranks of the run.
+        trains: False loads only rows and scorer, for ranking, prediction and export.
+        plan_may_differ: Whether to ignore run.plan, with a warning, if it is missing or for other
+            ranks.
+
+    Raises:
+        ConfigError: The settings cannot be trained or run on this machine.
+        DataError: The data lacks weights or types that the settings need.
     """
 
     def __init__(
@@ -106,7 +113,7 @@ class Session:
         set_threads(config.threads, processes.local_world_size)
         self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
-        self.hide_bars = None if self.show else True  # None: tqdm hides them from files and pipes
+        self.hide_bars = None if self.show else True  # None: tqdm shows bars only on terminals
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
@@ -120,7 +127,7 @@ class Session:
             on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
             allow_tf32(config.train.tf32)
             self.backend = _engine(config, self.store, processes, plan_may_differ)
-        else:  # the part of a backend that reads
+        else:  # has only the reading methods of a backend
             self.backend = _trained_model(config, self.store, processes)  # type: ignore[assignment]
         self._kept_candidates: tuple[tuple[str, str | None], Candidates | None] | None = None
         self.checkpoints = Checkpoints(
@@ -128,7 +135,7 @@ class Session:
         )
 
     def _check_weights(self, use: str) -> None:
-        """Raise DataError where data.weights wants weights that the store does not have."""
+        """Raise DataError if data.weights needs weights that the store does not have."""
         if use != "ignore" and self.store.weights("train") is None:
             raise DataError(
                 f"data.weights {use}: the store has no weights; prepare it again from files with a "
@@ -136,7 +143,7 @@ class Session:
             )
 
     def _check_types(self, evaluation: EvaluationConfig) -> None:
-        """Before training rather than at the first validation."""
+        """Check entity types before training rather than at the first validation."""
         if evaluation.candidates == "types" and evaluation.types is None:
             from kge_torchrec.data.store.entity_types import EntityTypes
 
@@ -144,23 +151,30 @@ class Session:
 
     @property
     def scorer(self) -> Scorer:
-        """The scorer inside the sharded model; this rank may hold parts of its parameters only."""
+        """The scorer inside the model.  This rank may hold only parts of its parameters."""
         return self.backend.scorer
 
     @contextmanager
     def whole_scorer(self) -> Iterator[Scorer]:
-        """The scorer with whole parameters inside, for all but training steps.  Collective."""
+        """Yield the scorer with whole parameters, for use outside training steps.  Collective."""
         with self.backend.dense.gathered():
             yield self.scorer
 
     @property
     def loss_scale(self) -> dict[str, float]:
-        """The state of fp16's loss scale; empty in another precision."""
+        """The state of the fp16 loss scale; empty for other precisions."""
         scale = self.backend.unwrapped_model.scale
         return scale.state() if isinstance(scale, LossScale) else {}
 
     def restore(self) -> TrainState:
-        """Everything from the newest readable checkpoint, to train on; a new start without one."""
+        """Load the whole state of the newest readable checkpoint, to resume training.
+
+        Returns:
+            The progress of the checkpoint, or that of a new run without checkpoints.
+
+        Raises:
+            CheckpointError: There are checkpoints, but none is readable.
+        """
         if not self.checkpoints.names():
             return TrainState(data=self.store.fingerprint)
         state = self.backend.state()
@@ -172,11 +186,14 @@ class Session:
         return progress
 
     def restore_parameters(self, which: str = BEST) -> TrainState:
-        """Only the parameters, of the best checkpoint, of the newest, or of the one of a name.
+        """Load only the parameters of a checkpoint; return its progress.
 
-        The best is the newest if none is known to be best.  Where best or newest cannot be read the
-        newest that can be takes its place, with a warning.  Raises CheckpointError when the run has
-        no readable checkpoint, or not the one of that name.
+        Args:
+            which: BEST (the newest if no best one is known), NEWEST, or a name.  If the best or the
+                newest is not readable, the newest readable one is used, with a warning.
+
+        Raises:
+            CheckpointError: The run has no readable checkpoint, or none of that name.
         """
         state = {"model": self.backend.parameter_state()}
         _, progress = self.checkpoints.load_first(state, self.checkpoints.order(which))
@@ -184,11 +201,15 @@ class Session:
         return progress
 
     def rank(self, split: str) -> dict[str, Any]:
-        """Filtered metrics of a split: {"head" | "tail" | "both": {ties: {metric: value}}}."""
+        """Rank a split and return its filtered metrics.
+
+        Returns:
+            {"head" | "tail" | "both": {ties: {metric: value}}}.
+        """
         return metrics(self.ranks_of(self.store.split(split), split))
 
     def validation_triples(self) -> np.ndarray:
-        """Valid, or a fixed sample of it if evaluation.max_triples says so."""
+        """Return the valid split, or a fixed sample of evaluation.max_triples of its triples."""
         triples, limit = self.store.valid, self.config.evaluation.max_triples
         if not limit or limit >= len(triples):
             return triples
@@ -196,7 +217,7 @@ class Session:
         return triples[np.sort(stream.choice(len(triples), limit, replace=False))]
 
     def validate(self) -> dict[str, Any]:
-        """Metrics of ``validation_triples``, all entities being candidates."""
+        """Return the metrics of ``validation_triples``, in the form of ``rank``."""
         return metrics(self.ranks_of(self.validation_triples(), "valid"))
 
     def ranks_of(
@@ -205,10 +226,12 @@ class Session:
         split: str | None,
         evaluation: EvaluationConfig | None = None,
     ) -> Ranks:
-        """Filtered ranks of triples (T, 3) of a split, or of triples of no split.  Collective.
+        """Return the filtered ranks of triples.  Collective.
 
-        split: None filters by all splits and by the triples themselves.
-        evaluation: in place of the config's, for its candidates and their types.
+        Args:
+            triples: (T, 3).
+            split: Their split.  None: filter by all splits and by the triples themselves.
+            evaluation: Replaces the ``evaluation`` section of the config.
         """
         from tqdm import tqdm
 
@@ -240,14 +263,14 @@ class Session:
             )
 
     def _restricted(self, evaluation: EvaluationConfig, shard: EntityShard) -> Candidates | None:
-        """What a ranking's candidates are restricted to, made once.  Collective."""
+        """Return the restriction of a ranking's candidates, or None; cached.  Collective."""
         if evaluation.candidates == "all":
             return None
         key = evaluation.candidates, evaluation.types
         if self._kept_candidates is None or self._kept_candidates[0] != key:
             from kge_torchrec.ranking.candidates import make_candidates
 
-            made = on_all_ranks(  # which may read a file
+            made = on_all_ranks(  # may read a file, and fail on one rank only
                 self.processes, lambda: make_candidates(*key, self.store, shard.row_range)
             )
             self._kept_candidates = key, made
@@ -257,14 +280,25 @@ class Session:
 def open_store(
     config: DataConfig, seed: int, prepared: Path, processes: Processes, progress: bool
 ) -> TripleStore:
-    """The store that data.path names; raw files are prepared into ``prepared`` first, once.
+    """Open the store that data.path names, or prepare raw files into ``prepared`` first.
 
-    Collective; rank 0 finds or prepares it, the others wait, then all map the same files.
-    Raises DataError on bad input, OtherRankFailed where another rank cannot read the store.
+    Collective: rank 0 finds or prepares the store while the others wait; then all ranks map the
+    same files.
+
+    Args:
+        config: The ``data`` section of the config.
+        seed: Seed of random splits.
+        prepared: Path of the store made from raw files.  An existing one is reused.
+        processes: The ranks of the run.
+        progress: Whether to show progress bars.
+
+    Raises:
+        DataError: The data is invalid.
+        OtherRankFailed: Another rank cannot read the store.
     """
 
     def find_or_prepare() -> Path:
-        # Rank 0 looks for all: one that looks later would find what rank 0 has just prepared.
+        # Only rank 0 looks: another rank might already find the store that rank 0 just prepared.
         if (Path(config.path) / META).is_file():
             return Path(config.path)
         if not (prepared / META).is_file():
@@ -291,7 +325,7 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             type_triples=config.type_triples,
             reader=make_reader(config.reader, config.reader_options, "data.reader_options"),
             progress=progress,
-            log_notes=False,  # `data_notes` has them
+            log_notes=False,  # `data_notes` returns them
         )
     except DataError as error:
         error.spell(_as_key)
@@ -299,12 +333,12 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
 
 
 def data_notes(config: DataConfig, store: TripleStore) -> list[str]:
-    """Return what to know about the data, with the keys that change how files are read."""
+    """Return notes about the data, with the config keys that change how files are read."""
     return notes(store, None if (Path(config.path) / META).is_file() else _as_key)
 
 
 def _as_key(name: str, value: Any) -> str:
-    """As train takes it."""
+    """Return an option of ``prepare`` in the form for ``train``."""
     if name == "weights":
         value = "loss"
     elif not isinstance(value, list):
@@ -313,5 +347,5 @@ def _as_key(name: str, value: Any) -> str:
 
 
 def remove_prepared(prepared: Path) -> None:
-    """Drops a store that was prepared for a run which then did not start."""
+    """Remove a store that was prepared for a run that then did not start."""
     shutil.rmtree(prepared, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Where a run stands: everything a resume needs that is not a tensor."""
+"""The progress of a run: all values that a resume needs besides tensors."""
 
 from __future__ import annotations
 
@@ -8,38 +8,41 @@ from typing import Any
 
 @dataclass
 class TrainState:
-    """The data position and what validation has seen so far."""
+    """The position in the data, and the state of validation and learning-rate schedule."""
 
-    epoch: int = 0  # epochs finished
-    step: int = 0  # steps finished in the epoch under way
+    epoch: int = 0  # finished epochs
+    step: int = 0  # finished steps in the current epoch
     global_step: int = 0
-    epoch_loss: float = 0.0  # sum over these steps of the epoch under way
-    seconds: float = 0.0  # of training, validation and checkpoints not counted
-    triples: int = 0  # positives trained
+    epoch_loss: float = 0.0  # sum of the losses of these steps
+    seconds: float = 0.0  # of training, without validation and checkpoints
+    triples: int = 0  # number of trained positives
     best_metric: float | None = None
-    selection: str = ""  # what best_metric is a value of; "" in checkpoints of old
+    selection: str = ""  # describes best_metric; "" in checkpoints of older versions
     best_checkpoint: str | None = None
-    bad_validations: int = 0  # since the best one
+    bad_validations: int = 0  # since the best validation
     plateaus: int = 0
     plateau_wait: int = 0
-    plateau_best: float | None = None  # the last value that was progress
-    loss_scale: dict[str, float] = field(default_factory=dict)  # of fp16, as LossScale gives it
-    data: str = ""  # fingerprint of the store that was trained on
+    plateau_best: float | None = None  # the last value that counted as progress
+    loss_scale: dict[str, float] = field(default_factory=dict)  # for fp16, from LossScale.state
+    data: str = ""  # fingerprint of the training store
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> TrainState:
-        """The inverse of ``to_dict``; values that a later version has added are left out."""
+        """Invert ``to_dict``.  Unknown values, from later versions, are ignored."""
         known = {field.name for field in fields(cls)}
         return cls(**{name: value for name, value in values.items() if name in known})
 
     def select_by(self, selection: str) -> bool:
-        """Says what validations are compared by; True if the best so far was by something else.
+        """Set how validations are compared.
 
-        Then its value is forgotten, and the next validation is the best.
+        If it changes, the best values are cleared, so the next validation is the best.
+
+        Returns:
+            Whether the earlier selection was known and different.
         """
         changed = self.selection not in ("", selection)
         if changed:
@@ -49,13 +52,19 @@ class TrainState:
         return changed
 
     def is_better(self, metric: str, value: float) -> bool:
-        """Whether ``value`` beats the best so far; a mean rank is better when lower."""
+        """Return whether ``value`` beats the best so far.  A lower mean rank is better."""
         return _beats(metric, value, self.best_metric)
 
     def waits_on_plateau(self, metric: str, value: float, threshold: float) -> int:
-        """Takes the value of a validation; returns how many have been no progress since the last.
+        """Record a validation for the plateau schedule.
 
-        threshold: share of the best value that a better one has to differ by.
+        Args:
+            metric: Name of the metric.
+            value: Its value.
+            threshold: Smallest relative improvement over the best value that counts as progress.
+
+        Returns:
+            The number of validations since the last progress.
         """
         if _beats(metric, value, self.plateau_best, threshold):
             self.plateau_best, self.plateau_wait = value, 0

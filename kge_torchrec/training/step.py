@@ -1,14 +1,11 @@
-"""One training step: lookup, score, loss, backward, and what lies between that and the optimizers.
+"""One training step with sampled candidates: lookup, score, loss, backward, clipping, optimizers.
 
-    PlainStep      the step as it reads; PipelinedStep is the same in TorchRec's pipeline
-    StepOptimizer  micro-batches summed, gradients unscaled, checked and clipped, then stepped by:
+    PlainStep      the parts of a step one after another
+    PipelinedStep  the same in TorchRec's pipeline
+    StepOptimizer  sums micro-batches, unscales and clips gradients (see ``gradients``), and steps
+                   table and dense parameters
 
-        group        backward of every micro-batch; dense gradients travel at the last one
-        unscale      float16, or skip the step, and
-        clip         as ``gradients`` has it
-        step         table and dense parameters
-
-What a step drops is a function of where it is in training, not of what was drawn before.
+Dropout is a function of the position in training, not of earlier random draws.
 """
 
 from __future__ import annotations
@@ -30,16 +27,19 @@ from kge_torchrec.training.gradients import StepGradient
 
 
 class Pipeline(Protocol):
-    """Trains the next step of an iterator of micro-batches; StopIteration when all are trained."""
+    """An object that trains one step per call of ``progress``.
+
+    ``progress`` takes an iterator of micro-batches and raises StopIteration at its end.
+    """
 
     def progress(self, batches: Iterator[Any]) -> Tensor: ...
 
 
-PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, as a watcher hears of them
+PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, see PlainStep.watched
 
 
 class PlainStep:
-    """batch -> device -> forward -> backward -> step, one after another."""
+    """A step without overlap: batch, device, forward, backward, optimizer, one after another."""
 
     def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
         self.backend, self.optimizer, self.device = backend, optimizer, device
@@ -47,7 +47,7 @@ class PlainStep:
 
     @contextmanager
     def watched(self, watch: Callable[[str], object]) -> Iterator[None]:
-        """Calls ``watch`` with the name of each of ``PARTS`` as it ends, within the block."""
+        """Inside the block, call ``watch`` with the name of each of ``PARTS`` when it ends."""
         objective, unwatched = self.backend.unwrapped_model.objective, self._ended
         hooks = [
             objective.register_forward_pre_hook(lambda *_: watch("lookup")),
@@ -62,7 +62,7 @@ class PlainStep:
                 hook.remove()
 
     def progress(self, batches: Iterator[SampledBatch]) -> Tensor:
-        """Trains one step; returns its loss, detached."""
+        """Train one step; return its loss, detached."""
         return self.optimizer.group(lambda: self._train(batches))
 
     def _train(self, batches: Iterator[SampledBatch]) -> Tensor:
@@ -71,7 +71,7 @@ class PlainStep:
         batch = self.backend.prepare(batch).to(self.device, non_blocking=True)
         self.optimizer.zero_grad()
         loss, detached = self.backend.model(batch)
-        loss.backward()  # FBGEMM's table steps here on CUDA, all others below
+        loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
         self._ended("backward")
         self.optimizer.step()
         self._ended("update")
@@ -79,29 +79,32 @@ class PlainStep:
 
 
 class NotPipelined(KGEError, RuntimeError):
-    """TorchRec fell back to looking entities up without the pipeline."""
+    """TorchRec fell back to an entity lookup without the pipeline."""
 
     on_every_rank = True
 
 
 class PipelinedStep:
-    """TorchRec's pipeline: the next batch's ids travel while this batch is computed.
+    """TorchRec's pipeline, which sends the ids of the next batch during the current one.
 
-    Only ids are sent ahead, rows are looked up after the step before: training is as exact as in
-    ``PlainStep``.  Raises NotPipelined at the first step if TorchRec could not pipeline the lookup.
+    Only ids are sent ahead.  Rows are looked up after the previous step, so results are the same as
+    with ``PlainStep``.
+
+    Raises:
+        NotPipelined: TorchRec could not pipeline the lookup.  Raised after the first step.
     """
 
     def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
         from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-        # It tells its optimizer of every batch, as a StepOptimizer wants it.
+        # The pipeline calls the optimizer for every micro-batch, as StepOptimizer expects.
         self._pipeline = TrainPipelineSparseDist(
             backend.model, optimizer, device, execute_all_batches=True
         )
         self.optimizer, self._model, self._checked = optimizer, backend.model, False
 
     def progress(self, batches: Iterator[SampledBatch]) -> Tensor:
-        """Trains one step; returns its loss, detached."""
+        """Train one step; return its loss, detached."""
         loss = self.optimizer.group(lambda: self._pipeline.progress(batches))
         if not self._checked:
             self._check()
@@ -119,7 +122,7 @@ class PipelinedStep:
 
 
 def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Pipeline:
-    """What train.pipeline names; "auto" is sparse_dist where it pays."""
+    """Make the pipeline that train.pipeline names; "auto" is sparse_dist where it is faster."""
     name = train.pipeline
     if name == "auto":
         name = "sparse_dist" if backend.gains_by_pipeline else "loop"
@@ -130,7 +133,7 @@ def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.
 
 
 class StepOptimizer:
-    """The optimizers of a backend as a pipeline sees it: told of every micro-batch."""
+    """An optimizer for pipelines that call it for every micro-batch; it steps at the last one."""
 
     def __init__(self, backend: EmbeddingBackend, train: TrainConfig):
         self.backend, self.parts = backend, train.accumulation
@@ -140,7 +143,7 @@ class StepOptimizer:
         self._part = 0
 
     def group(self, train_one: Callable[[], Tensor]) -> Tensor:
-        """Calls ``train_one`` for every micro-batch of a step; returns the sum of their losses."""
+        """Call ``train_one`` for every micro-batch of a step; return the sum of the losses."""
         if self.parts == 1:
             return train_one()
         losses = []
@@ -151,21 +154,21 @@ class StepOptimizer:
         return torch.stack(losses).sum()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Before a micro-batch: forgets gradients before the first one only."""
+        """Clear gradients before the first micro-batch; do nothing before later ones."""
         if self._part == 0:
             self.backend.optimizer.zero_grad(set_to_none)
             if self.held is not None:
                 self.held.drop()
 
     def step(self) -> None:
-        """After a micro-batch: steps after the last one only.  Collective."""
+        """Step after the last micro-batch; do nothing after earlier ones.  Collective."""
         if not self._is_last:
             return
         if not self._unscale():
             self.backend.skip_step()
             return
         if self.gradient.clips:
-            assert self.backend.pending is not None  # as TrainConfig.steps_on_sums
+            assert self.backend.pending is not None  # ensured by TrainConfig.steps_on_sums
             self.gradient.clip(self.backend.pending.sums())
         self.backend.optimizer.step()
 
@@ -174,9 +177,10 @@ class StepOptimizer:
         return self._part == self.parts - 1
 
     def _unscale(self) -> bool:
-        """Divides by the scale, if there is one, and ends the table's backward.
+        """Divide by the loss scale, if there is one, and finish the table's backward.
 
-        False if a gradient overflowed.
+        Returns:
+            False if a gradient overflowed.
         """
         if self.held is None:
             return True
@@ -188,22 +192,28 @@ class StepOptimizer:
         return True
 
 
-_STREAM = 0xD60  # keeps these draws apart from others of the same seed
+_STREAM = 0xD60  # separates these random streams from others with the same seed
 
 
 def seed_dropout(seed: int, step: int, rank: int) -> None:
-    """Seeds torch's generators, on all devices, for step number ``step`` of a run on this rank.
+    """Seed torch's generators on all devices for one step on this rank.
 
-    So a resumed run drops what the uninterrupted one does; another number of ranks does not.
+    A resumed run therefore repeats the dropout of an uninterrupted run with the same number of
+    ranks.
+
+    Args:
+        seed: Seed of the run.
+        step: Global step.
+        rank: This rank.
     """
     seed_generators(seed, _STREAM, step, rank)
 
 
 def seed_generators(*words: int) -> None:
-    """Makes what torch draws next a function of the words.
+    """Seed torch's generators on all devices with a hash of the words.
 
-    ``torch.manual_seed`` would do, but where CUDA is not in use it formats the call stack each
-    time, in case CUDA will be: a millisecond.
+    It avoids ``torch.manual_seed``, which takes 1 ms per call while CUDA is not initialized: it
+    formats the call stack for a possible later CUDA error.
     """
     seed = int(np.random.SeedSequence(words).generate_state(1, np.uint64)[0])
     torch.default_generator.manual_seed(seed)

@@ -1,8 +1,8 @@
-"""Ending a run early on request: SIGTERM, SIGUSR1 or Ctrl-C (SIGINT) to any of its ranks.
+"""Early stop of a run on SIGTERM, SIGUSR1 or Ctrl-C (SIGINT) to any of its ranks.
 
-Schedulers send one of the first two some time before they take the machine away.  All ranks have to
-stop after the same step, so they ask each other; as that takes a collective on the host, they do so
-about once a second rather than after every step.
+Schedulers send SIGTERM or SIGUSR1 some time before they stop a job.  All ranks must stop after the
+same step, which takes a collective on the CPU.  They therefore agree about once per second instead
+of after every step.
 """
 
 from __future__ import annotations
@@ -17,41 +17,42 @@ from typing import Any
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.errors import KGEError
 
-EXIT_CODE = 75  # sysexits.h: temporary failure, to be tried again
+EXIT_CODE = 75  # EX_TEMPFAIL of sysexits.h: a temporary failure, retry later
 SECONDS_BETWEEN = 1.0
-# torchrun sends SIGINT on to its ranks, which a terminal may have reached already.
+# torchrun forwards SIGINT to ranks that may also get it from the terminal.
 _SECONDS_OF_ONE_CTRL_C = 1.0
 _MOST_STEPS = 1000
-_NOTHING, _STOP, _INTERRUPT = 0, 1, 2  # the largest of all ranks counts
+_NOTHING, _STOP, _INTERRUPT = 0, 1, 2  # the maximum over the ranks counts
 
 
 class TrainingStopped(KGEError, RuntimeError):
-    """A signal ended training early; a checkpoint has everything to go on from."""
+    """A signal ended training early.  The run resumes from its checkpoint, if it keeps any."""
 
     on_every_rank = True
     exit_code = EXIT_CODE
 
 
 class TrainingInterrupted(KeyboardInterrupt):
-    """Ctrl-C ended training; the message names the run's folder and the way to resume."""
+    """Ctrl-C ended training; the message names the run's folder and how to resume."""
 
 
 class StopSignal:
-    """Takes the signals while its ``with`` block runs, then gives them back.
+    """Handles the signals inside its ``with`` block, and restores the old handlers afterwards.
 
-    The first Ctrl-C asks for a stop; a signal after it raises KeyboardInterrupt at once.  SIGINT is
-    left alone where a program has its own handler for it or ignores it.  Only the main thread of a
-    process may handle signals: elsewhere it hears of the other ranks'.
+    The first Ctrl-C requests a stop; a later signal raises KeyboardInterrupt at once.  SIGINT is
+    not handled if the program has its own handler or ignores it.  Python handles signals only in
+    the main thread; in another thread, this rank only learns of signals to the other ranks.
 
     Args:
+        processes: The ranks of the run.
         note: Printed to stderr at the first Ctrl-C.
     """
 
     def __init__(self, processes: Processes, note: str = ""):
         self._processes, self._note = processes, note
-        self._received = self._agreed = _NOTHING  # here; on any rank, when ranks asked last
+        self._received = self._agreed = _NOTHING  # on this rank; on any rank, at the last agreement
         self._interrupted_at: float | None = None
-        self._handlers: dict[int, Any] = {}  # as signal.signal gives them
+        self._handlers: dict[int, Any] = {}  # the old handlers
         self._steps_left = self._steps_between = 1
         self._asked_at = time.monotonic()
 
@@ -70,14 +71,17 @@ class StopSignal:
         self._handlers.clear()
 
     def after_step(self) -> bool:
-        """Whether to stop after this step, the same on every rank.  Collective now and then."""
+        """Return whether to stop after this step, the same on every rank.
+
+        Collective after some of the steps, the same ones on every rank.
+        """
         if self._processes.world_size == 1:
             return self.now()
         self._steps_left -= 1
         return self._steps_left == 0 and self.now()
 
     def now(self) -> bool:
-        """Whether any rank was told to stop.  Collective."""
+        """Return whether any rank received a signal.  Collective."""
         seconds = time.monotonic() - self._asked_at
         received, seconds = self._processes.largest([self._received, seconds])
         steps = self._steps_between * SECONDS_BETWEEN / max(seconds, 1e-3)
@@ -88,7 +92,7 @@ class StopSignal:
 
     @property
     def is_interrupt(self) -> bool:
-        """Whether Ctrl-C on any rank was the reason, when ranks asked each other last."""
+        """Whether the reason to stop, at the last agreement, was Ctrl-C on any rank."""
         return self._agreed == _INTERRUPT
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
@@ -99,11 +103,11 @@ class StopSignal:
                 raise KeyboardInterrupt
         elif number == signal.SIGINT:
             self._interrupted_at, self._received = now, _INTERRUPT
-            os.write(2, self._note.encode())  # print may be what the signal has interrupted
-        elif self._received == _NOTHING:  # a scheduler and torchrun may both send one
+            os.write(2, self._note.encode())  # print is not reentrant in a signal handler
+        elif self._received == _NOTHING:  # a scheduler and torchrun may both send a signal
             self._received = _STOP
 
 
 def _raises_interrupt() -> bool:
-    """Whether SIGINT raises KeyboardInterrupt, as Python has it unless a program changes it."""
+    """Return whether SIGINT raises KeyboardInterrupt, which is Python's default."""
     return signal.getsignal(signal.SIGINT) is signal.default_int_handler

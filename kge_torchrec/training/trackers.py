@@ -1,8 +1,8 @@
-"""Where a run's metrics go besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
+"""Trackers of a run's metrics besides metrics.jsonl: TensorBoard, Weights & Biases, MLflow.
 
-Each takes {"kind/metric": value} of a step.  A run that is resumed goes on in the same run of each,
-whose ids lie in its folder as trackers.json.  One that fails on the way, such as for lack of a
-network, is left alone from then on: metrics.jsonl has everything.
+Each tracker takes {"kind/metric": value} of a step.  A resumed run continues the same tracker runs,
+whose ids are in trackers.json.  A W&B or MLflow tracker that fails, for example without a network,
+is not used any more; metrics.jsonl still gets all metrics.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ log = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """Takes a run's metrics."""
+    """A receiver of a run's metrics."""
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Values of a step; steps rise, but for those that a resumed run takes again."""
+        """Record the values of a step.  Steps increase, but a resumed run may repeat some."""
 
     def close(self) -> None:
-        """The run ends, or stops for now."""
+        """Finish: the run has ended or stopped."""
 
 
 def check_trackers(run: RunConfig) -> None:
-    """Raises ConfigError if a package is missing that a key of ``run`` needs."""
+    """Raise ConfigError if a tracker in ``run`` needs a package that is not installed."""
     for key in ("wandb", "mlflow"):
         if getattr(run, key) is not None and find_spec(key) is None:
             raise ConfigError(
@@ -39,7 +39,13 @@ def check_trackers(run: RunConfig) -> None:
 
 
 def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tracker]:
-    """Those that the config asks for.  resumed_at: the step that a run goes on from."""
+    """Make the trackers that the config names.
+
+    Args:
+        folder: Folder of the run.
+        config: The config.
+        resumed_at: Step from which the run resumes, or None.
+    """
     found: list[Tracker] = []
     if config.run.tensorboard:
         found.append(TensorBoard(folder / "tensorboard", resumed_at))
@@ -50,7 +56,7 @@ def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tr
 
 
 class TensorBoard:
-    """Event files in the folder; steps after ``resumed_at`` are written again."""
+    """A tracker that writes TensorBoard event files; it overwrites steps after ``resumed_at``."""
 
     def __init__(self, folder: Path, resumed_at: int | None):
         from torch.utils.tensorboard import SummaryWriter
@@ -66,7 +72,7 @@ class TensorBoard:
 
 
 class WandB:
-    """A run of the project that ``run.wandb`` names; WANDB_MODE=offline works as well."""
+    """A Weights & Biases run in the project ``run.wandb``; WANDB_MODE=offline works as well."""
 
     def __init__(self, folder: Path, config: Config):
         import wandb
@@ -81,7 +87,7 @@ class WandB:
             resume="allow",
         )
         ids.set("wandb", self._run.id)
-        # A resumed run may take steps again, which W&B's own counter would not let it.
+        # A resumed run may repeat steps, which W&B's own step counter does not allow.
         self._run.define_metric("*", step_metric="step")
 
     def log(self, step: int, values: dict[str, float]) -> None:
@@ -92,7 +98,7 @@ class WandB:
 
 
 class MLflow:
-    """A run of the experiment that ``run.mlflow`` names, at MLFLOW_TRACKING_URI."""
+    """An MLflow run in the experiment ``run.mlflow``, at MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path, config: Config):
         from mlflow.tracking import MlflowClient
@@ -124,7 +130,7 @@ class MLflow:
 
 
 class _Forgiving:
-    """A tracker whose failure ends itself and not the training."""
+    """A wrapper that disables a tracker when it fails, so that training continues."""
 
     def __init__(self, name: str, tracker: Tracker):
         self._name, self._tracker = name, tracker
@@ -135,7 +141,7 @@ class _Forgiving:
             return
         try:
             self._tracker.log(step, values)
-        except Exception as error:  # of whatever kind its package raises
+        except Exception as error:  # the tracker's package may raise any type
             self._failed = True
             log.warning("%s takes no more metrics of this run: %s", self._name, error)
 
@@ -147,7 +153,7 @@ class _Forgiving:
 
 
 class _Ids:
-    """What a tracker calls the run of a folder."""
+    """The file trackers.json: the trackers' ids of a run."""
 
     def __init__(self, folder: Path):
         self._file = folder / "trackers.json"

@@ -1,9 +1,9 @@
-"""The training loop: epochs of steps, validation, early stopping, checkpoints, final results.
+"""The training loop: epochs of steps, validation, early stopping and checkpoints.
 
-One step reads: set the learning rate, train the next batch, remember its loss
-(``Trainer.train_step``).  Everything that waits for the device happens at intervals: losses are
-kept on the device until somebody asks.  Parameters are looked at before they are saved: the last
-step's update is in no loss yet.  The learning rate is a function of the step, so it resumes itself.
+A step (``Trainer.train_step``) sets the learning rate, trains the next batch and keeps its loss on
+the device.  The loop waits for the device only at intervals, when it reads the losses.  Parameters
+are checked for NaN before they are saved, because no loss covers the update of the last step yet.
+The learning rate is a function of the step, so a resume needs no extra state.
 """
 
 from __future__ import annotations
@@ -37,12 +37,19 @@ from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_dropout
 from kge_torchrec.training.stop_signal import StopSignal, TrainingInterrupted, TrainingStopped
 
-# Called on every rank with "step", "epoch" or "valid" and the values that metrics.jsonl gets.
+# Called on every rank with "step", "epoch" or "valid", and with the values of metrics.jsonl.
 Callback = Callable[[str, dict[str, Any]], object]
 
 
 class Trainer:
-    """Trains a session from ``progress`` on.  Collective."""
+    """The training loop of a session.  Collective.
+
+    Args:
+        session: The run.
+        progress: Where to start; it is updated in place.
+        metrics: The metrics log on rank 0, None on other ranks.
+        callbacks: Called with all metrics; they may differ by rank.
+    """
 
     def __init__(
         self,
@@ -63,11 +70,15 @@ class Trainer:
         self.callbacks = list(callbacks)
 
     def run(self) -> TrainState:
-        """Trains until the last epoch or early stopping; returns the final progress.
+        """Train until the last epoch or early stopping; return the final progress.
 
-        Raises NonFiniteLoss, NonFiniteParameters or CheckpointError; checkpoints written before
-        stay.  SIGTERM or SIGUSR1 to any rank ends it by TrainingStopped, Ctrl-C by
-        TrainingInterrupted, after a checkpoint.
+        Earlier checkpoints remain after every error.
+
+        Raises:
+            NonFiniteLoss, NonFiniteParameters: Training diverged.
+            CheckpointError: A checkpoint cannot be written.
+            TrainingStopped: SIGTERM or SIGUSR1 to any rank, after a checkpoint.
+            TrainingInterrupted: Ctrl-C, after a checkpoint.
         """
         epochs, progress = self.config.train.epochs, self.progress
         self._forget_other_selections()
@@ -83,12 +94,12 @@ class Trainer:
                     self._save()
                 if stopping:
                     raise self._stopped()
-            if self.stop.now():  # a signal that came with the last checkpoint
+            if self.stop.now():  # a signal may arrive during the last checkpoint
                 raise self._stopped()
         return progress
 
     def _forget_other_selections(self) -> None:
-        """A best value of another metric, or of other triples, is no value to compare with."""
+        """Clear the best value if it is of another metric or of other triples."""
         before = self.progress.selection
         if self.progress.select_by(selection_of(self.config, self.session.store)):
             self._say(
@@ -121,7 +132,7 @@ class Trainer:
         self._end_epoch(seconds, (progress.triples - start_triples) / seconds)
 
     def train_step(self, batches: Iterator[SampledBatch | QueryBatch]) -> int:
-        """Trains the next batch; returns its number of triples, over all ranks."""
+        """Train the next batch; return its number of examples over all ranks."""
         progress, batch_size = self.progress, self.config.train.batch_size
         factor = self.schedule.factor(progress.global_step, progress.plateaus)
         self.session.backend.set_learning_rate(factor)
@@ -134,12 +145,12 @@ class Trainer:
         return trained
 
     def _reads_here(self) -> bool:
-        """Whether the losses are read after this step: at intervals and at the epoch's end."""
+        """Return whether to read losses after this step: at intervals and at the epoch's end."""
         step = self.progress.step
         return step % self.config.train.log_every == 0 or step == self.batches.steps_per_epoch
 
     def _saves_here(self) -> bool:
-        """Whether a checkpoint within the epoch is due after this step."""
+        """Return whether a checkpoint within the epoch is due after this step."""
         every, step = self.config.checkpoint.every_steps, self.progress.step
         return bool(every) and step % every == 0 and step < self.batches.steps_per_epoch
 
@@ -170,7 +181,7 @@ class Trainer:
                 "triples_per_second": triples_per_second,
             },
         )
-        if not sys.stderr.isatty():  # where a file or a pipe shows no bar
+        if not sys.stderr.isatty():  # files and pipes show no progress bar
             self._say(
                 f"loss {loss:.4f}, {triples_per_second:,.0f} {self.config.negatives.examples}/s"
             )
@@ -182,7 +193,7 @@ class Trainer:
         )
 
     def _validate(self) -> bool:
-        """Ranks valid; True if this is the best model so far."""
+        """Rank valid; return whether this is the best model so far."""
         progress, metric = self.progress, self.config.evaluation.metric
         start = time.perf_counter()
         results = self.session.validate()
@@ -213,7 +224,7 @@ class Trainer:
         return bool(patience) and self.progress.bad_validations >= patience
 
     def _save(self) -> None:
-        """Writes a checkpoint, unless none are; that all numbers are finite holds in any case."""
+        """Check that all values are finite; write a checkpoint unless checkpoint.keep is 0."""
         self.progress.loss_scale = self.session.loss_scale
         state = self.session.backend.state()
         check_finite(state, self.session.processes)
@@ -230,7 +241,7 @@ class Trainer:
         return kind(f"{why}; checkpoint {name} is written. `train --resume {folder}` goes on.")
 
     def _write(self, kind: str, values: dict[str, Any]) -> None:
-        """To the logs, on rank 0, and the callbacks, which may differ by rank.  Collective."""
+        """Write metrics to the log (on rank 0) and call the callbacks.  Collective."""
 
         def write() -> None:
             if self.metrics is not None:
@@ -241,12 +252,12 @@ class Trainer:
         on_all_ranks(self.session.processes, write)
 
     def _say(self, text: str) -> None:
-        """A line on stderr, above the bar."""
+        """Print a line to stderr, above the progress bar."""
         if self.session.show:
             tqdm.write(f"epoch {self.progress.epoch}: {text}", file=sys.stderr)
 
     def _bar(self) -> tqdm:
-        """One bar for all epochs."""
+        """Make one progress bar for all epochs."""
         progress, size = self.progress, self.batches.examples
         return tqdm(
             total=self.config.train.epochs * size,
@@ -263,7 +274,7 @@ class Trainer:
 
 
 def peak_memory_bytes() -> int:
-    """The largest resident size of any rank so far.  Collective."""
+    """Return the peak resident memory of any rank so far, in bytes.  Collective."""
     peak = torch.tensor(peak_resident_bytes())
     if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
@@ -272,7 +283,7 @@ def peak_memory_bytes() -> int:
 
 @dataclass(frozen=True)
 class Schedule:
-    """Factor on every learning rate, table and dense alike."""
+    """The learning-rate schedule: a factor on the rates of table and dense parameters."""
 
     name: str
     warmup_steps: int
@@ -282,7 +293,7 @@ class Schedule:
 
     @classmethod
     def of(cls, config: TrainConfig, steps_per_epoch: int) -> Schedule:
-        """The schedule of a run of ``config.epochs`` epochs."""
+        """Make the schedule of a run from the ``train`` section of its config."""
         return cls(
             config.schedule,
             config.warmup_steps,
@@ -292,7 +303,12 @@ class Schedule:
         )
 
     def factor(self, step: int, plateaus: int = 0) -> float:
-        """The factor for the step-th step (from 0) after ``plateaus`` decays by plateau."""
+        """Return the factor for a step.
+
+        Args:
+            step: Global step, from 0.
+            plateaus: Number of decays so far, for the schedule "plateau".
+        """
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
         done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
@@ -308,19 +324,19 @@ class Schedule:
 
 
 class NonFiniteLoss(KGEError, RuntimeError):
-    """Training met a loss that is no finite number; the message says when and on which rank."""
+    """A training loss is not finite; the message says when and on which rank."""
 
     on_every_rank = True
 
 
 class NonFiniteParameters(KGEError, RuntimeError):
-    """A parameter or its optimizer state holds NaN or infinity; the message says which."""
+    """A parameter or its optimizer state has NaN or infinity; the message says which."""
 
     on_every_rank = True
 
 
 class LossesSeen:
-    """Collects a loss a step and reads them all at once.
+    """A list of losses, one per step, that are read together.
 
     Each rank's loss is its share of the global mean, times the world size.
     """
@@ -329,13 +345,19 @@ class LossesSeen:
         self._losses: list[Tensor] = []
 
     def add(self, loss: Tensor) -> None:
-        """Remembers the loss of a step."""
+        """Keep the loss of a step."""
         self._losses.append(loss)
 
     def read(self, epoch: int, last_step: int) -> list[float]:
-        """The global losses of the steps since the last read, the newest at ``last_step``.
+        """Return the global losses of the steps since the last read.  Collective.
 
-        Collective.  Raises NonFiniteLoss, on every rank, naming the first bad step and its rank.
+        Args:
+            epoch: Current epoch, from 0, for messages.
+            last_step: Number of the newest step in the epoch, from 1.
+
+        Raises:
+            NonFiniteLoss: A loss is not finite.  Raised on every rank; the message names the first
+                bad step and its rank.
         """
         if not self._losses:
             return []
@@ -362,9 +384,12 @@ class LossesSeen:
 
 @torch.no_grad()
 def check_finite(state: dict[str, Any], processes: Processes) -> None:
-    """Raises NonFiniteParameters, on every rank, if a tensor of a nested state has NaN or infinity.
+    """Check that a nested state has no NaN or infinity.  Collective.
 
-    Collective.  One pass over this rank's parts, in no memory of their size.
+    It reads this rank's parts once, without temporaries of their size.
+
+    Raises:
+        NonFiniteParameters: A tensor has NaN or infinity.  Raised on every rank.
     """
     bad = [name for name, part in _local_parts(state) if not is_finite(part)]
     found = [names[0] if names else None for names in processes.gather(bad)]
@@ -378,7 +403,7 @@ def check_finite(state: dict[str, Any], processes: Processes) -> None:
 
 
 def _local_parts(state: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors by dotted name."""
+    """Yield this rank's tensors with their dotted names."""
     if isinstance(state, dict):
         for key, value in state.items():
             yield from _local_parts(value, f"{name}.{key}" if name else str(key))

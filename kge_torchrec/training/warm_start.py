@@ -1,14 +1,18 @@
-"""Starting from vectors of elsewhere, or from another run: ``model.init_from``, by label.
+"""Initial values from a file of vectors or from another run, by label: ``model.init_from``.
 
-The first rank reads, once, some rows at a time, and sends them to all; each keeps those of its own
-shard.  So no rank holds them all, and a file need not be where the other ranks are.
+Rank 0 reads the vectors in chunks and broadcasts them, and each rank keeps the rows of its shard.
+No rank holds the whole table, and only rank 0 needs access to the file.
 
-Vectors of another width are projected, where ``model.init_width`` says so: by a random matrix with
-orthonormal columns (or, to more numbers, rows), scaled so that rows keep their length on average;
-or onto the first principal components of the vectors of the graph's entities, their mean
-subtracted.  Numbers of a row that are biases (``model.biases``) start at 0 in either case.
+``model.init_width`` selects a projection for vectors of a different width:
 
-Shapes: N entities, M vectors of W numbers, D numbers of an entity's vector, m rows at a time.
+    random  a random matrix with orthonormal columns (rows, if the width grows), scaled so that
+            vectors keep their length on average
+    pca     the first principal components of the vectors of the graph's entities, after
+            subtracting their mean
+
+Elements of a row that are biases (``model.biases``) start at 0 in both cases.
+
+Shapes: N entities, M vectors with W elements, D elements of an entity's vector, m rows at a time.
 """
 
 from __future__ import annotations
@@ -35,15 +39,19 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 
-_STREAM = 0x1417  # keeps the projection apart from other draws of the same seed
+_STREAM = 0x1417  # separates the projection's random stream from others with the same seed
 _SCORER = "engine.model.objective."
 
 
 def begin(session: Session) -> TrainState:
-    """A new start: parameters as they were drawn, or as model.init_from has them.  Collective.
+    """Start a new run: apply model.init_from, if set.  Collective.
 
-    Raises DataError or ConfigError, on every rank, for vectors that make no sense here: NaN,
-    another width, two of one label, no label in common.
+    Returns:
+        The progress of a new run.
+
+    Raises:
+        DataError, ConfigError: The vectors are unusable: NaN, a different width, two vectors for
+            one label, or no label in common.  Raised on every rank.
     """
     if session.config.model.init_from is not None:
         _start_from(session, session.config.model.init_from)
@@ -51,7 +59,7 @@ def begin(session: Session) -> TrainState:
 
 
 def _start_from(session: Session, source: str) -> None:
-    """Puts vectors in place of drawn rows."""
+    """Replace random rows by vectors from ``source``, a file or a run folder."""
     ranks, reading = session.processes, _Reading(session)
     run = on_first_rank(ranks, lambda: RunFolder(source) if RunFolder(source).holds_run else None)
     checkpoint = None if run is None else Checkpoints(run.checkpoints, ranks).find(BEST)
@@ -75,7 +83,7 @@ def _start_from(session: Session, source: str) -> None:
 
 
 class _Reading:
-    """The first rank's side of it."""
+    """Rank 0's part of model.init_from: reading, matching by label and projecting."""
 
     def __init__(self, session: Session):
         self.session, self.config = session, session.config
@@ -83,7 +91,7 @@ class _Reading:
         self.summary = ""
 
     def open(self, source: Path, checkpoint: Path | None) -> None:
-        """Finds out which vector is whose, and what becomes of other widths."""
+        """Match vectors to entities and choose the projection."""
         self.vectors = (
             open_vectors(source) if checkpoint is None else self._of_run(source, checkpoint)
         )
@@ -100,11 +108,11 @@ class _Reading:
         )
 
     def next(self) -> tuple[np.ndarray, np.ndarray] | None:
-        """Ids (m,) and rows (m, D) of some vectors; None when there are no more."""
+        """Return the ids (m,) and rows (m, D) of the next chunk, or None at the end."""
         return next(self._parts, None)
 
     def save_frozen(self) -> None:
-        """Which entities have one, for every start of this run."""
+        """Save which entities have a vector, to freeze them also after a resume."""
         frozen = np.zeros(self.store.num_entities, bool)
         frozen[self.ids[self.ids >= 0]] = True
         self.session.folder.save_frozen(frozen)
@@ -139,7 +147,7 @@ class _Reading:
             )
 
     def _projection(self) -> Callable[[np.ndarray], np.ndarray]:
-        """(m, W) -> what is written into the first columns of rows."""
+        """Return a function from vectors (m, W) to the first columns of rows."""
         have, want, self._how = self.vectors.width, self.width, ""
         if have in (self.full, want):
             return lambda rows: rows
@@ -163,16 +171,16 @@ class _Reading:
         return lambda rows: (rows - mean) @ matrix
 
     def _orthonormal(self, have: int, want: int) -> np.ndarray:
-        """(W, D), a function of the seed."""
+        """Return a random orthonormal matrix (W, D), a function of the seed."""
         stream = np.random.Generator(np.random.SFC64([self.config.seed, _STREAM]))
         longer, shorter = max(have, want), min(have, want)
         matrix, upper = np.linalg.qr(stream.standard_normal((longer, shorter)))
-        matrix *= np.sign(np.diag(upper))  # so that it is uniform (Mezzadri 2007)
+        matrix *= np.sign(np.diag(upper))  # makes the distribution uniform (Mezzadri 2007)
         matrix = matrix if have == longer else matrix.T
         return (matrix * max(1.0, have / want) ** 0.5).astype(np.float32)
 
     def _principal(self, want: int) -> tuple[np.ndarray, np.ndarray]:
-        """The mean (W,) of the vectors, and their first principal components (W, D)."""
+        """Return the mean (W,) of the vectors and their first principal components (W, D)."""
         width, count = self.vectors.width, 0
         total, squares = np.zeros(width), np.zeros((width, width))
         for _, rows in self._read(lambda rows: rows.astype(np.float64)):
@@ -184,9 +192,12 @@ class _Reading:
         return mean.astype(np.float32), components.astype(np.float32)
 
     def dense(self, checkpoint: Path) -> dict[str, tuple[Tensor, Tensor]]:
-        """Of a run with the same scorer: its parameters by name, and which rows to take.
+        """Read dense parameters from a run with the same scorer.
 
-        Rows of relations by label; all others where their shapes are the same.
+        Rows of relations are matched by label.  Other parameters are taken if the shapes are equal.
+
+        Returns:
+            (rows to write, their values) by parameter name; {} if the scorers differ.
         """
         model, before = self.config.model, self.before.model
         same = ("scorer", "dim", "reciprocal", "normalization", "options")
@@ -205,7 +216,7 @@ class _Reading:
             entry = index[_SCORER + name]
             held = torch.empty(entry["size"], dtype=dtype_of(entry))
             read_whole(checkpoint, index, {_SCORER + name: held})
-            if name in of_relations:  # relations, then their inverses
+            if name in of_relations:  # one block of relations, maybe one of inverses
                 blocks = len(held) // self.old_store.num_relations
                 values = held.unflatten(0, (blocks, -1))[:, then].flatten(0, 1)
                 start = torch.arange(blocks)[:, None] * self.store.num_relations
@@ -218,7 +229,7 @@ class _Reading:
 
 @torch.no_grad()
 def _start_dense(session: Session, taken: dict[str, tuple[Tensor, Tensor]]) -> None:
-    """Writes rows (k,) of parameters, by name, with their numbers (k, ...)."""
+    """Write rows (k,) of dense parameters, by name, with values (k, ...)."""
     wrapper = session.backend.dense
     for name, parameter in wrapper.objective.named_parameters():
         if name in taken:

@@ -1,4 +1,4 @@
-"""The hand-rolled engine: the same model as TorchRec's, with its own table and exchange."""
+"""The hand-rolled backend: the same model as with TorchRec, with its own table and exchange."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _NamedOptimizer:
-    """An optimizer whose state is by name of parameter, as TorchRec's KeyedOptimizer has it.
+    """An optimizer with state by parameter name, like TorchRec's KeyedOptimizer.
 
-    Checkpoints of both engines are the same; this one needs no TorchRec.
+    It makes the checkpoints of both backends the same without loading TorchRec.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter], build: DenseOptimizer):
@@ -39,24 +39,24 @@ class _NamedOptimizer:
         self.zero_grad, self.step = self._optimizer.zero_grad, self._optimizer.step
 
     def init_state(self) -> None:
-        """Makes the state, by a step with gradients of 0."""
+        """Create the state by a step with zero gradients."""
         for parameter in self._parameters.values():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
         self.step()
 
     def states(self) -> dict[str, dict[str, Any]]:
-        """The state of each parameter: tensors that a load may fill in place."""
+        """Return the state by parameter name: tensors that a load may fill in place."""
         return {n: dict(self.state[p]) for n, p in self._parameters.items() if p in self.state}
 
     def load(self, states: dict[str, dict[str, Any]]) -> None:
-        """Takes back what ``states`` gave, filled."""
+        """Load the result of ``states`` after its tensors were filled."""
         for name, values in states.items():
             self.state[self._parameters[name]].update(values)
 
 
 class _StepBoth:
-    """Dense parameters first: an asynchronous step of the table then runs beside what follows."""
+    """Steps the dense parameters, then the table, whose step may run in a thread."""
 
     def __init__(self, table: HandrolledTable, dense: _NamedOptimizer):
         self._table, self._dense = table, dense
@@ -71,9 +71,21 @@ class _StepBoth:
 
 
 class AllToAllBackend:
-    """Entities in a HandrolledTable, dense parameters as ``dense`` lays them out.
+    """A backend with the entities in a HandrolledTable.
 
     Collective: every rank builds it with the same arguments.
+
+    Args:
+        num_entities: N.
+        objective: Scorer and loss.
+        table_optimizer: Optimizer of the table.
+        options: How the table's optimizer differs from FBGEMM's.
+        dense_optimizer: Builds the optimizer of the dense parameters.
+        processes: The ranks of the run.
+        dense: Distributes the dense parameters over the ranks.
+        init: Distribution of the initial values of the table.
+        seed: Seed of the initial values.
+        scales_loss: Whether fp16 loss scaling is used.
     """
 
     gains_by_pipeline = False
@@ -109,49 +121,49 @@ class AllToAllBackend:
         self.layout = f"{_describe(self.table)}\n{dense.describe()}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
-        """Routes the ids while they are on the host.  Collective."""
+        """Replace the ids by their route while they are on the host.  Collective."""
         return replace(batch, ids=self.table.route(batch))
 
     def shard(self) -> EntityShard:
-        """This rank's rows, current as of the last finished step."""
+        """Return this rank's rows after the last finished step."""
         return self.table.shard()
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """One step of the table's optimizer on rows of this rank, without a lookup."""
+        """Take one step of the table's optimizer on rows of this rank, without a lookup."""
         self.table.step_rows(gradients)
 
     def freeze_rows(self, frozen: Tensor) -> None:
-        """No step moves these rows of this rank, (n,) bool, or their state from here on."""
+        """Freeze rows of this rank, (n,) bool, and their optimizer state."""
         assert self.pending is not None  # as Config.freezes
         self.pending.frozen = frozen.to(self.shard().rows.device)
 
     def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
-        """No step moves these rows of the objective's parameters, by name, or their state."""
+        """Freeze rows of the objective's parameters, (rows,) bool by name, and their state."""
         self.dense.frozen = FrozenDense(self.dense, self._dense, frozen)
 
     def set_learning_rate(self, factor: float) -> None:
-        """Multiplies the base learning rates of the steps that follow."""
+        """Multiply the base learning rates of all later steps."""
         self.table.lr = self._base_table_rate * factor
         for group, base in zip(self._dense.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
     def skip_step(self) -> None:
-        """Nothing: only steps are counted."""
+        """Do nothing: the table counts only steps that were taken."""
 
     def parameter_state(self) -> dict[str, Any]:
-        """The parameters for a distributed checkpoint."""
+        """Return the parameters for a distributed checkpoint."""
         return {
             ENTITY_WEIGHT: self._sharded(self.shard().rows),
             **self.unwrapped_model.state_dict(),
         }
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``parameter_state`` gave; the rows were filled in place."""
+        """Load the result of ``parameter_state``.  The rows were already filled in place."""
         dense = {name: value for name, value in state.items() if name != ENTITY_WEIGHT}
         self.unwrapped_model.load_state_dict(dense)
 
     def state(self) -> dict[str, Any]:
-        """Table, scorer and optimizer state for a distributed checkpoint."""
+        """Return table, scorer and optimizer state for a distributed checkpoint."""
         start_optimizer_state(self._dense)
         table = {
             f"{ENTITY}.{name}": self._sharded(state)
@@ -164,14 +176,14 @@ class AllToAllBackend:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state`` gave, once a distributed load has filled it in."""
+        """Load the result of ``state`` after a distributed load filled it in place."""
         self.load_parameter_state(state["model"])
         dense = {k: v for k, v in state["optimizer"]["state"].items() if k != ENTITY_WEIGHT}
         self._dense.load(dense)
         self.table.optimizer.steps = int(state["table_step"])
 
     def _steps(self) -> Tensor:
-        """Steps counted; with ``bias_correction: shard`` the most that any shard has counted."""
+        """Return the step count; with ``bias_correction: shard`` the largest of all shards."""
         steps = torch.tensor(self.table.optimizer.steps)
         if self.table.ranges.world_size > 1:
             dist.all_reduce(steps, op=dist.ReduceOp.MAX, group=self.table.group)
@@ -183,7 +195,7 @@ class AllToAllBackend:
 
 
 def _describe(table: HandrolledTable) -> str:
-    """For people: rows and bytes of every rank."""
+    """Describe the rows and bytes of every rank in readable text."""
     ranges, rows = table.ranges, table.shard().rows
     state = sum(s.element_size() * s[:1].numel() for s in table.optimizer.states.values())
     lines = [f"{ENTITY_WEIGHT}: row_wise, hand-rolled, {ranges.world_size} shards"]

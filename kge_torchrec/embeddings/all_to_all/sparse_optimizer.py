@@ -1,27 +1,26 @@
-"""Own sparse optimizer: one step on the rows that have a gradient, and on no other.
+"""The sparse optimizer of the hand-rolled table: it steps only rows that have a gradient.
 
-The formulas are those of ``row_kernels``, with the choices of ``SparseOptions``.  FBGEMM's own
-choices on a CPU table take the fused kernel of that file; all else is torch operations, a bounded
-number of rows at a time.  Each way to count steps comes with the arithmetic of the system that
-counts so:
+The formulas are those of ``row_kernels``, with the variants of ``SparseOptions``.  FBGEMM's
+variants on a CPU table use the fused kernel of that file.  All other variants use torch operations
+on a bounded number of rows at a time.  Each way to count steps uses the arithmetic of the system
+that it comes from:
 
     table  FBGEMM           betas and their powers in float32
     shard  dice-embeddings  betas and their powers in float64
     row    DGL              betas in float64, their powers in float32
 
-A state in bfloat16 is rounded up or down at random, such that the mean is the number itself.
-Rounding to the nearest loses every change that is smaller than half the distance between two
-neighbours; with a beta of 0.999 a second moment then stops at a quarter of its value.  Here a
-number between two neighbours goes to the upper one with the probability that its place between
-them says, so small changes arrive on average (Gupta et al., Deep Learning with Limited Numerical
-Precision, 2015).  The random bits are no stream that is drawn one after another but a function of
-where they are used: (step, which state, global row, column).  The same run on other ranks, in other
-chunks, on another device or after a resume therefore rounds the same way.  That function is
-SplitMix64 (Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), of which
-any number can be computed without those before it.
+bfloat16 states use stochastic rounding (Gupta et al., Deep Learning with Limited Numerical
+Precision, 2015): a value is rounded up or down at random, and the expected result is the value.
+Rounding to nearest would lose every change below half the distance between two neighbors; with
+beta 0.999, a second moment would stop at a quarter of its value.
 
-Shapes: n rows on this rank, D numbers a row, M gradients, U distinct rows among them, u rows at a
-time, K numbers of a state per row: D, or 1 if it is row-wise.
+The random bits are a function of (step, state, global row, column), not a stream.  Results
+therefore do not depend on ranks, chunks or device, nor on a resume.  The function is SplitMix64
+(Steele, Lea and Flood, Fast Splittable Pseudorandom Number Generators, 2014), which computes any
+element of its sequence directly.
+
+Shapes: n rows on this rank, D elements per row, M gradients, U distinct rows among them, u rows at
+a time, K state elements per row (D, or 1 if the state is row-wise).
 """
 
 from __future__ import annotations
@@ -39,33 +38,34 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.embeddings.row_kernels import update_rows
 
-_ROUNDED = ("momentum1", "exp_avg_sq")  # the place is the state's number in the random bits
+_ROUNDED = ("momentum1", "exp_avg_sq")  # a state's index here is an input of its random bits
 
-# On a CPU what a pass computes should stay in the cache; on a GPU it only has to stay small.
+# On a CPU the temporaries of a chunk should fit in the cache; on a GPU they only need to be small.
 _CHUNK_ROWS = {"cpu": 2048, "cuda": 1 << 16}
 
 
 class SparseOptimizer:
-    """Steps this rank's rows of the entity table in place.
+    """Updates this rank's rows of the entity table in place.
 
     Args:
-        optimizer: which optimizer, and its constants.
-        options: how it differs from FBGEMM's.
-        rows: (n, D) float32, the table's own memory; n may be 0.
-        first_row: global number of ``rows[0]``; stochastic rounding depends on it.
+        optimizer: The optimizer and its constants.
+        options: How the optimizer differs from FBGEMM's.
+        rows: (n, D) float32, the memory of the table; n may be 0.
+        first_row: Global id of ``rows[0]``, an input of stochastic rounding.
 
     Attributes:
-        lr: learning rate of the next step, at first the optimizer's.
-        steps: steps so far: those that this shard had rows in for ``bias_correction`` shard, all
-            of them otherwise.  Set it to resume.
-        states: what to keep with the table, by FBGEMM's names, zeros at first: ``momentum1``
-            (n, D), for rowwise_adagrad (n,); ``exp_avg_sq`` (n, D), for rowwise_adam (n,);
-            ``row_step`` (n,) int32, steps of each row, of the Adams with ``bias_correction`` row.
-            Write into them to resume.
-        fused: whether the kernel of ``row_update`` takes the steps.
-        chunk_rows: rows at a time where it does not; no result depends on it.
+        lr: Learning rate of the next step, initially the optimizer's.
+        steps: Number of steps so far.  With ``bias_correction`` shard, only steps in which this
+            shard had gradients count.  Set it to resume.
+        states: Tensors to save with the table, by FBGEMM's names, initially zeros.  Write into them
+            to resume.  ``momentum1`` is (n, D), or (n,) for rowwise_adagrad.  ``exp_avg_sq`` is
+            (n, D), or (n,) for rowwise_adam.  ``row_step`` is (n,) int32, the steps of each row,
+            for Adam variants with ``bias_correction`` row.
+        fused: Whether the kernel of ``row_kernels`` takes the steps.
+        chunk_rows: Rows at a time without the fused kernel.  Results do not depend on it.
 
-    Raises ValueError when ``rows`` is not a matrix of float32.
+    Raises:
+        ValueError: ``rows`` is not a float32 matrix.
     """
 
     def __init__(
@@ -93,17 +93,18 @@ class SparseOptimizer:
         occurrences: Tensor | None = None,
         distinct: bool = False,
     ) -> None:
-        """One step on the rows that have a gradient; all others keep every bit.
+        """Take one step on the rows that have a gradient.  Other rows do not change.
 
         Args:
-            ids: (M,) int64, the row of each gradient, in [0, n); M may be 0, which is counted
-                (or not) and changes nothing else.
+            ids: (M,) int64, the row of each gradient, in [0, n).  With M = 0 the step changes no
+                row but may be counted, see ``steps``.
             grad: (M, D), on the device of the table.
-            occurrences: (M,) integers: how many places of the batch each gradient is the sum of,
-                which ``duplicates`` mean divides by; None: one each.
-            distinct: no row occurs twice, so nobody has to look.
+            occurrences: (M,) integers, the number of batch positions that each gradient is the sum
+                of.  ``duplicates`` mean divides by it.  None: one each.
+            distinct: Whether every row occurs only once.
 
-        Raises ValueError when the shapes disagree.
+        Raises:
+            ValueError: The shapes disagree.
         """
         self._check(ids, grad, occurrences)
         self._count(bool(len(ids)))
@@ -111,7 +112,7 @@ class SparseOptimizer:
 
     @torch.no_grad()
     def step_parts(self, parts: Iterable[RowGradients]) -> None:
-        """The same with gradients that come in parts, no row in two of them: one step in all."""
+        """Take one step with gradients in several parts that have no row in common."""
         self._count(bool(len(self.rows)))
         for part in parts:
             self._check(part.ids, part.grad, part.occurrences)
@@ -158,12 +159,12 @@ class SparseOptimizer:
             states["row_step"] = zeros_on_huge_pages(n, dtype=torch.int32, device=self.device)
         return states
 
-    # Gradients: one a row
+    # Gradients: one per row
 
     def _row_gradients(
         self, ids: Tensor, grad: Tensor, occurrences: Tensor | None, distinct: bool
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Some distinct rows (u,) at a time with their gradients (u, D)."""
+        """Yield distinct rows (u,) and their gradients (u, D), chunk by chunk."""
         if not distinct:
             ids, grad, occurrences = self._sum_duplicates(ids, grad, occurrences)
         for part in self._chunks(len(ids)):
@@ -175,9 +176,9 @@ class SparseOptimizer:
     def _sum_duplicates(
         self, ids: Tensor, grad: Tensor, occurrences: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(U,) rows, (U, D) sums and, for the mean, (U,) the places that they come from.
+        """Return rows (U,), sums of gradients (U, D) and, for the mean, occurrences (U,).
 
-        On a CPU gradients are added in the order they came.
+        On a CPU, gradients are added in the order of ``ids``.
         """
         rows, inverse = torch.unique(ids, return_inverse=True)
         total = torch.zeros(len(rows), grad.shape[1], device=grad.device)
@@ -192,11 +193,11 @@ class SparseOptimizer:
         for start in range(0, count, self.chunk_rows):
             yield slice(start, start + self.chunk_rows)
 
-    # The step.  No multiply-add in one operation (addcmul, alpha=...): torch rounds once or twice
-    # in those, depending on the processor, and a bfloat16 state shows a last bit as a whole step.
+    # The step.  It avoids fused multiply-adds (addcmul, alpha=...): torch rounds them once or
+    # twice, depending on the processor, and bfloat16 rounding can amplify the difference.
 
     def _update(self, rows: Tensor, grad: Tensor) -> None:
-        """Moves distinct rows (u,) that have the gradients (u, D)."""
+        """Update distinct rows (u,) with their gradients (u, D)."""
         grad = grad.to(self.device)
         decayed = None
         if self.optimizer.weight_decay:
@@ -210,7 +211,7 @@ class SparseOptimizer:
         self.rows.index_add_(0, rows, (change * -self.lr).to(self.rows.device))
 
     def _change(self, rows: Tensor, grad: Tensor) -> Tensor:
-        """(u, D) what the learning rate multiplies; updates the states."""
+        """Update the states and return the direction (u, D): the change is -lr times it."""
         if self.optimizer.kind.corrects_bias:
             return self._adam(rows, grad)
         if self.optimizer.kind.states:
@@ -231,19 +232,19 @@ class SparseOptimizer:
         return m.div_(correction1).div_(self._root(v.div_(correction2)))
 
     def _square(self, grad: Tensor) -> Tensor:
-        """(u, K) the square of the gradient, or its mean over the row."""
+        """Return the squared gradient, (u, D), or its mean over the row, (u, 1)."""
         square = grad.square()
         by_row = self.optimizer.kind.states[-1].by_row
         return square.mean(1, keepdim=True) if by_row else square
 
     def _root(self, squares: Tensor) -> Tensor:
-        """The root with its epsilon; writes over ``squares``."""
+        """Return the square root with epsilon inside or outside; overwrites ``squares``."""
         if self.options.epsilon == "inside":
             return squares.add_(self.optimizer.eps).sqrt_()
         return squares.sqrt_().add_(self.optimizer.eps)
 
     def _corrections(self, rows: Tensor) -> list[float] | list[Tensor]:
-        """1 - beta^t of both betas: numbers, or (u, 1) when each row counts its own steps."""
+        """Return 1 - beta^t for both betas: numbers, or (u, 1) if rows count their own steps."""
         if self.options.bias_correction == "shard":
             return [1 - beta**self.steps for beta in self.optimizer.betas]
         if self.options.bias_correction == "table":
@@ -251,8 +252,8 @@ class SparseOptimizer:
             return [1 - float(np.power(np.float32(beta), step)) for beta in self.optimizer.betas]
         counts = self.states["row_step"].index_select(0, rows).add_(1)
         self.states["row_step"].index_copy_(0, rows, counts)
-        # In float64, then rounded: torch computes the end of a chunk by another routine, and the
-        # two differ in the last bit of a power.
+        # torch computes the end of a tensor with a different routine, and float32 powers of the
+        # two differ in the last bit.  Powers in float64, then rounded, are the same.
         bases = (float(np.float32(beta)) for beta in self.optimizer.betas)
         powers = (torch.pow(base, counts.double()).float() for base in bases)
         return [(1 - power).unsqueeze(1) for power in powers]
@@ -260,7 +261,7 @@ class SparseOptimizer:
     # States
 
     def _read(self, name: str, rows: Tensor) -> Tensor:
-        """(u, K) float32, a copy."""
+        """Return a float32 copy (u, K) of a state."""
         return self.states[name].index_select(0, rows).float().view(len(rows), -1)
 
     def _write(self, name: str, rows: Tensor, values: Tensor) -> None:
@@ -272,7 +273,7 @@ class SparseOptimizer:
 
 
 def _saved_states(optimizer: TableOptimizer) -> list[tuple[str, bool]]:
-    """Names of the states in a checkpoint, whether they have one number per row: as TorchRec's."""
+    """Return (name, by_row) of each state, with TorchRec's names in a checkpoint."""
     return [
         ("momentum1" if place == 0 else name, by_row)
         for place, (name, by_row) in enumerate(optimizer.kind.states)
@@ -285,31 +286,34 @@ def _is_fbgemms(options: SparseOptions) -> bool:
 
 
 def _decays(betas: tuple[float, float], counting: str) -> list[tuple[float, float]]:
-    """(beta, 1 - beta) of both betas."""
+    """Return (beta, 1 - beta) for both betas."""
     if counting == "table":
         return [(beta, 1 - beta) for beta in (float(np.float32(beta)) for beta in betas)]
     return [(beta, 1 - beta) for beta in betas]
 
 
 def _signed(number: int) -> int:
-    """The int64 with the bits of a 64-bit number; products of int64 tensors wrap around."""
+    """Return the int64 with the same bits as a uint64.  int64 products wrap around in torch."""
     return number - (1 << 64) if number >> 63 else number
 
 
 _GAMMA = _signed(0x9E3779B97F4A7C15)
 _FACTOR_1 = _signed(0xBF58476D1CE4E5B9)
 _FACTOR_2 = _signed(0x94D049BB133111EB)
-_UPPER_HALF = _signed(0xFFFFFFFFFFFF0000)  # of a float32: what bfloat16 keeps
+_UPPER_HALF = _signed(0xFFFFFFFFFFFF0000)  # clears the bits of a float32 that bfloat16 drops
 
 
 def _fold_(numbers: Tensor, shift: int) -> Tensor:
-    """numbers ^= numbers >> shift; torch shifts the sign in, so that is masked away."""
+    """Compute numbers ^= numbers >> shift in place, with a logical shift.
+
+    torch shifts arithmetically, so the sign bits are masked.
+    """
     upper = (numbers >> shift).bitwise_and_((1 << (64 - shift)) - 1)
     return numbers.bitwise_xor_(upper)
 
 
 def _split_mix(start: Tensor, index: Tensor) -> Tensor:
-    """Number ``index``, from 0, of the SplitMix64 stream from ``start``; int64, broadcast."""
+    """Return element ``index`` (from 0) of SplitMix64 seeded with ``start``; int64, broadcast."""
     numbers = start + (index + 1) * _GAMMA
     _fold_(numbers, 30).mul_(_FACTOR_1)
     _fold_(numbers, 27).mul_(_FACTOR_2)
@@ -317,28 +321,32 @@ def _split_mix(start: Tensor, index: Tensor) -> Tensor:
 
 
 def random_bits(rows: Tensor, columns: int, step: int, state: int) -> Tensor:
-    """(u, K) int32 in [0, 65536) on the device of ``rows``, independent and uniform.
+    """Return independent uniform random integers in [0, 65536).
 
     Args:
-        rows: (u,) int64, global numbers of the rows.
+        rows: (u,) int64, global ids of the rows.
         columns: K.
-        step: number of the optimizer's step.
-        state: number of the state within its optimizer.
+        step: Number of the optimizer's step.
+        state: Index of the state within its optimizer.
+
+    Returns:
+        (u, K) int32 on the device of ``rows``.
     """
     key = _split_mix(torch.tensor(0), torch.tensor(step))
     key = _split_mix(key, torch.tensor(state))
     row_keys = _split_mix(key, rows)
-    # A number of 64 bits serves four columns.
+    # Each 64-bit number provides 16 bits for four columns.
     index = torch.arange(-(-columns // 4), device=rows.device)
     quarters = _split_mix(row_keys.unsqueeze(1), index).view(torch.int16)
     return quarters[:, :columns].to(torch.int32).bitwise_and_(0xFFFF)
 
 
 def round_stochastically(values: Tensor, rows: Tensor, step: int, state: int) -> Tensor:
-    """(u, K) bfloat16 from ``values`` (u, K) float32; the other arguments as ``random_bits``.
+    """Round float32 values (u, K) to bfloat16 stochastically.
 
-    A number that bfloat16 has stays what it is, as do infinities and NaN.  Beyond the largest
-    bfloat16, 3.39e38, the upper neighbour is infinity, as it is when rounding to the nearest.
+    Values that bfloat16 represents exactly, infinities and NaN do not change.  Beyond the largest
+    bfloat16, 3.39e38, the upper neighbor is infinity, as with rounding to nearest.  See
+    ``random_bits`` for the other arguments.
     """
     bits = values.view(torch.int32) + random_bits(rows, values.shape[1], step, state)
     rounded = bits.bitwise_and_(_UPPER_HALF).view(torch.float32)

@@ -1,16 +1,16 @@
-"""The entity table by hand: rows fetched from their owners and gradients sent home by all_to_all.
+"""The hand-rolled entity table: all_to_all moves rows from their owners and gradients to them.
 
-    route     which rank owns which row: a batch's ids to their owners, on the host
-    forward   counts, ids to their owners, rows back
-    backward  gradients to the owners, kept until ``step``
-    step      the sparse optimizer on the rows that got a gradient, in a thread if asked for
+    route     on the host: group the ids of a batch by owner and exchange their counts
+    forward   send ids to the owners, receive rows
+    backward  send gradients to the owners, which keep them until ``step``
+    step      run the sparse optimizer on the rows that got a gradient, optionally in a thread
 
 Every rank takes part in every exchange, with or without ids and rows.  The scheme is that of
-dice-embeddings' TorchFSDPTrainer, which sends every duplicate; here batches are de-duplicated
+TorchFSDPTrainer in dice-embeddings, which sends every duplicate; here batches are de-duplicated
 unless entities.deduplicate is false.
 
-Shapes: N rows of the table, n of them on this rank, D numbers a row, M ids of this rank's batch, R
-ids asked of this rank, W ranks.
+Shapes: N rows of the table, n of them on this rank, D elements per row, M ids of this rank's batch,
+R ids requested from this rank, W ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
 
 
 class _Lookup(torch.autograd.Function):
-    """Rows in forward; in backward their gradients travel to the owners."""
+    """Fetches rows in forward; sends their gradients to the owners in backward."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
@@ -52,11 +52,18 @@ class _Lookup(torch.autograd.Function):
 
 
 class HandrolledTable(nn.Module):
-    """This rank's rows of an (N, D) table and the optimizer that steps them.
+    """This rank's rows of an (N, D) table, and their optimizer.
 
-    Called like an EmbeddingCollection: ``table(ids)[ENTITY].values()`` is (M, D), in the order of
-    the ids.  Gradients are divided by W, as TorchRec does, so that a loss of W times a rank's
-    share of the global mean gives the global gradient.
+    It is called like an EmbeddingCollection: ``table(ids)[ENTITY].values()`` is (M, D), in the
+    order of the ids.  Gradients are divided by W, as in TorchRec: each rank's loss is W times its
+    share of the global mean.
+
+    Args:
+        num_entities: N.
+        dim: D.
+        optimizer: The optimizer of the table.
+        options: How the optimizer differs from FBGEMM's, and whether it runs in a thread.
+        processes: The ranks of the run.
     """
 
     def __init__(
@@ -74,20 +81,20 @@ class HandrolledTable(nn.Module):
         rows = zeros_on_huge_pages(stop - start, dim, device=processes.device)
         self._shard = EntityShard(rows, start, num_entities)
         self.optimizer = SparseOptimizer(optimizer, options, rows, start)
-        self.lr = optimizer.lr  # of the next step; one under way in the thread keeps its own
+        self.lr = optimizer.lr  # of the next step; a step running in the thread keeps its own
         self.counts_places = options.duplicates == "mean"
         self._updates = Background() if options.async_step else None
         self.pending = PendingGradients()
-        # makes autograd call our backward
+        # Autograd calls our backward only if an input requires a gradient.
         self._anchor = torch.empty(0, device=processes.device, requires_grad=True)
 
     def shard(self) -> EntityShard:
-        """The rows, once the step under way is done."""
+        """Wait for the running step, then return the rows."""
         self.join()
         return self._shard
 
     def route(self, batch: SampledBatch) -> Route:
-        """Where the ids of a batch, still on the CPU, go.  Collective."""
+        """Return the route of the ids of a batch that is still on the CPU.  Collective."""
         ids, places = batch.ids.values(), None
         if self.counts_places:
             places = torch.ones_like(ids)
@@ -96,7 +103,14 @@ class HandrolledTable(nn.Module):
         return self._route(ids, batch.deduplicated, places)
 
     def forward(self, ids: KeyedJaggedTensor | Route) -> dict[str, JaggedTensor]:
-        """Rows of the ids, given as a route or (any ids, any order) as the feature ENTITY."""
+        """Look up rows.
+
+        Args:
+            ids: A route, or the feature ENTITY with ids in any order, duplicates included.
+
+        Returns:
+            The rows, (M, D), as the values of the feature ENTITY.
+        """
         if isinstance(ids, KeyedJaggedTensor):
             values = ids.values().cpu()
             places = torch.ones_like(values) if self.counts_places else None
@@ -108,14 +122,16 @@ class HandrolledTable(nn.Module):
         return {ENTITY: JaggedTensor(rows, lengths=ids.ids.new_full((1,), rows.shape[0]))}
 
     def fetch(self, route: Route) -> tuple[Tensor, Tensor]:
-        """(M, D) rows of the ids; and what was asked of this rank.
+        """Fetch the rows of the ids from their owners.  Collective.
 
-        That is (R, 1), rows of this shard, or (R, 2), with the places each of them stands for.
+        Returns:
+            The rows (M, D), and the requests to this rank: (R, 1), rows of this shard, or (R, 2),
+            rows and their occurrences.
         """
         wanted = [route.ids, route.occurrences] if self.counts_places else [route.ids]
         asked = self._exchange(torch.stack(wanted, dim=1), route.send, route.receive)
         asked[:, 0] -= self._shard.first_row
-        self.join()  # the ids travel while the last step ends; rows are read after it
+        self.join()  # waiting only here overlaps the exchange of ids with the previous step
         rows = self._shard.rows.index_select(0, asked[:, 0])
         rows = self._exchange(rows, route.receive, route.send)
         if route.order.numel():
@@ -123,7 +139,10 @@ class HandrolledTable(nn.Module):
         return rows, asked
 
     def send_home(self, grad: Tensor, route: Route, asked: Tensor) -> None:
-        """Sends the gradients (M, D) of fetched rows to their owners, for the next step."""
+        """Send the gradients (M, D) of fetched rows to their owners for the next step.
+
+        Collective.
+        """
         if route.order.numel():
             grad = grad.index_select(0, route.order)
         arrived = self._exchange(grad.contiguous(), route.send, route.receive)
@@ -134,11 +153,11 @@ class HandrolledTable(nn.Module):
         self.pending.add(RowGradients(asked[:, 0], arrived, places, distinct))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients that no step has used."""
+        """Drop gradients that no step has used."""
         self.pending.clear()
 
     def step(self) -> None:
-        """Steps the rows that got gradients since the last step, all of them as one sum."""
+        """Step with the sum of all gradients since the last step, if there was a backward."""
         if not self.pending:
             return
         gradients, lr = self.pending.take(), self.lr
@@ -148,19 +167,19 @@ class HandrolledTable(nn.Module):
             self._updates.start(lambda: self.update(gradients, lr))
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """One step with gradients of this rank's rows, each row once, that no lookup brought."""
+        """Take one step with gradients of this rank's rows, each row once, without a lookup."""
         self.join()
         self.optimizer.lr = self.lr
         self.optimizer.step_parts(part.without(self.pending.frozen) for part in gradients)
 
     @torch.no_grad()
     def update(self, gradients: RowGradients, lr: float) -> None:
-        """The sparse optimizer's step."""
+        """Run the sparse optimizer with a learning rate."""
         self.optimizer.lr = lr
         self.optimizer.step(*gradients)
 
     def join(self) -> None:
-        """Waits for the step that runs in the thread; raises what it raised."""
+        """Wait for the step in the thread and raise its exception, if any."""
         if self._updates is not None:
             self._updates.join()
 
@@ -168,7 +187,15 @@ class HandrolledTable(nn.Module):
         return make_route(ids, self.ranges, self.exchange, ascending=ascending, occurrences=places)
 
     def _exchange(self, rows: Tensor, send: list[int], receive: list[int]) -> Tensor:
-        """Rows in runs of ``send`` by rank -> rows in runs of ``receive`` by rank."""
+        """Exchange rows.
+
+        Args:
+            rows: (sum of ``send``, ...), grouped by destination rank.
+            send, receive: (W,) rows to and from each rank.
+
+        Returns:
+            (sum of ``receive``, ...), grouped by source rank.
+        """
         if self.ranges.world_size == 1:
             return rows
         arrived = rows.new_empty(sum(receive), *rows.shape[1:])
@@ -178,9 +205,12 @@ class HandrolledTable(nn.Module):
 
 @dataclass(frozen=True)
 class RowRanges:
-    """N rows dealt to W ranks in runs whose lengths differ by at most one; N < W leaves some empty.
+    """A split of N rows into W contiguous ranges whose lengths differ by at most one.
 
-    Raises ValueError for less than one row or rank.
+    With N < W some ranges are empty.
+
+    Raises:
+        ValueError: There is less than one row or rank.
     """
 
     num_rows: int
@@ -191,34 +221,34 @@ class RowRanges:
             raise ValueError(f"{self.num_rows} rows on {self.world_size} ranks")
 
     def range_of(self, rank: int) -> tuple[int, int]:
-        """Rows [start, stop) of a rank."""
+        """Return the rows [start, stop) of a rank."""
         start, stop = (self.num_rows * r // self.world_size for r in (rank, rank + 1))
         return start, stop
 
     def starts(self) -> Tensor:
-        """(W,) first row of each rank; empty ranks start where the next one does."""
+        """Return (W,) the first row of each rank.  An empty rank starts where the next one does."""
         return torch.tensor([self.range_of(rank)[0] for rank in range(self.world_size)])
 
     def owners(self, ids: Tensor) -> Tensor:
-        """(M,) rank of each id in [0, N)."""
-        # A start that several ranks share belongs to the last of them: the others are empty.
+        """Return (M,) the owner of each id in [0, N)."""
+        # If several ranks start at the same row, only the last one is not empty.
         return torch.bucketize(ids, self.starts().to(ids.device), right=True) - 1
 
 
 @dataclass
 class Route(Pipelineable):
-    """A batch's ids on their way: grouped by owner, with the counts that both ends know.
+    """The ids of a batch grouped by owner, with the counts of the exchange.
 
-    It is made on the host before the batch moves to its device, so no exchange of a step waits for
-    the device to tell a count.
+    The host makes the route before the batch moves to its device.  Exchanges therefore need no
+    counts from the device, which would force a synchronization.
     """
 
     ids: Tensor  # (M,) grouped by owner
-    occurrences: Tensor  # (M,) places of the batch that each id stands for; empty: not needed
-    order: Tensor  # (M,) place in the batch of each grouped id; empty: the same order
-    send: list[int]  # (W,) ids for each rank
-    receive: list[int]  # (W,) ids from each rank; they sum to R
-    distinct: bool  # no id occurs twice in ``ids``
+    occurrences: Tensor  # (M,) batch positions that each id stands for; empty: not needed
+    order: Tensor  # (M,) batch position of each grouped id; empty: the same order
+    send: list[int]  # (W,) number of ids to each rank
+    receive: list[int]  # (W,) number of ids from each rank; they sum to R
+    distinct: bool  # whether every id occurs only once in ``ids``
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Route:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)}
@@ -249,9 +279,14 @@ def make_route(
     ascending: bool,
     occurrences: Tensor | None = None,
 ) -> Route:
-    """The route of ids (M,) on the CPU; M may be 0.  Collective when there are several ranks.
+    """Make the route of ids.  Collective if there are several ranks.
 
-    ascending: the ids are strictly increasing, so they are grouped by owner as they are.
+    Args:
+        ids: (M,) on the CPU; M may be 0.
+        ranges: The rows of each rank.
+        group: The ranks; None only for a single rank.
+        ascending: Whether the ids are strictly increasing, and thus already grouped by owner.
+        occurrences: (M,) batch positions that each id stands for, if they are counted.
     """
     order = _NOTHING
     if ranges.world_size == 1:
@@ -276,19 +311,19 @@ def _or_nothing(occurrences: Tensor | None) -> Tensor:
 
 
 class Background:
-    """At most one piece of work at a time; its exception surfaces at the next ``join``."""
+    """A thread that runs one task at a time.  ``join`` raises the exception of the task."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(max_workers=1, thread_name_prefix="table-step")
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Runs ``work`` in the thread, once the work before it is done (and raises its error)."""
+        """Wait for the previous task (and raise its exception), then run ``work`` in the thread."""
         self.join()
         self._work = self._threads.submit(work)
 
     def join(self) -> None:
-        """Waits for the work under way; raises what it raised."""
+        """Wait for the running task and raise its exception, if any."""
         work, self._work = self._work, None
         if work is not None:
             work.result()

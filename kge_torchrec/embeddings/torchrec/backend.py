@@ -1,6 +1,6 @@
-"""The TorchRec engine: table, scorer and optimizers put together, ready to train.
+"""The TorchRec backend: table, scorer and optimizers, ready to train.
 
-Order matters, as in TorchRec's own examples: a table on the meta device, its plan,
+The order of construction matters and follows TorchRec's examples: table on the meta device, plan,
 DistributedModelParallel, initial values, optimizers.
 """
 
@@ -42,10 +42,7 @@ DenseOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class _Wrap(DataParallelWrapper):
-    """A wrapper of the dense parameters as DistributedModelParallel asks for it.
-
-    It is put around the model once the table in it is sharded.
-    """
+    """Adapts a DenseWrapper to DistributedModelParallel, which calls it after sharding."""
 
     def __init__(self, wrapper: DenseWrapper):
         self._wrapper = wrapper
@@ -55,25 +52,38 @@ class _Wrap(DataParallelWrapper):
 
 
 def _gains_by_pipeline(processes: Processes) -> bool:
-    """Whether TorchRec's pipeline overlaps more than it costs.
+    """Return whether TorchRec's pipeline saves more time than it costs.
 
-    A single rank sends nothing, and ranks on the CPU of one host pass ids through memory: there
-    the pipeline's own work takes more time than there is to overlap.
+    A single rank sends nothing, and CPU ranks of one host exchange ids through shared memory.  In
+    these cases the overhead of the pipeline is larger than the time it can overlap.
     """
     several_hosts = processes.world_size > processes.local_world_size
     return several_hosts or (processes.world_size > 1 and processes.device.type != "cpu")
 
 
 class TorchRecBackend:
-    """Entities in a row-wise sharded EmbeddingCollection with a fused optimizer.
+    """A backend with the entities in a row-wise sharded EmbeddingCollection.
 
-    On CUDA that is FBGEMM's kernel, which steps in backward unless it is deferred; the CPU table
-    steps with the dense parameters.  Without a plan the planner is asked for one.  Collective:
-    every rank builds it with the same arguments.  Raises PlanDoesNotFit when the table does not
-    fit the ranks' memory.
+    On CUDA, FBGEMM's fused optimizer steps in backward unless ``deferred``.  The CPU table steps
+    together with the dense parameters.  Collective: every rank builds it with the same arguments.
 
-    ascending_ids: every batch asks for distinct ids in ascending order.
-    deferred: gradients of several backward passes, or clipped ones, step as one.
+    Args:
+        num_entities: N.
+        objective: Scorer and loss.
+        table_optimizer: Optimizer of the table.
+        dense_optimizer: Builds the optimizer of the dense parameters.
+        processes: The ranks of the run.
+        dense: Distributes the dense parameters over the ranks.
+        init: Distribution of the initial values of the table.
+        seed: Seed of the initial values.
+        scales_loss: Whether fp16 loss scaling is used.
+        plan: The sharding of the table; None: TorchRec's planner makes one.
+        ascending_ids: Whether every batch looks up distinct ids in ascending order.
+        deferred: Whether the table steps with its optimizer instead of in backward.  Gradient
+            accumulation and clipping need this.
+
+    Raises:
+        PlanDoesNotFit: The table does not fit into the memory of the ranks.
     """
 
     def __init__(
@@ -109,7 +119,8 @@ class TorchRecBackend:
         env = ShardingEnv(
             processes.world_size, processes.rank, processes.exchange, output_dtensor=True
         )
-        # Beside NCCL there is gloo for objects, which TorchRec takes the mesh's device from.
+        # Set the mesh explicitly: the group also has gloo (for objects), and TorchRec would take
+        # the device of the mesh from it.
         env.device_mesh = DeviceMesh.from_group(processes.group, device.type)
         self.model = DistributedModelParallel(
             model,
@@ -121,7 +132,7 @@ class TorchRecBackend:
         )
         self.unwrapped_model = next(m for m in self.model.modules() if isinstance(m, KGEModel))
         self.scorer = self.unwrapped_model.objective.scorer
-        # Where the table is looked for, in every step, among few modules.
+        # Every step searches for the table; searching this module is faster than the whole model.
         self._sharded = next(
             m for m in self.model.modules() if isinstance(m, ShardedEmbeddingCollection)
         )
@@ -134,46 +145,46 @@ class TorchRecBackend:
         self._base_rates = [group["lr"] for group in self.optimizer.param_groups]
 
     def shard(self) -> EntityShard:
-        """This rank's rows, current as of the last finished step."""
+        """Return this rank's rows after the last finished step."""
         return entity_shard(self._sharded)
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """One step of the table's optimizer on rows of this rank, without a lookup."""
+        """Take one step of the table's optimizer on rows of this rank, without a lookup."""
         step_table_rows(self._sharded, gradients)
 
     def freeze_rows(self, frozen: Tensor) -> None:
-        """No step moves these rows of this rank, (n,) bool, or their state from here on."""
+        """Freeze rows of this rank, (n,) bool, and their optimizer state."""
         assert self.pending is not None  # as Config.freezes
         self.pending.frozen = frozen.to(self.shard().rows.device)
 
     def freeze_dense(self, frozen: dict[str, Tensor]) -> None:
-        """No step moves these rows of the objective's parameters, by name, or their state."""
+        """Freeze rows of the objective's parameters, (rows,) bool by name, and their state."""
         self.dense.frozen = FrozenDense(self.dense, self._dense, frozen)
 
     def set_learning_rate(self, factor: float) -> None:
-        """Multiplies the base learning rates; the table's kernel takes it at the next zero_grad."""
+        """Multiply the base learning rates; the table's kernel gets them in the next zero_grad."""
         for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
             group["lr"] = base * factor
 
     def skip_step(self) -> None:
-        """FBGEMM's kernel has counted the lookup as a step, unless it counts none; take it back."""
+        """Discard a step: undo the step count of FBGEMM's kernel, which counts every lookup."""
         if self.pending is None:
             set_table_step(self._sharded, max(0, table_step(self._sharded) - 1))
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
-        """Nothing: TorchRec distributes the ids on the device."""
+        """Do nothing: TorchRec distributes the ids on the device."""
         return batch
 
     def parameter_state(self) -> dict[str, Any]:
-        """The parameters for a distributed checkpoint."""
+        """Return the parameters for a distributed checkpoint."""
         return self.model.state_dict()
 
     def load_parameter_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``parameter_state`` gave."""
+        """Load the result of ``parameter_state``."""
         self.model.load_state_dict(state)
 
     def state(self) -> dict[str, Any]:
-        """Table, scorer and optimizer state for a distributed checkpoint."""
+        """Return table, scorer and optimizer state for a distributed checkpoint."""
         start_optimizer_state(self._dense)
         return {
             "model": self.parameter_state(),
@@ -182,11 +193,11 @@ class TorchRecBackend:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Takes back what ``state`` gave, once a distributed load has filled it in."""
+        """Load the result of ``state`` after a distributed load filled it in place."""
         self.load_parameter_state(state["model"])
         rates = [group["lr"] for group in self.optimizer.param_groups]
         self.optimizer.load_state_dict(state["optimizer"])
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate  # the schedule sets it, from config and step
-        # The iteration that FBGEMM corrects the Adams' bias with is in no state_dict.
+            group["lr"] = rate  # the schedule computes the rate from config and step
+        # No state_dict holds the iteration that FBGEMM uses for the bias correction of Adam.
         set_table_step(self._sharded, int(state["table_step"]))

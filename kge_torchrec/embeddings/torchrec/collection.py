@@ -1,10 +1,10 @@
-"""The entity table as a TorchRec EmbeddingCollection: built before sharding, looked into after.
+"""The entity table as a TorchRec EmbeddingCollection: construction, and access after sharding.
 
-FBGEMM's kernel steps inside the backward of a lookup.  That is the fastest way, but whoever wants
-to sum several backward passes or to clip their sum comes too late.  ``DeferredEmbedding`` keeps
-what reaches this rank instead, and steps once, with one lookup and backward of all of it.
+FBGEMM's kernel steps inside the backward of a lookup.  This is fastest, but it rules out summing
+several backward passes and clipping the sum.  ``DeferredEmbedding`` keeps the gradients on this
+rank instead and steps once, with one more lookup and backward for all of them.
 
-Shapes: N entities, n rows on this rank, D numbers per entity, M gradients.
+Shapes: N entities, n rows on this rank, D elements per row, M gradients.
 """
 
 from __future__ import annotations
@@ -43,9 +43,10 @@ _DATA_TYPES = {
 def entity_collection(
     num_entities: int, dim: int, dtype: torch.dtype = torch.float32
 ) -> EmbeddingCollection:
-    """An (N, D) table on the meta device: it takes no memory until it is sharded.
+    """Make an (N, D) table on the meta device, which takes no memory until it is sharded.
 
-    Raises ValueError for sizes below one or a dtype that is no float32, float16 or bfloat16.
+    Raises:
+        ValueError: A size is below one, or dtype is not float32, float16 or bfloat16.
     """
     if num_entities < 1 or dim < 1:
         raise ValueError(f"an entity table of {num_entities} x {dim} has no numbers")
@@ -62,11 +63,13 @@ def entity_collection(
 
 
 def entity_shard(sharded_model: nn.Module) -> EntityShard:
-    """This rank's rows, as a view of the table that the sharded model holds.
+    """Return this rank's rows as a view of the table of a sharded model.
 
-    Rows that a GPU cache holds are written back and dropped first, so the view may be read and
-    written until the next lookup.  Raises ValueError if the model has no sharded entity table, or
-    more than one.
+    Cached rows on the GPU are first written back and dropped, so the view may be read and written
+    until the next lookup.
+
+    Raises:
+        ValueError: The model does not have exactly one sharded entity table.
     """
     kernel = _kernel(sharded_model)
     kernel.flush()
@@ -81,18 +84,18 @@ def entity_shard(sharded_model: nn.Module) -> EntityShard:
 
 
 def pending_gradients(sharded_model: nn.Module) -> PendingGradients | None:
-    """What backward leaves for the table's step; None if FBGEMM's kernel steps inside backward."""
+    """Return the table gradients kept for the step; None if FBGEMM steps inside backward."""
     return getattr(_kernel(sharded_model), "pending", None)
 
 
 def table_step(sharded_model: nn.Module) -> int:
-    """Number of optimizer steps the table has taken; no state_dict holds it."""
+    """Return the number of optimizer steps of the table, which no state_dict holds."""
     table = _kernel(sharded_model).emb_module
     return table.iteration if isinstance(table, CpuFusedTable) else steps_taken(table)
 
 
 def set_table_step(sharded_model: nn.Module, step: int) -> None:
-    """Sets what ``table_step`` reads: after loading a checkpoint, before the next lookup."""
+    """Set the step count, after loading a checkpoint and before the next lookup."""
     table = _kernel(sharded_model).emb_module
     if isinstance(table, CpuFusedTable):
         table.iteration = step
@@ -101,7 +104,7 @@ def set_table_step(sharded_model: nn.Module, step: int) -> None:
 
 
 def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients]) -> None:
-    """One step of the table's optimizer on local rows, each of them in one part only."""
+    """Take one step of the table's optimizer on local rows; parts have no row in common."""
     table, pending = _kernel(sharded_model).emb_module, pending_gradients(sharded_model)
     if isinstance(table, CpuFusedTable):
         table.step_rows(gradients)
@@ -111,7 +114,7 @@ def step_table_rows(sharded_model: nn.Module, gradients: Iterable[RowGradients])
 
 
 def _kernel(sharded_model: nn.Module) -> BatchedFusedEmbedding:
-    """TorchRec's wrapper of the local table, FBGEMM's or ours."""
+    """Return TorchRec's wrapper of the local table (FBGEMM's or ours)."""
     kernels = [
         kernel
         for module in sharded_model.modules()
@@ -125,13 +128,13 @@ def _kernel(sharded_model: nn.Module) -> BatchedFusedEmbedding:
 
 
 def steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen) -> int:
-    """Number of optimizer steps that FBGEMM's table has counted; no state_dict holds it."""
-    # FBGEMM corrects the Adams' bias with the copy on the host, which can be read without waiting.
+    """Return the number of optimizer steps that FBGEMM's table has counted."""
+    # FBGEMM uses the copy on the host for Adam's bias correction; reading it does not synchronize.
     return int(table.iter_cpu.item() or table.iter.item())
 
 
 def set_steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen, steps: int) -> None:
-    """Sets what ``steps_taken`` reads, without waiting for the device."""
+    """Set the step count of FBGEMM's table without synchronizing with the device."""
     table.iter.fill_(steps)
     table.iter_cpu.fill_(steps)
 
@@ -139,16 +142,18 @@ def set_steps_taken(table: SplitTableBatchedEmbeddingBagsCodegen, steps: int) ->
 def step_rows(
     table: SplitTableBatchedEmbeddingBagsCodegen, gradients: Iterable[RowGradients]
 ) -> None:
-    """One step of FBGEMM's optimizer, with gradients in parts; no row is in two of them.
+    """Take one step of FBGEMM's optimizer.
 
-    Those of a row within a part are summed.
+    Args:
+        table: FBGEMM's table.
+        gradients: Parts that have no row in common.  Within a part, a row's gradients are summed.
     """
     step = steps_taken(table)
     for part in gradients:
         if part.ids.numel() == 0:
             continue
-        set_steps_taken(table, step)  # every lookup counts as one
-        # a bag each, as each has a warp
+        set_steps_taken(table, step)  # FBGEMM counts every lookup as a step
+        # One bag per id, because FBGEMM uses one warp per bag.
         offsets = torch.arange(part.ids.numel() + 1, device=part.ids.device)
         with torch.enable_grad():
             rows = table(indices=part.ids, offsets=offsets)
@@ -159,8 +164,8 @@ def step_rows(
 class DeferredEmbedding(BatchedFusedEmbedding):
     """TorchRec's kernel around FBGEMM's table, with gradients kept for the optimizer's step.
 
-    All gradients since the last step are one sum, so that accumulating, clipping and scaling are
-    exact.  It takes (M, D) numbers more memory and one more pass over the rows of a batch.
+    All gradients since the last step form one sum, so accumulating, clipping and scaling are exact.
+    The cost is (M, D) elements of memory and one more pass over the rows of a batch.
     """
 
     def __init__(
@@ -174,7 +179,7 @@ class DeferredEmbedding(BatchedFusedEmbedding):
         self._optim = _StepsWhenTold(config, self._emb_module, pg, self.pending)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """(M, D) rows of the local ids."""
+        """Return the rows (M, D) of the local ids (M,)."""
         (rows,) = self.split_embedding_weights()
         return recorded_lookup(rows.detach(), features.values(), self.pending)
 
@@ -195,6 +200,6 @@ class _StepsWhenTold(EmbeddingFusedOptimizer):
         self._pending.clear()
 
     def step(self, closure: Any = None) -> None:
-        super().step(closure)  # gives the table its learning rate
+        super().step(closure)  # passes the learning rate to the table
         if self._pending:
             step_rows(self._table, [self._pending.take()])

@@ -1,9 +1,9 @@
-"""The entity table on CPU, in place of FBGEMM's table op.
+"""The entity table on CPU, a replacement for FBGEMM's table op.
 
-FBGEMM's CPU op has neither Adam nor tables without rows.  This one has the part of
-``SplitTableBatchedEmbeddingBagsCodegen`` that TorchRec touches, for one table.
+FBGEMM's CPU op supports neither Adam nor tables without rows.  This module implements the part of
+``SplitTableBatchedEmbeddingBagsCodegen`` that TorchRec uses, for one table.
 
-Shapes: n rows on this rank, D numbers a row, M ids.
+Shapes: n rows on this rank, D elements per row, M ids.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kge_torchrec.embeddings.row_kernels import update_rows
 
 
 class CpuFusedTable(nn.Module):
-    """A table of n rows whose optimizer steps when it is told to, not in backward.
+    """A table of n rows whose optimizer runs in ``step``, not in backward.
 
-    All gradients since the last step are one sum, so that accumulating, clipping and scaling are
-    exact.  Unlike FBGEMM, which counts every lookup as an iteration, this counts steps, so ranking
-    in the middle of training changes nothing.
+    All gradients since the last step form one sum, so accumulating, clipping and scaling are exact.
+    FBGEMM counts every lookup as an iteration.  This table counts steps, so lookups between steps,
+    as in ranking, change nothing.
     """
 
     weights_host: Tensor
@@ -37,7 +37,7 @@ class CpuFusedTable(nn.Module):
         self.optimizer = optimizer
         self.learning_rate = optimizer.lr
         self.iteration = 0
-        # TorchRec slices the table itself and wants it flat, under FBGEMM's names.
+        # TorchRec slices the table itself and expects it flat, under FBGEMM's names.
         self.embedding_specs = [(num_rows, dim, EmbeddingLocation.HOST, None)]
         self.weights_physical_offsets = [0]
         self.weights_precision = SparseType.FP32
@@ -50,36 +50,44 @@ class CpuFusedTable(nn.Module):
 
     @property
     def rows(self) -> Tensor:
-        """(n, D) view of the table."""
+        """The table as an (n, D) view."""
         num_rows, dim, *_ = self.embedding_specs[0]
         return self.weights_host.view(num_rows, dim)
 
     def forward(self, indices: Tensor, offsets: Tensor | None = None) -> Tensor:
-        """(M, D) rows of the local ids (M,); ``offsets`` says nothing for a single table.
+        """Look up rows.
 
-        Raises IndexError on an id outside [0, n).
+        Args:
+            indices: (M,) local ids.
+            offsets: Ignored; part of FBGEMM's interface.
+
+        Returns:
+            (M, D).
+
+        Raises:
+            IndexError: An id is outside [0, n).
         """
         return recorded_lookup(self.rows, indices, self.pending)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients that no step has used."""
+        """Drop gradients that no step has used."""
         self.pending.clear()
 
     def step(self) -> None:
-        """One step on the rows looked up since the last one; none if nothing was."""
+        """Step the rows looked up since the last step, if there was a backward."""
         if self.pending:
             self.iteration += 1
             self.update(self.pending.take())
 
     def step_rows(self, gradients: Iterable[RowGradients]) -> None:
-        """One step with gradients of distinct rows that no lookup brought, in parts."""
+        """Take one step with gradients of distinct rows, in parts, without a lookup."""
         self.iteration += 1
         for part in gradients:
             self.update(part.without(self.pending.frozen))
 
     @torch.no_grad()
     def update(self, gradients: RowGradients) -> None:
-        """The optimizer's step number ``iteration``."""
+        """Run the optimizer's step number ``iteration``."""
         numbers = self.optimizer, self.learning_rate, self.iteration
         step = update_rows if self.optimizer.is_ours else step_rows
         step(*numbers, gradients.ids, gradients.grad, self.rows, *self._states().values())
@@ -87,14 +95,14 @@ class CpuFusedTable(nn.Module):
     def _states(self) -> dict[str, Tensor]:
         return {name: self.get_buffer(name) for name, _ in self.optimizer.kind.states}
 
-    # What TorchRec's kernel wrapper and its EmbeddingFusedOptimizer call.
+    # The interface to TorchRec's kernel wrapper and its EmbeddingFusedOptimizer.
 
     def split_embedding_weights(self) -> list[Tensor]:
         return [self.rows]
 
     def get_optimizer_state(self) -> list[dict[str, Tensor]]:
         states = self._states()
-        return [states] if states else []  # as FBGEMM: stateless sgd has no entry for its table
+        return [states] if states else []  # like FBGEMM: no entry for sgd, which has no state
 
     def get_learning_rate(self) -> float:
         return self.learning_rate
@@ -106,7 +114,7 @@ class CpuFusedTable(nn.Module):
         self.iteration = int(step)
 
     def flush(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""
 
     def reset_cache_states(self) -> None:
-        """Nothing is cached."""
+        """Do nothing: there is no cache."""

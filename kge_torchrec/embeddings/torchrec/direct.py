@@ -1,12 +1,12 @@
-"""Ids to the owners of their rows and rows back, on a CPU, for one feature whose ids ascend.
+"""A direct exchange of ids and rows between ranks on CPU, for one feature with ascending ids.
 
-TorchRec prepares for any number of features: it sorts ids into buckets, sends how many each of them
-has and how many come in each bag, and permutes what arrives, features by ranks.  Ascending ids of
-one feature are in the order of their owners as they are.  What remains is one collective for the
-counts, one for the ids, one for the rows and one for their gradients; its objects, logging and
-permutations took a twelfth of a step of 20 ms.
+TorchRec supports any number of features: it sorts ids into buckets, sends the counts per bucket and
+per bag, and permutes the results by feature and rank.  Ascending ids of one feature are already
+grouped by owner.  The direct exchange needs one collective each for counts, ids, rows and
+gradients.  TorchRec's objects, logging and permutations took a twelfth of a 20 ms step.
 
-Shapes: N rows of the table, W ranks, M ids of this rank's batch, R asked of it, D numbers a row.
+Shapes: N rows of the table, W ranks, M ids of this rank's batch, R ids requested from this rank, D
+elements per row.
 """
 
 from __future__ import annotations
@@ -28,9 +28,11 @@ from kge_torchrec.embeddings.backend import ENTITY
 
 
 class DirectInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
-    """Ids (M,), ascending and in one bag, to their owners; there they are rows of the shard.
+    """Sends ids (M,), ascending and in one bag, to their owners as local row numbers.
 
-    num_rows: N, of which each rank has as many, but for the last ones, as TorchRec deals them.
+    Args:
+        group: The ranks.
+        num_rows: N.  Every rank has ceil(N / W) rows, except the last ones, as in TorchRec.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_rows: int):
@@ -47,7 +49,7 @@ class DirectInputDist(BaseSparseFeaturesDist[KeyedJaggedTensor]):
 
 
 class _Counts(Awaitable[Awaitable[KeyedJaggedTensor]]):
-    """How many ids go to each rank, on their way."""
+    """The running exchange of the number of ids for each rank."""
 
     def __init__(self, ids: Tensor, counts: Tensor, way: DirectInputDist):
         super().__init__()
@@ -61,10 +63,13 @@ class _Counts(Awaitable[Awaitable[KeyedJaggedTensor]]):
 
 
 class _Ids(KJTAllToAllTensorsAwaitable):
-    """Ids on their way.  Of what TorchRec calls so, it reads how many went where."""
+    """The running exchange of ids.
+
+    TorchRec reads the split sizes of its base class, so this class sets them.
+    """
 
     def __init__(self, ids: Tensor, send: list[int], receive: list[int], way: DirectInputDist):
-        Awaitable.__init__(self)  # not its own, which would send lengths
+        Awaitable.__init__(self)  # skips the base class's __init__, which would send lengths
         self._input_splits, self._output_splits = {"values": send}, {"values": receive}
         self._recat, self._stride_per_rank = None, None
         self._first_row, self._group, self._sent = way._first_row, way._group, ids
@@ -83,16 +88,15 @@ class _Ids(KJTAllToAllTensorsAwaitable):
         )  # fmt: skip
 
     def answered(self, rows: Tensor) -> Tensor:
-        """Rows (R, D) of what was asked of this rank -> rows (M, D) of this rank's ids."""
+        """Send the requested rows (R, D) and return the rows (M, D) of this rank's ids."""
         send, receive = self._output_splits["values"], self._input_splits["values"]
         return _RowsToAskers.apply(rows, self._group, send, receive)
 
 
 class DirectOutputDist(RwSequenceEmbeddingDist):
-    """On a CPU, for ids that ascend: rows as the owners give them, and their gradients back.
+    """Sends rows to the ranks that requested them, and gradients back, on CPU for ascending ids.
 
-    TorchRec also permutes both, features by ranks, which for a single feature copies all rows to
-    where they are.
+    TorchRec also permutes both by feature and rank, which for a single feature is a plain copy.
     """
 
     def forward(
@@ -104,7 +108,7 @@ class DirectOutputDist(RwSequenceEmbeddingDist):
 
 
 class _RowsToAskers(torch.autograd.Function):
-    """Rows (R, D), in runs of ``send`` by rank -> (M, D), in runs of ``receive`` by rank."""
+    """Exchanges rows: (R, D) grouped by ``send`` sizes -> (M, D) grouped by ``receive`` sizes."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
-"""A planned layout of the table that training takes: its shards, the file that holds them, checks.
+"""A plan file: the sharding of the table that ``kge-torchrec plan`` made and training can use.
 
-The file is JSON, ``{"format", "version", "packages", "table", "world", "sharding", "fits", ...}``;
-what else is in it is the dry run's.
+The file is JSON: ``{"format", "version", "packages", "table", "world", "sharding", "fits", ...}``.
+Training ignores its other keys.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kge_torchrec.data import ENTITY
 FORMAT = "kge-torchrec plan"
 VERSION = 1
 _PACKAGES = ("kge-torchrec", "torch", "torchrec")
-MODULE = "entities"  # where the model holds its EmbeddingCollection
+MODULE = "entities"  # name of the EmbeddingCollection in the model
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,10 @@ class Shard:
 
 
 def shards_of(plan: ShardingPlan, num_entities: int, dim: int) -> list[Shard]:
-    """The shards of a plan's entity table, by rank; a data-parallel table is whole on each rank."""
+    """Return the shards of a plan's entity table, ordered by rank.
+
+    A data-parallel table has one whole shard per rank.
+    """
     (tables,) = plan.plan.values()
     table = tables[ENTITY]
     if table.sharding_spec is None:
@@ -70,7 +73,16 @@ def sharding_plan(
     local_world_size: int,
     cache_ratio: float = 0.0,
 ) -> ShardingPlan:
-    """The inverse of ``shards_of``, as DistributedModelParallel takes it."""
+    """Invert ``shards_of``: make a plan for DistributedModelParallel.
+
+    Args:
+        shards: The shards of the table.
+        sharding: TorchRec's name of the sharding, such as "row_wise".
+        kernel: TorchRec's name of the kernel, such as "fused".
+        device_type: "cpu" or "cuda".
+        local_world_size: Ranks per host.
+        cache_ratio: Share of the rows in the GPU cache; 0 without a cache.
+    """
     spec = None
     if sharding != "data_parallel":
         spec = EnumerableShardingSpec(
@@ -94,13 +106,13 @@ def sharding_plan(
 
 
 def package_versions() -> dict[str, str]:
-    """Versions that a plan depends on; builds for CPU and GPU count as the same."""
+    """Return the package versions that a plan depends on, without build tags such as "+cpu"."""
     return {name: metadata.version(name).split("+")[0] for name in _PACKAGES}
 
 
 @dataclass(frozen=True)
 class PlanFile:
-    """A plan that was read; ``check`` before training with it."""
+    """A plan read from a file.  Call ``check`` before training with it."""
 
     path: Path
     content: dict[str, Any]
@@ -119,7 +131,11 @@ class PlanFile:
         local_world_size: int,
         device_type: str,
     ) -> None:
-        """Raises ConfigError, saying what differs, unless the plan is for just this run."""
+        """Check that the plan matches a run.
+
+        Raises:
+            ConfigError: The plan is for another run.  The message names the difference.
+        """
         table, world, layout = (self.content[key] for key in ("table", "world", "sharding"))
         planned = {
             **{name: version for name, version in self.content["packages"].items()},
@@ -142,7 +158,7 @@ class PlanFile:
             "the number of entities": num_entities,
             "model.dim": dim,
             "train.optimizer": optimizer,
-            # What training can do so far.
+            # Training supports no other values.
             "the sharding": "row_wise",
             "the kernel": "fused",
             "the table's type": "fp32",
@@ -157,7 +173,10 @@ class PlanFile:
         self._check_rows(num_entities, dim, world_size)
 
     def _check_rows(self, num_entities: int, dim: int, world_size: int) -> None:
-        """TorchRec finds a row's rank by division, so that no other split works."""
+        """Check that the shards are TorchRec's row-wise split.
+
+        TorchRec finds the rank of a row by division, so no other split works.
+        """
         block, shards = -(-num_entities // world_size), self.shards
         if len(shards) != world_size:
             raise ConfigError(
@@ -174,7 +193,7 @@ class PlanFile:
                 )
 
     def sharding_plan(self) -> ShardingPlan:
-        """As DistributedModelParallel takes it."""
+        """Return the plan in the form for DistributedModelParallel."""
         world, layout = self.content["world"], self.content["sharding"]
         return sharding_plan(
             self.shards,
@@ -187,10 +206,11 @@ class PlanFile:
 
 
 def read_plan(path: str | Path) -> PlanFile:
-    """Reads what ``write_plan`` wrote.
+    """Read a plan file.
 
-    Raises ConfigError for a file that is no plan, of another version, or incomplete, and for a
-    plan that does not fit its devices.
+    Raises:
+        ConfigError: The file is not a plan, has another version or is incomplete, or the plan does
+            not fit its devices.
     """
     path = Path(path)
     try:

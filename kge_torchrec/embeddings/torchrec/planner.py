@@ -1,11 +1,11 @@
-"""The layout of the entity table over ranks, by TorchRec's planner, and the memory that it needs.
+"""The sharding of the entity table by TorchRec's planner, and the memory that the table needs.
 
-It needs no process group and no GPU, so a laptop can plan for 64 GPUs. ``table_memory`` replaces
-the planner's own estimate of bytes. It follows FBGEMM's split_table_batched_embeddings_ops_training
-(1.6 to 1.8): state is float32 whatever the values are. With rows in main memory ("unified virtual
-memory", UVM) state of D elements per row lies there too, state of one element per row stays on the
-GPU, and the cache holds values only. TorchRec's estimate (1.8) counts the state in the type of the
-values, and in the cache as well.
+Planning needs no process group and no GPU, so a laptop can plan for 64 GPUs. ``table_memory``
+replaces the planner's own estimate of bytes. It follows FBGEMM's
+split_table_batched_embeddings_ops_training (1.6 to 1.8): state is always float32. With rows in main
+memory ("unified virtual memory", UVM), state with D elements per row is in main memory too, state
+with one element per row stays on the GPU, and the cache holds values only. TorchRec's estimate
+(1.8) counts the state with the element size of the values, and counts it in the cache as well.
 
 Shapes: N entities, D elements per row, W ranks; n rows and d columns of a shard.
 """
@@ -47,8 +47,8 @@ from kge_torchrec.errors import KGEError, raised_alike
 
 __all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
 
-MOST_CUDA_DIM = 2048  # of FBGEMM 1.6 to 1.8, whose backward ends with an error beyond it
-UNLIMITED = 1 << 60  # bytes, for a plan whose fit is looked at afterwards
+MOST_CUDA_DIM = 2048  # limit of FBGEMM 1.6 to 1.8; its backward fails beyond it
+UNLIMITED = 1 << 60  # bytes, for a plan whose fit is checked afterwards
 SHARDINGS = tuple(
     kind.value
     for kind in (
@@ -65,14 +65,14 @@ class PlanDoesNotFit(KGEError, RuntimeError):
 
 
 def device_memory() -> int:
-    """Return the bytes of the current CUDA device, or 0 without one."""
+    """Return the memory of the current CUDA device in bytes, or 0 without one."""
     if not torch.cuda.is_available():
         return 0
     return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def check_cuda_dim(dim: int) -> None:
-    """Raise ConfigError for a row of D numbers that FBGEMM's CUDA kernels cannot have."""
+    """Raise ConfigError if FBGEMM's CUDA kernels do not support rows of D elements."""
     limit = ""
     if dim % 4:
         limit = f"a multiple of 4, not {dim} (FBGEMM reads four numbers at a time"
@@ -94,14 +94,14 @@ def plan_row_wise(
     process_group: dist.ProcessGroup | None = None,
     **options: Any,
 ) -> ShardingPlan:
-    """Return the plan of ``plan_table`` by rows over all ranks, which training uses.
+    """Return the row-wise plan of ``plan_table`` over all ranks, which training uses.
 
     With a process group the call is collective: rank 0 plans and sends its plan, or its error, to
     all ranks.
 
     Raises:
-        ConfigError: FBGEMM's CUDA kernels cannot have this D.
-        PlanDoesNotFit: The rows of a rank do not fit.
+        ConfigError: FBGEMM's CUDA kernels do not support this D.
+        PlanDoesNotFit: The rows of a rank do not fit into its memory.
     """
     if device_type == "cuda":
         check_cuda_dim(_find_collection(model)[1].embeddings[ENTITY].weight.shape[1])
@@ -129,22 +129,23 @@ def plan_table(
     """Return the plan that splits the entity table of ``model`` over all ranks.
 
     Args:
-        model: holds one EmbeddingCollection with the table ENTITY, on the meta device.
-        sharder: its ``fused_params`` name the optimizer, whose state is counted.
-        world_size, local_world_size: ranks in all, and on one machine.
+        model: Holds one EmbeddingCollection with the table ENTITY, on the meta device.
+        sharder: Its ``fused_params`` name the optimizer, whose state is counted.
+        world_size, local_world_size: Ranks in total, and per machine.
         device_type: "cpu" or "cuda".
-        sharding: one of SHARDINGS.
+        sharding: One of SHARDINGS.
         kernel: "fused" (rows on the device), "fused_uvm" (rows in main memory),
             "fused_uvm_caching" (main memory with a cache on the device), or, for data_parallel
             only, "dense".
-        cache_load_factor: share of the rows that the cache of fused_uvm_caching holds.
-        device_bytes: memory of one GPU; default, the current one's.
-        host_bytes: main memory of one machine, which its ranks share; default, this one's.
-        reserve: share of the memory that is left to scorer, activations and the rest.
-        ids_per_batch: distinct entity ids that a rank looks up in a step.
+        cache_load_factor: Share of the rows in the cache of fused_uvm_caching.
+        device_bytes: Memory of one GPU. None: that of the current GPU.
+        host_bytes: Main memory of one machine, which its ranks share. None: that of this machine.
+        reserve: Share of the memory that is kept free for the scorer, activations and so on.
+        ids_per_batch: Distinct entity ids that a rank looks up per step.
 
     Raises:
-        PlanDoesNotFit: The rows of a rank do not fit; the message names the rank and the bytes.
+        PlanDoesNotFit: The rows of a rank do not fit into its memory. The message names the rank
+            and the bytes.
     """
     name, collection = _find_collection(model)
     table = collection.embeddings[ENTITY].weight
@@ -163,13 +164,13 @@ def plan_table(
             sharding_types=[sharding],
             compute_kernels=[kernel],
             pooling_factors=[float(ids_per_batch)],
-            min_partition=-(-table.shape[1] // world_size),  # columns: no more shards than ranks
+            min_partition=-(-table.shape[1] // world_size),  # columns; at most one shard per rank
             cache_params=CacheParams(load_factor=cache_load_factor) if cache_load_factor else None,
         )
     }
     storage = _TableStorage(topology, constraints, form)
     estimators = [EmbeddingPerfEstimator(topology, constraints), storage]
-    batch_size = 1  # one bag per rank, which holds the step's distinct ids
+    batch_size = 1  # one bag per rank with all distinct ids of the step
     planner = EmbeddingShardingPlanner(
         topology=topology,
         batch_size=batch_size,
@@ -186,12 +187,12 @@ def plan_table(
         rows, parts = storage.largest
         need = sum(parts.values(), Bytes())
         if need.device <= room.device and need.main <= room.main:
-            raise  # another problem
+            raise  # memory is not the problem
         raise PlanDoesNotFit(_explain(name, sharding, world_size, rows, parts, room)) from error
 
 
 class _TableStorage(ShardEstimator):
-    """Sets the bytes of each shard for TorchRec's planner."""
+    """A storage estimator for TorchRec's planner, based on ``table_memory``."""
 
     def __init__(
         self,
@@ -200,7 +201,7 @@ class _TableStorage(ShardEstimator):
         form: TableForm,
     ) -> None:
         self._form, self._is_cuda = form, topology.compute_device == "cuda"
-        self.largest: tuple[int, dict[str, Bytes]] = (0, {})  # rows and parts of a shard
+        self.largest: tuple[int, dict[str, Bytes]] = (0, {})  # rows and bytes of the largest shard
 
     def estimate(self, sharding_options: list[ShardingOption], *_: Any, **__: Any) -> None:
         for option in sharding_options:
@@ -266,7 +267,7 @@ def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence warnings about intended things, such as a replicated table without shards."""
+    """Silence warnings about intended choices, such as a replicated table without shards."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
@@ -276,7 +277,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _on_rank_0(group: dist.ProcessGroup, work: Callable[[], Value]) -> Value:
-    """Return rank 0's result, or raise its error, on every rank, so that no rank waits forever."""
+    """Run ``work`` on rank 0; return its result, or raise its error, on every rank."""
     box: list[Any] = [None, None]
     if dist.get_rank(group) == 0:
         try:
@@ -294,12 +295,12 @@ def _on_rank_0(group: dist.ProcessGroup, work: Callable[[], Value]) -> Value:
 VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
 FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
 
-_CACHE_WAYS = 32  # rows of a set; the cache holds whole sets
+_CACHE_WAYS = 32  # rows per set; the cache holds whole sets
 
 
 @dataclass(frozen=True)
 class Bytes:
-    """Bytes on the GPU and in main memory; a CPU's ranks have main memory only."""
+    """Bytes on the GPU and in main memory. CPU ranks use main memory only."""
 
     device: int = 0
     main: int = 0
@@ -310,14 +311,14 @@ class Bytes:
 
 @dataclass(frozen=True)
 class TableForm:
-    """How rows and optimizer state are kept.
+    """The storage of rows and optimizer state.
 
     Args:
         optimizer: Name of the table's optimizer.
         kernel: FUSED (rows on the device), UVM (rows in main memory), UVM_CACHING (main memory with
-            a cache on the GPU), or DENSE (data-parallel: whole gradients and torch's own
+            a cache on the GPU), or DENSE (data-parallel: dense gradients and torch's own
             optimizer).
-        cache_ratio: Share of the rows that the cache of UVM_CACHING holds.
+        cache_ratio: Share of the rows in the cache of UVM_CACHING.
         value_bytes: Bytes per element of a row.
         state_bytes: Bytes per element of state; 2 for the all_to_all backend's bfloat16 state.
         counts_rows: Whether each row counts its steps in an int32 (entities.bias_correction row).
@@ -333,13 +334,22 @@ class TableForm:
     state_in_main: bool = False
 
     def row_state_bytes(self, columns: int) -> int:
-        """Return the bytes of state of one row of a shard."""
+        """Return the bytes of state per row of a shard."""
         each, row = optimizer_class(self.optimizer).state_numbers()
         return (each * columns + row) * self.state_bytes + (4 if self.counts_rows else 0)
 
 
 def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    """Return the bytes of a shard by part: "weights", "optimizer state", "cache", "gradients"."""
+    """Return the bytes of a shard by part.
+
+    Args:
+        rows, columns: Size of the shard.
+        form: Its storage.
+        is_cuda: Whether the ranks use GPUs.
+
+    Returns:
+        Bytes of "weights" and "optimizer state", and of "cache" or "gradients" if there are any.
+    """
     values = rows * columns * form.value_bytes
     if form.kernel == DENSE:
         return _dense_table(rows * columns, form, is_cuda)
@@ -361,9 +371,9 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
 
 
 def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Bytes]:
-    """Return the bytes of a replica that DDP keeps equal, with a gradient of the table's size.
+    """Return the bytes of a data-parallel replica, with a gradient of the table's size.
 
-    It has the dense optimizer, which has no state by row.
+    It uses the dense optimizer, which has no row-wise state.
     """
     return {
         "weights": _in(is_cuda, numbers * form.value_bytes),
@@ -373,12 +383,16 @@ def _dense_table(numbers: int, form: TableForm, is_cuda: bool) -> dict[str, Byte
 
 
 def dense_state_numbers(optimizer: str) -> int:
-    """Return the elements of state per element of a dense parameter, which has none by row."""
+    """Return the state elements per element of a dense parameter (no row-wise state)."""
     return len(optimizer_class(optimizer).states)
 
 
 def _cache(rows: int, columns: int, form: TableForm) -> int:
-    """Return the bytes of values, ids and use (int64 per slot), and places (int32 per row)."""
+    """Return the bytes of a UVM cache.
+
+    Each slot has a row of values, an int64 id and an int64 usage counter.  Each row of the table
+    has an int32 cache position.
+    """
     if not rows:
         return 0
     sets = max(1, -(-int(rows * form.cache_ratio) // _CACHE_WAYS))
@@ -395,9 +409,9 @@ Value = TypeVar("Value")
 
 
 def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None = None) -> str:
-    """Return a few lines per table: its sharding, and the rows and bytes of every rank.
+    """Describe a plan in a few lines per table: its sharding, and the rows and bytes per rank.
 
-    The bytes are those of float32 values, and of the optimizer's state if ``sharder`` is given.
+    The bytes count float32 values, and the optimizer state if ``sharder`` is passed.
     """
     lines = []
     optimizer = from_fused_params(sharder.fused_params or {}).name if sharder else "sgd"
@@ -419,7 +433,7 @@ def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None
 
 
 def runs(values: Sequence[Value]) -> Iterator[tuple[int, int, Value]]:
-    """Yield (first, last, value) of neighbors that are equal."""
+    """Yield (first, last, value) for each run of equal neighbors."""
     first = 0
     for at in range(1, len(values) + 1):
         if at == len(values) or values[at] != values[first]:
@@ -433,7 +447,7 @@ def ranks_text(first: int, last: int) -> str:
 
 
 def amount(size: float) -> str:
-    """Return bytes in a unit that suits them: "96.11 GiB"."""
+    """Format a number of bytes with a suitable unit, such as "96.11 GiB"."""
     if size >= 10 << 40:
         return f"{size / (1 << 40):.2f} TiB"
     for unit, name in ((GIB, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):

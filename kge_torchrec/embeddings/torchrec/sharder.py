@@ -1,14 +1,14 @@
-"""TorchRec's row-wise sharding with our kernels and ways put in.
+"""TorchRec's row-wise sharding with our own kernels and exchanges.
 
-TorchRec builds a table's kernel, and what carries ids to it and rows back, at the end of a chain of
-factories; each class here overrides one link.
+TorchRec builds the kernel of a table and the exchange of ids and rows at the end of a chain of
+factories.  Each class here overrides one link:
 
     EmbeddingCollectionSharder -> ShardedEmbeddingCollection -> RwSequenceEmbeddingSharding
-        -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding: CpuFusedTable where FBGEMM has no
-           kernel, DeferredEmbedding on CUDA where the step has to wait
-        -> RwSparseFeaturesDist, RwSequenceEmbeddingDist: nothing to carry on a single rank
+        -> GroupedEmbeddingsLookup -> BatchedFusedEmbedding: CpuFusedTable on CPU, and
+           DeferredEmbedding on CUDA if the step must not happen in backward
+        -> RwSparseFeaturesDist, RwSequenceEmbeddingDist: no exchange on a single rank
 
-What they are told, the ``TableOptimizer`` above all, travels in one dictionary, ``fused_params``.
+Their settings, such as the ``TableOptimizer``, are passed in one dictionary, ``fused_params``.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
         pg: dist.ProcessGroup | None = None,
         device: torch.device | None = None,
     ) -> None:
-        # Not BatchedFusedEmbedding's own __init__, which would build FBGEMM's table.
+        # Skip BatchedFusedEmbedding.__init__, which would build FBGEMM's table.
         BaseBatchedEmbedding.__init__(self, config, pg, device)
         _check(config)
         optimizer = from_fused_params(config.fused_params or {})
@@ -76,7 +76,7 @@ class _CpuFusedEmbedding(BatchedFusedEmbedding):
 
 
 class _FusedOptimizer(EmbeddingFusedOptimizer):
-    """Steps the table when it is stepped itself."""
+    """An optimizer whose ``step`` steps the CPU table."""
 
     def __init__(
         self, config: GroupedEmbeddingConfig, table: CpuFusedTable, pg: dist.ProcessGroup | None
@@ -89,7 +89,7 @@ class _FusedOptimizer(EmbeddingFusedOptimizer):
         self._table.zero_grad()
 
     def step(self, closure: Any = None) -> None:
-        super().step(closure)  # gives the table its learning rate
+        super().step(closure)  # passes the learning rate to the table
         self._table.step()
 
 
@@ -107,11 +107,11 @@ def _check(config: GroupedEmbeddingConfig) -> None:
 def _describe_single_row(
     kernel: BatchedFusedEmbedding, config: GroupedEmbeddingConfig, pg: dist.ProcessGroup | None
 ) -> None:
-    """Correct how TorchRec describes the optimizer state of a shard that has a single row.
+    """Correct TorchRec's description of the optimizer state of a shard with a single row.
 
-    TorchRec takes a second state of one number for a scalar of the whole shard.  For rowwise_adam's
-    second moment that is wrong, and no checkpoint could be written.  TorchRec never takes a first
-    state for a scalar, so each of these states is described as a first one.
+    TorchRec treats a second state with one element as a scalar of the whole shard.  This is wrong
+    for the second moment of rowwise_adam, and saving a checkpoint would fail.  TorchRec never
+    treats a first state as a scalar, so each such state is described as a first one.
     """
     table, optimizer = kernel.emb_module, kernel.fused_optimizer
     for states in table.get_optimizer_state():
@@ -149,7 +149,7 @@ class _Lookup(GroupedEmbeddingsLookup):
 
 
 def kernel_of(on_cpu: bool, deferred: bool) -> type[BatchedFusedEmbedding] | None:
-    """The kernel of a fused table; None: TorchRec's own."""
+    """Return the kernel class of a fused table; None means TorchRec's own."""
     if on_cpu:
         return _CpuFusedEmbedding
     return DeferredEmbedding if deferred else None
@@ -206,10 +206,10 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
 
 
 class _OrderedOutputDist(RwSequenceEmbeddingDist):
-    """Leaves out the final permutation of rows, for ids that ascend.
+    """Skips the final permutation of rows, for ascending ids.
 
-    They are still in order once they are grouped by rank, so their rows come back in order;
-    permuting them anyway costs as much as the optimizer step.
+    Grouping ascending ids by rank keeps their order, so the rows arrive in order.  The permutation
+    would cost as much time as the optimizer step.
     """
 
     def forward(
@@ -243,10 +243,10 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         )
 
     def forward(self, *features: KeyedJaggedTensor) -> Any:
-        """As TorchRec's, without what it keeps for several tables and features where it can.
+        """Look up rows like TorchRec, with shortcuts for a single table and feature.
 
-        A single rank has all the rows, and sends itself nothing.  On a CPU ids that ascend go
-        directly.  Under TorchRec's pipeline another forward takes this one's place.
+        A single rank exchanges nothing.  On CPU, ascending ids use DirectInputDist.  TorchRec's
+        pipeline replaces this method with its own.
         """
         (kernel,), (ids,) = self._lookups[0]._emb_modules, features
         is_ours = isinstance(kernel, _CpuFusedEmbedding)
@@ -261,7 +261,7 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
 
     @cached_property
     def _direct(self) -> DirectInputDist | None:
-        """The way of ids to several ranks, where they go directly."""
+        """The direct exchange of ids between several ranks, or None if it does not apply."""
         (sharding,) = self._sharding_type_to_sharding.values()
         found = sharding.create_input_dist(self._device)
         return found if isinstance(found, DirectInputDist) else None
@@ -270,7 +270,8 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
 class EntitySharder(EmbeddingCollectionSharder):
     """Shards an EmbeddingCollection by rows: FBGEMM's table on CUDA, CpuFusedTable on CPU.
 
-    Args as EmbeddingCollectionSharder; ``fused_params`` from fused_params(table_optimizer, ...).
+    The arguments are those of EmbeddingCollectionSharder, with ``fused_params`` made by the
+    function ``fused_params``.
     """
 
     def shard(
@@ -297,21 +298,24 @@ class EntitySharder(EmbeddingCollectionSharder):
         return _ShardedEntityCollection
 
 
-# Not FBGEMM's: TorchRec hands the table's settings from the sharder down to its kernel in one
-# dictionary, and these ride along.
+# Our own keys: TorchRec passes one dictionary of settings from the sharder to the kernel, so we
+# add our settings there.  FBGEMM does not know them.
 _ASCENDING, _DEFERRED, _FOREIGN = "ascending_ids", "deferred", "table_optimizer"
 _NAMES = {
     EmbOptimType[str(optimizer_class(name).fbgemm)]: name for name in TABLE_OPTIMIZERS
-}  # by FBGEMM's
+}  # our names by FBGEMM's
 
 
 def fused_params(
     optimizer: TableOptimizer, *, ascending_ids: bool = False, deferred: bool = False
 ) -> dict[str, Any]:
-    """The arguments of EmbeddingCollectionSharder(fused_params=...).
+    """Return the value of ``EmbeddingCollectionSharder(fused_params=...)``.
 
-    ascending_ids: every lookup asks for distinct ids in ascending order.
-    deferred: the table steps when its optimizer does, not inside backward; the CPU table always.
+    Args:
+        optimizer: The optimizer of the table.
+        ascending_ids: Whether every lookup has distinct ids in ascending order.
+        deferred: Whether the table steps with its optimizer instead of inside backward.  The CPU
+            table always does.
     """
     params: dict[str, Any] = {
         _ASCENDING: ascending_ids,
@@ -324,32 +328,33 @@ def fused_params(
         "weight_decay": optimizer.weight_decay,
     }
     if not optimizer.is_ours:
-        params[_FOREIGN] = optimizer  # what stands in its place says nothing
+        params[_FOREIGN] = optimizer  # "optimizer" is only a placeholder then
     if optimizer.kind.weight_decay == "l2" and optimizer.weight_decay:
-        # FBGEMM ignores weight_decay there unless it is told which kind.
+        # FBGEMM ignores weight_decay for this optimizer unless the mode is set.
         params["weight_decay_mode"] = WeightDecayMode.L2
     return params
 
 
 def asks_ascending(params: dict[str, Any] | None) -> bool:
-    """Whether ``fused_params`` was told of ascending ids."""
+    """Return whether ``params`` has ``ascending_ids`` set."""
     return bool(params and params.get(_ASCENDING))
 
 
 def is_deferred(params: dict[str, Any] | None) -> bool:
-    """Whether ``fused_params`` was told to defer the step."""
+    """Return whether ``params`` has ``deferred`` set."""
     return bool(params and params.get(_DEFERRED))
 
 
 def of_fbgemm(params: dict[str, Any] | None) -> dict[str, Any]:
-    """What of it FBGEMM's table takes."""
+    """Return ``params`` without our own keys, as FBGEMM's table accepts it."""
     return {k: v for k, v in (params or {}).items() if k not in (_ASCENDING, _DEFERRED, _FOREIGN)}
 
 
 def from_fused_params(params: dict[str, Any]) -> TableOptimizer:
-    """The inverse of ``fused_params``; keys that only FBGEMM's own table reads are ignored.
+    """Invert ``fused_params``.  Keys that only FBGEMM's table reads are ignored.
 
-    Raises ValueError for an optimizer that the CPU table does not have.
+    Raises:
+        ValueError: The CPU table does not have this optimizer.
     """
     if _FOREIGN in params:
         return params[_FOREIGN]
