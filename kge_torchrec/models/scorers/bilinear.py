@@ -255,9 +255,10 @@ class MEIM(TrilinearScorer):
         """Options of MEIM.
 
         Args:
-            partitions: Partitions of an entity row. relation_dim: Elements per relation and
-            partition; null: as many as per entity and partition. orthogonality: Weight of the
-            squared distance between M^T M and the identity, for each
+            partitions: Partitions of an entity row.
+            relation_dim: Elements per relation and partition; null: as many as per entity and
+                partition.
+            orthogonality: Weight of the squared distance between M^T M and the identity, for each
                 matrix M of a query's relation.
         """
 

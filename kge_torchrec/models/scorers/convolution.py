@@ -65,10 +65,11 @@ class ConvE(DotScorer):
         """Options of ConvE.
 
         Args:
-            channels: Number of feature maps. kernel_size: Height and width of the filters.
-            feature_dropout: Dropout probability for whole feature maps. height: Height of the image
-            of an entity row; null: the largest divisor of model.dim up to
-                its square root.
+            channels: Number of feature maps.
+            kernel_size: Height and width of the filters.
+            feature_dropout: Dropout probability for whole feature maps.
+            height: Height of the image of an entity row; null: the largest divisor of model.dim up
+                to its square root.
         """
 
         height: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
