@@ -180,7 +180,7 @@ class BinaryCrossEntropyLoss(Loss):
         """Options of the binary cross-entropy loss.
 
         Args:
-            label_smoothing: e in [0, 1); the targets are 1 - e/2 and e/2.
+            label_smoothing: Label smoothing e in [0, 1); the targets are 1 - e/2 and e/2.
             reduction: sum, or mean, over all candidates of a query, answers included.
         """
 
