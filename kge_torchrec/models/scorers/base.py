@@ -73,7 +73,7 @@ class Scorer(nn.Module):
     entity_metric: str | None = None  # between two entities, see answers/nearest.py
     # Trailing columns of an entity row that hold biases, not the vector.
     bias_columns = 0
-    zero_columns = 0  # bias columns that are initialized to 0 whatever the config says
+    zero_columns = 0  # number of bias columns that are initialized to 0, not as the config says
     # Whether the score is an inner product with a query that is linear in the anchor, on both
     # sides; see ``TrilinearScorer.dual_vectors``.
     is_bilinear = False

@@ -49,6 +49,11 @@ class TransE(QueryScorer):
 
 
 class TransEL1(TransE):
+    """TransE with the Manhattan distance (p = 1). An entity row holds D real numbers.
+
+    The paper's constraint that entities have length 1 is model.normalization unit.
+    """
+
     name = "transe_l1"
     entity_metric = "manhattan"
 
@@ -63,6 +68,11 @@ class TransEL1(TransE):
 
 
 class TransEL2(EuclideanScorer, TransE):
+    """TransE with the Euclidean distance (p = 2). An entity row holds D real numbers.
+
+    The paper's constraint that entities have length 1 is model.normalization unit.
+    """
+
     name = "transe_l2"
 
 
