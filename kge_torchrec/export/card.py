@@ -1,7 +1,7 @@
-"""README.md of an export: a model card in the form of a Hugging Face repository.
+"""README.md of an export: a model card in the format of Hugging Face repositories.
 
-Hugging Face reads library, licence, metrics and tags from YAML between two lines of dashes at the
-top; the rest is for people. Its programs count and search by config.json.
+Hugging Face reads library, license, metrics and tags from the YAML front matter. The rest is for
+people. Hugging Face counts downloads and searches by config.json.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kge_torchrec.config import ModelConfig
 from kge_torchrec.pages import render
 
 CARD, HUB_CONFIG = "README.md", "config.json"
-UNKNOWN = "unknown"  # a licence that Hugging Face knows by this name
+UNKNOWN = "unknown"  # a license name that Hugging Face knows
 _METRICS = {"mrr": "MRR", "hits@1": "Hits@1", "hits@3": "Hits@3", "hits@10": "Hits@10", "mr": "MR"}
 
 
 @dataclass(frozen=True)
 class Licences:
-    """Licences of an export, by the names of https://hf.co/docs/hub/repositories-licenses."""
+    """Licenses of an export, as named in https://hf.co/docs/hub/repositories-licenses."""
 
     model: str = UNKNOWN
     data: str = UNKNOWN
@@ -33,11 +33,11 @@ class Facts:
     """The contents of a card.
 
     Attributes:
-        model: The config's section of the model.
-        description: The contents of model.json, with the results if they are of this model.
+        model: The model section of the config.
+        description: The contents of model.json, with results if they belong to this model.
         data: The name of the graph.
-        triples: The number of triples of each split.
-        licences: The licences of model and data.
+        triples: The number of triples per split.
+        licences: The licenses of model and data.
         loading: How to load the files, as Markdown.
     """
 

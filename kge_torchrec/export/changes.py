@@ -1,9 +1,9 @@
-"""Rows of a run's entity table that differ from an earlier run's: an export may be cut to them.
+"""Find the entity rows that differ from an earlier run, to export only those.
 
-A graph that is extended keeps the ids of its entities, so the rows of a run and of the one that it
-was extended from are compared by id, bit for bit; what the earlier one did not have has changed.
+Extending a graph keeps the ids of its entities. So the rows of a run and of the run it was extended
+from are compared by id, bit for bit. Rows of new entities count as changed.
 
-Shapes: N entities, D numbers per entity, m rows of a chunk.
+Shapes: N entities, D elements per entity row, M changed rows, m rows per chunk.
 """
 
 from __future__ import annotations
@@ -27,11 +27,16 @@ from kge_torchrec.training.checkpoints import BEST, Checkpoints
 from kge_torchrec.training.growth import entity_rows
 from kge_torchrec.training.run_folder import RunFolder
 
-CHANGED_IDS = "ids.npy"  # (M,) int64: of the rows in an export of changes
+CHANGED_IDS = "ids.npy"  # (M,) int64 entity ids of the rows in an export of changes
 
 
 def write_ids(folder: ExportFolder, changed: np.ndarray) -> None:
-    """The ids (M,) of changed (N,) bool, whose rows and labels an export has in this order."""
+    """Write the ids (M,) of the changed entities, in the order of the exported rows and labels.
+
+    Args:
+        folder: The export.
+        changed: (N,) bool.
+    """
     out = io.BytesIO()
     np.save(out, np.flatnonzero(changed))
     folder.append(CHANGED_IDS, [out.getbuffer()])
@@ -39,17 +44,24 @@ def write_ids(folder: ExportFolder, changed: np.ndarray) -> None:
 
 @dataclass(frozen=True)
 class Earlier:
-    """The run whose rows those who read an export of changes hold already."""
+    """The run whose rows the readers of an export of changes already have."""
 
-    checkpoint: Path  # its best, the newest without one, as ``export`` takes
+    checkpoint: Path  # the best, or else the newest, as ``export`` uses
     entities: int
 
     @classmethod
     def open(cls, path: str | Path, entities: Vocabulary, ranks: Processes) -> Earlier:
-        """Collective.  entities: of the run whose changes are asked for.
+        """Open an earlier run. Collective.
 
-        Raises ExportError where an entity of the earlier run has another id in this one,
-        ConfigError or CheckpointError where there is no such run, or nothing trained in it.
+        Args:
+            path: Folder of the earlier run.
+            entities: Entity labels of the run to export.
+            ranks: The ranks.
+
+        Raises:
+            ExportError: An entity of the earlier run has another id in this run.
+            ConfigError: There is no such run.
+            CheckpointError: The run has no checkpoint.
         """
         folder = RunFolder(path)
         data = on_first_rank(ranks, lambda: folder.load_config().data.path)
@@ -70,16 +82,21 @@ class Earlier:
     def changed(
         self, chunks: Iterable[tuple[int, np.ndarray | None]], ranks: Processes
     ) -> np.ndarray:
-        """Which entities have another row, or had none: (N,) bool.  Collective.
+        """Return which entities have a different or a new row: (N,) bool. Collective.
 
-        chunks: first id and rows (m, D) of one after another, on other ranks without the rows.
-        Raises ExportError for a checkpoint of another width or that cannot be read.
+        Args:
+            chunks: First id and rows (m, D) of consecutive chunks. The rows are None except on rank
+                0.
+            ranks: The ranks.
+
+        Raises:
+            ExportError: The checkpoint has another width or cannot be read.
         """
         found = [on_first_rank(ranks, partial(self._changed, *chunk)) for chunk in chunks]
         return np.concatenate(found)
 
     def _changed(self, first: int, rows: np.ndarray | None) -> np.ndarray:
-        assert rows is not None  # on the first rank
+        assert rows is not None  # true on rank 0, where this runs
         found = np.ones(len(rows), bool)
         stop = min(first + len(rows), self.entities)
         if first >= stop:
@@ -98,7 +115,7 @@ class Earlier:
         return found
 
     def describe(self, changed: np.ndarray) -> dict[str, Any]:
-        """What model.json says of an export of the changed rows alone."""
+        """Return the section of model.json about an export of changed rows."""
         return {
             "since": {
                 "run": str(self.checkpoint.parent.parent),

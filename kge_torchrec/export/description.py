@@ -1,6 +1,6 @@
-"""The folder of an export and its model.json, which says what it holds, for programs and people.
+"""The folder of an export and its model.json, which describes the contents to programs and people.
 
-The folder is written under a hidden name and renamed when complete.
+The folder is written under a hidden name and renamed when it is complete.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ FORMAT_VERSION = 1
 DESCRIPTION = "model.json"
 PARAMETERS = "scorer.safetensors"
 ENTITIES, RELATIONS = "entities.txt", "relations.txt"
-FOR_PEOPLE = ("README.md",)  # who may change it
+FOR_PEOPLE = ("README.md",)  # people may edit these, so their size is not recorded
 _PACKAGES = ("kge-torchrec", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu", "numpy")
 
 
 def describe(
     model: ModelConfig, num_entities: int, num_relations: int, table_format: str
 ) -> dict[str, Any]:
-    """What model.json says of any export of this model; ``files`` is added when it is complete."""
+    """Return the contents of model.json except ``files``, which is added at the end.
+
+    Args:
+        model: The model section of the config.
+        num_entities: Number of entities.
+        num_relations: Number of relations, without inverses.
+        table_format: One of ``FORMATS``.
+    """
     scorer = resolve("scorer", model.scorer)
     return {
         **describe_foreign(model, num_entities, num_relations),
@@ -65,7 +72,14 @@ def describe(
 def describe_foreign(
     model: ModelConfig, num_entities: int, num_relations: int, program: str | None = None
 ) -> dict[str, Any]:
-    """The part that holds for any layout; program: whose it is, None where it is ours."""
+    """Return the part of model.json that is valid for any layout.
+
+    Args:
+        model: The model section of the config.
+        num_entities: Number of entities.
+        num_relations: Number of relations, without inverses.
+        program: Name of the program whose layout it is, or None for our own layout.
+    """
     found = {
         "format": FORMAT,
         "version": FORMAT_VERSION,
@@ -82,10 +96,11 @@ def describe_foreign(
 
 
 def read_description(path: Path) -> dict[str, Any]:
-    """model.json of a whole export.
+    """Read model.json and check that the export is complete.
 
-    Raises ExportError when there is none, it is of another version, or a file is missing or has
-    another size than written.
+    Raises:
+        ExportError: There is no export, it has another version, or a file is missing or differs in
+            size from what was written.
     """
     if not path.is_dir():
         raise ExportError(f"{path}: no such folder; write an export with `kge-torchrec export`")
@@ -123,9 +138,10 @@ def read_description(path: Path) -> dict[str, Any]:
 
 
 def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
-    """The config's model section.
+    """Return the model section of the config.
 
-    Raises ExportError if its scorer cannot be found here, or this version has no such model.
+    Raises:
+        ExportError: The scorer cannot be found, or this version does not support the model.
     """
     try:
         resolve("scorer", canonical(str(description["model"].get("scorer"))))
@@ -138,7 +154,7 @@ def model_config(path: Path, description: dict[str, Any]) -> ModelConfig:
 
 
 def is_export(path: Path) -> bool:
-    """Whether a folder is an export, of any version, whole or damaged."""
+    """Whether a folder is an export of any version, complete or damaged."""
     try:
         found = json.loads((path / DESCRIPTION).read_text("utf-8"))
     except (OSError, ValueError):
@@ -175,7 +191,7 @@ def _meaning_of_a_row(scorer: type[Scorer], model: ModelConfig) -> str:
 
 
 def _layout(scorer: type[Scorer], model: ModelConfig) -> str:
-    """What the scorer's own file says of its rows, where D is ``dim`` without the biases."""
+    """Describe an entity row by the scorer's docstring; D there excludes the biases."""
     text = " ".join(_text(scorer).split("Raises ")[0].split())
     return f"{text} D is {model.dim - BIASES}." if model.biases else text
 
@@ -201,16 +217,16 @@ def _meaning_of_relations(count: int, reciprocal: bool, table_format: str) -> st
 
 
 class ExportFolder:
-    """A new export on its way to ``path``.  Only rank 0 calls it."""
+    """A new export that is being written to ``path``. Only rank 0 uses it."""
 
     def __init__(self, path: str | Path, overwrite: bool = False):
         self.path, self.overwrite = Path(path), overwrite
-        # A link to another disk stays: the export is made where it points to.
+        # Keep a symbolic link: write the export to its target.
         self._target = self.path.resolve()
         self.partial = files.partial_of(self._target)
 
     def check(self) -> None:
-        """Raises ExportError unless an export may be put at ``path``."""
+        """Raise ExportError unless an export may be written to ``path``."""
         if not self._target.exists():
             return
         if not self.overwrite:
@@ -226,14 +242,14 @@ class ExportFolder:
             )
 
     def begin(self) -> None:
-        """Makes the hidden folder, dropping what an export that was killed left there."""
+        """Create the hidden folder; remove the remains of an export that was killed."""
         self.check()
         if self.partial.exists():
             shutil.rmtree(self.partial)
         self.partial.mkdir(parents=True)
 
     def append(self, name: str, pieces: Iterable[bytes | memoryview]) -> None:
-        """Appends to a file, which may lie in a folder of its own."""
+        """Append to a file, which may be in a subfolder."""
         path = self.partial / name
         path.parent.mkdir(exist_ok=True)
         with path.open("ab") as file:
@@ -241,7 +257,7 @@ class ExportFolder:
                 file.write(piece)
 
     def finish(self, description: dict[str, Any]) -> None:
-        """Adds model.json with the size of every file, then gives the folder its name."""
+        """Write model.json with the size of every file, then rename the folder."""
         written = sorted(path for path in self.partial.rglob("*") if path.is_file())
         sizes = {
             str(file.relative_to(self.partial)): file.stat().st_size
@@ -252,13 +268,13 @@ class ExportFolder:
         self.append(DESCRIPTION, [f"{text}\n".encode()])
         for file in self.partial.rglob("*"):
             files.sync(file)
-        self.check()  # somebody may have made it meanwhile
+        self.check()  # another process may have created it meanwhile
         files.put_in_place(self.partial, self._target)
 
     def discard(self) -> None:
-        """Removes what was written."""
+        """Remove the unfinished export."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def free(self) -> str:
-        """Free space on the disk of the export."""
+        """Return the free space on the disk of the export, as text."""
         return files.free_space(self._target)

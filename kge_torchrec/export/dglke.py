@@ -1,11 +1,11 @@
-"""A folder in DGL-KE's layout, as `dglke_train` saves a model: two arrays, config.json, two maps.
+"""The layout in which `dglke_train` saves a model: two arrays, config.json and two maps.
 
 config.json has the keys of DGL-KE 0.1.2 (``model``, ``emb_size``) and those that later commits
 read (``model_name``, ``hidden_dim``).
 
-DGL-KE's complex numbers are all real parts, then all imaginary ones.  Its scores of distances are
-gamma - distance, with gamma 0 here.  RotatE's relations are phases times
-(gamma + 2) / (D / 2) / pi, by which DGL-KE divides them again.
+DGL-KE stores all real parts, then all imaginary parts. Its distance scores are gamma - distance;
+gamma is 0 here. RotatE's relations are phases times (gamma + 2) / (D / 2) / pi, which DGL-KE
+divides out again.
 
 Source: DGL-KE's save_model and InferModel (https://github.com/awslabs/dgl-ke).
 """
@@ -34,7 +34,7 @@ def _phases(phases: Tensor) -> Tensor:
     return (phases.double() * scale).float()
 
 
-# Ours -> (DGL-KE's name, entities, relations).
+# Scorer -> (DGL-KE's name, conversion of entities, conversion of relations).
 _Rows = Callable[[Tensor], Tensor]
 MODELS: dict[str, tuple[str, _Rows, _Rows]] = {
     "transe_l1": ("TransE_l1", Tensor.contiguous, Tensor.contiguous),
@@ -47,13 +47,13 @@ MODELS: dict[str, tuple[str, _Rows, _Rows]] = {
 
 
 def write(folder: ExportFolder, model: WholeModel) -> str:
-    """Writes arrays, config.json and maps; returns how to load them."""
+    """Write arrays, config.json and maps; return how to load them, as Markdown."""
     name, of_entities, of_relations = MODELS[model.config.scorer]
     entities, relations = of_entities(model.entities), of_relations(model.relations)
     stem = f"{model.data}_{name}"
     for kind, table in (("entity", entities), ("relation", relations)):
         folder.append(f"{stem}_{kind}.npy", npy_file(table.numpy()))
-    doubled = name == "RotatE"  # an entity has twice the numbers of a relation
+    doubled = name == "RotatE"  # an entity row has twice the elements of a relation row
     size = model.config.dim // 2 if doubled else model.config.dim
     config = {
         "dataset": model.data,
@@ -74,7 +74,7 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
 
 
 def _map(vocabulary: Vocabulary) -> bytes:
-    """Lines "id<tab>label", with csv's quotes where a label has a tab or a quote."""
+    """Return lines "id<tab>label"; csv quotes a label that contains a tab or a quote."""
     out = io.StringIO()
     lines = csv.writer(out, delimiter="\t", lineterminator="\n")
     lines.writerows(enumerate(single_lines(vocabulary, "DGL-KE")))

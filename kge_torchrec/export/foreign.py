@@ -1,8 +1,9 @@
-"""What the layouts of other programs are made from: a whole model, and what a layout can hold.
+"""Input and capabilities of the layouts of other programs.
 
-Those programs hold a model in memory, and so does rank 0 while it writes their files.
+Those programs hold a whole model in memory, and so does rank 0 while it writes their files.
 
-Shapes: N entities, D numbers an entity, R relation rows (inverses included), W numbers a relation.
+Shapes: N entities, D elements per entity row, R relation rows (inverses included), W elements per
+relation row.
 """
 
 from __future__ import annotations
@@ -27,10 +28,14 @@ from kge_torchrec.models.scorers import Scorer
 class WholeModel:
     """A trained model in this process.
 
-    scorer: with its parameters, ready to score.
-    rows: (N, D) float32, as training has them.
-    data: a short name of the graph, of letters, digits, dots, dashes and underscores.
-    epoch: the number of epochs that it was trained for.
+    Attributes:
+        config: The model section of the config.
+        scorer: The scorer with its parameters, in evaluation mode.
+        rows: (N, D) float32 entity rows as stored.
+        entity_labels: Entity labels in order of id.
+        relation_labels: Relation labels in order of id.
+        data: A short name of the graph: letters, digits, dots, dashes and underscores.
+        epoch: The number of epochs that the model was trained for.
     """
 
     config: ModelConfig
@@ -44,25 +49,26 @@ class WholeModel:
     @cached_property
     @torch.no_grad()
     def entities(self) -> Tensor:
-        """(N, D) float32 as the formula takes them, normalised."""
+        """(N, D) float32 entity rows, normalized as the formula expects."""
         return self.scorer.entity(self.rows)
 
     @cached_property
     @torch.no_grad()
     def relations(self) -> Tensor:
-        """(R, W) float32 as the formula takes them, normalised."""
+        """(R, W) float32 relation rows, normalized as the formula expects."""
         return self.scorer.relation(torch.arange(self.scorer.relation_rows), drop=False)
 
 
 @dataclass(frozen=True)
 class ForeignFormat:
-    """Files that another program reads.
+    """A layout that another program reads.
 
-    program: its name.
-    scorers: ours that it has with the same formula; None if it takes every one.
-    holds_inverses: whether it asks head queries by relations of their own.
-    holds_biases: whether it takes model.biases.
-    write: puts the files into the folder; returns how to load them, as Markdown.
+    Attributes:
+        program: Name of the program.
+        scorers: Our scorers that it supports with the same formula; None means all.
+        holds_inverses: Whether it answers head queries by inverse relations.
+        holds_biases: Whether it supports model.biases.
+        write: Function that writes the files and returns how to load them, as Markdown.
     """
 
     program: str
@@ -72,7 +78,7 @@ class ForeignFormat:
     write: Callable[[ExportFolder, WholeModel], str]
 
     def check(self, model: ModelConfig) -> None:
-        """Raises ExportError unless the layout can hold such a model."""
+        """Raise ExportError unless the layout can hold this model."""
         if self.scorers is not None and model.scorer not in self.scorers:
             raise ExportError(
                 f"{self.program} has no model with the formula of {model.scorer}, only those of "
@@ -92,19 +98,22 @@ class ForeignFormat:
 
 
 def halves(rows: Tensor) -> Tensor:
-    """Complex numbers as all real parts, then all imaginary ones: (..., D) -> (..., D)"""
+    """Reorder complex numbers to all real, then all imaginary parts: (..., D) -> (..., D)."""
     return rows.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
 
 
 def labels_of(vocabulary: Vocabulary) -> list[str]:
-    """All labels in order of id."""
+    """Return all labels in order of id."""
     return vocabulary.array.to_pylist()
 
 
 def single_lines(vocabulary: Vocabulary, program: str) -> list[str]:
-    """All labels in order of id, each line break a space: LibKGE and DGL-KE read a label per line.
+    """Return all labels in order of id, with line breaks replaced by spaces.
 
-    Raises ExportError if two labels would become the same.
+    LibKGE and DGL-KE read one label per line.
+
+    Raises:
+        ExportError: Two labels would become the same.
     """
     seen: dict[str, str] = {}
     for label in labels_of(vocabulary):
@@ -119,10 +128,10 @@ def single_lines(vocabulary: Vocabulary, program: str) -> list[str]:
 
 
 def saved(value: Any) -> memoryview:
-    """What torch.save makes of a value.
+    """Return the bytes of torch.save.
 
-    Not straight into the file: where a disk is full torch says so without the reason, and from its
-    C++ parts ends the process.
+    torch.save does not write to the file directly: on a full disk torch's error lacks the reason,
+    and its C++ code can end the process.
     """
     buffer = io.BytesIO()
     torch.save(value, buffer)

@@ -1,4 +1,4 @@
-"""The formats of the entity table by name, and how a table is opened."""
+"""Formats of the entity table by name, and how to open a table."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def open_table(file: Path, table_format: str, num_entities: int, dim: int) -> np
     """Return the table (N, D) float32 of a file, read-only and memory-mapped if possible.
 
     Raises:
-        ExportError: The file holds no such table.
+        ExportError: The file does not hold such a table.
     """
     try:
         table = FORMATS[table_format](num_entities, dim).read(file)

@@ -1,7 +1,7 @@
-"""A checkpoint in LibKGE's layout, as `kge package` writes it, and the folder of its dataset.
+"""A checkpoint as `kge package` of LibKGE writes it, and the folder of its dataset.
 
-LibKGE's complex numbers are all real parts, then all imaginary ones.  Its reciprocal model numbers
-the inverse of relation r as r + number of relations, as we do.
+LibKGE stores all real parts, then all imaginary parts. In its reciprocal model the inverse of
+relation r is r + number of relations, as in ours.
 
 Source: LibKGE's KgeModel.create_from, Dataset.create_from and Config.create_from
 (https://github.com/uma-pi1/kge).
@@ -32,7 +32,7 @@ from kge_torchrec.pages import render
 
 CHECKPOINT = "checkpoint_best.pt"
 RECIPROCAL = "reciprocal_relations_model"
-# Ours -> (LibKGE's name, its options beside the widths, entities, relations).
+# Scorer -> (LibKGE's name, options except widths, conversions of entities and of relations).
 _Rows = Callable[[Tensor], Tensor]
 MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
     "transe_l1": ("transe", {"l_norm": 1.0}, Tensor.contiguous, Tensor.contiguous),
@@ -47,7 +47,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
 
 
 def write(folder: ExportFolder, model: WholeModel) -> str:
-    """Writes the checkpoint and the dataset folder; returns how to load them."""
+    """Write the checkpoint and the dataset folder; return how to load them, as Markdown."""
     name, options, of_entities, of_relations = MODELS[model.config.scorer]
     entities, relations = of_entities(model.entities), of_relations(model.relations)
     tables = {"entity": entities, "relation": relations}
@@ -92,10 +92,10 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
 def _config(
     name: str, options: dict[str, Any], dataset: dict[str, Any], reciprocal: bool
 ) -> dict[str, Any]:
-    """The options of a LibKGE config that differ from its defaults."""
+    """Return the options of a LibKGE config that differ from its defaults."""
     model = RECIPROCAL if reciprocal else name
     config = {"model": model, "import": [name], name: options, "dataset": dataset}
-    config["job"] = {"device": "cpu"}  # load_checkpoint sets it, and adds no option
+    config["job"] = {"device": "cpu"}  # load_checkpoint sets this key but cannot add it
     if reciprocal:
         config[RECIPROCAL] = {"base_model": {"type": name}}
         config["import"] = [name, RECIPROCAL]
@@ -103,7 +103,7 @@ def _config(
 
 
 def _dataset_part(dataset: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
-    """By the names of LibKGE's versions, the older without ``dataset.``"""
+    """Return the dataset entries twice: newer LibKGE versions prefix keys with ``dataset.``."""
     found = {"num_entities": dataset["num_entities"], "num_relations": dataset["num_relations"]}
     found["meta"] = meta
     return found | {f"dataset.{key}": value for key, value in found.items()}
@@ -111,9 +111,10 @@ def _dataset_part(dataset: dict[str, Any], meta: dict[str, Any]) -> dict[str, An
 
 @contextmanager
 def _config_class() -> Iterator[Any]:
-    """A stand-in for kge.config.Config, of the same attributes, while something is pickled.
+    """Provide a stand-in for kge.config.Config with the same attributes, for pickling.
 
-    A pickle names the class of an object and has its attributes; LibKGE fills in its own class.
+    A pickle stores the name of an object's class and its attributes. LibKGE resolves the name to
+    its own class when it loads the file.
     """
 
     class Config:

@@ -1,6 +1,6 @@
-"""An exported model in one process: no TorchRec, no process group, the table on the disk.
+"""An exported model in one process: no TorchRec, no process group, and the table stays on disk.
 
-Shapes: N entities, D numbers per entity, M triples.
+Shapes: N entities, D elements per entity row, M triples.
 """
 
 from __future__ import annotations
@@ -36,11 +36,20 @@ from kge_torchrec.models.scorers import Scorer, Side, build_scorer
 
 
 def load_model(path: str | Path) -> PlainModel:
-    """The model of a folder that `kge-torchrec export` wrote.
+    """Load the model of a folder that `kge-torchrec export` wrote.
 
-    The entity table stays on the disk and is read where it is looked at; word2vec text is read
-    into memory.  Raises ExportError when there is no export, it is damaged or of another version,
-    or a parameter is missing, unexpected or of another shape.
+    The entity table stays on disk and is read on access, except that word2vec text is read into
+    memory.
+
+    Args:
+        path: Folder of the export.
+
+    Returns:
+        The model.
+
+    Raises:
+        ExportError: There is no export, it is damaged or has another version, or a parameter is
+            missing, unexpected or of another shape.
     """
     path = Path(path)
     description = read_description(path)
@@ -51,13 +60,13 @@ def load_model(path: str | Path) -> PlainModel:
 
 
 class PlainModel(Answering):
-    """A trained model that scores triples and answers queries in this process alone.
+    """A trained model that scores triples and answers queries in this process only.
 
     Attributes:
-        path: folder of the export.
-        description: what its model.json holds.
+        path: Folder of the export.
+        description: Contents of its model.json.
         entities: (N, D) float32, read-only; memory-mapped unless the export is word2vec text.
-        scorer: the package's Scorer, with its parameters.
+        scorer: The Scorer with its parameters.
     """
 
     def __init__(
@@ -68,20 +77,20 @@ class PlainModel(Answering):
 
     @cached_property
     def entity_labels(self) -> Vocabulary:
-        """Labels and ids of the entities, read at first use."""
+        """Entity labels and ids, read on first use."""
         return read_labels(self.path / ENTITIES, "entity", len(self.entities))
 
     @cached_property
     def relation_labels(self) -> Vocabulary:
-        """Labels and ids of the relations, read at first use."""
+        """Relation labels and ids, read on first use."""
         return read_labels(self.path / RELATIONS, "relation", self.scorer.num_relations)
 
     def embedding(self, freeze: bool = True) -> nn.Embedding:
-        """The entities as a layer of its own, the whole table copied into memory."""
+        """Return the entities as an embedding layer; copies the whole table into memory."""
         return nn.Embedding.from_pretrained(torch.from_numpy(np.array(self.entities)), freeze)
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of entity ids: (...) int64 -> (..., D) float32, copied."""
+        """Copy the rows of entity ids: (...) int64 -> (..., D) float32."""
         return torch.from_numpy(np.take(self.entities, ids.numpy(), axis=0))
 
     @overload  # type: ignore[override]
@@ -89,7 +98,7 @@ class PlainModel(Answering):
 
     @overload
     def score(self, heads: Labels, relations: Labels, tails: Labels, side: Side = "tail") -> Tensor:
-        """Of columns."""
+        """Score columns of heads, relations and tails."""
 
     def score(
         self,
@@ -98,13 +107,24 @@ class PlainModel(Answering):
         tails: Labels | None = None,
         side: Side = "tail",
     ) -> Tensor | list[float]:
-        """Scores of triples, ``score(triples)`` as a run has it, or of heads, relations, tails.
+        """Score triples, as ``score(triples)`` or as ``score(heads, relations, tails)``.
 
-        In the second form each is M labels or ids, or one for all; the scores are a tensor (M,), or
-        () of one, and may differ in the last bits from those of ``predict``.
+        ``score(triples)`` works as it does on a run and returns a list of floats.
 
-        side: the end that is asked for; with reciprocal relations the two ends score differently.
-        Raises UnknownLabelError for a label, IndexError for an id that the model does not have.
+        Args:
+            heads: Triples; or M labels or ids, or one for all triples.
+            relations: M labels or ids, or one for all triples.
+            tails: M labels or ids, or one for all triples.
+            side: The end that the query asks for. With reciprocal relations the two ends score
+                differently.
+
+        Returns:
+            A list of floats for triples. For columns a tensor (M,), or () if all are single; its
+            last bits may differ from the scores of ``predict``.
+
+        Raises:
+            UnknownLabelError: The model does not have a label.
+            IndexError: The model does not have an id.
         """
         if relations is None or tails is None:
             return super().score(heads, side)  # type: ignore[arg-type]
@@ -117,9 +137,9 @@ class PlainModel(Answering):
             return self.scorer.score_triples(self.rows(anchor), relation, self.rows(target), side)
 
     def answering_model(self) -> AnsweringModel:
-        """What questions are answered from: the table where it lies, without the data."""
+        """Return the model that answers queries, with the table in place and without data."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a tensor that must not be written to
+            warnings.simplefilter("ignore", UserWarning)  # torch warns that the array is read-only
             rows = torch.from_numpy(self.entities)
         shard = EntityShard(rows, 0, len(rows), alone=True)
         return AnsweringModel(
@@ -141,9 +161,10 @@ class PlainModel(Answering):
 
 
 def load_scorer(path: Path, description: dict[str, Any]) -> Scorer:
-    """The scorer of an export with its parameters, ready to score.
+    """Load the scorer of an export with its parameters, in evaluation mode.
 
-    Raises ExportError, naming every parameter that is missing, unexpected or of another shape.
+    Raises:
+        ExportError: A parameter is missing, unexpected or of another shape; the message lists all.
     """
     file = path / PARAMETERS
     try:

@@ -1,6 +1,6 @@
-"""A model as one file that PyTorch alone runs: a program of torch.export.
+"""A model as one file that PyTorch alone can run: a program of torch.export.
 
-Shapes: n triples, N entities, D numbers an entity.
+Shapes: n triples, N entities, D elements per entity row.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PROGRAM = "scores.pt2"
 
 
 class TripleScores(nn.Module):
-    """Scores of triples by their ids: (n,), (n,), (n,) int64 -> (n,) float32.
+    """Scores triples of ids: (n,), (n,), (n,) int64 -> (n,) float32.
 
     With reciprocal relations the ids of inverses follow those of relations.
     """
@@ -36,7 +36,7 @@ class TripleScores(nn.Module):
 
 
 def program_of(model: WholeModel) -> torch.export.ExportedProgram:
-    """The traced module, for any number of triples."""
+    """Return the traced module, for any number of triples."""
     for parameter in model.scorer.parameters():
         parameter.requires_grad_(False)
     module = TripleScores(model.scorer, model.rows).eval()
@@ -48,7 +48,7 @@ def program_of(model: WholeModel) -> torch.export.ExportedProgram:
 
 
 def write(folder: ExportFolder, model: WholeModel) -> str:
-    """Writes scores.pt2 and the labels; returns how to load them."""
+    """Write scores.pt2 and the labels; return how to load them, as Markdown."""
     buffer = io.BytesIO()  # see foreign.saved
     torch.export.save(program_of(model), buffer)
     folder.append(PROGRAM, [buffer.getbuffer()])

@@ -1,10 +1,13 @@
-"""A model that PyKEEN builds and loads: the settings of its ``ERModel``, and a state dict.
+"""A model that PyKEEN builds and loads: the settings of its ``ERModel`` and a state dict.
 
-``ERModel`` takes PyKEEN's interactions by name; its own classes (``pykeen.models.RotatE`` and so
-on) would add constraints and penalties that this model was not trained with.  PyKEEN's RotatE takes
-the Euclidean norm over all numbers, our rotate_l2, where Sun et al. (2019) sum the moduli: that is
-PyKEEN's PairRE with complex numbers, |h e^(i r) - t 1|_1.  Its SimplE (1.11) multiplies a head's
-vector as a head with a tail's as a head; ours, the paper's, is its CP of vectors twice as long.
+``ERModel`` takes PyKEEN's interactions by name. PyKEEN's model classes (``pykeen.models.RotatE``
+and others) would add constraints and penalties that this model was not trained with. Two
+interactions differ from ours:
+
+- PyKEEN's RotatE uses the Euclidean norm of all differences, as our rotate_l2 does. Sun et al.
+  (2019) sum the moduli. That is PyKEEN's PairRE with complex numbers, |h e^(i r) - t 1|_1.
+- PyKEEN's SimplE (1.11) multiplies a head's vector as a head with a tail's vector as a head. Our
+  SimplE, the paper's, is PyKEEN's CP with vectors twice as long.
 
 PyKEEN numbers relation r as 2 r and its inverse as 2 r + 1.
 
@@ -33,10 +36,10 @@ SETTINGS, STATE = "pykeen.json", "state_dict.pt"
 
 @dataclass(frozen=True)
 class Representation:
-    """One of PyKEEN's tables: numbers (n, ...), those of complex ones as re, im, re, im, ..."""
+    """One of PyKEEN's tables: values (n, ...); complex values are stored re, im, re, im, ..."""
 
     numbers: Tensor
-    shape: tuple[int, ...]  # of a row
+    shape: tuple[int, ...]  # per row
     dtype: str = "float"
 
     @property
@@ -45,7 +48,7 @@ class Representation:
 
     @property
     def weight(self) -> Tensor:
-        """(n, numbers of a row)"""
+        """The table as (n, elements per row)."""
         return self.numbers.reshape(len(self.numbers), -1).contiguous()
 
 
@@ -69,7 +72,7 @@ def _complex(numbers: Tensor) -> Representation:
 
 
 def _plain(name: str, **settings: Any) -> Callable[[WholeModel], Interaction]:
-    """A row each of entity and relation, as we have them."""
+    """Return a builder for an interaction that uses our entity and relation rows unchanged."""
     return lambda model: Interaction(
         name, [_real(model.entities)], [_real(model.relations)], settings
     )
@@ -91,7 +94,7 @@ def _rotate_l2(model: WholeModel) -> Interaction:
 
 
 def _turns(model: WholeModel) -> Tensor:
-    """Rotations as complex numbers: (R, D/2)"""
+    """Return rotations as complex numbers: (R, D/2)."""
     phases = model.relations.double()
     return torch.polar(torch.ones_like(phases), phases)
 
@@ -155,7 +158,7 @@ INTERACTIONS: dict[str, Callable[[WholeModel], Interaction]] = {
 
 
 def write(folder: ExportFolder, model: WholeModel) -> str:
-    """Writes pykeen.json, ids.json and state_dict.pt; returns how to load them."""
+    """Write pykeen.json, ids.json and state_dict.pt; return how to load them, as Markdown."""
     found = INTERACTIONS[model.config.scorer](model)
     settings = {
         "create_inverse_triples": model.config.reciprocal,

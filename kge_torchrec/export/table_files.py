@@ -1,9 +1,9 @@
-"""Files of vectors as bytes that grow chunk by chunk: NumPy's .npy, safetensors and Parquet.
+"""Files of vectors that grow chunk by chunk: NumPy's .npy, safetensors and Parquet.
 
-Bytes are appended instead of written through a memory map: on a full disk appending is an error,
-and a memory map kills the process.
+Bytes are appended, not written through a memory map. On a full disk appending raises an error,
+while a memory map kills the process.
 
-Shapes: N entities, D elements per row, m rows of a chunk.
+Shapes: N entities, D elements per row, m rows per chunk.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from kge_torchrec.errors import ExportError
 
 NUMBER = np.dtype("<f4")
 Pieces = Iterable[bytes | memoryview]
-_TENSOR = "entities"  # the only one in a safetensors file
+_TENSOR = "entities"  # the only tensor in a safetensors file
 _LABEL, _VECTOR = "label", "vector"  # columns of a Parquet file
 
 
 class TableFile:
-    """The file of an entity table in one format: the bytes to append, and how to read them."""
+    """The file of an entity table in one format: how to write it in chunks and how to read it."""
 
-    name = ""  # of the file
+    name = ""  # file name
 
     def __init__(self, num_entities: int, dim: int):
         self.num_entities, self.dim = num_entities, dim
@@ -81,7 +81,7 @@ class Safetensors(TableFile):
     name = "entities.safetensors"
 
     def begin(self) -> Pieces:
-        """Return eight bytes of length, then JSON, padded so that the numbers are aligned."""
+        """Return the header: eight bytes of length, then JSON, padded to align the values."""
         size = self.num_entities * self.dim * NUMBER.itemsize
         shape = [self.num_entities, self.dim]
         tensor = {"dtype": "F32", "shape": shape, "data_offsets": [0, size]}
@@ -98,16 +98,16 @@ class Safetensors(TableFile):
             shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
         if kind != "F32":
             raise ExportError(f"{file} holds numbers of type {kind} instead of F32")
-        # The only tensor ends where the file ends: safe_open has checked that.
+        # safe_open has checked that the only tensor ends where the file ends.
         start = file.stat().st_size - int(np.prod(shape)) * NUMBER.itemsize
         return np.memmap(file, NUMBER, "r", start, shape)
 
 
 class Parquet(TableFile):
-    """A Parquet file, which data frames and databases read; a row group per chunk.
+    """A Parquet file, which data frames and databases read, with one row group per chunk.
 
-    Its columns are ``label`` (text) and ``vector`` (a list of D float32), then vectors by the names
-    in ``more``.
+    Its columns are ``label`` (text), ``vector`` (a list of D float32), and one vector column per
+    name in ``more``.
     """
 
     name = "entities.parquet"
@@ -122,7 +122,7 @@ class Parquet(TableFile):
     def begin(self) -> Pieces:
         import pyarrow.parquet as pq  # starts threads
 
-        # Numbers of trained vectors do not compress: only labels are.
+        # Trained vectors do not compress, so only labels are compressed.
         self._writer = pq.ParquetWriter(
             self._buffer,
             self._schema,
@@ -166,13 +166,18 @@ class Parquet(TableFile):
 
 
 def npy_file(table: np.ndarray) -> Pieces:
-    """Return a whole small .npy file of numbers (n, m)."""
+    """Return the bytes of a small .npy file with values (n, m)."""
     file = Npy(*table.shape)
     return [*file.begin(), np.ascontiguousarray(table, NUMBER).data]
 
 
 def parquet_file(labels: pa.Array, vectors: Mapping[str, np.ndarray]) -> Pieces:
-    """Return a whole small Parquet file of columns (n, D), the first of which is ``vector``."""
+    """Return the bytes of a small Parquet file.
+
+    Args:
+        labels: (n,) labels.
+        vectors: Columns (n, D) by name. The first must be ``vector``.
+    """
     first, *more = vectors.values()
     file = Parquet(len(first), first.shape[1], list(vectors)[1:])
     return [*file.begin(), *file.rows(first, labels, *more), *file.end()]

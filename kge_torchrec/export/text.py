@@ -1,10 +1,10 @@
 """The text files of an export: labels, and the entity table as word2vec text.
 
-A label file has a label per line (``label_file``). word2vec text has as many digits as it takes to
-read the same float32 back. A label is one word there: each of its whitespace characters is written
-as an underscore.
+A label file has one label per line (``label_file``). word2vec text has enough digits to read the
+same float32 back. In word2vec text a label is one word: each whitespace character of a label is
+written as an underscore.
 
-Shapes: N entities, D elements per row, m rows.
+Shapes: N entities, D elements per row, m rows per chunk.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import DataError, ExportError
 from kge_torchrec.export.table_files import Pieces, TableFile
 
-BLOCK = 1 << 16  # labels
+BLOCK = 1 << 16  # labels per block
 
 
 def label_lines(vocabulary: Vocabulary) -> Iterator[memoryview]:
@@ -41,7 +41,7 @@ def with_newlines(strings: pa.Array) -> pa.Array:
 
 
 def text_of(strings: pa.Array) -> memoryview:
-    """Return all strings one after another, UTF-8, not copied."""
+    """Return all strings one after another as UTF-8, without a copy."""
     width = np.int64 if pa.types.is_large_string(strings.type) else np.int32
     offsets = np.frombuffer(strings.buffers()[1], width)
     start, stop = offsets[strings.offset], offsets[strings.offset + len(strings)]
@@ -49,7 +49,7 @@ def text_of(strings: pa.Array) -> memoryview:
 
 
 def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
-    """Return the labels of a file that ``label_lines`` wrote, held in memory.
+    """Read the labels of a file that ``label_lines`` wrote into memory.
 
     Args:
         file: The file.
@@ -57,7 +57,7 @@ def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
         count: The number of labels that the file should have.
 
     Raises:
-        ExportError: The file is no such text.
+        ExportError: The file is not such a text.
     """
     try:
         return Vocabulary(read_label_file(file, count), kind)
@@ -65,11 +65,11 @@ def read_labels(file: Path, kind: str, count: int) -> Vocabulary:
         raise ExportError(f"{error}; export again") from error
 
 
-_LINES = 4096  # at once: text takes several times the room of the numbers
+_LINES = 4096  # lines per block: text takes several times the memory of float32
 
 
 class Word2vec(TableFile):
-    """A line "N D", then "label v1 ... vD" per entity."""
+    """word2vec text: a line "N D", then a line "label v1 ... vD" per entity."""
 
     name = "entities.vec"
 
@@ -86,7 +86,7 @@ class Word2vec(TableFile):
             yield text_of(with_newlines(pc.binary_join_element_wise(words, vectors, " ")))
 
     def read(self, file: Path) -> np.ndarray:
-        """Return the table (N, D) float32, in memory; labels are not looked at."""
+        """Return the table (N, D) float32, in memory. Labels are ignored."""
         columns = [str(d) for d in range(self.dim)]
         table, filled = np.empty((self.num_entities, self.dim), np.float32), 0
         with file.open("rb") as opened:
@@ -114,7 +114,7 @@ class Word2vec(TableFile):
     def check(entities: Vocabulary) -> None:
         """Raise ExportError if two labels would become the same word.
 
-        Holds the labels with whitespace in memory meanwhile.
+        Holds the labels that contain whitespace in memory meanwhile.
         """
         labels = entities.array
         spaced = labels.filter(pc.match_substring_regex(labels, WHITESPACE))

@@ -1,8 +1,8 @@
-"""From a loaded run to a folder of plain files, in the memory of a chunk of rows.
+"""Write a loaded run to a folder of plain files, with memory for one chunk of rows.
 
-The rows of other ranks come to rank 0 one chunk after another.
+Other ranks send their rows to rank 0 chunk by chunk.
 
-Shapes: N entities, D numbers per entity, m rows of a chunk.
+Shapes: N entities, D elements per entity row, m rows per chunk.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 
-OURS = (*FORMATS, "huggingface")  # what load_model reads
+OURS = (*FORMATS, "huggingface")  # formats that load_model reads
 FOREIGN = {
     "pykeen": pykeen.FORMAT,
     "libkge": libkge.FORMAT,
     "dglke": dglke.FORMAT,
     "torch": program.FORMAT,
 }
-_TABLES = {"huggingface": "safetensors"}  # of ours that are no format of a table
+_TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
 
 
 def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> None:
-    """Raises ConfigError if there is no such format, ExportError if it cannot hold the model."""
+    """Raise ConfigError if the format does not exist, ExportError if it cannot hold the model."""
     if only_changes and name not in FORMATS:
         raise ConfigError(
             f"format {name} is of a whole model; changes alone are written as {', '.join(FORMATS)}"
@@ -80,16 +80,16 @@ def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> N
 class Export:
     """The export of the parameters in a session.
 
-    Rank 0 needs a chunk of 65,536 rows and the scorer's parameters beyond what the session holds;
-    for another program the table as well, two or three times.
+    Besides the session, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
+    For another program's format it also needs two or three copies of the table.
 
     Attributes:
         session: The loaded run.
-        folder: The folder to make.
+        folder: The folder to create.
         format: One of `OURS` and `FOREIGN`.
-        progress: The state of the checkpoint that was loaded.
-        with_results: Whether results.json describes this checkpoint, and goes into model.json.
-        licences: Licences for the card; None writes a card only if the format comes with one.
+        progress: The training state of the loaded checkpoint.
+        with_results: Whether results.json belongs to this checkpoint and goes into model.json.
+        licences: Licenses for the card. None writes a card only if the format requires one.
         earlier: If set, only entities whose rows differ from that run's are written.
     """
 
@@ -102,12 +102,12 @@ class Export:
     earlier: Earlier | None = None
 
     def write(self) -> None:
-        """Write the folder, whole or not at all.
+        """Write the folder, completely or not at all.
 
         Collective; rank 0 writes.
 
         Raises:
-            ExportError: On every rank, such as for a full disk.
+            ExportError: On every rank, for example if the disk is full.
         """
         ranks, folder = self.session.processes, self.folder
         check_format(self.format, self.session.config.model, self.earlier is not None)
@@ -128,7 +128,7 @@ class Export:
             raise
 
     def _write_ours(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
-        """Write our own layout; return what model.json says, and how to load the files."""
+        """Write our own layout; return the contents of model.json and how to load the files."""
         session, folder, earlier = self.session, self.folder, self.earlier
         ranks, store, shard = session.processes, session.store, session.backend.shard()
         table_format = _TABLES.get(self.format, self.format)
@@ -155,7 +155,7 @@ class Export:
         return description, render("load_model.md")
 
     def _write_foreign(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
-        """Write the layout of another program; return as ``_write_ours`` does."""
+        """Write the layout of another program; return the same as ``_write_ours``."""
         session, target = self.session, FOREIGN[self.format]
         ranks, store, shard = session.processes, session.store, session.backend.shard()
         rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
@@ -184,11 +184,11 @@ class Export:
         return describe_foreign(model, *sizes, program)
 
     def _finish(self, description: dict[str, Any], loading: str) -> None:
-        """Add calibration, model.json and the card, and put the folder in place."""
+        """Write calibration, model.json and the card, and put the folder in place."""
         session, folder, store = self.session, self.folder, self.session.store
         progress, results = self.progress, self.session.folder.results
         if self.format in OURS and "changes" not in description:
-            load_scorer(folder.partial, description)  # an export that does not load is not kept
+            load_scorer(folder.partial, description)  # do not keep an export that does not load
             calibration = Calibration.read(session.folder.path)
             if calibration and calibration.is_of(progress.global_step, store.fingerprint):
                 calibration.write(folder.partial)
@@ -211,16 +211,16 @@ class Export:
 
 
 def _data(session: Session) -> str:
-    """A short name of the graph that is right as a part of a file's name."""
+    """Return a short name of the graph that is valid in a file name."""
     path = Path(session.config.data.path)
     name = path.parent.name if path.stem in ("store", "triples", "data") else path.stem
     return re.sub(r"[^\w.-]+", "_", name) or "graph"
 
 
 def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
-    """The scorer's parameters and buffers on the CPU, whole where ranks hold parts of them.
+    """Return the scorer's parameters and buffers on the CPU, gathered from all ranks.
 
-    Collective; empty but on rank 0.
+    Collective. Empty except on rank 0.
     """
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     return cast(dict[str, Tensor], get_model_state_dict(scorer, options=options))
@@ -229,7 +229,7 @@ def dense_parameters(scorer: Scorer) -> dict[str, Tensor]:
 def _write_dense(
     folder: ExportFolder, table_format: str, parameters: dict[str, Tensor], relations: Vocabulary
 ) -> None:
-    """Write the scorer's parameters, and its relations in the format of the table as well."""
+    """Write the scorer's parameters and, if the table format has one, a relation table."""
     contiguous = {name: values.contiguous() for name, values in parameters.items()}
     folder.append(PARAMETERS, [safetensors.torch.save(contiguous)])
     rows = _relation_table(parameters).numpy()
@@ -244,7 +244,7 @@ def _write_dense(
 
 
 def _relation_table(parameters: dict[str, Tensor]) -> Tensor:
-    """The scorer's relations, a row each, those of the inverses last."""
+    """Return the scorer's relation rows; those of inverses come last."""
     return next(rows for name, rows in parameters.items() if name.split(".")[-1] == "relations")
 
 
@@ -256,9 +256,9 @@ def write_entities(
     processes: Processes,
     hide_bar: bool | None = None,
 ) -> None:
-    """Write the entity table of the shards.
+    """Write the entity table from the shards.
 
-    Collective. A failure on rank 0 is raised on every rank, before the next chunk.
+    Collective. A failure on rank 0 is raised on every rank before the next chunk.
 
     Args:
         folder: The export.
@@ -266,12 +266,12 @@ def write_entities(
         shard: The rows of this rank.
         labels: (N,), null for rows that are not written.
         processes: The ranks.
-        hide_bar: Whether no progress bar is shown; None shows it on a terminal.
+        hide_bar: Whether to hide the progress bar. None shows it on a terminal.
     """
     table = FORMATS[table_format](len(labels) - labels.null_count, shard.dim)
 
     def append(first: int, rows: np.ndarray | None) -> None:
-        assert rows is not None  # on the first rank
+        assert rows is not None  # true on rank 0, where this runs
         bar.update(len(rows))
         own = labels[first : first + len(rows)]
         if own.null_count:
@@ -293,12 +293,12 @@ CHUNK_ROWS = 1 << 16
 def chunks_on_first_rank(
     shard: EntityShard, processes: Processes
 ) -> Iterator[tuple[int, np.ndarray | None]]:
-    """Yields (global id of the first row, rows (m, D) float32), in order of id, m <= 65,536.
+    """Yield (global id of the first row, rows (m, D) float32) in order of id, with m <= 65,536.
 
-    Collective: every rank goes through all chunks; the rows are None on the others.  They are
-    valid until the next chunk.  Rows travel from the rank that holds them straight to rank 0, which
-    keeps every bit (a sum over the ranks would turn -0.0 into 0.0); beside its shard rank 0 holds
-    one chunk, the others at most a copy of their part of it.
+    Collective: every rank iterates over all chunks. The rows are None except on rank 0 and are
+    valid until the next chunk. Ranks send rows directly to rank 0, which keeps every bit (a sum
+    over the ranks would turn -0.0 into 0.0). Besides its shard, rank 0 holds one chunk, and other
+    ranks at most a copy of their part of it.
     """
     ranges = _row_ranges(shard, processes)
     buffer = None
@@ -317,7 +317,7 @@ def chunks_on_first_rank(
 
 
 def _row_ranges(shard: EntityShard, processes: Processes) -> list[tuple[int, int]]:
-    """The ids [start, stop) of every rank."""
+    """Return the ids [start, stop) of every rank."""
     if processes.world_size == 1:
         return [shard.row_range]
     mine = torch.tensor(shard.row_range, device=shard.rows.device)
@@ -329,7 +329,7 @@ def _row_ranges(shard: EntityShard, processes: Processes) -> list[tuple[int, int
 def _move(
     shard: EntityShard, processes: Processes, owner: int, low: int, high: int, part: Tensor | None
 ) -> None:
-    """The rows [low, high) of the rank ``owner`` into ``part`` on rank 0."""
+    """Copy the rows [low, high) of the rank ``owner`` to ``part`` on rank 0."""
     if processes.rank == owner:
         rows = shard.rows[low - shard.first_row : high - shard.first_row]
         if part is not None:

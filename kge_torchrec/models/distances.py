@@ -1,12 +1,12 @@
-"""Distances of all pairs of a query and a row, and who computes them where.
+"""Distances of all pairs of a query and a row, and the choice of their implementation.
 
-Distances keep their digits.  The product form of the Euclidean distance loses digits where
-distances are small, and ranking would then disagree with the scores of single triples; it is for
-training alone, ``squares_by_products``, many times as fast.  On a CPU
-distances have kernels of their own, ``pair_scores``; training on CUDA takes ``fused_distances``.
-Ranking stays with kernels that compute a pair alike wherever it stands, for ties to remain ties.
+Distances keep full precision. The matrix-product form of the Euclidean distance
+(``squares_by_products``) is many times faster but loses digits where distances are small; ranking
+with it would disagree with the scores of single triples. Only training uses it. On a CPU the
+kernels of ``pair_scores`` compute distances; training on CUDA uses ``fused_distances``. Ranking
+uses kernels whose result for a pair does not depend on its position, so that ties stay ties.
 
-Shapes: C chunks, b queries, K candidates, U rows, D numbers (D/2 complex ones) a row.
+Shapes: C chunks, b queries, K candidates, U rows, D elements (D/2 complex numbers) per row.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from kge_torchrec.models.ops import (
     pick,
 )
 
-_LINE = 16  # numbers of float32 in 64 bytes
-_FEW_PAIRS = 1 << 20  # that the nearest cache has room for, alignment or not
+_LINE = 16  # float32 values per cache line of 64 bytes
+_FEW_PAIRS = 1 << 20  # smaller results stay in cache, where alignment does not matter
 _EXACT = "donot_use_mm_for_euclid_dist"
 
 
 def euclidean(query: Tensor, rows: Tensor) -> Tensor:
-    """(C, b, D), (C, K, D) -> (C, b, K)"""
+    """Compute Euclidean distances: (C, b, D), (C, K, D) -> (C, b, K)."""
     if is_fused(query):
         return fused("euclidean", query, rows)
     if has_kernels(query):
@@ -44,12 +44,19 @@ def euclidean(query: Tensor, rows: Tensor) -> Tensor:
 
 
 def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
-    """Minus the squares of ``euclidean``, 2 <q, t> - |q|^2 - |t|^2, by one matrix product.
+    """Compute minus the squared distances, 2 <q, t> - |q|^2 - |t|^2, by one matrix product.
 
-    (C, b, D), (C, K, D) -> (C, b, K).  What is small beside the lengths has lost digits, and may
-    have the wrong sign.  Lengths are columns of the product: it adds them in float32 whatever
-    autocast or a CPU rounds the factors to, and what it returns is rounded as a distance is.
-    float16, which ends at 65,504, is not taken.
+    Results that are small compared with the lengths lose digits and may have the wrong sign. The
+    squared lengths are extra columns of the product, which adds them in float32 even where autocast
+    or the CPU rounds the factors. Autocast to float16 is turned off, because its largest number is
+    65,504.
+
+    Args:
+        query: (C, b, D).
+        rows: (C, K, D).
+
+    Returns:
+        (C, b, K).
     """
     of_query, of_row = _lengths(query), _lengths(rows)
     left = torch.cat([2 * query, -of_query, torch.ones_like(of_query)], -1)
@@ -61,18 +68,18 @@ def squares_by_products(query: Tensor, rows: Tensor) -> Tensor:
 
 
 def products(query: Tensor, rows: Tensor) -> Tensor:
-    """Inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K)"""
+    """Compute the inner products of all pairs of a chunk: (C, b, D), (C, K, D) -> (C, b, K)."""
     if len(query) != 1:
         return torch.matmul(query, rows.transpose(-1, -2))
-    # Not as a batch of one: its gradient of the rows would lie across them.
+    # Not as a batch of one, which would give the gradient of the rows a transposed layout.
     return torch.matmul(query, rows.squeeze(0).t())
 
 
 def aligned_products(query: Tensor, rows: Tensor) -> Tensor:
-    """``products``, but for the last digits and for what may lie between those of two queries.
+    """Compute ``products`` with an aligned result; last digits and strides may differ.
 
-    On a CPU a product of float32 takes up to twice as long where its rows begin in the middle of
-    a line of memory.
+    On a CPU a float32 product takes up to twice as long if the rows of the result do not begin at a
+    cache line.
     """
     is_one = len(query) == 1 and query.device.type == "cpu" and rows.shape[1] % _LINE != 0
     is_float = query.dtype == rows.dtype == torch.float32 and not torch.is_autocast_enabled("cpu")
@@ -82,9 +89,9 @@ def aligned_products(query: Tensor, rows: Tensor) -> Tensor:
 
 
 class _AlignedProducts(torch.autograd.Function):
-    """(b, D), (K, D) -> (b, K), in which each query's products begin where a line of memory does.
+    """Inner products (b, D), (K, D) -> (b, K) whose rows begin at a cache line.
 
-    With 14,541 rows a product of 200 or 512 queries takes 0.4 to 0.7 of the time so.
+    With 14,541 rows, a product of 200 or 512 queries takes 0.4 to 0.7 of the time.
     """
 
     @staticmethod
@@ -102,29 +109,29 @@ class _AlignedProducts(torch.autograd.Function):
 
 
 def _lengths(rows: Tensor) -> Tensor:
-    """Squared lengths as sums of three numbers of bfloat16: (..., D) -> (..., 3).
+    """Return squared lengths, split into three bfloat16 values that add up: (..., D) -> (..., 3).
 
-    Of float64, which nothing rounds, they are one number.
+    float64 is never rounded, so its lengths are not split: (..., D) -> (..., 1).
     """
     if rows.dtype == torch.float64:
         return rows.square().sum(-1, keepdim=True)
     rest = rows.float().square().sum(-1, keepdim=True)
     parts = []
     for _ in range(3):
-        parts.append(rest.bfloat16().float())  # the first has the whole gradient, others none
+        parts.append(rest.bfloat16().float())  # the first part has the whole gradient
         rest = rest - parts[-1]
     return torch.cat(parts, -1)
 
 
 def euclidean_by_products(query: Tensor, rows: Tensor) -> Tensor:
-    """``euclidean`` in the same way, but for its sign: minus the distances."""
+    """Compute minus the distances by a matrix product: (C, b, D), (C, K, D) -> (C, b, K)."""
     squares = squares_by_products(query, rows)
     squares = squares.to(torch.promote_types(squares.dtype, torch.float32))
     return -(-squares).clamp_min(EPSILON).sqrt()
 
 
 def manhattan(query: Tensor, rows: Tensor) -> Tensor:
-    """(C, b, D), (C, K, D) -> (C, b, K)"""
+    """Compute Manhattan distances: (C, b, D), (C, K, D) -> (C, b, K)."""
     if is_fused(query):
         return fused("manhattan", query, rows)
     if has_kernels(query):
@@ -133,9 +140,18 @@ def manhattan(query: Tensor, rows: Tensor) -> Tensor:
 
 
 def compared_at(comparison: Comparison, query: Tensor, rows: Tensor, index: Tensor) -> Tensor:
-    """A query and the rows that its chunk picks: (C, b, D), (U, D), (C, K) int64 -> (C, b, K).
+    """Compare each query with the rows that its chunk selects.
 
-    Where there are kernels no row is copied, whoever picks it.
+    The CPU kernels do not copy rows, even if several chunks select them.
+
+    Args:
+        comparison: The comparison.
+        query: (C, b, D).
+        rows: (U, D).
+        index: (C, K) int64 positions in ``rows``.
+
+    Returns:
+        (C, b, K).
     """
     if has_kernels(query):
         return _pair_scores(comparison, query, rows, index)
@@ -149,9 +165,17 @@ def compared_at(comparison: Comparison, query: Tensor, rows: Tensor, index: Tens
 def mapped(
     kind: Mapped, query: Tensor, maps: Tensor, rows: Tensor, index: Tensor | None = None
 ) -> Tensor:
-    """Distances of a query and rows that its map scales or projects: (C, b, D) twice -> (C, b, K).
+    """Compute distances between queries and rows that each query's map scales or projects.
 
-    rows: (C, K, D), or (U, D) of which index, (C, K) int64, picks those of each chunk.
+    Args:
+        kind: The distance and map, a key of ``MAPPED``.
+        query: (C, b, D).
+        maps: (C, b, D) scales or normals, one per query.
+        rows: (C, K, D), or (U, D) with an index.
+        index: (C, K) int64 positions in ``rows``, or None.
+
+    Returns:
+        (C, b, K).
     """
     if index is not None and not has_kernels(query):
         rows, index = pick(rows, index), None
@@ -163,17 +187,17 @@ def mapped(
 
 
 def scaled_manhattan(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """Sum of |query - scale row|: (..., D) each -> (...)"""
+    """Sum |query - scale * row| over the elements: (..., D) each -> (...)."""
     return (query - scale * rows).abs().sum(-1)
 
 
 def scaled_squares(query: Tensor, scale: Tensor, rows: Tensor) -> Tensor:
-    """Sum of the squares of query - scale row: (..., D) each -> (...)"""
+    """Sum (query - scale * row)^2 over the elements: (..., D) each -> (...)."""
     return (query - scale * rows).square().sum(-1)
 
 
 def hyperplane_squares(query: Tensor, normal: Tensor, rows: Tensor) -> Tensor:
-    """Squared distance on the hyperplane with the normal, of length 1: (..., D) each -> (...)"""
+    """Return squared distances on the hyperplane of a unit normal: (..., D) each -> (...)."""
     difference = query - rows
     along = (difference * normal).sum(-1, keepdim=True)
     return (difference - along * normal).square().sum(-1)
@@ -187,18 +211,18 @@ MAPPED: dict[Mapped, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def has_kernels(query: Tensor) -> bool:
-    """Whether ``pair_scores`` computes this: on a CPU, but not with double precision."""
+    """Whether ``pair_scores`` supports these tensors: on a CPU, except in double precision."""
     return query.device.type == "cpu" and query.dtype != torch.float64
 
 
 def _pair_scores(*given: Any) -> Tensor:
-    from kge_torchrec.models.pair_scores import pair_scores  # numba takes its time to load
+    from kge_torchrec.models.pair_scores import pair_scores  # numba loads slowly
 
     return pair_scores(*given)
 
 
 def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
-    """(C, b, D), (C, K, D) -> (C, b, K): sum over k of |query_k - row_k|."""
+    """Sum the moduli |query_k - row_k| over k: (C, b, D), (C, K, D) -> (C, b, K)."""
     if is_fused(query):
         return fused("moduli", query, rows)
     if has_kernels(query):
@@ -207,7 +231,7 @@ def complex_distance(query: Tensor, rows: Tensor) -> Tensor:
 
 
 def _query_blocks(query: Tensor, rows: Tensor) -> Iterator[slice]:
-    """Slices of the b queries small enough that the pairwise differences stay in cache."""
+    """Yield slices of the b queries whose pairwise differences fit in the cache."""
     chunks, count, dim = query.shape
     step = max(1, BLOCK_NUMBERS[block_device(query)] // max(1, chunks * rows.shape[1] * dim))
     for start in range(0, count, step):
@@ -215,7 +239,7 @@ def _query_blocks(query: Tensor, rows: Tensor) -> Iterator[slice]:
 
 
 def _differences(query: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Differences (real, imaginary) and their moduli, each (C, block, K, D/2)."""
+    """Return real parts, imaginary parts and moduli of differences, (C, block, K, D/2) each."""
     real = query[..., None, 0::2] - rows[:, None, :, 0::2]
     imaginary = query[..., None, 1::2] - rows[:, None, :, 1::2]
     modulus = torch.addcmul(real * real, imaginary, imaginary).add_(EPSILON).sqrt_()

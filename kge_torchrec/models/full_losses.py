@@ -1,23 +1,24 @@
 """Losses of queries over all entities, in closed form over blocks of scores.
 
-No rank has all scores of a query, so such a loss works in two steps: ``observe`` tells what it saw
-of a block; ``join`` makes of what was seen in all blocks, on all ranks, what one block of all
-scores would have shown; with that ``finish`` makes gradients of the scores.  Both losses are
+No rank holds all scores of a query, so a loss has four parts. ``observe`` computes the partial
+statistics of one block. ``join`` reduces the statistics of all blocks and ranks to those of all
+scores. ``values`` computes the loss from them, and ``finish`` the gradients of a block's scores.
+Both losses are
 
     normalizer - sum_answers target s - rest sum_all s
 
-where s are the query's N scores, and differ in the normalizer:
+where s are the query's N scores. They differ in the normalizer:
 
-    softmax  log sum exp s             cross-entropy against its answers alike (LibKGE's KvsAll)
-    bce      sum log(1 + exp s)        sum over the N entities, answers being 1 and others 0
+    softmax  log sum exp s             cross-entropy, answers weighted equally (LibKGE's KvsAll)
+    bce      sum log(1 + exp s)        sum over the N entities, target 1 for answers and 0 otherwise
 
-Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2 of
-each 0 and 1 for bce (targets 1 - e/2 and e/2).
+Label smoothing e takes the share e of an answer's target and spreads it. softmax spreads it over
+all N entities. bce spreads it as e/2 over the targets 0 and 1, which become e/2 and 1 - e/2.
 
-On a CPU ``slope_kernels`` read the scores once for each step.  It has scores in bfloat16 as they
-are, and computes in float32.
+On a CPU ``slope_kernels`` reads the scores once in each of ``observe`` and ``finish``. It reads
+bfloat16 scores directly and computes in float32.
 
-Shapes: Q queries, M answers of the queries within a block; m entities of a block, N entities, B
+Shapes: Q queries, M answers of the queries within a block, m entities of a block, N entities, B
 blocks.
 """
 
@@ -33,49 +34,55 @@ from torch.nn.functional import softplus
 
 from kge_torchrec.models.ops import block_device
 
-KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
-CPU_BLOCK_BYTES = 31 << 20  # glibc gives freed blocks of 32 MiB and more back to the kernel
+KEPT_BYTES = 256 << 20  # scores of a step up to this size are kept, not recomputed
+CPU_BLOCK_BYTES = 31 << 20  # glibc returns freed blocks of 32 MiB or more to the kernel
 CUDA_BLOCK_BYTES = 256 << 20  # enough work per kernel launch
-# Scores that temporaries are made of at once: on a CPU they stay in the cache.
+# Scores per temporary; on a CPU these fit in the cache.
 _CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 
 class BlockAnswers(NamedTuple):
-    """Where the answers of the queries stand in a block; no place occurs twice."""
+    """Positions of the queries' answers in a block; no position occurs twice."""
 
     query: Tensor  # (M,) int64
     column: Tensor  # (M,) int64, in the block
-    share: Tensor  # (M,) one over the number of answers of that query, wherever they are
+    share: Tensor  # (M,) 1 / number of answers of the query, over all blocks
 
 
 class FullLoss(Protocol):
-    """One loss over all entities.
+    """A loss over all entities.
 
-    ``seen`` is (3, Q), and what its three numbers are is the loss's own.  Ours are of float64, as
-    float32 has steps of 1e-5 at 150: of each query the normalizer, the sum over answers of their
-    target times their score, and the sum of all scores (0 without label smoothing).
+    The statistics ``seen`` are (3, Q), and each loss defines their meaning. For the built-in losses
+    they are, per query: the normalizer, the sum over answers of target times score, and the sum of
+    all scores (0 without label smoothing). They are float64, because float32 has a resolution of
+    only 1e-5 at 150.
     """
 
     normalizes: bool  # whether the gradient at one entity depends on the scores of all others
 
     def observe(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
-        """What is seen of a block of scores (Q, m)."""
+        """Return the partial statistics (3, Q) of a block of scores (Q, m)."""
 
     def join(self, seen: Tensor) -> Tensor:
-        """What was seen in several blocks, (B, 3, Q), as if they were one: (3, Q)."""
+        """Reduce the statistics of several blocks to one: (B, 3, Q) -> (3, Q)."""
 
     def values(self, seen: Tensor) -> Tensor:
-        """(Q,) the losses, from what was seen of all scores."""
+        """Return the losses (Q,) from the statistics of all scores."""
 
     def finish(self, scores: Tensor, seen: Tensor, answers: BlockAnswers, weight: Tensor) -> None:
-        """Overwrites scores (Q, m) by the gradients of the sum of weight (Q,) times the losses.
+        """Overwrite scores by the gradients of the weighted sum of losses.
 
-        seen: of all scores; of this block alone will do unless the loss ``normalizes``.
+        Args:
+            scores: (Q, m) scores of a block, overwritten.
+            seen: (3, Q) statistics of all scores. Those of this block are enough unless the loss
+                ``normalizes``.
+            answers: The answers in this block.
+            weight: (Q,) weight of each query's loss.
         """
 
 
 def keeps_bfloat16(loss: FullLoss, scores: Tensor) -> bool:
-    """Whether a loss takes scores of this type as they are; others are for it to be float32."""
+    """Whether a loss accepts these bfloat16 scores; otherwise they must be cast to float32."""
     is_ours = isinstance(loss, _FullLoss) and scores.dtype == torch.bfloat16
     return is_ours and _kernels_for(scores) is not None
 
@@ -85,7 +92,7 @@ class _FullLoss:
 
     def __init__(self, num_entities: int, label_smoothing: float = 0.0):
         self.num_entities, self.smoothing = num_entities, label_smoothing
-        self.factor = 1.0  # of the whole loss
+        self.factor = 1.0  # multiplies the whole loss
 
     def observe(self, scores: Tensor, answers: BlockAnswers) -> Tensor:
         seen = scores.new_zeros(3, len(scores), dtype=torch.float64)
@@ -108,7 +115,7 @@ class _FullLoss:
     def finish(self, scores: Tensor, seen: Tensor, answers: BlockAnswers, weight: Tensor) -> None:
         normalizer, weight = seen[0], weight * self.factor
         query, place = answers.query, (answers.query, answers.column)
-        # Apart, since what is small beside a target would be rounded with it.
+        # In float64: float32 would lose a small value next to the target.
         of_answers = scores[place].to(seen.dtype)[:, None]
         self._to_slopes(of_answers, normalizer[query])
         of_answers = of_answers[:, 0] - (self._target(answers) + self._rest())
@@ -119,29 +126,30 @@ class _FullLoss:
             if self.smoothing:
                 scores.sub_(self._rest())
             scores.mul_(weight[:, None])
-        scores[place] = (of_answers * weight[query]).to(scores.dtype)  # no place occurs twice
+        scores[place] = (of_answers * weight[query]).to(scores.dtype)  # no position occurs twice
 
     def _target(self, answers: BlockAnswers) -> Tensor:
-        """(M,) the factor of an answer's score."""
+        """Return the factors (M,) of the answers' scores."""
         raise NotImplementedError
 
     def _rest(self) -> float:
-        """The factor of every score, by label smoothing."""
+        """Return the factor of every score that label smoothing adds."""
         raise NotImplementedError
 
     def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
-        """Overwrites the second, (Q,)."""
+        """Write the normalizers of scores (Q, m) into ``normalizer`` (Q,)."""
         raise NotImplementedError
 
     def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
-        """Overwrites scores by the slopes of the normalizer of all of them."""
+        """Overwrite scores by the gradients of the normalizer of all scores."""
         raise NotImplementedError
 
 
 class FullSoftmax(_FullLoss):
     """Cross-entropy of all entities against the uniform distribution over a query's answers.
 
-    With a single answer it is the full softmax of Lacroix et al. (2018).  Every query has answers.
+    With one answer this is the full softmax of Lacroix et al. (2018). Every query must have an
+    answer.
     """
 
     normalizes = True
@@ -157,7 +165,7 @@ class FullSoftmax(_FullLoss):
         return self.smoothing / self.num_entities
 
     def _normalizers(self, scores: Tensor, normalizer: Tensor) -> None:
-        top = scores.amax(1)  # apart until the end, which torch's own would round
+        top = scores.amax(1)  # added in float64 at the end; torch.logsumexp would round
         normalizer.copy_((scores - top[:, None]).exp_().sum(1).log_()).add_(top)
 
     def _to_slopes(self, scores: Tensor, normalizer: Tensor) -> None:
@@ -165,9 +173,12 @@ class FullSoftmax(_FullLoss):
 
 
 class FullBinaryCrossEntropy(_FullLoss):
-    """Logistic loss of every entity, all weighing the same; a query may have no answer.
+    """Logistic loss of every entity with equal weights; a query may have no answer.
 
-    reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
+    Args:
+        num_entities: N.
+        label_smoothing: e in [0, 1); the targets are 1 - e/2 and e/2.
+        reduction: "sum" (LibKGE's bce) or "mean" (ConvE's) over the N entities.
     """
 
     normalizes = False
@@ -193,16 +204,16 @@ class FullBinaryCrossEntropy(_FullLoss):
 
 
 def _kernels_for(scores: Tensor) -> ModuleType | None:
-    """What computes these on a CPU; None where torch does."""
+    """Return the CPU kernels if they support these scores, otherwise None."""
     if scores.device.type != "cpu":
         return None
-    from kge_torchrec.models import slope_kernels  # numba takes its time
+    from kge_torchrec.models import slope_kernels  # numba loads slowly
 
     return slope_kernels if slope_kernels.takes(scores) else None
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:
-    """Some queries at a time."""
+    """Yield slices of queries that limit the size of temporaries."""
     at_once = _CHUNK_SCORES[block_device(scores)]
     step = max(1, at_once // max(1, scores.shape[1]))
     for start in range(0, scores.shape[0], step):
@@ -210,19 +221,22 @@ def _chunks(scores: Tensor) -> Iterator[slice]:
 
 
 def block_bytes_of(device: str) -> int:
-    """Scores of a block on a device of this kind."""
+    """Return the bytes of scores per block on a kind of device, "cpu" or "cuda"."""
     return CUDA_BLOCK_BYTES if device == "cuda" else CPU_BLOCK_BYTES
 
 
 def keeps_scores(rows: int, queries: int, kept_bytes: int) -> bool:
-    """Whether the scores of n rows for Q queries stay in memory from start to finish."""
+    """Whether the float32 scores of all rows and queries fit in ``kept_bytes``.
+
+    If so they stay in memory from ``observe`` to ``finish`` and are computed once.
+    """
     return 4 * rows * queries <= kept_bytes
 
 
 def score_blocks(rows: int, queries: int, block_bytes: int) -> list[range]:
-    """The n rows of a rank in blocks of at most ``block_bytes`` of scores, but at least a row.
+    """Split the rows of a rank into blocks of at most ``block_bytes`` of scores, or of one row.
 
-    Training against all entities and its plan count with the same blocks.
+    Training against all entities and its plan use the same blocks.
     """
     height = max(1, block_bytes // (4 * max(1, queries)))
     return [range(i, min(i + height, rows)) for i in range(0, rows, height)]

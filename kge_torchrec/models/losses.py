@@ -1,16 +1,16 @@
-"""Losses, each in three forms; the same name means the same loss in every training type.
+"""Losses, each in three forms; a name means the same loss in every training type.
 
-1.  Sampled candidates.  ``Loss.forward`` maps ``positive`` (C, b), ``negative`` (C, b, K) and
-    ``mask`` (C, b, K) to one loss per query, (C, b).  ``mask`` is false where a candidate is no
-    negative (the answer itself, a known fact); None stands for all true.
-2.  Queries with any number of answers, among those and sampled candidates: ``Loss.over_answers``.
-3.  Queries over all entities, in closed form over blocks of scores: ``Loss.over_all``, which
-    ``full_losses`` has.
+1.  Sampled candidates. ``Loss.forward`` maps ``positive`` (C, b), ``negative`` (C, b, K) and
+    ``mask`` (C, b, K) to one loss per query, (C, b). ``mask`` is false for candidates that are not
+    negatives (the answer itself or a known fact). None means all true.
+2.  Queries with any number of answers and sampled candidates: ``Loss.over_answers``.
+3.  Queries over all entities, in closed form over blocks of scores: ``Loss.over_all``, implemented
+    in ``full_losses``.
 
-With one answer form 2 is form 1; if all entities are candidates, both are form 3.
+With one answer, form 2 equals form 1. If all entities are candidates, both equal form 3.
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk; Q queries, M answers of the queries, N
-entities.
+Shapes: C chunks, b queries per chunk, K candidates per chunk, Q queries, M answers of the queries,
+N entities.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, Fu
 
 
 def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Mean over the candidates that count; 0 where none does.  (C, b, K) -> (C, b)"""
+    """Average over the unmasked candidates, 0 if there are none: (C, b, K) -> (C, b)."""
     if mask is None:
         return values.mean(-1)
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
 
 
 def _log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Over the candidates that count: (..., K), (..., K) -> (...)"""
+    """Compute log-sum-exp over the unmasked candidates: (..., K), (..., K) -> (...)."""
     if _has_kernels(scores):
         return _log_sums(scores, mask, True)
     if mask is not None:
@@ -42,7 +42,7 @@ def _log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
 
 
 def _softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Of log(1 + exp s) over the candidates that count: (..., K), (..., K) -> (...)"""
+    """Sum log(1 + exp s) over the unmasked candidates: (..., K), (..., K) -> (...)."""
     if _has_kernels(scores):
         return _log_sums(scores, mask, False)
     values = softplus(scores)
@@ -55,52 +55,66 @@ def _has_kernels(scores: Tensor) -> bool:
 
 
 def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
-    from kge_torchrec.models.slope_kernels import log_sums  # numba takes its time to load
+    from kge_torchrec.models.slope_kernels import log_sums  # numba loads slowly
 
     return log_sums(scores, mask, softmax)
 
 
 class Loss(nn.Module):
-    """The loss of a query.  The other forms are for training types that a loss may do without.
+    """The loss of a query against sampled candidates; subclasses may support two more forms.
 
-    Constructed with its ``Options`` by name.
+    The fields of ``Options`` are passed to the constructor by name.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of this loss: ``loss.options`` of the config."""
+        """Options of this loss: ``loss.options`` of the config."""
 
-    needs_answers = False  # nothing to learn from a query without any
+    needs_answers = False  # whether every query must have an answer
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        """(C, b), (C, b, K), (C, b, K) bool -> (C, b)"""
+        """Compute the loss of each query.
+
+        Args:
+            positive: (C, b) scores of the answers.
+            negative: (C, b, K) scores of the candidates.
+            mask: (C, b, K) bool, true for negatives; None means all true.
+
+        Returns:
+            (C, b) losses.
+        """
         raise NotImplementedError
 
     def over_answers(self) -> nn.Module:
-        """Form 2: called with positive (M,) of all answers of all queries, query (M,) which query
-        each belongs to, negative (Q, K) and mask (Q, K); returns (Q,).
+        """Return the loss of queries with any number of answers (form 2).
+
+        The module is called with positive (M,), the scores of all answers of all queries; query
+        (M,), the query of each answer; negative (Q, K); and mask (Q, K). It returns (Q,).
         """
         raise NotImplementedError
 
     def over_all(self, num_entities: int) -> FullLoss:
-        """Form 3."""
+        """Return the loss of queries over all entities (form 3)."""
         raise NotImplementedError
 
     @classmethod
     def covers(cls, form: str) -> bool:
-        """Whether it has the form "over_answers" or "over_all"."""
+        """Whether the loss has the form "over_answers" or "over_all"."""
         return getattr(cls, form) is not getattr(Loss, form)
 
 
 class OfHardest(nn.Module):
-    """A loss of sampled candidates to which only some with the highest scores of a query count."""
+    """Restricts a loss of sampled candidates to the highest-scoring candidates of each query."""
 
     def __init__(self, loss: Loss, count: int):
         super().__init__()
         self.loss, self.count = loss, count
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
-        """As ``Loss.forward``.  What is no negative is among them only where others are too few."""
+        """Compute the loss as ``Loss.forward`` does.
+
+        Masked candidates are kept only if a query has fewer than ``count`` negatives.
+        """
         if self.count < negative.shape[-1]:
             order = negative.detach().masked_fill(~mask, -torch.inf)
             places = order.topk(self.count, sorted=False).indices
@@ -112,15 +126,15 @@ class OfHardest(nn.Module):
 class SoftmaxLoss(Loss):
     """Cross-entropy of the positive among itself and the candidates (Lacroix et al. 2018).
 
-    Label smoothing e moves the weight e from the positive to all choices alike.
+    Label smoothing e moves weight e from the positive to all choices equally.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of the loss.
+        """Options of the softmax loss.
 
         Args:
-            label_smoothing: Share of the target that is spread, in [0, 1).
+            label_smoothing: Share of the target that is spread over all choices, in [0, 1).
         """
 
         label_smoothing: float = 0.0
@@ -155,18 +169,18 @@ class SoftmaxLoss(Loss):
 
 
 class BinaryCrossEntropyLoss(Loss):
-    """Logistic loss of every choice, the positive being 1 and candidates 0; all weigh the same.
+    """Logistic loss of the positive (target 1) and the candidates (target 0), equally weighted.
 
-    reduction: "sum" (LibKGE's bce) or "mean" over the choices.  Label smoothing e sets the targets
-    to 1 - e/2 and e/2.
+    Label smoothing e sets the targets to 1 - e/2 and e/2. ``reduction`` is "sum" (LibKGE's bce) or
+    "mean" over the positive and the candidates.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of the loss.
+        """Options of the binary cross-entropy loss.
 
         Args:
-            label_smoothing: Share of the target that is spread, in [0, 1).
+            label_smoothing: Label smoothing e in [0, 1); the targets are 1 - e/2 and e/2.
             reduction: sum, or mean, over all candidates of a query, answers included.
         """
 
@@ -203,10 +217,10 @@ class MarginLoss(Loss):
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of the loss.
+        """Options of the margin loss.
 
         Args:
-            margin: Between the answer and a candidate.
+            margin: Required difference between the scores of the answer and of a candidate.
         """
 
         margin: float = 9.0
@@ -225,17 +239,17 @@ class MarginLoss(Loss):
 class SelfAdversarialLoss(Loss):
     """Self-adversarial negative sampling (Sun et al. 2019).
 
-    Half -log sigmoid(margin + pos), half the same of the candidates, -log sigmoid(-margin - neg),
-    weighted by softmax(temperature * neg), through which no gradient flows.
+    The loss is the mean of -log sigmoid(margin + pos) and of the weighted sum over candidates of
+    -log sigmoid(-margin - neg). The weights are softmax(temperature * neg), without gradient.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of the loss.
+        """Options of the self-adversarial loss.
 
         Args:
             margin: Added to scores before the logistic loss.
-            temperature: Of the softmax that weights candidates.
+            temperature: Factor of the scores in the softmax that weights candidates.
         """
 
         margin: float = 9.0
@@ -261,14 +275,14 @@ class SelfAdversarialLoss(Loss):
 
 
 def _sums(values: Tensor, query: Tensor, queries: int) -> Tensor:
-    """Sums over the answers of each query: (M,) -> (Q,)"""
+    """Sum over the answers of each query: (M,) -> (Q,)."""
     return values.new_zeros(queries).index_add(0, query, values)
 
 
 class AnswersSoftmax(nn.Module):
     """Cross-entropy of all candidates against the uniform distribution over the answers.
 
-    Label smoothing e moves the weight e from the answers to all candidates alike.
+    Label smoothing e moves weight e from the answers to all candidates equally.
     """
 
     def __init__(self, label_smoothing: float = 0.0):
@@ -294,10 +308,11 @@ class AnswersSoftmax(nn.Module):
 
 
 class AnswersBinaryCrossEntropy(nn.Module):
-    """Logistic loss of every candidate, answers being 1 and others 0; all weigh the same.
+    """Logistic loss of the answers (target 1) and other candidates (target 0), equally weighted.
 
-    reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.  Label
-    smoothing e sets the targets to 1 - e/2 and e/2.
+    Args:
+        label_smoothing: e in [0, 1); the targets are 1 - e/2 and e/2.
+        reduction: "sum" (LibKGE's bce) or "mean" over all candidates, answers included.
     """
 
     def __init__(self, label_smoothing: float = 0.0, reduction: str = "sum"):

@@ -1,12 +1,13 @@
-"""A knowledge-graph model: the entity lookup, then scorer and loss, to one number.
+"""A knowledge-graph model: entity lookup, scorer and loss, down to one scalar.
 
-With what the training types have in common: regularizers on the rows that a batch touches; relation
-prediction as an auxiliary objective (Chen et al. 2021); and the taking of rows, whose gradients
-meet in one buffer.  ``triple_objective`` and ``query_objective`` are of sampled candidates;
-training against all entities splits its objective over blocks and ranks, and has no forward.
+This file has the parts that training types share: regularizers on the rows of a batch, relation
+prediction as an auxiliary objective (Chen et al. 2021), and gathering of rows with a single
+gradient buffer. ``triple_objective`` and ``query_objective`` are the objectives for sampled
+candidates. Training against all entities splits its objective over blocks and ranks, and has no
+forward.
 
-Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, R
-relation rows (inverses included).
+Shapes: U unique entities of the batch, M indices, D elements per entity row, C chunks, b triples
+per chunk, R relation rows (inverses included).
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
 
 
 class EntityDropout(Dropout):
-    """Drops numbers of entity rows, whoever they are looked up for (LibKGE's embedder dropout).
+    """Dropout of entity rows, for queries and candidates alike (LibKGE's embedder dropout).
 
-    biases: columns at the end of a row that are no part of its vector and stay.
+    Args:
+        share: Dropout probability.
+        biases: Number of trailing bias columns, which are kept.
     """
 
     def __init__(self, share: float, biases: int = 0):
@@ -37,7 +40,7 @@ class EntityDropout(Dropout):
         self.biases = biases
 
     def forward(self, rows: Tensor) -> Tensor:
-        """(..., D) -> (..., D)"""
+        """Apply dropout: (..., D) -> (..., D)."""
         if not self.drops:
             return rows
         if not self.biases:
@@ -47,17 +50,23 @@ class EntityDropout(Dropout):
 
     @property
     def drops(self) -> bool:
-        """Whether numbers are dropped now."""
+        """Whether dropout is active now."""
         return self.training and self.p > 0
 
 
 class Objective(nn.Module):
     """Scorer, loss and regularizers of a training type.
 
-    All dense parameters of a model live below this module, which is what the dense wrappers wrap.
+    All dense parameters of a model belong to this module, which the dense wrappers wrap.
 
-    precision: scores are computed under autocast to it; losses and regularizers are float32.
-    entity_dropout: share of the numbers of entity rows that are dropped; penalties see them all.
+    Args:
+        scorer: The scorer.
+        loss: The loss.
+        sides: The sides to train.
+        regularizers: Penalties on rows and triples.
+        relation_weight: Weight of the relation-prediction loss.
+        precision: dtype of autocast for scores. Losses and regularizers are float32.
+        entity_dropout: Dropout probability for entity rows. Penalties use rows without dropout.
     """
 
     def __init__(
@@ -77,21 +86,22 @@ class Objective(nn.Module):
         self.entity_dropout = EntityDropout(entity_dropout, scorer.bias_columns)
 
     def nothing(self, rows: Tensor) -> Tensor:
-        """0, with a gradient for everything: of a rank whose part of a batch is empty.
+        """Return 0 with a gradient for every parameter and row.
 
-        It still takes part in every exchange.
+        A rank whose part of a batch is empty uses it, because it must still take part in every
+        collective.
         """
         return rows.sum() * 0 + sum(p.sum() for p in self.scorer.parameters()) * 0
 
     def autocast(self, device: torch.device) -> AbstractContextManager[object]:
-        """In which scores are computed."""
+        """Return the context in which scores are computed."""
         if self.precision == torch.float32:
             return nullcontext()
         return torch.autocast(device.type, self.precision)
 
     @property
     def penalizes(self) -> bool:
-        """Whether there is a penalty on anything."""
+        """Whether there is any penalty."""
         return self.regularizers.any or self.scorer.penalizes_relations
 
     @property
@@ -100,11 +110,11 @@ class Objective(nn.Module):
         return self.regularizers.any_of_relations or self.scorer.penalizes_relations
 
     def penalty_of_entities(self, rows: Tensor) -> Tensor:
-        """(..., D) -> (...): their weighted regularizers."""
+        """Return the weighted penalties of entity rows: (..., D) -> (...)."""
         return self.regularizers.of(self.scorer.entity_factors(rows), self.scorer.is_complex)
 
     def penalty_of_relations(self, relation: Tensor, side: Side) -> Tensor:
-        """(...) ids of queries -> (...): weighted regularizers, and what the scorer has itself."""
+        """Return the weighted penalties of relation ids, including the scorer's: (...) -> (...)."""
         factors = self.scorer.relation_factors(relation, side)
         total = self.regularizers.of_relations(factors, self.scorer.relation_is_complex)
         if self.scorer.penalizes_relations:
@@ -115,11 +125,22 @@ class Objective(nn.Module):
 def relation_prediction(
     scorer: Scorer, anchor: Tensor, relation: Tensor, target: Tensor, side: Side
 ) -> Tensor:
-    """-log p(r | h, t): cross-entropy of a triple's relation among all, given its two entities.
+    """Return the relation-prediction loss -log p(r | h, t) (Chen et al. 2021).
 
-    anchor, target: (C, b, D); relation: (C, b) int64 ids.  Returns (C, b).  With reciprocal
-    relations the choice is among relations and inverses, and on side "head" the inverse is right,
-    as if the inverse triples were in the data; else both sides are the same but for dropout.
+    The loss is the cross-entropy of a triple's relation among all relations. With reciprocal
+    relations the choices include inverses, and on side "head" the inverse is the right answer, as
+    if the inverse triples were in the data. Otherwise both sides give the same loss except for
+    dropout.
+
+    Args:
+        scorer: The scorer.
+        anchor: (C, b, D) entity rows.
+        relation: (C, b) int64 relation ids.
+        target: (C, b, D) entity rows.
+        side: The end that the target is.
+
+    Returns:
+        (C, b) losses.
     """
     scores = scorer.score_relations(anchor, target, side)  # (C, b, R)
     scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
@@ -128,10 +149,15 @@ def relation_prediction(
 
 
 def take_rows(rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
-    """rows[index] in parts of the given sizes: (U, D), (M,) int64 -> (size, D) each.
+    """Return rows[index] in parts: (U, D), (M,) int64 -> (size, D) each.
 
-    Indexing separately would give autograd one gradient of all rows per part, to be added up.
-    On a CPU duplicate indices sum their gradients in a fixed order, so that runs repeat bitwise.
+    With one lookup per part, autograd would make a full gradient of all rows per part and add them.
+    On a CPU the gradients of repeated indices are summed in a fixed order, so runs repeat bitwise.
+
+    Args:
+        rows: (U, D).
+        index: (M,) int64 positions in ``rows``.
+        sizes: Sizes of the parts, M in total.
     """
     return _TakeRows.apply(rows, index, sizes)
 
@@ -148,7 +174,7 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         if has_kernels(grads[0]) and grads[0].dtype == torch.float32:
-            from kge_torchrec.models.row_sums import sums_by_row  # numba takes its time to load
+            from kge_torchrec.models.row_sums import sums_by_row  # numba loads slowly
 
             return sums_by_row(index, grads, ctx.count), None, None
         out = grads[0].new_zeros(ctx.count, grads[0].shape[1])
@@ -158,13 +184,17 @@ class _TakeRows(torch.autograd.Function):
 
 
 class KGEModel(nn.Module):
-    """entities -> rows -> loss.
+    """Maps entity ids to rows and rows to a loss.
 
-    ``entities`` is called as ``entities(batch.ids)[ENTITY].values()``, (U, D).  The forward stays
-    this short because TorchRec traces it to find the lookup that it pipelines; everything with
-    control flow lives in the objective.
+    ``entities`` is called as ``entities(batch.ids)[ENTITY].values()``, (U, D). The forward stays
+    short because TorchRec traces it to find the lookup that it pipelines; all control flow is in
+    the objective.
 
-    scales_loss: multiply the loss by a dynamic scale and hold the rows' gradients back.
+    Args:
+        entities: The entity table.
+        objective: The objective.
+        scales_loss: Whether to multiply the loss by a dynamic scale and hold back the gradients of
+            rows.
     """
 
     def __init__(self, entities: nn.Module, objective: Objective, scales_loss: bool = False):
@@ -174,7 +204,7 @@ class KGEModel(nn.Module):
         self.scale = LossScale() if scales_loss else nn.Identity()
 
     def forward(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """Returns (loss to differentiate, the loss itself, detached)."""
+        """Return the loss to differentiate (scaled) and the plain loss, detached."""
         rows = self.entities(batch.ids)[ENTITY].values()
         loss = self.objective(self.hold(rows), batch)
         return self.scale(loss), loss.detach()

@@ -1,17 +1,18 @@
-"""What scorers compute with: products of complex numbers, blocks of pairs of rows, and dropout.
+"""Operations that scorers use: complex products, blocks of pairs of rows, and dropout.
 
-**Complex numbers.**  Rows of D real numbers are read as D/2 complex ones, interleaved: (re, im, re,
-im, ...).  Products come in two forms.  With torch's complex numbers they are one operation, on a
-CPU three times as fast as the eight real ones; but Inductor compiles no complex numbers, so that
-what is compiled takes the real form, which it makes one kernel of, with what is around it.
+**Complex numbers.** Rows of D real numbers hold D/2 complex numbers, interleaved: (re, im, re, im,
+...). Products come in two forms. With torch's complex dtype a product is one operation, three times
+as fast on a CPU as eight real operations. Inductor does not compile complex numbers, so compiled
+code uses the real form, which Inductor fuses with its surroundings.
 
-**Pairs.**  For scores that are no matrix product a block of pairs at a time is expanded, and
-expanded again for its gradient, so that the (b, K, D) intermediates are never in memory whole.  A
-pair's score is computed from its own numbers alone, so that blocks do not change its bits.
+**Pairs.** Scores that are not a matrix product are computed for one block of pairs at a time and
+recomputed for the gradient, so that a (b, K, D) tensor is never materialized. A pair's score
+depends only on its own elements, so the block size does not change its bits.
 
-**Dropout.**  torch's, but on a CPU, where a draw is a hash (``dropout_kernels``).
+**Dropout.** Uses torch's dropout, except on a CPU, where draws come from a hash
+(``dropout_kernels``).
 
-Shapes: C chunks, b queries, K rows, D numbers (D/2 complex ones) a row.
+Shapes: C chunks, b queries, K rows, D elements (D/2 complex numbers) per row.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Distance = Literal["euclidean", "manhattan", "moduli"]
-Comparison = Literal["dot", Distance]  # of a query and a row
+Comparison = Literal["dot", Distance]  # between a query and a row
 Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
-# How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
+# How a relation multiplies its anchor: as real numbers, complex numbers, or by its conjugate.
 Factor = Literal["real", "complex", "conjugate"]
-EPSILON = 1e-12  # under the root of a modulus, as in RotatE.similarity
-# Numbers of a block's intermediates: what stays in a CPU's L2 cache, enough work for a GPU.
+EPSILON = 1e-12  # added under the square root of a modulus, as in RotatE.similarity
+# Elements per block of intermediates: fits a CPU's L2 cache, or gives a GPU enough work.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}
 _COMPILED_BLOCKS = 4
 _planned_for = ContextVar("planned_for", default="cuda")
 
 
 def block_device(x: Tensor) -> str:
-    """Whose block sizes a computation takes, "cpu" or "cuda".
+    """Return the device kind whose block sizes apply, "cpu" or "cuda".
 
-    Tensors on the meta device stand for what they plan for.
+    Tensors on the meta device take the kind that ``planning_for`` sets.
     """
     kind = x.device.type
     return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
@@ -48,7 +49,7 @@ def block_device(x: Tensor) -> str:
 
 @contextmanager
 def planning_for(kind: str) -> Iterator[None]:
-    """Inside, tensors on the meta device stand for those of "cpu" or "cuda"."""
+    """Treat tensors on the meta device as tensors of ``kind``, "cpu" or "cuda"."""
     token = _planned_for.set(kind)
     try:
         yield
@@ -59,16 +60,22 @@ def planning_for(kind: str) -> Iterator[None]:
 def pairwise(
     score: Callable[..., Tensor], queries: Sequence[Tensor], rows: Sequence[Tensor], width: int
 ) -> Tensor:
-    """score(*queries, *rows) for all pairs of a chunk: (C, b, K).
+    """Evaluate score(*queries, *rows) for all pairs of a chunk, block by block.
 
-    queries: (C, b, ·) each, handed to score as (C, block, 1, ·); rows: (C, K, ·) each, handed to
-    it as (C, 1, K, ·).  width: numbers that score expands a pair to.
+    Args:
+        score: Function of broadcastable tensors.
+        queries: Tensors (C, b, ·), passed to ``score`` as (C, block, 1, ·).
+        rows: Tensors (C, K, ·), passed to ``score`` as (C, 1, K, ·).
+        width: Elements per pair in the intermediates of ``score``.
+
+    Returns:
+        (C, b, K).
     """
     chunks, count = queries[0].shape[:2]
     rows = [x[:, None] for x in rows]
     numbers = BLOCK_NUMBERS[block_device(queries[0])]
     step = max(1, numbers // max(1, chunks * rows[0].shape[2] * width))
-    if torch.compiler.is_compiling():  # which writes each block out
+    if torch.compiler.is_compiling():  # the compiler unrolls the blocks
         step = max(step, -(-count // _COMPILED_BLOCKS))
     parts = []
     for start in range(0, max(1, count), step):
@@ -81,22 +88,31 @@ def pairwise(
 
 
 def as_complex(rows: Tensor) -> Tensor:
-    """(..., D) real -> (..., D/2) complex view."""
+    """View real rows as complex: (..., D) -> (..., D/2)."""
     return torch.view_as_complex(rows.unflatten(-1, (-1, 2)))
 
 
 def as_real(numbers: Tensor) -> Tensor:
-    """(..., D/2) complex -> (..., D) real view."""
+    """View complex rows as real: (..., D/2) -> (..., D)."""
     return torch.view_as_real(numbers).flatten(-2)
 
 
 def parts(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Real and imaginary parts, (..., D/2) each."""
+    """Split rows into real and imaginary parts, (..., D/2) each."""
     return rows.unflatten(-1, (-1, 2)).unbind(-1)
 
 
 def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
-    """Products number by number, of the conjugate of the factor if so: (..., D), (..., D)."""
+    """Multiply complex rows elementwise, by the conjugate of ``factor`` if ``conjugate`` is set.
+
+    Args:
+        rows: (..., D).
+        factor: (..., D).
+        conjugate: Whether to conjugate the factor.
+
+    Returns:
+        (..., D).
+    """
     if torch.compiler.is_compiling():
         return _times(parts(rows), parts(factor), conjugate)
     numbers = as_complex(factor)
@@ -104,15 +120,15 @@ def times(rows: Tensor, factor: Tensor, conjugate: bool = False) -> Tensor:
 
 
 def rotated(rows: Tensor, phase: Tensor) -> Tensor:
-    """Each number turned by an angle: (..., D), (..., D/2) -> (..., D)."""
+    """Rotate each complex number by an angle in radians: (..., D), (..., D/2) -> (..., D)."""
     if torch.compiler.is_compiling():
         return _times(parts(rows), (phase.cos(), phase.sin()), conjugate=False)
-    # torch.polar's gradient has a kernel that CUDA compiles when it first comes to it.
+    # Not torch.polar: CUDA compiles a kernel of its gradient at first use.
     return as_real(as_complex(rows) * torch.complex(phase.cos(), phase.sin()))
 
 
 def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: bool) -> Tensor:
-    """The real form."""
+    """Multiply complex numbers in the real form."""
     (real, imaginary), (x, y) = one, other
     if conjugate:
         y = -y
@@ -120,25 +136,28 @@ def _times(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor], conjugate: 
 
 
 def lookup(table: Tensor, ids: Tensor) -> Tensor:
-    """Rows of a dense table that many ids repeat: (R, D), (...) int64 -> (..., D).
+    """Look up rows of a dense table that many ids share: (R, D), (...) int64 -> (..., D).
 
-    A GPU adds their gradients one to another as they come; embedding's own would sort the ids
-    first, by some twenty kernels.
+    On a GPU, index_select's backward adds gradients as they come. The backward of embedding would
+    first sort the ids with about twenty kernels.
     """
     is_here = block_device(table) == "cpu"
     return nn.functional.embedding(ids, table) if is_here else pick(table, ids)
 
 
 def pick(rows: Tensor, index: Tensor) -> Tensor:
-    """rows[index], summing gradients in a fixed order on a CPU: (U, D), (...) -> (..., D)."""
+    """Return rows[index]: (U, D), (...) int64 -> (..., D).
+
+    On a CPU the gradients of repeated indices are summed in a fixed order.
+    """
     return rows.index_select(0, index.reshape(-1)).view(*index.shape, rows.shape[1])
 
 
 class Dropout(nn.Dropout):
-    """torch's, whose draws are other ones on a CPU: the same for a state of torch's generator."""
+    """torch's dropout; on a CPU with other draws, which depend on torch's generator state only."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """(...) -> (...)"""
+        """Apply dropout: (...) -> (...)."""
         is_here = input.device.type == "cpu" and input.dtype == torch.float32
         if not (is_here and self.training and 0 < self.p < 1) or torch.compiler.is_compiling():
             return super().forward(input)
@@ -158,6 +177,6 @@ class _Dropped(torch.autograd.Function):
 
 
 def _dropped(values: Tensor, share: float, key: int) -> Tensor:
-    from kge_torchrec.models.dropout_kernels import dropped  # numba takes its time to load
+    from kge_torchrec.models.dropout_kernels import dropped  # numba loads slowly
 
     return dropped(values, share, key)

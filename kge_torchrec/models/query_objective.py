@@ -1,7 +1,7 @@
-"""Training queries, with any number of answers, against sampled entities.
+"""The objective for queries with any number of answers against sampled entities.
 
-Shapes: U unique entities of the batch, D numbers a row, Q queries, M answers, K sampled entities a
-side; q and m of one side.
+Shapes: U unique entities of the batch, D elements per entity row, Q queries, M answers, K sampled
+entities per side; q queries and m answers of one side.
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from kge_torchrec.models.scorers.queries import QueryScorer
 
 
 class SampledQueries(Protocol):
-    """What the objective reads of a batch; everything side after side."""
+    """The fields of a batch that the objective reads, ordered by side."""
 
     entities: Tensor  # (Q + M + sides K): anchors, answers, sampled entities
     relation: Tensor  # (Q,)
-    query: Tensor  # (M,) which query of its side an answer belongs to
+    query: Tensor  # (M,) the query of each answer, counted within its side
     known: Tensor  # (Q, K) bool: answers among the entities sampled for the query's side
     weight: Tensor  # (): share of a query in the global mean
-    queries: tuple[int, ...]  # of each side
-    answers: tuple[int, ...]  # of each side
-    deduplicated: bool  # False: there is a row for each of ``entities``, in their order
+    queries: tuple[int, ...]  # number per side
+    answers: tuple[int, ...]  # number per side
+    deduplicated: bool  # False: the rows are those of ``entities``, in the same order
 
 
 class QueryObjective(Objective):
     """Mean over the batch's queries of a loss over their answers, plus regularizers.
 
-    Answers are penalised by their mean, as if each query were one triple.
+    The penalties of a query's answers are averaged, as if each query were one triple.
     """
 
     scorer: QueryScorer
 
     def forward(self, rows: Tensor, batch: SampledQueries) -> Tensor:
-        """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
+        """Compute the scalar loss from the rows (U, D) of the batch's ids."""
         if batch.relation.numel() == 0:
             return self.nothing(rows)
         sizes = [*batch.queries, *batch.answers, *[batch.known.shape[1]] * len(self.sides)]
@@ -67,7 +67,20 @@ class QueryObjective(Objective):
         known: Tensor,
         side: Side,
     ) -> Tensor:
-        """The sum over the queries of one side; anchor (q, D), answer (m, D), sampled (K, D)."""
+        """Sum the losses of the queries of one side.
+
+        Args:
+            anchor: (q, D) entity rows.
+            relation: (q,) int64 relation ids.
+            answer: (m, D) entity rows.
+            query: (m,) the query of each answer.
+            sampled: (K, D) entity rows.
+            known: (q, K) bool, true where a sampled entity is an answer.
+            side: The side.
+
+        Returns:
+            The scalar sum.
+        """
         if relation.numel() == 0:
             return self.nothing(sampled)
         with self.autocast(anchor.device):
@@ -76,7 +89,7 @@ class QueryObjective(Objective):
         positive, negative = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in scores)
         total = self.loss(positive, query, negative, ~known).sum()
         if self.penalizes:
-            # bincount would wait for a GPU to tell it the largest.
+            # bincount would wait for the GPU to return the largest value.
             answers = query.new_zeros(len(anchor)).index_add_(0, query, torch.ones_like(query))
             share = 1 / answers.index_select(0, query)
             total = total + self.penalty_of_entities(anchor).sum()

@@ -1,14 +1,14 @@
-"""Penalties on the rows that a batch touches, so that they cost O(batch), never O(table).
+"""Penalties on the rows that a batch touches, so that they cost O(batch), not O(table).
 
     N3    Lacroix et al. 2018         sum |x|^3
     L2                                sum x^2
     Lp                                sum |x|^p
     DURA  Zhang, Cai and Wang 2020    |q(h, r)|^2 + |t|^2 + |q'(t, r)|^2 + |h|^2
 
-The first three are of each row by itself, of complex numbers the modulus; DURA is of a triple, with
-the query q of the scorer and its adjoint q', so that <q(h, r), t> = <q'(t, r), h>.
+The first three penalize each row on its own; for complex numbers |x| is the modulus. DURA penalizes
+a triple. It uses the scorer's query q and its adjoint q', so that <q(h, r), t> = <q'(t, r), h>.
 
-Shapes: D numbers a row.
+Shapes: D elements per entity row, W elements per relation row.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ if TYPE_CHECKING:
 class Regularizer:
     """A penalty on each row of a triple, added to the triple's loss with a weight.
 
-    Subclasses give ``penalty``; with ``Options`` of their own they take those by name besides.
-    relation_weight, which whoever makes a regularizer sets, is for the rows of relations; None
-    takes weight.
+    Subclasses implement ``penalty``. The fields of a subclass's ``Options`` are passed to its
+    constructor by name. The builder sets ``relation_weight``, the weight for relation rows; None
+    means ``weight``.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of this regularizer, as ``loss.regularizers`` of the config gives them.
+        """Options of this regularizer, from ``loss.regularizers`` of the config.
 
         Args:
             weight: Factor of the penalty in the loss.
-            relation_weight: Factor of the penalty on rows of relations; null takes weight.
+            relation_weight: Factor of the penalty on relation rows; null: weight.
         """
 
         weight: float = 0.0
@@ -54,12 +54,20 @@ class Regularizer:
         self.weight = weight
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """(..., D) -> (...).  is_complex: the D numbers are D/2 complex ones, (re, im, re, ...)."""
+        """Return the penalty of each row.
+
+        Args:
+            rows: (..., D).
+            is_complex: Whether the rows hold D/2 complex numbers, (re, im, re, ...).
+
+        Returns:
+            (...).
+        """
         raise NotImplementedError
 
 
 class N3(Regularizer):
-    """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3, of complex numbers their modulus."""
+    """Nuclear 3-norm (Lacroix et al. 2018): sum of |x|^3, with moduli for complex numbers."""
 
     def penalty(self, rows: Tensor, is_complex: bool) -> Tensor:
         return powers(rows, 3, is_complex)
@@ -73,15 +81,15 @@ class L2(Regularizer):
 
 
 class Lp(Regularizer):
-    """Sum of |x|^p, of complex numbers their modulus."""
+    """Sum of |x|^p, with moduli for complex numbers."""
 
     @dataclass(frozen=True)
     class Options(Regularizer.Options):
-        """The exponent, and as of every regularizer of rows the weights.
+        """The weights and the exponent.
 
         Args:
             weight: Factor of the penalty in the loss.
-            relation_weight: Factor of the penalty on rows of relations; null takes weight.
+            relation_weight: Factor of the penalty on relation rows; null: weight.
             p: Exponent, at least 1.
         """
 
@@ -100,17 +108,20 @@ class Lp(Regularizer):
 
 
 def powers(rows: Tensor, p: float, is_complex: bool) -> Tensor:
-    """Sum of |x|^p: (..., D) -> (...)."""
+    """Sum |x|^p over the elements: (..., D) -> (...)."""
     return _Powers.apply(rows, p) if is_complex else rows.abs().pow(p).sum(-1)
 
 
 class _Powers(torch.autograd.Function):
-    """Of moduli, whose gradient p |z|^(p - 2) z takes fewer passes than those of its parts."""
+    """Powers of moduli, with the gradient p |z|^(p - 2) z.
+
+    This takes fewer passes than differentiating through the real and imaginary parts.
+    """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, p: float) -> Tensor:
         real, imaginary = parts(rows)
-        # Not 0, of which there are no powers below 0: those of z = 0 are multiplied by z.
+        # Avoids 0 to a negative power; the gradient at z = 0 is 0 because z multiplies it.
         squares = real.square().addcmul_(imaginary, imaginary).add_(1e-30)
         ctx.save_for_backward(rows, squares)
         ctx.p = p
@@ -125,21 +136,24 @@ class _Powers(torch.autograd.Function):
 
 
 def _power(squares: Tensor, p: float) -> Tensor:
-    """Of the root, which takes a third of the time where p is N3's 3 or its slope's 1."""
+    """Return the p-th power of the square root of ``squares``.
+
+    The cases p = 3 (N3) and p = 1 (its gradient) take a third of the time of the general case.
+    """
     if p == 3:
         return squares * squares.sqrt()
     return squares.sqrt() if p == 1 else squares.pow(p / 2)
 
 
 class TripleRegularizer(Regularizer):
-    """A penalty on a triple as a whole.  Subclasses give ``penalty_of_triples``.
+    """A penalty on a whole triple. Subclasses implement ``penalty_of_triples``.
 
-    For training types whose queries are triples, sampled and 1vsall.
+    Available in training types whose queries are triples: sampled and 1vsall.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of this regularizer.
+        """Options of this regularizer.
 
         Args:
             weight: Factor of the penalty in the loss.
@@ -151,20 +165,31 @@ class TripleRegularizer(Regularizer):
 
     @classmethod
     def check_scorer(cls, scorer: type[Scorer], key: str) -> None:
-        """Raises ConfigError, which begins with the key, for scorers that it cannot be taken of."""
+        """Raise ConfigError, which begins with the key, if the scorer is not supported."""
 
     def penalty_of_triples(
         self, scorer: Any, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        """anchor, answer: (..., D) rows of the table; relation: (...) ids.  Returns (...)."""
+        """Return the penalty of each triple.
+
+        Args:
+            scorer: The scorer.
+            anchor: (..., D) entity rows as stored.
+            relation: (...) int64 relation ids.
+            answer: (..., D) entity rows as stored.
+            side: The end that the answer is.
+
+        Returns:
+            (...).
+        """
         raise NotImplementedError
 
 
 class DURA(TripleRegularizer):
-    """Duality-induced (Zhang, Cai and Wang 2020): as if a triple's score were a distance.
+    """Duality-induced regularization (Zhang, Cai and Wang 2020): treats the score as a distance.
 
-    |q|^2 and |t|^2 are what |q - t|^2 has besides the score <q, t>; likewise q' and h.  Of scorers
-    that are linear in either entity.
+    |q - t|^2 consists of |q|^2 + |t|^2, which this penalizes, and the score <q, t>. The same holds
+    for the adjoint query q' and h. Supports scorers that are linear in head and tail.
     """
 
     @classmethod
@@ -184,7 +209,7 @@ class DURA(TripleRegularizer):
 
 
 class Regularizers:
-    """The weighted sum of several: of the two that every config has, and of others."""
+    """The weighted sum of regularizers: N3, L2 and any others."""
 
     def __init__(self, n3: float = 0.0, l2: float = 0.0, others: Iterable[Regularizer] = ()):
         self.n3, self.l2 = n3, l2
@@ -202,36 +227,47 @@ class Regularizers:
 
     @property
     def any(self) -> bool:
-        """Whether there is one at all."""
+        """Whether there is a regularizer with a weight above 0."""
         return bool(self._of_entities or self._of_relations or self._of_triples)
 
     @property
     def any_of_entities(self) -> bool:
-        """Whether one is of each entity's row by itself."""
+        """Whether a regularizer penalizes entity rows."""
         return bool(self._of_entities)
 
     @property
     def any_of_relations(self) -> bool:
-        """Whether one is of each relation's row by itself."""
+        """Whether a regularizer penalizes relation rows."""
         return bool(self._of_relations)
 
     @property
     def any_of_triples(self) -> bool:
-        """Whether one is of triples as a whole."""
+        """Whether a regularizer penalizes whole triples."""
         return bool(self._of_triples)
 
     def of(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """(..., D) rows of entities -> (...): their weighted penalties."""
+        """Return the weighted penalties of entity rows: (..., D) -> (...)."""
         return _weighted(self._of_entities, rows, is_complex)
 
     def of_relations(self, rows: Tensor, is_complex: bool) -> Tensor:
-        """(..., W) rows of relations -> (...): their weighted penalties."""
+        """Return the weighted penalties of relation rows: (..., W) -> (...)."""
         return _weighted(self._of_relations, rows, is_complex)
 
     def of_triples(
         self, scorer: Scorer, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> Tensor:
-        """(..., D) rows of entities, (...) ids of relations -> (...): weighted penalties."""
+        """Return the weighted penalties of triples.
+
+        Args:
+            scorer: The scorer.
+            anchor: (..., D) entity rows.
+            relation: (...) int64 relation ids.
+            answer: (..., D) entity rows.
+            side: The end that the answer is.
+
+        Returns:
+            (...).
+        """
         out = torch.zeros(relation.shape, device=anchor.device)
         for part in self._of_triples:
             penalty = part.penalty_of_triples(scorer, anchor, relation, answer, side)

@@ -1,10 +1,10 @@
-"""Training triples against sampled candidates: rows of a batch to its loss.
+"""The objective for triples against sampled candidates: from the rows of a batch to its loss.
 
-Rows of triples and candidates are copied to their places, unless the scorer takes those of the
-batch as they are, or picks candidates among them.
+Rows of triples and candidates are gathered, except where the scorer reads them from the batch's
+rows directly.
 
-Shapes: U unique entities of the batch, M indices, D numbers a row, C chunks, b triples a chunk, K
-candidates a chunk of a side.
+Shapes: U unique entities of the batch, M indices, D elements per entity row, C chunks, b triples
+per chunk, K candidates per chunk and side.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kge_torchrec.models.scorers.queries import QueryScorer
 
 
 class TripleBatch(Protocol):
-    """What the objective reads of a batch; entities are positions in the batch's unique ids."""
+    """The fields of a batch that the objective reads; entities are positions in its unique ids."""
 
-    entities: Tensor  # (2 C b + C K of each side): heads, tails, then the candidates by side
+    entities: Tensor  # (2 C b + C K per side): heads, tails, then the candidates by side
     relation: Tensor  # (C, b)
     weight: Tensor  # (C, b): share of each triple in the global mean, 0 on padding
     known_head: Tensor  # (C, b, K) bool, known facts among the negatives; or empty
     known_tail: Tensor
-    candidates: tuple[int, ...]  # K of each side
-    log_expected: Tensor  # (C K of each side) log of how often a chunk has it; or empty
-    deduplicated: bool  # False: there is a row for each of ``entities``, in their order
+    candidates: tuple[int, ...]  # K per side
+    log_expected: Tensor  # (C K per side) log expected count per chunk; or empty
+    deduplicated: bool  # False: the rows are those of ``entities``, in the same order
 
 
-# mask (C, b, K), weight (C, b), log_expected (C, K) if it is asked for
+# mask (C, b, K), weight (C, b), log_expected (C, K) or None
 OfSide = tuple[Tensor, Tensor, "Tensor | None"]
-# Queries of a chunk from which a copy of its candidates pays: a product of matrices then takes less
-# time than the pairs one by one by more than the copy.
+# With more queries per chunk than this, candidates are copied: one matrix product then saves more
+# time than the copy costs.
 _COPIED_FROM = 32
-REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # of torch.compile: by CUDA graphs
+REPLAYING_MODES = ("reduce-overhead", "max-autotune")  # modes of torch.compile that use CUDA graphs
 
 
 class TripleObjective(Objective):
@@ -47,9 +47,11 @@ class TripleObjective(Objective):
     _compiles = _replays_graphs = False
 
     def compile_parts(self, device: str, mode: str = "default") -> None:
-        """Compiles scorer, loss and penalties of entities; the looking up of rows stays as it is.
+        """Compile scorer, loss and entity penalties. The lookup of rows is not compiled.
 
-        device: "cpu" or "cuda", where they will run.  mode: as torch.compile takes it.
+        Args:
+            device: "cpu" or "cuda", where the parts will run.
+            mode: The mode of torch.compile.
         """
         self._compiles = True
         for part in ("_loss_of_side", "_penalty_of_ends"):
@@ -57,8 +59,8 @@ class TripleObjective(Objective):
         self._replays_graphs = device == "cuda" and mode in REPLAYING_MODES
 
     def forward(self, rows: Tensor, batch: TripleBatch) -> Tensor:
-        """rows: (U, D) of the batch's ids.  Returns the loss, a scalar."""
-        if self._replays_graphs:  # both sides are one step: neither may overwrite the other
+        """Compute the scalar loss from the rows (U, D) of the batch's ids."""
+        if self._replays_graphs:  # one step for both sides, so that no side overwrites the other
             torch.compiler.cudagraph_mark_step_begin()
         chunks, triples = batch.relation.shape
         count = chunks * triples
@@ -77,7 +79,7 @@ class TripleObjective(Objective):
             side: (self._mask(batch, side, candidates[side], ends[side]), batch.weight, expected)
             for side, expected in zip(self.sides, log_expected, strict=True)
         }
-        # Candidates of few queries each: whatever can reads them where they are.
+        # With few queries per chunk, read candidates in place if possible.
         many = sum(sizes[2:]) > len(rows) and triples <= _COPIED_FROM
         in_place = batch.deduplicated and many and self._picks_rows(rows)
         if batch.deduplicated and not in_place and self._encodes_rows(rows):
@@ -97,9 +99,19 @@ class TripleObjective(Objective):
         candidates: dict[Side, Tensor],
         of_sides: dict[Side, OfSide],
     ) -> Tensor:
-        """By a scorer that takes the batch's rows as they are, but for those of penalties."""
+        """Compute the loss with a scorer that reads the batch's rows directly.
+
+        Only rows for penalties are copied.
+
+        Args:
+            rows: (U, D) entity rows.
+            batch: The batch.
+            ends: Positions of heads and tails in ``rows``, (C b,) each.
+            candidates: Positions of the candidates of each side, (C, K).
+            of_sides: Mask, weight and log_expected of each side.
+        """
         scorer, losses = self.scorer, []
-        assert isinstance(scorer, QueryScorer)  # as _encodes_rows
+        assert isinstance(scorer, QueryScorer)  # checked by _encodes_rows
         penalised, shares = rows.new_empty(0, dtype=torch.int64), rows.new_empty(0)
         if self.regularizers.any_of_entities:
             both = torch.cat([ends[side] for side in SIDES])
@@ -125,9 +137,15 @@ class TripleObjective(Objective):
         picked: dict[Side, Tensor] | None,
         of_sides: dict[Side, OfSide],
     ) -> Tensor:
-        """From copies of rows for each place; of candidates unless they are picked.
+        """Compute the loss from gathered rows.
 
-        picked: (C, K) of each side.
+        Args:
+            rows: (U, D) entity rows.
+            batch: The batch.
+            sizes: Sizes of the parts of ``batch.entities``.
+            picked: (C, K) positions of each side's candidates, which are then not gathered; or
+                None.
+            of_sides: Mask, weight and log_expected of each side.
         """
         ids, shape = batch.entities, batch.relation.shape
         if picked is not None:
@@ -145,26 +163,26 @@ class TripleObjective(Objective):
             given = anchor, batch.relation, target, others, mask, weight
             losses.append(self._loss_of_side(*given, side, index, log_expected))
         total = torch.stack(losses).sum() / len(self.sides)
-        if self.regularizers.any_of_entities:  # the same of every side
+        if self.regularizers.any_of_entities:  # the same on every side
             total = total + self._penalty_of_ends(head, tail, batch.weight)
         return total
 
     def _penalty_of_ends(self, head: Tensor, tail: Tensor, weight: Tensor) -> Tensor:
-        """The sum over triples, (C, b, D) twice and (C, b), of the penalties on their entities."""
+        """Sum the entity penalties of triples: heads and tails (C, b, D), weight (C, b)."""
         penalties = self.penalty_of_entities(head) + self.penalty_of_entities(tail)
         return (penalties * weight).sum()
 
     def _penalty_of_all_relations(self, batch: TripleBatch) -> Tensor:
-        """The mean over triples and sides of the relations' penalties."""
+        """Average the relation penalties over triples and sides."""
         ids, shares = batch.relation.flatten(), batch.weight.flatten()
-        if ids.device.type == "cpu":  # elsewhere it would wait for their number
+        if ids.device.type == "cpu":  # a GPU would have to synchronize to return the number of ids
             ids, shares = _once(ids, shares, self.scorer.relation_rows)
         penalties = [self.penalty_of_relations(ids, side) for side in self.sides]
         return (torch.stack(penalties).mean(0) * shares).sum()
 
     def _mask(self, batch: TripleBatch, side: Side, candidates: Tensor, targets: Tensor) -> Tensor:
-        """(C, b, K) bool: which candidates (C, K) are negatives of the queries for a side."""
-        # The accidental positive is none: a drawn entity that is the answer itself.
+        """Return which candidates (C, K) are negatives of a side's queries: (C, b, K) bool."""
+        # A drawn entity that is the answer itself is not a negative.
         mask = candidates[:, None] != targets.view(len(candidates), -1, 1)
         known = batch.known_tail if side == "tail" else batch.known_head
         if known.numel():
@@ -172,7 +190,7 @@ class TripleObjective(Objective):
         return mask
 
     def _encodes_rows(self, rows: Tensor) -> bool:
-        """Whether the scorer takes the batch's rows as they are, and nobody else needs copies."""
+        """Whether the scorer reads the batch's rows directly and no other part needs copies."""
         wants_copies = self.regularizers.any_of_triples or self.relation_weight
         if wants_copies or self.entity_dropout.drops:
             return False
@@ -191,17 +209,25 @@ class TripleObjective(Objective):
         index: Tensor | None = None,
         log_expected: Tensor | None = None,
     ) -> Tensor:
-        """The weighted sum over the queries of one side.
+        """Return the weighted sum of the losses of the queries of one side.
 
-        anchor, target: (C, b, D); candidates: (C, K, D), or the rows that index (C, K) picks.
-        log_expected: see ``_loss_of_scores``.
+        Args:
+            anchor: (C, b, D) entity rows.
+            relation: (C, b) int64 relation ids.
+            target: (C, b, D) entity rows.
+            candidates: (C, K, D) entity rows, or (U, D) with an index.
+            mask: (C, b, K) bool, true for negatives.
+            weight: (C, b) weights of the queries.
+            side: The end that targets and candidates are.
+            index: (C, K) positions of the candidates, or None.
+            log_expected: See ``_loss_of_scores``.
         """
         with self.autocast(anchor.device):
             kept, answer, others = (self.entity_dropout(x) for x in (anchor, target, candidates))
             if index is None:
                 scores = self.scorer.score_contrast(kept, relation, answer, others, side)
             else:
-                assert isinstance(self.scorer, QueryScorer)  # as _picks_rows
+                assert isinstance(self.scorer, QueryScorer)  # checked by _picks_rows
                 given = kept, relation, answer, others, index, side
                 scores = self.scorer.score_contrast_at(*given)
         loss = self._loss_of_scores(*scores, mask, log_expected)
@@ -217,11 +243,15 @@ class TripleObjective(Objective):
     def _loss_of_scores(
         self, positive: Tensor, negative: Tensor, mask: Tensor, log_expected: Tensor | None
     ) -> Tensor:
-        """(C, b) of the queries.
+        """Return the losses (C, b) of the queries.
 
-        log_expected: (C, K), subtracted from the candidates' scores: then the sum of their
-        exponentials estimates that over all entities without bias (sampled softmax as importance
-        sampling, Bengio and Senecal 2008).
+        Args:
+            positive: (C, b) scores of the triples.
+            negative: (C, b, K) scores of the candidates.
+            mask: (C, b, K) bool, true for negatives.
+            log_expected: (C, K) subtracted from the candidates' scores, or None. The sum of their
+                exponentials is then an unbiased estimate of the sum over all entities (sampled
+                softmax as importance sampling, Bengio and Senecal 2008).
         """
         positive, negative = (
             x.to(torch.promote_types(x.dtype, torch.float32)) for x in (positive, negative)
@@ -231,12 +261,21 @@ class TripleObjective(Objective):
         return self.loss(positive, negative, mask)
 
     def _picks_rows(self, rows: Tensor) -> bool:
-        """Whether candidates are scored where they are among the batch's rows."""
+        """Whether candidates are scored in place among the batch's rows."""
         return isinstance(self.scorer, QueryScorer) and self.scorer.picks_rows and has_kernels(rows)
 
 
 def _once(ids: Tensor, shares: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Each of the ids (M,) in [0, count) once, with the sum of its shares (M,); none with 0."""
+    """Deduplicate ids and sum their shares.
+
+    Args:
+        ids: (M,) ids in [0, count).
+        shares: (M,) weight of each id.
+        count: Upper bound of the ids.
+
+    Returns:
+        The distinct ids with a share other than 0, and their summed shares.
+    """
     sums = torch.bincount(ids, shares, count)
     used = sums.nonzero().squeeze(1)
     return used, sums.index_select(0, used).to(shares.dtype)

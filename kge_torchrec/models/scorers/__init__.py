@@ -1,4 +1,4 @@
-"""Scorers by name.  One file a family; ``base`` holds the contract they share."""
+"""All built-in scorers by name. Each file holds one family; ``base`` defines the contract."""
 
 from __future__ import annotations
 
@@ -26,7 +26,12 @@ SCORERS: dict[str, type[Scorer]] = {
 
 
 def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
-    """The scorer that a config describes, its parameters not yet started."""
+    """Return the scorer that a config describes, with uninitialized parameters.
+
+    Args:
+        config: The model section of the config.
+        num_relations: Number of relations, without inverses.
+    """
     scorer = resolve("scorer", config.scorer)(
         num_relations,
         config.dim - (BIASES if config.biases else 0),

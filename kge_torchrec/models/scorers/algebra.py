@@ -1,4 +1,4 @@
-"""Scorers whose numbers live in an algebra: score(h, r, t) = <h r, t> as real vectors.
+"""Scorers over an algebra: score(h, r, t) = <h r, t> as real vectors.
 
     QMult   Demir et al. 2021          <h r, t>, quaternions with the Hamilton product
     QuatE   Zhang et al. 2019          <h (r / |r|), t>, quaternions
@@ -6,11 +6,11 @@
     DualE   Cao et al. 2021            <h r*, t>, dual quaternions, r* of unit length
     LFMult  Kamdem Teyou et al. 2024   sum_m int_0^1 h_m(x) r_m(x) t_m(x) dx, polynomials
 
-An algebra over n units u_i is its table: x y = sum_ijk x_i y_j table_ijk u_k.  A row of D real
-numbers is D/n numbers of n components each, interleaved as complex numbers are: the components of
-the first number, then those of the second.
+A multiplication table defines an algebra over n units u_i: x y = sum_ijk x_i y_j table_ijk u_k.
+An entity row of D elements holds D/n algebra numbers of n components each, number after number:
+all components of the first, then all components of the second.
 
-Shapes: n units, D numbers a row.
+Shapes: n units, D elements per row.
 """
 
 from __future__ import annotations
@@ -27,19 +27,22 @@ from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class AlgebraScorer(TrilinearScorer):
-    """Products of numbers, all at once; head, tail and relation queries are its three adjoints."""
+    """Multiplies all algebra numbers of two rows at once.
+
+    Tail, head and relation queries contract the multiplication table over a different axis each.
+    """
 
     table: Tensor  # (n, n, n)
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = False, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
         table = self.table_of(self.options)
-        # Not persistent: a constant is no part of a checkpoint.
+        # Not persistent: checkpoints do not store constants.
         self.register_buffer("table", table.to(self.relations.dtype), persistent=False)
 
     @classmethod
     def table_of(cls, options: Any) -> Tensor:
-        """The products of the algebra's units, (n, n, n)."""
+        """Return the multiplication table of the algebra's units, (n, n, n)."""
         raise NotImplementedError
 
     @classmethod
@@ -51,7 +54,10 @@ class AlgebraScorer(TrilinearScorer):
         return self.factor(super().relation(ids, drop))
 
     def factor(self, relation: Tensor) -> Tensor:
-        """The number that a relation's row stands for: (..., D) -> (..., D), itself by default."""
+        """Map a relation row to the factor that the formula uses: (..., D) -> (..., D).
+
+        The default is the row itself.
+        """
         return relation
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
@@ -64,7 +70,7 @@ class AlgebraScorer(TrilinearScorer):
 
 
 def product(x: Tensor, y: Tensor, table: Tensor) -> Tensor:
-    """x y, number by number: (..., D), (..., D) -> (..., D)."""
+    """Multiply two rows, algebra number by algebra number: (..., D), (..., D) -> (..., D)."""
     return _contracted("...mi, ...mj, ijk -> ...mk", x, y, table)
 
 
@@ -74,14 +80,15 @@ def _contracted(pattern: str, x: Tensor, y: Tensor, table: Tensor) -> Tensor:
 
 
 def components(rows: Tensor, units: int) -> Tensor:
-    """(..., D) -> (..., D/n, n) view."""
+    """View rows as algebra numbers: (..., D) -> (..., D/n, n)."""
     return rows.unflatten(-1, (-1, units))
 
 
 def cayley_dickson(levels: int) -> Tensor:
-    """The table after so many doublings of the reals: complex numbers, quaternions, octonions.
+    """Return the multiplication table after ``levels`` doublings of the real numbers.
 
-    Pairs multiply as (a, b) (c, d) = (a c - conj(d) b, d a + b conj(c)).
+    One doubling gives complex numbers, two quaternions, three octonions. Pairs multiply as
+    (a, b) (c, d) = (a c - conj(d) b, d a + b conj(c)).
     """
     table = torch.ones(1, 1, 1)
     for _ in range(levels):
@@ -96,14 +103,14 @@ def _doubled(table: Tensor) -> Tensor:
     swapped = table.transpose(0, 1)  # y x
     out = torch.zeros(2 * n, 2 * n, 2 * n)
     out[:n, :n, :n] = table  # a c
-    out[n:, n:, :n] = -torch.einsum("ijk, jl -> ilk", swapped, conj)  # conj(d) b, of b and d
-    out[:n, n:, n:] = swapped  # d a, of a and d
+    out[n:, n:, :n] = -torch.einsum("ijk, jl -> ilk", swapped, conj)  # conj(d) b, from b and d
+    out[:n, n:, n:] = swapped  # d a, from a and d
     out[n:, :n, n:] = torch.einsum("ijk, jl -> ilk", table, conj)  # b conj(c)
     return out
 
 
 def dual(table: Tensor) -> Tensor:
-    """The table of pairs a + e b over an algebra, e e = 0: (a, b) (c, d) = (a c, a d + b c)."""
+    """Return the table of pairs a + e b with e e = 0: (a, b) (c, d) = (a c, a d + b c)."""
     n = len(table)
     out = torch.zeros(2 * n, 2 * n, 2 * n)
     out[:n, :n, :n] = out[:n, n:, n:] = out[n:, :n, n:] = table
@@ -111,9 +118,9 @@ def dual(table: Tensor) -> Tensor:
 
 
 class QMult(AlgebraScorer):
-    """D real numbers a row make D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
+    """An entity row holds D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
 
-    Raises ValueError when D is no multiple of 4.
+    Raises ConfigError when D is not a multiple of 4.
     """
 
     name = "qmult"
@@ -128,9 +135,9 @@ class QMult(AlgebraScorer):
 
 
 class QuatE(QMult):
-    """QMult with every quaternion of a relation at length 1: relations rotate.
+    """QMult with every quaternion of a relation scaled to length 1, so that relations rotate.
 
-    Rows as in QMult.
+    An entity row holds D/4 quaternions as in QMult.
     """
 
     name = "quate"
@@ -141,10 +148,10 @@ class QuatE(QMult):
 
 
 class OMult(AlgebraScorer):
-    """D real numbers a row make D/8 octonions, eight components after another.
+    """An entity row holds D/8 octonions, with eight consecutive components each.
 
-    The product is that of QuatE's supplement: pairs of quaternions by Cayley and Dickson's rule.
-    Raises ValueError when D is no multiple of 8.
+    The product is that of QuatE's supplement: pairs of quaternions by the Cayley-Dickson rule.
+    Raises ConfigError when D is not a multiple of 8.
     """
 
     name = "omult"
@@ -156,11 +163,11 @@ class OMult(AlgebraScorer):
 
 
 class DualE(AlgebraScorer):
-    """D real numbers a row make D/8 dual quaternions a + e b, stored as a's four, then b's four.
+    """An entity row holds D/8 dual quaternions a + e b, stored as four of a, then four of b.
 
-    A relation c + e d is used as r* = c / |c| + e (d - c <c, d> / |c|^2), a rotation and a
-    translation: as in the authors' code the second part is made orthogonal to the first and keeps
-    its length.  Raises ValueError when D is no multiple of 8.
+    A relation c + e d acts as r* = c / |c| + e (d - c <c, d> / |c|^2), a rotation and a
+    translation. As in the authors' code, the second part is made orthogonal to the first and is not
+    scaled. Raises ConfigError when D is not a multiple of 8.
     """
 
     name = "duale"
@@ -184,16 +191,16 @@ class DualE(AlgebraScorer):
 
 
 class LFMult(AlgebraScorer):
-    """A row is D / (degree + 1) polynomials, each by its coefficients of 1, x, ..., x^degree.
+    """An entity row holds D / (degree + 1) polynomials as coefficients of 1, x, ..., x^degree.
 
-    The trilinear score of the paper, its integral exact: x^i x^j x^k gives 1 / (1 + i + j + k).
-    Symmetric in head and tail; degree 0 is DistMult.  Raises ValueError when degree + 1 does not
-    divide D.
+    The trilinear score of the paper with its exact integral: x^i x^j x^k gives 1 / (1 + i + j + k).
+    The score is symmetric in head and tail; degree 0 is DistMult. Raises ConfigError when
+    degree + 1 does not divide D.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The polynomials.
+        """Options of LFMult.
 
         Args:
             degree: Degree of the polynomials.

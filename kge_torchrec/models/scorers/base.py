@@ -1,11 +1,12 @@
-"""The scorer contract that training, ranking and prediction share; most keep it as ``queries`` do.
+"""The scorer contract that training, ranking and prediction use. Most scorers use ``queries``.
 
-A scorer holds the relation (and any other dense) parameters; entity rows are handed in, so that
-it never needs to know where they live.  A query is an anchor entity and a relation, asked for the
-missing side: ``side="tail"`` asks (anchor, relation, ?), ``side="head"`` (?, relation, anchor).
+A scorer holds the relation parameters and any other dense parameters. The caller passes entity
+rows in, so a scorer does not depend on where they are stored. A query is an anchor entity and a
+relation. ``side`` names the missing end: "tail" is the query (anchor, relation, ?), "head" is
+(?, relation, anchor). A chunk is a group of queries that share their candidates.
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk, N entities, D numbers per entity, R
-relation rows (inverses included), W numbers a relation.
+Shapes: C chunks, b queries per chunk, K candidates per chunk, N entities, D elements per entity
+row (model.dim), R relation rows (inverses included), W elements per relation row.
 """
 
 from __future__ import annotations
@@ -24,52 +25,57 @@ from kge_torchrec.data import Side as Side
 from kge_torchrec.models.ops import Dropout, lookup
 from kge_torchrec.models.scorers.layers import Fill, init_layers, normalization_of
 
-# What so many real numbers make, in the message for a model.dim that is no multiple of them.
+# The reason why model.dim must be a multiple of the key, for the error message.
 GROUPS = {
     2: "two real numbers make a complex one",
     4: "four real numbers make a quaternion",
     8: "eight real numbers make an octonion",
 }
-BIASES = 2  # numbers of an entity that model.biases makes its biases, as a head and as a tail
+BIASES = 2  # elements per entity row that model.biases uses: bias as a head, bias as a tail
 
 
 class Scorer(nn.Module):
     """Scores triples; a higher score means more plausible.
 
     With ``reciprocal`` every relation r has an inverse r + num_relations, and the head query
-    (?, r, t) is asked as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
+    (?, r, t) is answered as the tail query (t, r + num_relations, ?) (Lacroix et al. 2018).
 
-    normalization: none, unit (entity rows of Euclidean length 1, the constraint of TransE, as part
-    of the formula) or layer (a LayerNorm of entity rows, one of relation rows).
-    relation_dropout: of a relation row; input_dropout: of a query's entity and relation row;
-    hidden_dropout: of the encoded query; in training mode only.  The draws come from torch's
-    generator: what they are a function of is said in ``training``.
+    Args:
+        num_relations: Number of relations, without inverses.
+        dim: D, elements per entity row.
+        reciprocal: Whether every relation has an inverse of its own.
+        normalization: "none", "unit" (the formula uses entity rows at Euclidean length 1, the
+            constraint of TransE) or "layer" (LayerNorm of entity rows and of relation rows).
+        relation_dropout: Dropout probability for relation rows, in training mode.
+        input_dropout: Dropout probability for the entity and relation rows of a query, in training
+            mode.
+        hidden_dropout: Dropout probability for the encoded query, in training mode. All dropout
+            draws come from torch's generator; ``training`` documents their seeds.
+        options: The fields of this scorer's ``Options``.
 
-    options: those of ``Options``, the settings that this scorer has besides.
-
-    Raises ConfigError, which names the key of the config, when dim, reciprocal and the options do
-    not fit.
+    Raises:
+        ConfigError: dim, reciprocal and the options do not fit; the message names the config key.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """Settings of this scorer alone, typed and with defaults: ``model.options`` of the config.
+        """Settings of this scorer, typed and with defaults: ``model.options`` of the config.
 
-        Subclasses put their own in its place; what it says of its fields is their help text.
+        Subclasses replace this class. Their field descriptions are the help text.
         """
 
-    name = ""  # in the config
-    formula = ""  # after its name and source; exported models say it
-    start = ("normal", 1e-3)  # distribution and scale of the rows that it learns well from
-    is_distance = False  # its query is a point: nothing to apply hidden dropout to
+    name = ""  # config name
+    formula = ""  # name, source and formula; exported models quote it
+    start = ("normal", 1e-3)  # default distribution and scale of the initial rows
+    is_distance = False  # the query is a point, so hidden dropout does not apply
     needs_reciprocal = False  # answers tail queries only
-    is_complex = relation_is_complex = False  # rows are complex numbers: N3 takes their moduli
-    entity_metric: str | None = None  # of two entities, see answers/nearest.py
-    # Columns at the end of an entity's row that are no part of its vector.
+    is_complex = relation_is_complex = False  # complex rows: N3 uses moduli
+    entity_metric: str | None = None  # between two entities, see answers/nearest.py
+    # Trailing columns of an entity row that hold biases, not the vector.
     bias_columns = 0
-    zero_columns = 0  # of those, how many start at 0 whatever the config draws
-    # Whether the score is an inner product with a query that is linear in its anchor, for either
-    # side: see ``TrilinearScorer.dual_vectors``.
+    zero_columns = 0  # number of bias columns that are initialized to 0, not as the config says
+    # Whether the score is an inner product with a query that is linear in the anchor, on both
+    # sides; see ``TrilinearScorer.dual_vectors``.
     is_bilinear = False
 
     def __init__(
@@ -85,7 +91,7 @@ class Scorer(nn.Module):
         **options: Any,
     ):
         super().__init__()
-        self.options: Any = self.Options(**options)  # each scorer has its own
+        self.options: Any = self.Options(**options)  # typed Any: each scorer has its own class
         self.check(dim, reciprocal, self.options)
         self.num_relations, self.dim, self.reciprocal = num_relations, dim, reciprocal
         width = self.relation_dim(dim, self.options)
@@ -99,7 +105,7 @@ class Scorer(nn.Module):
 
     @classmethod
     def check(cls, dim: int, reciprocal: bool, options: Any) -> None:
-        """Raises ConfigError, which names the key, unless the scorer can be made like this."""
+        """Raise ConfigError, which names the key, unless these settings are valid."""
         name = cls.name or cls.__name__
         count, because = cls.multiple(options)
         if dim % count:
@@ -113,9 +119,12 @@ class Scorer(nn.Module):
 
     @classmethod
     def check_biased(cls, dim: int, reciprocal: bool, options: Any) -> None:
-        """Raises ConfigError, which names the key, unless ``biased`` can be put around it.
+        """Raise ConfigError, which names the key, unless ``Biased`` can wrap this scorer.
 
-        dim: all numbers of an entity, its biases included.
+        Args:
+            dim: Elements per entity row, including the two biases.
+            reciprocal: Whether relations have inverses.
+            options: The scorer's ``Options``.
         """
         raise ConfigError(
             f"model.biases: {cls.name or cls.__name__} does not encode queries, to whose scores "
@@ -124,83 +133,113 @@ class Scorer(nn.Module):
 
     @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
-        """The number that D must be a multiple of, and why."""
+        """Return the divisor that D must be a multiple of, and the reason for the error message."""
         return 1, ""
 
     @classmethod
     def relation_dim(cls, dim: int, options: Any) -> int:
-        """W, the numbers per relation; D if a scorer does not say otherwise."""
+        """Return W, the elements per relation row. The default is D."""
         return dim
 
     @property
     def relation_rows(self) -> int:
-        """R, the rows that a relation table needs: twice the relations when reciprocal."""
+        """R, the rows of the relation table: twice num_relations if reciprocal."""
         return self.num_relations * (2 if self.reciprocal else 1)
 
     def direct(self, relation: Tensor, side: Side) -> tuple[Tensor, Side]:
-        """The relation rows and the side to score with, after the reciprocal twist if any."""
+        """Return the relation ids and the side to score with.
+
+        With reciprocal relations a head query becomes a tail query of the inverse relation.
+        """
         if self.reciprocal and side == "head":
             return relation + self.num_relations, "tail"
         return relation, side
 
     def entity(self, rows: Tensor) -> Tensor:
-        """Entity rows as the formula takes them: normalised.  (..., D) -> (..., D)"""
+        """Normalize entity rows as the formula expects them: (..., D) -> (..., D)."""
         if not self.bias_columns or isinstance(self.entity_norm, nn.Identity):
             return self.entity_norm(rows)
         vector, biases = rows.split([self.dim - self.bias_columns, self.bias_columns], -1)
         return torch.cat([self.entity_norm(vector), biases], -1)
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
-        """Relation rows as the formula takes them: (...) ids -> (..., W).
+        """Look up and normalize relation rows: (...) ids -> (..., W).
 
-        drop: with dropout, in training; penalties are taken without.
+        Args:
+            ids: (...) int64 relation ids.
+            drop: Whether to apply dropout in training mode. Penalties use rows without dropout.
         """
         rows = self.relation_norm(lookup(self.relations, ids))
         return self.input_dropout(self.relation_dropout(rows)) if drop else rows
 
     @property
     def penalizes_relations(self) -> bool:
-        """Whether there is a ``relation_penalty``."""
+        """Whether the scorer has a ``relation_penalty``."""
         return False
 
     def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        """A penalty of the scorer's own on the relation of each query, weighted.
+        """Return the scorer's own weighted penalty on the relation of each query.
 
-        relation: (...) ids.  Returns (...), which is added to the losses of the queries.
+        Args:
+            relation: (...) int64 relation ids.
+            side: Side of the queries.
+
+        Returns:
+            (...), added to the losses of the queries.
         """
         raise NotImplementedError
 
     def entity_factors(self, rows: Tensor) -> Tensor:
-        """The part of entity rows that regularizers see, as it lies in the table."""
+        """Return the part of stored (unnormalized) entity rows that regularizers penalize."""
         return rows
 
     def score_triples(
         self, anchor: Tensor, relation: Tensor, target: Tensor, side: Side = "tail"
     ) -> Tensor:
-        """Scores of single triples.
+        """Score single triples.
 
-        anchor, target: (..., D) rows; relation: (...) int64 ids.  With side "tail" the anchor is
-        the head, with side "head" the tail.  Returns (...).
+        Args:
+            anchor: (..., D) entity rows: heads if side is "tail", tails if side is "head".
+            relation: (...) int64 relation ids.
+            target: (..., D) entity rows of the other end.
+            side: The end that ``target`` is.
+
+        Returns:
+            (...) scores.
         """
         raise NotImplementedError
 
     def score_candidates(
         self, anchor: Tensor, relation: Tensor, candidates: Tensor, side: Side
     ) -> Tensor:
-        """Scores of every query against the candidates of its chunk.
+        """Score every query against the candidates of its chunk.
 
-        anchor: (C, b, D); relation: (C, b); candidates: (C, K, D).  Returns (C, b, K).
-        Candidates of each single query are C = queries, b = 1.
+        Args:
+            anchor: (C, b, D) entity rows.
+            relation: (C, b) int64 relation ids.
+            candidates: (C, K, D) entity rows. For separate candidates per query, pass b = 1 and one
+                chunk per query.
+            side: The end that the candidates are.
+
+        Returns:
+            (C, b, K) scores.
         """
         raise NotImplementedError
 
     def score_contrast(
         self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
     ) -> tuple[Tensor, Tensor]:
-        """``score_triples`` and ``score_candidates`` of the same queries, as a loss needs them.
+        """Return ``score_triples`` and ``score_candidates`` of the same queries, for a loss.
 
-        anchor, target: (C, b, D); relation: (C, b); candidates: (C, K, D).
-        Returns (C, b) and (C, b, K).
+        Args:
+            anchor: (C, b, D) entity rows.
+            relation: (C, b) int64 relation ids.
+            target: (C, b, D) entity rows of the answers.
+            candidates: (C, K, D) entity rows.
+            side: The end that targets and candidates are.
+
+        Returns:
+            Scores of the triples (C, b) and of the candidates (C, b, K).
         """
         return (
             self.score_triples(anchor, relation, target, side),
@@ -208,34 +247,42 @@ class Scorer(nn.Module):
         )
 
     def score_all(self, anchor: Tensor, relation: Tensor, rows: Tensor, side: Side) -> Tensor:
-        """Scores against all rows given: (B, D), (B,), (N, D) -> (B, N)."""
+        """Score queries against all the rows passed in: (B, D), (B,), (N, D) -> (B, N)."""
         return self.score_candidates(anchor[None], relation[None], rows[None], side)[0]
 
     def prepared(self, anchor: Tensor, relation: Tensor, side: Side) -> Callable[[Tensor], Tensor]:
-        """``score_all`` of these queries as a function of the rows, for one block after another.
+        """Return a function that maps a block of rows to ``score_all`` of these queries.
 
-        anchor: (B, D); relation: (B,).  What does not depend on the rows is computed once.
+        Work that does not depend on the rows is done once.
+
+        Args:
+            anchor: (B, D) entity rows.
+            relation: (B,) int64 relation ids.
+            side: The end that the rows are.
         """
         return lambda rows: self.score_all(anchor, relation, rows, side)
 
     def score_relations(self, anchor: Tensor, target: Tensor, side: Side = "tail") -> Tensor:
-        """Scores of every relation between two entities: (..., D), (..., D) -> (..., R).
+        """Score every relation between two entities: (..., D), (..., D) -> (..., R).
 
         With reciprocal relations the columns are those of tail queries, inverses included, and the
-        side plays no part: relation r of a head query is column r + num_relations.
+        side is ignored: relation r of a head query is column r + num_relations.
         """
         raise NotImplementedError
 
     def relation_factors(self, relation: Tensor, side: Side) -> Tensor:
-        """The relation rows that a query uses, for regularizers: (...) ids -> (..., W)."""
+        """Return the stored relation rows of queries, for regularizers: (...) ids -> (..., W)."""
         relation, _ = self.direct(relation, side)
         return lookup(self.relations, relation)
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Gives every parameter its start from the stream.
+        """Initialize every parameter from a random stream.
 
-        ``fill`` is the configured draw, for relation rows; layers start as torch's own do.
+        Args:
+            fill: The configured distribution, for relation rows. Layers use torch's own
+                distributions.
+            stream: The random stream.
         """
         fill(stream, self.relations.numpy())
         init_layers(self, stream)

@@ -1,12 +1,12 @@
-"""Learnt biases of entities, on top of any query scorer: what ``model.biases`` asks for.
+"""Learned entity biases on top of any query scorer: ``model.biases``.
 
     score(h, r, t) + b_h + c_t
 
-b is the bias of an entity as a head, c as a tail, as in MuRE (Balazevic et al. 2019) and in KGEmb's
-``--bias learn`` (Chami et al. 2020).  They are the last two numbers of the entity's row, so that
-they are sharded, stepped, saved and exported as all others are.
+b is the bias of an entity as a head and c its bias as a tail, as in MuRE (Balazevic et al. 2019)
+and in KGEmb's ``--bias learn`` (Chami et al. 2020). The biases are the last two elements of the
+entity row, so they are sharded, optimized, saved and exported with the row.
 
-Shapes: C chunks, b queries, K candidates, D numbers a row, biases included.
+Shapes: C chunks, b queries, K candidates, D elements per entity row, biases included.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer, Trilinea
 
 
 class BiasedQuery(NamedTuple):
-    """What the inner scorer compares, the bias of the anchor, and the side of the answers.
+    """The inner scorer's query, the anchor's bias and the side of the answers.
 
-    An inner query that is compared by inner product has two numbers more, 1 for the bias of answers
-    and 0 for the other: one product then scores vectors and biases.
+    If the inner scorer compares by inner product, its query has two more elements: 1 for the bias
+    that the answers use and 0 for the other. One product then scores vectors and biases.
     """
 
     inner: Any
@@ -36,17 +36,17 @@ class BiasedQuery(NamedTuple):
 
 
 class Biased(QueryScorer):
-    """A query scorer of D - 2 numbers, and the two biases of an entity.
+    """A query scorer over D - 2 elements plus two biases per entity.
 
-    With reciprocal relations the anchor of any query counts as a head, the answer as a tail, as
-    the queries are asked.  Biases start at 0; normalization, dropout of queries and regularizers
-    leave them out.  Its parameters are those of ``inner``.
+    With reciprocal relations every query is a tail query, so the anchor uses its head bias and the
+    answer its tail bias. Biases are initialized to 0. Normalization, query dropout and regularizers
+    skip them. All parameters belong to ``inner``.
     """
 
     bias_columns = zero_columns = BIASES
 
     def __init__(self, inner: QueryScorer):
-        nn.Module.__init__(self)  # everything else is the inner scorer's
+        nn.Module.__init__(self)  # the inner scorer holds all parameters
         self.inner = inner
         self.num_relations, self.reciprocal = inner.num_relations, inner.reciprocal
         self.name, self.options = inner.name, inner.options
@@ -60,7 +60,7 @@ class Biased(QueryScorer):
 
     @property
     def relations(self) -> Tensor:  # type: ignore[override]
-        """The inner scorer's."""
+        """The inner scorer's relation table."""
         return self.inner.relations
 
     @property
@@ -77,7 +77,7 @@ class Biased(QueryScorer):
     def entity(self, rows: Tensor) -> Tensor:
         vector, biases = self._split(rows)
         taken = self.inner.entity(vector)
-        # What nothing was done to is not copied.
+        # Avoid a copy if the inner scorer returns its input.
         return rows if taken is vector else torch.cat([taken, biases], -1)
 
     def entity_factors(self, rows: Tensor) -> Tensor:
@@ -125,7 +125,13 @@ class Biased(QueryScorer):
     def _matrix(
         self, compare: Callable[[Any, Tensor], Tensor], query: BiasedQuery, rows: Tensor
     ) -> Tensor:
-        """(C, b), (C, K, D) -> (C, b, K), by what compares the inner query with the rows."""
+        """Score all pairs of a chunk: (C, b), (C, K, D) -> (C, b, K).
+
+        Args:
+            compare: The inner scorer's function that compares its query with rows.
+            query: (C, b) queries.
+            rows: (C, K, D) entity rows.
+        """
         if self._is_dot:
             return compare(query.inner, rows) + query.bias
         vector, biases = self._split(rows)
@@ -148,13 +154,13 @@ class Biased(QueryScorer):
     def dual_vectors(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The inner scorer's, where it is bilinear."""
+        """Return the inner scorer's dual vectors; the inner scorer must be bilinear."""
         assert isinstance(self.inner, TrilinearScorer)
         anchor, answer = (self._split(rows)[0] for rows in (anchor, answer))
         return self.inner.dual_vectors(anchor, relation, answer, side)
 
     def _split(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """The inner scorer's rows (..., D - 2), biases as a head and as a tail (..., 2)."""
+        """Split entity rows into vectors (..., D - 2) and head and tail biases (..., 2)."""
         vector, biases = rows.split([self.inner.dim, BIASES], -1)
         return vector, biases
 
@@ -168,15 +174,15 @@ class Biased(QueryScorer):
 
 
 def with_biases(formula: str) -> str:
-    """A scorer's formula in words, with biases."""
+    """Add the biases to a scorer's formula text."""
     return f"{formula.removesuffix('.')}; plus b_h + c_t, the biases of head and tail."
 
 
 def _of_anchor(biases: Tensor, side: Side) -> Tensor:
-    """(..., 2) -> (..., 1): the bias of an entity that is asked with, for answers of a side."""
+    """Return the anchor's bias, for answers on this side: (..., 2) -> (..., 1)."""
     return biases[..., :1] if side == "tail" else biases[..., 1:]
 
 
 def _of_answer(biases: Tensor, side: Side) -> Tensor:
-    """(..., 2) -> (..., 1): the bias of an entity as an answer on that side."""
+    """Return the bias of an answer on this side: (..., 2) -> (..., 1)."""
     return biases[..., 1:] if side == "tail" else biases[..., :1]

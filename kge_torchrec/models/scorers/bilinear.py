@@ -1,6 +1,4 @@
-"""Scorers that are linear in head, relation and tail alike: a relation is a matrix of some form.
-
-Their score(h, r, t):
+"""Scorers that are linear in head, relation and tail: each relation is a (structured) matrix.
 
     DistMult  Yang et al. 2015         sum_d h_d r_d t_d
     ComplEx   Trouillon et al. 2016    Re(sum_k h_k r_k conj(t_k))
@@ -9,7 +7,8 @@ Their score(h, r, t):
     TuckER    Balazevic et al. 2019    core x_1 r x_2 h x_3 t
     MEIM      Tran and Takasu 2022     sum_k core_k x_1 r_k x_2 h_k x_3 t_k, partitions k
 
-Shapes: D numbers a row, P partitions of C = D / P.
+Shapes: D elements per entity row, W elements per relation row (MEIM: per partition),
+P partitions of C = D / P elements.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class ElementwiseScorer(TrilinearScorer):
-    """A relation multiplies its anchor number by number; on a CPU there is a kernel for that."""
+    """Multiplies anchor and relation element by element; a fused CPU kernel computes this."""
 
     def factor(self, side: Side) -> Factor:
-        """How the relation of a query for the side acts on its anchor."""
+        """Return how the relation acts on the anchor of a query for this side."""
         raise NotImplementedError
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
@@ -44,7 +43,7 @@ class ElementwiseScorer(TrilinearScorer):
         return times(anchor, relation, conjugate=factor == "conjugate")
 
     def encodes_rows(self, rows: Tensor) -> bool:
-        """On a CPU, where nothing else is done to rows, relations and queries."""
+        """True on a CPU in float32 without dropout or normalization, which the kernel lacks."""
         drops = self.relation_dropout, self.input_dropout, self.hidden_dropout
         if self.training and any(dropout.p for dropout in drops):
             return False
@@ -77,7 +76,7 @@ class ElementwiseScorer(TrilinearScorer):
 
 
 class DistMult(ElementwiseScorer):
-    """Bilinear with a diagonal relation; symmetric in head and tail.  D real numbers a row."""
+    """A diagonal bilinear form, symmetric in head and tail. An entity row holds D real numbers."""
 
     name = "distmult"
     formula = "DistMult (Yang et al. 2015): score(h, r, t) = sum_d h_d r_d t_d."
@@ -90,10 +89,10 @@ class DistMult(ElementwiseScorer):
 
 
 class ComplEx(ElementwiseScorer):
-    """D real numbers a row make D/2 complex ones.
+    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
 
-    As Re(x conj(y)) is the inner product of x and y as real vectors, the tail query is h r and
-    the head query t conj(r).  Raises ValueError when D is odd.
+    Re(x conj(y)) is the inner product of x and y as real vectors, so the tail query is h r and the
+    head query t conj(r). Raises ConfigError when D is odd.
     """
 
     name = "complex"
@@ -112,10 +111,10 @@ class ComplEx(ElementwiseScorer):
 
 
 class SimplE(TrilinearScorer):
-    """An entity's row is its vector as a head, then its vector as a tail, D/2 numbers each.
+    """An entity row holds its vector as a head, then its vector as a tail, D/2 elements each.
 
-    A relation's row is the vector r, then r' of its inverse, D/2 numbers each.  <x, y, z> is
-    sum_k x_k y_k z_k.  Raises ValueError when D is odd.
+    A relation row holds the vector r, then r' of its inverse, D/2 elements each. <x, y, z> is
+    sum_k x_k y_k z_k. Raises ConfigError when D is odd.
     """
 
     name = "simple"
@@ -141,7 +140,7 @@ class SimplE(TrilinearScorer):
 
 
 class RESCAL(TrilinearScorer):
-    """Bilinear with a full matrix; a relation's row is M_r, D x D, row by row."""
+    """A bilinear form with a full matrix. A relation row holds M_r, D x D, in row-major order."""
 
     name = "rescal"
     formula = "RESCAL (Nickel et al. 2011): score(h, r, t) = h^T M_r t."
@@ -165,9 +164,9 @@ class RESCAL(TrilinearScorer):
         return self.drop_hidden(query)
 
     def _reads_matrices(self, anchor: Tensor) -> bool:
-        """Whether queries are folded without a copy of their relation's matrix each: in training.
+        """Whether the CPU kernel applies: in training, without input_dropout.
 
-        On a CPU, and unless input_dropout drops numbers of the matrices besides.
+        The kernel multiplies without copying a relation's matrix for each query.
         """
         is_here = has_kernels(anchor) and not torch.compiler.is_compiling()
         return (
@@ -182,31 +181,31 @@ class RESCAL(TrilinearScorer):
 
 
 def bilinear_query(anchor: Tensor, matrix: Tensor, side: Side) -> Tensor:
-    """h^T M as a vector, or M t: (..., D), (..., D, D) -> (..., D)."""
+    """Return h^T M for side "tail" or M t for side "head": (..., D), (..., D, D) -> (..., D)."""
     if side == "tail":
         return (anchor[..., None, :] @ matrix)[..., 0, :]
     return (matrix @ anchor[..., None])[..., 0]
 
 
 def outer(head: Tensor, tail: Tensor) -> Tensor:
-    """h t^T, row by row: (..., D), (..., D) -> (..., D * D)."""
+    """Return h t^T in row-major order: (..., D), (..., D) -> (..., D * D)."""
     return (head[..., None] * tail[..., None, :]).flatten(-2)
 
 
 class TuckER(TrilinearScorer):
-    """Relations share a core tensor (W, D, D): a relation's matrix is the sum of r_k core_k.
+    """Relations share a core tensor (W, D, D): the matrix of a relation is sum_k r_k core_k.
 
-    relation_dim: W; None takes D.  feature_dropout: of the entries of a relation's matrix.  The
-    authors' BatchNorm of head and query is left out; model.normalization layer is the nearest.
+    The authors' BatchNorm of head and query is left out; normalization "layer" is the closest
+    substitute.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The core.
+        """Options of TuckER.
 
         Args:
-            relation_dim: Numbers per relation; null takes model.dim.
-            feature_dropout: Share of the entries of a relation's matrix that are dropped.
+            relation_dim: Elements per relation row; null: model.dim.
+            feature_dropout: Dropout probability for the entries of a relation's matrix.
         """
 
         relation_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
@@ -231,7 +230,7 @@ class TuckER(TrilinearScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """The core starts uniform in [-1, 1), as in the authors' code."""
+        """Initialize the core uniformly in [-1, 1), as in the authors' code."""
         super().reset_parameters(fill, stream)
         uniform(self.core, 1.0, stream)
 
@@ -244,21 +243,22 @@ class TuckER(TrilinearScorer):
 
 
 class MEIM(TrilinearScorer):
-    """A row is P partitions of C numbers; each has a TuckER of its own, with a core of its own.
+    """An entity row holds P partitions of C elements; each partition has a TuckER core of its own.
 
-    A relation's row is P partitions as well, of W numbers each; the matrix of a partition is their
-    sum of the core's (P, W, C, C).  The authors' BatchNorm is left out; model.normalization layer
-    is the nearest.  Raises ValueError when P does not divide D.
+    A relation row holds P partitions of W elements. The matrix of a partition is the sum of its
+    slices of the core (P, W, C, C), weighted by the relation. The authors' BatchNorm is left out;
+    normalization "layer" is the closest substitute. Raises ConfigError when P does not divide D.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The partitions.
+        """Options of MEIM.
 
         Args:
-            partitions: Partitions of the numbers of an entity.
-            relation_dim: Numbers per relation and partition; null takes as many as of an entity.
-            orthogonality: Weight of the squared distance of M^T M from the identity, for each
+            partitions: Partitions of an entity row.
+            relation_dim: Elements per relation and partition; null: as many as per entity and
+                partition.
+            orthogonality: Weight of the squared distance between M^T M and the identity, for each
                 matrix M of a query's relation.
         """
 
@@ -298,7 +298,10 @@ class MEIM(TrilinearScorer):
         return self.options.orthogonality > 0
 
     def relation_penalty(self, relation: Tensor, side: Side) -> Tensor:
-        """Soft orthogonality: the weighted sum over partitions of ||M^T M - I||^2, (...)."""
+        """Return the soft orthogonality penalty, (...).
+
+        The penalty is the weighted sum of ||M^T M - I||^2 over partitions.
+        """
         relation, _ = self.direct(relation, side)
         matrix = self.matrices(self.relation(relation, drop=False))
         identity = torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
@@ -307,12 +310,12 @@ class MEIM(TrilinearScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """The core starts as TuckER's, uniform in [-1, 1)."""
+        """Initialize the core uniformly in [-1, 1), as TuckER does."""
         super().reset_parameters(fill, stream)
         uniform(self.core, 1.0, stream)
 
     def matrices(self, relation: Tensor) -> Tensor:
-        """Of relation rows, one each partition: (..., P W) -> (..., P, C, C)."""
+        """Build the matrix of each partition from relation rows: (..., P W) -> (..., P, C, C)."""
         return torch.einsum("...pw, pwij -> ...pij", self._parts(relation), self.core)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
@@ -323,5 +326,5 @@ class MEIM(TrilinearScorer):
         return torch.einsum("...pz, pwz -> ...pw", products, self.core.flatten(2)).flatten(-2)
 
     def _parts(self, rows: Tensor) -> Tensor:
-        """(..., P n) -> (..., P, n) view."""
+        """View rows as partitions: (..., P n) -> (..., P, n)."""
         return rows.unflatten(-1, (self.partitions, -1))

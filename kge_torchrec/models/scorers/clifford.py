@@ -1,18 +1,18 @@
 """Scorers in a Clifford algebra: score(h, r, t) = (h r) . t (Demir and Ngonga Ngomo 2023).
 
-    Keci   Demir and Ngonga Ngomo 2023  in Cl_{p,q}, with a learnt factor for each basis vector
-    CKeci  Demir and Ngonga Ngomo 2023  in Cl_{p,q}, without
+    Keci   Demir and Ngonga Ngomo 2023  in Cl_{p,q}, with a learned factor per basis vector
+    CKeci  Demir and Ngonga Ngomo 2023  in Cl_{p,q}, without factors
     DeCaL  Kamdem Teyou et al. 2024     in the degenerate Cl_{p,q,r}
 
-A Clifford number here is x_0 + sum_i x_i e_i over basis vectors e_i whose squares s_i are 1, -1 or
-0 and which anticommute.  The product of two has a part along 1 and the e_i, compared with t,
+A Clifford number here is x_0 + sum_i x_i e_i. The basis vectors e_i anticommute, and their
+squares s_i are 1, -1 or 0. The product has a part along 1 and the e_i, which is compared with t,
 
     (h r)_0 = h_0 r_0 + sum_i s_i h_i r_i,    (h r)_i = h_0 r_i + h_i r_0,
 
-and a part along the e_i e_k, i < k, that t lacks; its numbers h_i r_k - h_k r_i are added to the
-score as they are (the paper's sigma_pp, sigma_qq and sigma_pq).
+and a part along the e_i e_k, i < k, which t does not have. The score adds the elements
+h_i r_k - h_k r_i of the second part directly (the paper's sigma_pp, sigma_qq and sigma_pq).
 
-Shapes: n basis vectors, D numbers a row, m = D / (1 + n) Clifford numbers a row.
+Shapes: n basis vectors, D elements per row, m = D / (1 + n) Clifford numbers per row.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from kge_torchrec.models.scorers.queries import TrilinearScorer
 
 
 class Shifted(NamedTuple):
-    """<vector, row> + offset."""
+    """A query whose score is <vector, row> + offset."""
 
     vector: Tensor  # (..., D)
     offset: Tensor  # (..., 1)
 
 
 class CliffordScorer(TrilinearScorer):
-    """A row is m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
+    """An entity row holds m Clifford numbers, stored (x_0, x_1, ..., x_n, x_0, ...)."""
 
-    is_bilinear = False  # some of a score does not see the answer
+    is_bilinear = False  # a part of the score does not depend on the answer
     squares: Tensor  # s_i, (n,)
     order: Tensor  # (n, n): sum_i h_i (order r)_i = sum_{i<k} h_i r_k - h_k r_i
 
@@ -54,7 +54,7 @@ class CliffordScorer(TrilinearScorer):
 
     @classmethod
     def squares_of(cls, options: Any) -> list[int]:
-        """The squares of the algebra's basis vectors: n numbers of 1, -1 and 0."""
+        """Return the squares of the basis vectors: n values of 1, -1 or 0."""
         raise NotImplementedError
 
     @classmethod
@@ -63,7 +63,7 @@ class CliffordScorer(TrilinearScorer):
         return 1 + len(cls.squares_of(options)), f"{counted} real numbers make a Clifford number"
 
     def scales(self) -> Tensor | None:
-        """Factors of the e_i of head and relation, (n); None leaves them as they are."""
+        """Return factors (n,) for the e_i of head and relation, or None for no factors."""
         return None
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Shifted:
@@ -94,7 +94,7 @@ class CliffordScorer(TrilinearScorer):
         return super().similarity_matrix(query.vector, rows) + query.offset
 
     def _parts(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """x_0 (..., m, 1) and the x_i (..., m, n)."""
+        """Split rows into x_0 (..., m, 1) and the x_i (..., m, n)."""
         n = len(self.squares)
         return components(rows, 1 + n).split([1, n], -1)
 
@@ -110,18 +110,19 @@ def _joined(first: Tensor, rest: Tensor) -> Tensor:
 class CKeci(CliffordScorer):
     """Clifford numbers with p basis vectors of square 1, then q of square -1.
 
-    A row is D / (1 + p + q) of them, 1 + p + q numbers after another.  p = q = 0 is DistMult,
-    p = 0, q = 1 is ComplEx.  dice-embeddings adds sigma_pq from p, q >= 2 on only; here it counts
-    from p, q >= 1, as in the paper.  Raises ValueError when D is no multiple of 1 + p + q.
+    An entity row holds D / (1 + p + q) of them, with 1 + p + q consecutive elements each.
+    p = q = 0 is DistMult; p = 0, q = 1 is ComplEx. dice-embeddings adds sigma_pq only for
+    p, q >= 2; this class adds it for p, q >= 1, as in the paper. Raises ConfigError when D is not a
+    multiple of 1 + p + q.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The algebra.
+        """Options of CKeci and Keci.
 
         Args:
-            p: Basis vectors whose square is 1.
-            q: Basis vectors whose square is -1.
+            p: Number of basis vectors whose square is 1.
+            q: Number of basis vectors whose square is -1.
         """
 
         p: int = 0
@@ -145,9 +146,10 @@ class CKeci(CliffordScorer):
 
 
 class Keci(CKeci):
-    """CKeci with a learnt factor for each basis vector, applied to head and relation.
+    """CKeci with a learned factor per basis vector, applied to head and relation.
 
-    The factors start at 0, as in dice-embeddings: at first only the numbers along 1 count.
+    The factors are initialized to 0, as in dice-embeddings: at first only the elements along 1
+    count.
     """
 
     name = "keci"
@@ -159,7 +161,7 @@ class Keci(CKeci):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Relation rows take the configured draw, the factors 0."""
+        """Initialize relation rows from the configured distribution and the factors to 0."""
         super().reset_parameters(fill, stream)
         if self.coefficients is not None:
             self.coefficients.zero_()
@@ -171,18 +173,18 @@ class Keci(CKeci):
 class DeCaL(CliffordScorer):
     """Clifford numbers with p basis vectors of square 1, then q of square -1, then r of square 0.
 
-    A row is D / (1 + p + q + r) of them, 1 + p + q + r numbers after another; r = 0 is CKeci.
-    Raises ValueError when D is no multiple of 1 + p + q + r.
+    An entity row holds D / (1 + p + q + r) of them, with 1 + p + q + r consecutive elements each.
+    r = 0 is CKeci. Raises ConfigError when D is not a multiple of 1 + p + q + r.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The algebra.
+        """Options of DeCaL.
 
         Args:
-            p: Basis vectors whose square is 1.
-            q: Basis vectors whose square is -1.
-            r: Basis vectors whose square is 0.
+            p: Number of basis vectors whose square is 1.
+            q: Number of basis vectors whose square is -1.
+            r: Number of basis vectors whose square is 0.
         """
 
         p: int = 1

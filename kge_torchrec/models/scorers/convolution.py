@@ -1,6 +1,4 @@
-"""Scorers whose query goes through a convolution of head and relation.
-
-Their score(h, r, t):
+"""Scorers that pass head and relation through a convolution.
 
     ConvE   Dettmers et al. 2018         <f(vec(f([h; r] * w)) W), t>, f = ReLU
     ConEx   Demir and Ngonga Ngomo 2021  ComplEx with conv(h, r) as a fourth factor:
@@ -12,9 +10,9 @@ Their score(h, r, t):
     ConvQ   Demir et al. 2021            <conv(h, r) * (h r), t>, quaternions
     ConvO   Demir et al. 2021            <conv(h, r) * (h r), t>, octonions
 
-conv(h, r) is ``ResidualConvolution``, over the components of two rows.
+conv(h, r) is ``ResidualConvolution`` over the components of both rows.
 
-Shapes: n components a number, D numbers a row.
+Shapes: n components per algebra number, D elements per row.
 """
 
 from __future__ import annotations
@@ -34,12 +32,12 @@ from kge_torchrec.models.scorers.queries import DotScorer
 
 @dataclass(frozen=True)
 class ConvolutionOptions(Scorer.Options):
-    """The convolution.
+    """Options of a convolution scorer.
 
     Args:
-        channels: Feature maps.
-        kernel_size: Height and width of the filters; odd, but for conve.
-        feature_dropout: Share of the feature maps dropped.
+        channels: Number of feature maps.
+        kernel_size: Height and width of the filters; must be odd except for conve.
+        feature_dropout: Dropout probability for whole feature maps.
     """
 
     channels: int = 32
@@ -53,26 +51,25 @@ class ConvolutionOptions(Scorer.Options):
 
 
 class ConvE(DotScorer):
-    """h and r as images, one above the other, are convolved with w and mapped back by W.
+    """Convolves head and relation as stacked images with filters w and maps the result back by W.
 
-    D numbers a row are an image of height x width.  Normalization is by layer where the authors'
-    code has BatchNorm, and their bias of each entity, which is not in the paper's formula, is left
-    out.  Answers tail queries only.  Raises ValueError when not reciprocal, when height does not
-    divide D or the filters do not fit the image.
-
-    feature_dropout: of whole feature maps.  hidden_dropout: of the query, after its ReLU.
+    The D elements of a row form an image of height x width. feature_dropout drops whole feature
+    maps; hidden_dropout applies to the query after its ReLU. The authors' BatchNorm is replaced by
+    layer normalization. Their bias per entity, which the paper's formula lacks, is left out.
+    Answers tail queries only. Raises ConfigError when not reciprocal, when height does not divide D
+    or when the filters do not fit the image.
     """
 
     @dataclass(frozen=True)
     class Options(ConvolutionOptions):
-        """The convolution.
+        """Options of ConvE.
 
         Args:
-            channels: Feature maps.
+            channels: Number of feature maps.
             kernel_size: Height and width of the filters.
-            feature_dropout: Share of the feature maps dropped.
-            height: Rows of the image that an entity is reshaped to; null takes the largest divisor
-                of model.dim up to its root.
+            feature_dropout: Dropout probability for whole feature maps.
+            height: Height of the image of an entity row; null: the largest divisor of model.dim up
+                to its square root.
         """
 
         height: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
@@ -125,9 +122,14 @@ class ConvE(DotScorer):
 
 
 def image_shape(dim: int, height: int | None) -> tuple[int, int]:
-    """(height, width) of the image that ConvE reshapes dim numbers to.
+    """Return (height, width) of the image that ConvE reshapes a row of dim elements to.
 
-    Raises ConfigError when the height does not divide dim.
+    Args:
+        dim: Elements per row.
+        height: The configured height, or None for the largest divisor of dim up to its square root.
+
+    Raises:
+        ConfigError: The height does not divide dim.
     """
     if height is None:
         height = next(n for n in range(math.isqrt(dim), 0, -1) if dim % n == 0)
@@ -137,10 +139,10 @@ def image_shape(dim: int, height: int | None) -> tuple[int, int]:
 
 
 class ResidualConvolution(nn.Module):
-    """f(vec(f([h; r] * w)) W): an image of 2 n rows, one for each component, of D/n numbers.
+    """f(vec(f([h; r] * w)) W) over an image of 2 n rows, one per component, and D/n columns.
 
-    Filters are padded to keep the image's size.  f is ReLU after a normalization by layer, which
-    the authors' code does by batch.  feature_dropout: of whole feature maps.
+    The image is padded so that feature maps keep its size. f is layer normalization (BatchNorm in
+    the authors' code), then ReLU. feature_dropout drops whole feature maps.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class ResidualConvolution(nn.Module):
         self.output_norm = nn.LayerNorm(outputs)
 
     def forward(self, head: Tensor, relation: Tensor) -> Tensor:
-        """(..., D), (..., D) -> (..., outputs)"""
+        """Convolve head and relation rows: (..., D), (..., D) -> (..., outputs)."""
         head, relation = torch.broadcast_tensors(head, relation)
         parts = [components(x, self.units).transpose(-1, -2) for x in (head, relation)]
         image = torch.cat(parts, -2)  # (..., 2 n, D/n)
@@ -166,10 +168,10 @@ class ResidualConvolution(nn.Module):
 
 
 class ConvolvedScorer(DotScorer):
-    """A scorer that joins a product of h and r with conv(h, r).  Answers tail queries only.
+    """Combines a product of h and r with conv(h, r). Answers tail queries only.
 
-    units: n; outputs: numbers that the convolution returns, in D.  Raises ValueError when not
-    reciprocal.
+    ``units`` is n. ``outputs`` is the size of the convolution's output in multiples of D. Raises
+    ConfigError when not reciprocal.
     """
 
     start = ("xavier_normal", 1.0)
@@ -192,14 +194,14 @@ class ConvolvedScorer(DotScorer):
     def check(cls, dim: int, reciprocal: bool, options: ConvolutionOptions) -> None:
         super().check(dim, reciprocal, options)
         size = options.kernel_size
-        if size % 2 == 0:  # the maps are padded to keep their size
+        if size % 2 == 0:  # padding keeps the image size only for odd filters
             raise ConfigError(f"model.options.kernel_size must be odd for {cls.name}, got {size}")
 
 
 class ConEx(ConvolvedScorer):
-    """D real numbers a row make D/2 complex ones, stored (re, im, re, im, ...).
+    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
 
-    Answers tail queries only.  Raises ValueError when D is odd or not reciprocal.
+    Answers tail queries only. Raises ConfigError when D is odd or not reciprocal.
     """
 
     name = "conex"
@@ -216,9 +218,9 @@ class ConEx(ConvolvedScorer):
 
 
 class AConEx(ConvolvedScorer):
-    """D real numbers a row make D/2 complex ones, stored (re, im, re, im, ...).
+    """An entity row holds D/2 complex numbers, stored (re, im, re, im, ...).
 
-    Answers tail queries only.  Raises ValueError when D is odd or not reciprocal.
+    Answers tail queries only. Raises ConfigError when D is odd or not reciprocal.
     """
 
     name = "aconex"
@@ -235,16 +237,16 @@ class AConEx(ConvolvedScorer):
 
 
 class ConvQ(ConvolvedScorer):
-    """QMult whose product is multiplied, number by number, by a convolution of h and r.
+    """QMult whose product is multiplied elementwise by a convolution of h and r.
 
-    D real numbers a row make D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
-    Answers tail queries only.  Raises ValueError when D is no multiple of 4 or not reciprocal.
+    An entity row holds D/4 quaternions a + b i + c j + d k, stored (a, b, c, d, a, ...).
+    Answers tail queries only. Raises ConfigError when D is not a multiple of 4 or not reciprocal.
     """
 
     name = "convq"
     formula = "ConvQ (Demir et al. 2021): score(h, r, t) = <conv(h, r) * (h r), t>, quaternions."
     units, levels = 4, 2
-    table: Tensor  # of the product, (units, units, units)
+    table: Tensor  # multiplication table, (units, units, units)
 
     def __init__(self, num_relations: int, dim: int, reciprocal: bool = True, **shared: Any):
         super().__init__(num_relations, dim, reciprocal, **shared)
@@ -255,10 +257,10 @@ class ConvQ(ConvolvedScorer):
 
 
 class ConvO(ConvQ):
-    """OMult whose product is multiplied, number by number, by a convolution of h and r.
+    """OMult whose product is multiplied elementwise by a convolution of h and r.
 
-    D real numbers a row make D/8 octonions, eight components after another.  Answers tail queries
-    only.  Raises ValueError when D is no multiple of 8 or not reciprocal.
+    An entity row holds D/8 octonions, with eight consecutive components each. Answers tail queries
+    only. Raises ConfigError when D is not a multiple of 8 or not reciprocal.
     """
 
     name = "convo"

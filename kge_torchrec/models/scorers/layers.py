@@ -1,8 +1,8 @@
-"""What scorers are built of besides their formula: the normalization of rows, the start of layers.
+"""Building blocks that scorers share: normalization of rows and initialization of layers.
 
-The normalization is in place of BatchNorm wherever a paper has that: BatchNorm depends on the batch
-that a rank happens to see, so that one rank and two would train different models; what is here
-looks at one row alone.  The start is a function of the seed's stream, on any device and rank.
+Scorers use row-wise normalization where a paper uses BatchNorm. BatchNorm depends on the batch of
+each rank, so runs with one rank and with two would train different models. Initial values depend
+only on the seed's random stream, not on the device or rank.
 """
 
 from __future__ import annotations
@@ -14,18 +14,23 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-Fill = Callable[[np.random.Generator, np.ndarray], object]  # draws into an array, in place
+Fill = Callable[[np.random.Generator, np.ndarray], object]  # fills an array in place
 
 
 class UnitNorm(nn.Module):
-    """Rows of Euclidean length 1; a row of zeros stays.  (..., D) -> (..., D)"""
+    """Scale rows to Euclidean length 1; zero rows stay zero: (..., D) -> (..., D)."""
 
     def forward(self, rows: Tensor) -> Tensor:
         return nn.functional.normalize(rows, dim=-1)
 
 
 def normalization_of(name: str, dim: int) -> nn.Module:
-    """The normalization of rows of dim numbers: none, unit or layer (with scale and shift)."""
+    """Return the normalization layer for rows of dim elements.
+
+    Args:
+        name: "none", "unit" or "layer" (LayerNorm with scale and shift).
+        dim: Elements per row.
+    """
     made: dict[str, Callable[[], nn.Module]] = {
         "none": nn.Identity,
         "unit": UnitNorm,
@@ -35,20 +40,20 @@ def normalization_of(name: str, dim: int) -> nn.Module:
 
 
 def init_layers(module: nn.Module, stream: np.random.Generator) -> None:
-    """Weights of linear, convolution and attention layers inside a module; biases start at 0.
+    """Initialize the linear, convolution and attention layers inside a module; biases are set to 0.
 
-    Weights are uniform within 1 / sqrt(inputs of a unit), as torch starts its layers; scales and
-    shifts of normalizations stay as they are made, 1 and 0.
+    Weights are uniform within 1 / sqrt(inputs per unit), torch's default. Scales and shifts of
+    normalization layers keep their initial 1 and 0.
     """
     for layer in module.modules():
         if isinstance(layer, nn.Linear | nn.Conv2d):
             _start(layer.weight, layer.bias, stream)
-        elif isinstance(layer, nn.MultiheadAttention):  # its output layer is an nn.Linear
+        elif isinstance(layer, nn.MultiheadAttention):  # its output projection is an nn.Linear
             _start(layer.in_proj_weight, layer.in_proj_bias, stream)
 
 
 def uniform(parameter: Tensor, bound: float, stream: np.random.Generator) -> None:
-    """Fills a parameter with numbers in [-bound, bound)."""
+    """Fill a parameter with values drawn uniformly from [-bound, bound)."""
     drawn = stream.uniform(-bound, bound, parameter.shape)
     with torch.no_grad():
         parameter.copy_(torch.from_numpy(drawn))

@@ -1,11 +1,9 @@
-"""Scorers that are networks of other kinds: a transformer, and a hidden layer over two entities.
+"""Other neural scorers: a transformer, and a hidden layer over two entities.
 
-Their score(h, r, t):
-
-    CoKE     Wang et al. 2019    <z, t>, z a transformer's state of the masked t
+    CoKE     Wang et al. 2019    <z, t>, z the transformer's state of the masked t
     Shallom  Demir et al. 2021   W_r ReLU(H [h; t] + b) + c_r
 
-Shapes: D numbers a row.
+Shapes: D elements per entity row, E hidden units.
 """
 
 from __future__ import annotations
@@ -24,29 +22,27 @@ from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import DotScorer, QueryScorer
 
-_POSITIONS = {"head": 0, "tail": 2}  # of the mask
+_POSITIONS = {"head": 0, "tail": 2}  # of the mask token, by side
 
 
 class CoKE(DotScorer):
-    """Entity, relation and mask, each with its position, go through a transformer encoder.
+    """Passes entity, relation and a mask token, with position embeddings, through a transformer.
 
-    D numbers a row.  The last state of the mask, through a layer of its own, is compared with the
-    entities' rows.  (?, r, t) is asked as [MASK], r, t: without reciprocal relations a triple has
-    another score on either side, as in the paper.  The authors' code adds a bias of each entity,
-    which the paper's formula lacks: left out.
-
-    layers, heads, feed_forward_dim: of the encoder; the width None takes 2 D.  hidden_dropout is
-    also the encoder's.  Raises ValueError when the heads cannot share D.
+    An entity row holds D real numbers. The final state of the mask goes through an output layer and
+    is compared with entity rows. The head query (?, r, t) has the tokens [MASK], r, t. Without
+    reciprocal relations the two sides score a triple differently, as in the paper. The authors'
+    code adds a bias per entity, which the paper's formula lacks; it is left out. hidden_dropout
+    also applies inside the encoder. Raises ConfigError when heads does not divide D.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The transformer.
+        """Options of the transformer.
 
         Args:
-            layers: Transformer layers.
-            heads: Attention heads.
-            feed_forward_dim: Width inside a transformer layer; null takes 2 model.dim.
+            layers: Number of transformer layers.
+            heads: Number of attention heads.
+            feed_forward_dim: Width of the feed-forward layers; null: 2 model.dim.
         """
 
         layers: int = 6
@@ -85,7 +81,7 @@ class CoKE(DotScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Relations, mask and positions take the configured draw, layers torch's."""
+        """Initialize relations, mask and positions from the configured distribution."""
         super().reset_parameters(fill, stream)
         for rows in (self.mask, self.positions):
             fill(stream, rows.numpy())
@@ -101,7 +97,7 @@ class CoKE(DotScorer):
 
 
 class Half(NamedTuple):
-    """The anchor's half of the hidden layer, and what is left to do with a row's."""
+    """The anchor's part of the hidden layer, and the parameters to complete it with a row."""
 
     hidden: Tensor  # (..., E)
     weight: Tensor  # (..., E): W_r
@@ -110,19 +106,20 @@ class Half(NamedTuple):
 
 
 class Shallom(QueryScorer):
-    """A network that tells the relation of two entities; entities rank by the relation's score.
+    """A network that scores the relation of two entities; entities are ranked by that score.
 
-    D numbers an entity.  A relation's row is W_r, then c_r, E + 1 numbers; the hidden layer has E
-    units, hidden_dim, None takes 2 D.  input_dropout reaches the anchor only, hidden_dropout the
-    hidden layer.  As H [h; t] = H_1 h + H_2 t, rows go through their half once for all queries.
+    An entity row holds D real numbers. A relation row holds W_r, then c_r, E + 1 elements. The
+    hidden layer has E = hidden_dim units. input_dropout applies to the anchor only, hidden_dropout
+    to the hidden layer. H [h; t] = H_1 h + H_2 t, so rows are multiplied by their half of H once
+    for all queries.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The network.
+        """Options of the network.
 
         Args:
-            hidden_dim: Width of the hidden layer; null takes 2 model.dim.
+            hidden_dim: Width of the hidden layer; null: 2 model.dim.
         """
 
         hidden_dim: Optional[int] = None  # noqa: UP045 - jsonargparse on Python 3.10
@@ -145,12 +142,12 @@ class Shallom(QueryScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Both layers start as torch's own do: the configured distribution plays no part."""
+        """Initialize both layers with torch's defaults; the configured distribution is not used."""
         super().reset_parameters(fill, stream)
         uniform(self.relations, 1 / math.sqrt(self.relations.shape[1]), stream)
 
     def relation(self, ids: Tensor, drop: bool = True) -> Tensor:
-        """Without dropout: the rows are weights of the output layer."""
+        """Look up relation rows without dropout: they are weights of the output layer."""
         return self.relation_norm(lookup(self.relations, ids))
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Half:
@@ -160,11 +157,11 @@ class Shallom(QueryScorer):
 
     @property
     def drops_pairs(self) -> bool:
-        """With dropout of the hidden layer, of which each pair has one of its own."""
+        """True with hidden dropout: every pair has a hidden layer of its own."""
         return self.hidden_dropout.p > 0
 
     def picked(self, query: Half, index: Tensor) -> Half:
-        """All queries share the layer."""
+        """Select queries; the layer's weights are shared by all queries."""
         hidden, weight, bias = super().picked(tuple(query[:-1]), index)
         return Half(hidden, weight, bias, query.layer)
 
@@ -173,7 +170,7 @@ class Shallom(QueryScorer):
         return score + query.bias[..., 0]
 
     def similarity_matrix(self, query: Half, rows: Tensor) -> Tensor:
-        # Of rows that lie apart (biases beside them) bits would depend on how many there are.
+        # For non-contiguous rows (a view without biases) the bits would depend on their number.
         rows, width = rows.contiguous() @ query.layer.t(), query.weight.shape[-1]
         return pairwise(self._score, [query.hidden, query.weight], [rows], width) + query.bias
 
@@ -186,7 +183,7 @@ class Shallom(QueryScorer):
         return self.hidden_dropout(hidden.relu()) @ weight.t() + bias
 
     def _halves(self, side: Side) -> tuple[Tensor, Tensor]:
-        """The halves of H for the anchor and for the other side: (E, D) each."""
+        """Return the halves of H for the anchor and for the other end, (E, D) each."""
         of_head, of_tail = self.hidden.weight.chunk(2, -1)
         return (of_head, of_tail) if side == "tail" else (of_tail, of_head)
 

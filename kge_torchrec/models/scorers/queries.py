@@ -1,12 +1,12 @@
-"""Scorers whose query is encoded into one thing, which is then compared with each candidate.
+"""Scorers that encode a query into one object and compare it with each candidate.
 
-    QueryScorer      the contract by a query and its similarity to rows
+    QueryScorer      the contract: a query and its similarity to rows
     DotScorer        compares by inner product
     EuclideanScorer  compares by distance
     TrilinearScorer  a dot scorer that is linear in the relation as well
 
-Shapes: C chunks, b queries a chunk, K candidates a chunk, U rows, D numbers per entity, W numbers a
-relation.
+Shapes: C chunks, b queries per chunk, K candidates per chunk, U rows, D elements per entity row,
+W elements per relation row.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from kge_torchrec.models.ops import pairwise, pick
 from kge_torchrec.models.scorers.base import BIASES, Scorer, Side
 
 _OTHER: dict[Side, Side] = {"tail": "head", "head": "tail"}
-# Calls, and what a class may compute faster by knowing how it answers them.  One that answers such
-# a call anew gets QueryScorer's back.
+# Methods, and the fast paths that are valid only for their original implementation. A subclass that
+# overrides such a method gets QueryScorer's version of the fast path back.
 _ANSWERING = ("entity", "relation", "query", "encode_query", "drop_hidden", "similarity",
               "score_triples", "score_candidates", "score_contrast")  # fmt: skip
 _SHORT_CUTS = dict.fromkeys(_ANSWERING, ("encodes_rows",)) | {
@@ -40,11 +40,12 @@ _SHORT_CUTS = dict.fromkeys(_ANSWERING, ("encodes_rows",)) | {
 
 
 class QueryScorer(Scorer):
-    """A scorer whose query encodes into one thing, compared with each candidate row.
+    """A scorer that encodes a query into one object and compares it with each candidate row.
 
-    Subclasses give ``query`` and the two similarities; the contract's calls follow, so that they
-    cannot disagree.  A query is a tensor, or a tuple of tensors, with the leading shape of the
-    anchors; only the similarities read it, and ``picked`` where a part has another shape.
+    Subclasses implement ``query``, ``similarity`` and ``similarity_matrix``. All scoring methods
+    derive from these, so they cannot disagree. A query is a tensor or a tuple of tensors with the
+    leading shape of the anchors. Only the similarities read it, and ``picked`` if a part has
+    another shape.
     """
 
     def __init_subclass__(cls) -> None:
@@ -73,41 +74,50 @@ class QueryScorer(Scorer):
 
     @property
     def drops_pairs(self) -> bool:
-        """Whether ``similarity_matrix`` draws in training, for each pair of a query and a row."""
+        """Whether ``similarity_matrix`` draws dropout per (query, row) pair in training."""
         return False
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
-        """Entity rows (..., D), relation rows (..., W), broadcast to each other -> query."""
+        """Encode entity rows (..., D) and relation rows (..., W), which broadcast, into a query."""
         raise NotImplementedError
 
     def similarity(self, query: Any, rows: Tensor) -> Tensor:
-        """query (...), rows (..., D) -> (...)"""
+        """Score each query with its own row: query (...), rows (..., D) -> (...)."""
         raise NotImplementedError
 
     def similarity_matrix(self, query: Any, rows: Tensor) -> Tensor:
-        """query (C, b), rows (C, K, D) -> (C, b, K)"""
+        """Score all pairs of a chunk: query (C, b), rows (C, K, D) -> (C, b, K)."""
         raise NotImplementedError
 
     def similarity_in_training(self, query: Any, rows: Tensor) -> Tensor:
-        """``similarity_matrix`` where a loss is taken of what it returns.
+        """Return ``similarity_matrix`` for a loss, where the last digits do not matter.
 
-        For scorers that a matrix product computes but for some digits, which ranking needs.  A
-        class that gives another ``similarity_matrix`` gets this one back.
+        Some scorers compute it by a matrix product, which is faster but loses digits that ranking
+        needs. A subclass that overrides ``similarity_matrix`` gets this default back.
         """
         return self.similarity_matrix(query, rows)
 
     def similarity_at(self, query: Any, rows: Tensor, index: Tensor) -> Tensor:
-        """query (C, b), the rows (U, D) that index (C, K) int64 picks -> (C, b, K)
+        """Score the rows that an index selects.
 
-        A class that gives another ``similarity_matrix`` gets this one back.
+        A subclass that overrides ``similarity_matrix`` gets this default back.
+
+        Args:
+            query: (C, b) encoded queries.
+            rows: (U, D) entity rows.
+            index: (C, K) int64 positions in ``rows``.
+
+        Returns:
+            (C, b, K) scores.
         """
         return self.similarity_matrix(query, pick(rows, index))
 
     @property
     def picks_rows(self) -> bool:
-        """Whether ``score_contrast_at`` does without a copy of the rows for each chunk.
+        """Whether ``score_contrast_at`` avoids copying the selected rows for each chunk.
 
-        Not of a class that scores candidates in a way of its own, which would be passed over.
+        False for subclasses that override how candidates are scored: ``score_contrast_at`` would
+        bypass the override.
         """
         own = type(self)
         return (
@@ -117,12 +127,12 @@ class QueryScorer(Scorer):
         )
 
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Any:
-        """The query of anchor rows (..., D) and relation ids (...)."""
+        """Encode anchor rows (..., D) and relation ids (...) into a query."""
         relation, side = self.direct(relation, side)
         return self.query(self.input_dropout(self.entity(anchor)), self.relation(relation), side)
 
     def encodes_rows(self, rows: Tensor) -> bool:
-        """Whether there is ``encode_rows`` for these (U, D), and it does as the other calls do."""
+        """Whether ``encode_rows`` supports these rows (U, D) and agrees with the other methods."""
         return False
 
     def encode_rows(
@@ -133,17 +143,23 @@ class QueryScorer(Scorer):
         candidates: Mapping[Side, Tensor],
         copied: Tensor,
     ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
-        """Queries for each side of ``candidates`` and what they are compared with, in one step.
+        """Encode the queries and gather the candidates of a batch in one step.
 
-        rows: (U, D), among which are the places of heads and tails, (C b,) int64 each, those of
-        candidates, (C, K), and others, (P,), no place twice; relation: (C, b) ids.  Returns of each
-        side the queries (C, b), the scores of their triples (C, b) and the candidates (C, K, D);
-        and the rows at the other places, (P, D).
+        Args:
+            rows: (U, D) entity rows of the batch.
+            ends: Positions of heads and tails in ``rows``, (C b,) int64 each.
+            relation: (C, b) int64 relation ids.
+            candidates: Positions of the candidates of each side, (C, K) int64.
+            copied: (P,) int64 distinct positions of rows to return as well.
+
+        Returns:
+            For each side of ``candidates`` the queries (C, b), the scores of their triples (C, b)
+            and the candidate rows (C, K, D); and the rows at ``copied``, (P, D).
         """
         raise NotImplementedError
 
     def picked(self, query: Any, index: Tensor) -> Any:
-        """Some of the queries (1, b), at the places (M,) int64: (1, M)."""
+        """Select queries: queries (1, b), positions (M,) int64 -> (1, M)."""
         return tree_map_only(Tensor, lambda part: part.index_select(1, index), query)
 
     def score_answers(
@@ -155,10 +171,18 @@ class QueryScorer(Scorer):
         candidates: Tensor,
         side: Side,
     ) -> tuple[Tensor, Tensor]:
-        """Scores of queries with any number of answers, each query being encoded once.
+        """Score queries that have any number of answers; each query is encoded once.
 
-        anchor: (b, D); relation: (b,); answer: (M, D); query: (M,) which query each answer belongs
-        to; candidates: (K, D).  Returns (M,) of the answers and (b, K).
+        Args:
+            anchor: (b, D) entity rows.
+            relation: (b,) int64 relation ids.
+            answer: (M, D) entity rows of all answers.
+            query: (M,) int64, the query of each answer.
+            candidates: (K, D) entity rows.
+            side: The end that answers and candidates are.
+
+        Returns:
+            Scores of the answers (M,) and of the candidates (b, K).
         """
         encoded = self.encode_query(anchor[None], relation[None], side)
         positive = self.similarity(self.picked(encoded, query), self.entity(answer)[None])
@@ -179,7 +203,7 @@ class QueryScorer(Scorer):
     def score_contrast(
         self, anchor: Tensor, relation: Tensor, target: Tensor, candidates: Tensor, side: Side
     ) -> tuple[Tensor, Tensor]:
-        query = self.encode_query(anchor, relation, side)  # once for both
+        query = self.encode_query(anchor, relation, side)  # shared by both scores
         positive = self.similarity(query, self.entity(target))
         return positive, self.similarity_in_training(query, self.entity(candidates))
 
@@ -192,7 +216,19 @@ class QueryScorer(Scorer):
         index: Tensor,
         side: Side,
     ) -> tuple[Tensor, Tensor]:
-        """``score_contrast`` with the rows (U, D) that index (C, K) int64 picks as candidates."""
+        """Return ``score_contrast`` with the rows that an index selects as candidates.
+
+        Args:
+            anchor: (C, b, D) entity rows.
+            relation: (C, b) int64 relation ids.
+            target: (C, b, D) entity rows of the answers.
+            rows: (U, D) entity rows.
+            index: (C, K) int64 positions of the candidates in ``rows``.
+            side: The end that targets and candidates are.
+
+        Returns:
+            Scores of the triples (C, b) and of the candidates (C, b, K).
+        """
         query = self.encode_query(anchor, relation, side)
         positive = self.similarity(query, self.entity(target))
         return positive, self.similarity_at(query, self.entity(rows), index)
@@ -222,7 +258,7 @@ class DotScorer(QueryScorer):
         return self.drop_hidden(super().encode_query(anchor, relation, side))
 
     def drop_hidden(self, query: Any) -> Any:
-        """Hidden dropout of the query."""
+        """Apply hidden dropout to the query."""
         return self.hidden_dropout(query)
 
     def similarity(self, query: Any, rows: Tensor) -> Tensor:
@@ -239,7 +275,7 @@ class DotScorer(QueryScorer):
 
 
 class EuclideanScorer(QueryScorer):
-    """A query scorer whose query is a point; a row scores minus its Euclidean distance."""
+    """A query scorer whose query is a point; the score of a row is minus its Euclidean distance."""
 
     is_distance = True
     entity_metric = "euclidean"
@@ -260,22 +296,31 @@ class EuclideanScorer(QueryScorer):
 class TrilinearScorer(DotScorer):
     """A dot scorer that is linear in the relation as well: one product scores all relations.
 
-    Subclasses also give ``relation_query``, with score = <relation_query(head, tail), relation>.
+    Subclasses also implement ``relation_query``, with score = <relation_query(head, tail),
+    relation>.
     """
 
     is_bilinear = True
 
     def relation_query(self, head: Tensor, tail: Tensor) -> Tensor:
-        """(..., D), (..., D) -> (..., W)"""
+        """Combine two entities into a query for relations: (..., D), (..., D) -> (..., W)."""
         raise NotImplementedError
 
     def dual_vectors(
         self, anchor: Tensor, relation: Tensor, answer: Tensor, side: Side
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """The query of the anchor, the answer; the query of the answer for the anchor, the anchor.
+        """Return two pairs of vectors whose inner products are each triple's score, no dropout.
 
-        anchor, answer: (..., D) rows; relation: (...) ids.  The inner product of either pair is the
-        triple's score, but that nothing is dropped of rows.  Returns (..., D) each.
+        Args:
+            anchor: (..., D) entity rows.
+            relation: (...) int64 relation ids.
+            answer: (..., D) entity rows.
+            side: The end that the answer is.
+
+        Returns:
+            The query of the anchor, the answer, the query of the answer for the opposite side, and
+            the anchor, (..., D) each. The inner product of the first pair and that of the second
+            pair both equal the score.
         """
         relation, side = self.direct(relation, side)
         rows, back = self.relation(relation, drop=False), _OTHER[side]

@@ -1,16 +1,14 @@
 """Scorers whose relations rotate the entity, by phases or by reflections.
 
-Their score(h, r, t):
-
     RotatE  Sun et al. 2019    -sum_k |h_k e^(i r_k) - t_k|, or -||h e^(i r) - t||
     RotE    Chami et al. 2020  -||Rot_r h + v_r - t||^2, Rot_r as in RotatE
-    HousE   Li et al. 2022     -sum_i ||H_r P_r h_i - Q_r t_i||, blocks of numbers i
+    HousE   Li et al. 2022     -sum_i ||H_r P_r h_i - Q_r t_i||, blocks i
 
-In HousE H_r is a rotation, a product of Householder reflections x - 2 u <u, x>; P_r and Q_r are
-products of Householder projections x - s u <u, x>.  The vectors u have length 1; each block has its
-own.
+In HousE, H_r is a rotation: a product of Householder reflections x - 2 u <u, x>. P_r and Q_r are
+products of Householder projections x - s u <u, x>. The vectors u have length 1, and each block has
+vectors of its own.
 
-Shapes: k numbers a block, D numbers a row, m projections on either side, n reflections.
+Shapes: D elements per entity row, k elements per block, m projections per side, n reflections.
 """
 
 from __future__ import annotations
@@ -38,9 +36,9 @@ from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
 
 
 class RotatE(QueryScorer):
-    """Relations are rotations of D/2 complex numbers; a relation row holds D/2 phases.
+    """An entity row holds D/2 complex numbers, which a relation rotates by its D/2 phases.
 
-    A rotation keeps distances, so the head query is t e^(-i r).  Raises ValueError when D is odd.
+    A rotation keeps distances, so the head query is t e^(-i r). Raises ConfigError when D is odd.
     """
 
     name = "rotate"
@@ -48,7 +46,7 @@ class RotatE(QueryScorer):
     is_distance = True
     entity_metric = "moduli"
     formula = "RotatE (Sun et al. 2019): score(h, r, t) = -sum_k |h_k e^(i r_k) - t_k|."
-    is_complex = True  # entities only: relations are phases
+    is_complex = True  # only entities: relations are phases
 
     @classmethod
     def multiple(cls, options: Any) -> tuple[int, str]:
@@ -60,7 +58,7 @@ class RotatE(QueryScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Phases start uniform over the circle: the configured distribution plays no part."""
+        """Initialize phases uniformly over the circle; the configured distribution is not used."""
         uniform(self.relations, math.pi, stream)
 
     def query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
@@ -79,9 +77,9 @@ class RotatE(QueryScorer):
 
 
 class RotatEL2(EuclideanScorer, RotatE):
-    """RotatE by the Euclidean length of all differences, as PyKEEN has it (LibKGE's l_norm 2).
+    """RotatE with the Euclidean length of all differences, as in PyKEEN and LibKGE's l_norm 2.
 
-    Where the moduli are summed every pair is worked through; this is a matrix product in training.
+    In training this is one matrix product; RotatE's sum of moduli needs every pair on its own.
     """
 
     name = "rotate_l2"
@@ -89,11 +87,11 @@ class RotatEL2(EuclideanScorer, RotatE):
 
 
 class RotE(QueryScorer):
-    """D real numbers a row make D/2 complex ones, which a relation rotates, then moves.
+    """An entity row holds D/2 complex numbers, which a relation rotates, then translates.
 
-    A relation's row is D/2 phases, then D numbers of the translation v_r; the head query is
-    Rot_r^-1 (t - v_r).  Published with model.biases true.  The authors hold a rotation as a pair of
-    numbers that they bring to length 1, not as its phase.  Raises ValueError when D is odd.
+    A relation row holds D/2 phases, then the D elements of the translation v_r. The head query is
+    Rot_r^-1 (t - v_r). The paper uses model.biases true. The authors store a rotation as a pair of
+    elements normalized to length 1; this class stores its phase. Raises ConfigError when D is odd.
     """
 
     name = "rote"
@@ -111,7 +109,7 @@ class RotE(QueryScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Translations take the configured draw, phases start uniform over the circle."""
+        """Initialize phases uniformly over the circle, translations as configured."""
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, : self.dim // 2], math.pi, stream)
 
@@ -135,32 +133,31 @@ class RotE(QueryScorer):
 
 
 class Projected(NamedTuple):
-    """A point, and the projections that rows go through before they are compared with it."""
+    """A point, and the projections that are applied to rows before the comparison."""
 
     point: Tensor  # (..., D)
-    vectors: Tensor  # (..., m D), of length 1 block by block
+    vectors: Tensor  # (..., m D), of length 1 per block
     scales: Tensor  # (..., m D / k)
 
 
 class HousE(QueryScorer):
-    """An entity's row is D/k blocks of k numbers.
+    """An entity row holds D/k blocks of k elements.
 
-    A relation's row holds, for every reflection, then for every projection of heads, then of tails,
-    D numbers (a vector u for each block); after them the scales s of heads, then of tails, D/k for
-    each projection.  block: k.  reflections: n; None takes 2 (k // 2), which make any rotation.
-    projections: m; 0 is the paper's HousE-r.  Scales are free; the authors' code bounds them.
-
-    Raises ValueError when k does not divide D.
+    A relation row holds vectors, then scales. The vectors have D elements each (one u per block):
+    first the reflections, then the projections of heads, then those of tails. The scales s have D/k
+    elements per projection: first those of heads, then those of tails. 2 (k // 2) reflections make
+    any rotation. projections 0 is the paper's HousE-r. Scales are unbounded; the authors' code
+    bounds them. Raises ConfigError when k does not divide D.
     """
 
     @dataclass(frozen=True)
     class Options:
-        """The rotations.
+        """Options of HousE.
 
         Args:
-            block: Numbers that are rotated together.
-            reflections: Reflections that make a rotation; null takes 2 (block // 2).
-            projections: Projections of head and tail; 0 is HousE-r.
+            block: Elements per block; each block is rotated on its own.
+            reflections: Reflections per rotation; null: 2 (block // 2).
+            projections: Projections per side (head and tail); 0 is HousE-r.
         """
 
         block: int = 4
@@ -175,7 +172,7 @@ class HousE(QueryScorer):
 
         @property
         def turns(self) -> int:
-            """Reflections, null replaced."""
+            """The number of reflections, with null resolved."""
             return 2 * (self.block // 2) if self.reflections is None else self.reflections
 
     name = "house"
@@ -195,7 +192,7 @@ class HousE(QueryScorer):
 
     @classmethod
     def sizes_of(cls, dim: int, options: Options) -> list[int]:
-        """Of the parts of a relation's row."""
+        """Return the sizes of the five parts of a relation row."""
         vectors, scales = options.projections * dim, options.projections * (dim // options.block)
         return [options.turns * dim, vectors, vectors, scales, scales]
 
@@ -209,7 +206,7 @@ class HousE(QueryScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Vectors take the configured draw; scales start uniform in [-0.01, 0.01)."""
+        """Initialize vectors as configured, scales uniformly in [-0.01, 0.01)."""
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, sum(self.sizes[:3]) :], 0.01, stream)
 
@@ -220,7 +217,7 @@ class HousE(QueryScorer):
         if side == "tail":
             point, turns = self.project(anchor, of_head, head_scales), turns[::-1]
             rest = of_tail, tail_scales
-        else:  # a reflection undoes itself
+        else:  # a reflection is its own inverse
             point = self.project(anchor, of_tail, tail_scales)
             rest = of_head, head_scales
         for vector in turns:
@@ -246,7 +243,7 @@ class HousE(QueryScorer):
         return -projected_distances(*query, rows, self.block, index)
 
     def project(self, rows: Tensor, vectors: Tensor, scales: Tensor) -> Tensor:
-        """The projections of rows, the last one first: (..., D) -> (..., D)"""
+        """Apply the projections to rows, last one first: (..., D) -> (..., D)."""
         count = self.projections
         each = zip(self._each(vectors, count), self._each(scales, count), strict=True)
         for vector, scale in reversed(list(each)):
@@ -259,12 +256,12 @@ class HousE(QueryScorer):
         return -(difference.square().sum(-1) + 1e-12).sqrt().sum(-1)
 
     def _along(self, rows: Tensor, vector: Tensor, scale: float | Tensor) -> Tensor:
-        """x - scale u <u, x>, block by block; scale: (..., D/k, 1) or a number."""
+        """Return x - scale u <u, x> per block; scale is (..., D/k, 1) or a float."""
         rows, vector = self._blocks(rows), self._blocks(vector)
         return (rows - scale * (rows * vector).sum(-1, keepdim=True) * vector).flatten(-2)
 
     def _blocks(self, rows: Tensor) -> Tensor:
-        """(..., D) -> (..., D/k, k)"""
+        """View rows as blocks: (..., D) -> (..., D/k, k)."""
         return rows.unflatten(-1, (-1, self.block))
 
     def _unit(self, vectors: Tensor) -> Tensor:
@@ -272,5 +269,5 @@ class HousE(QueryScorer):
 
     @staticmethod
     def _each(parts: Tensor, count: int) -> list[Tensor]:
-        """The count equal parts of the last axis."""
+        """Split the last axis into ``count`` equal parts."""
         return list(parts.chunk(count, -1)) if count else []

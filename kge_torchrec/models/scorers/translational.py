@@ -1,6 +1,4 @@
-"""Scorers that move a point by the relation and measure how far the answer is from there.
-
-Their score(h, r, t):
+"""Scorers that translate or scale a point by the relation and measure its distance to the answer.
 
     TransE  Bordes et al. 2013           -||h + r - t||_p, p = 1 or 2
     TransH  Wang et al. 2014             -||h' + d_r' - t'||^2, x' = x - w_r <w_r, x>
@@ -8,7 +6,7 @@ Their score(h, r, t):
     PairRE  Chao et al. 2021             -||h * r_head - t * r_tail||_1, |h| = |t| = 1
     Pyke    Demir and Ngonga Ngomo 2019  -(||h - r|| + ||r - t||) / 2
 
-Shapes: D numbers a row.
+Shapes: D elements per entity row.
 """
 
 from __future__ import annotations
@@ -37,9 +35,9 @@ from kge_torchrec.models.scorers.queries import EuclideanScorer, QueryScorer
 
 
 class TransE(QueryScorer):
-    """Relations are translations.  The tail query is h + r, the head query t - r.
+    """Relations are translations of entity vectors: the tail query is h + r, the head query t - r.
 
-    The paper's entities of length 1 are model.normalization unit.
+    The paper's constraint that entities have length 1 is model.normalization unit.
     """
 
     start = ("uniform", 0.25)
@@ -51,6 +49,11 @@ class TransE(QueryScorer):
 
 
 class TransEL1(TransE):
+    """TransE with the Manhattan distance (p = 1). An entity row holds D real numbers.
+
+    The paper's constraint that entities have length 1 is model.normalization unit.
+    """
+
     name = "transe_l1"
     entity_metric = "manhattan"
 
@@ -65,23 +68,28 @@ class TransEL1(TransE):
 
 
 class TransEL2(EuclideanScorer, TransE):
+    """TransE with the Euclidean distance (p = 2). An entity row holds D real numbers.
+
+    The paper's constraint that entities have length 1 is model.normalization unit.
+    """
+
     name = "transe_l2"
 
 
 class Projected(NamedTuple):
-    """A point and the normal of the hyperplane on which rows are compared with it."""
+    """A point, and the normal of the hyperplane on which rows are compared with it."""
 
     point: Tensor  # (..., D)
     normal: Tensor  # (..., D), of length 1
 
 
 class TransH(QueryScorer):
-    """Translations on a hyperplane of each relation.
+    """Translates entity vectors on a hyperplane per relation.
 
-    A relation's row is its normal w_r (used at length 1), then its translation d_r, D numbers
-    each.  Where the paper penalises a d_r that leaves the hyperplane, d_r is projected here: the
-    score is minus the squared length of (h + d_r - t)'.  The paper's entities of length 1 are
-    model.normalization unit.
+    A relation row holds the normal w_r (normalized to length 1), then the translation d_r, D
+    elements each. The paper penalizes a d_r that leaves the hyperplane; this class projects d_r, so
+    the score is minus the squared length of (h + d_r - t)'. The paper's constraint that entities
+    have length 1 is model.normalization unit.
     """
 
     name = "transh"
@@ -111,7 +119,7 @@ class TransH(QueryScorer):
 
 
 class Weighted(NamedTuple):
-    """-||point - scale * vector of row||^2 + bias + the row's own bias."""
+    """A query whose score is -||point - scale * vector of row||^2 + bias + the row's own bias."""
 
     point: Tensor  # (..., D - 2)
     scale: Tensor | None  # (..., D - 2); None is 1
@@ -119,11 +127,11 @@ class Weighted(NamedTuple):
 
 
 class MuRE(QueryScorer):
-    """R_r is diagonal, v_r a translation.
+    """An entity row holds a vector of D - 2 elements, a bias b as a head and a bias c as a tail.
 
-    An entity's row is its vector of D - 2 numbers, then its biases b as a head and c as a tail,
-    which start as the vector does (at 0 in the authors' code).  A relation's row is the diagonal,
-    then the translation.  Raises ValueError when D < 3.
+    R_r is diagonal and v_r a translation. The biases are initialized as the vector is (to 0 in the
+    authors' code). A relation row holds the diagonal, then the translation. Raises ConfigError when
+    D < 3.
     """
 
     name = "mure"
@@ -144,7 +152,7 @@ class MuRE(QueryScorer):
 
     @torch.no_grad()
     def reset_parameters(self, fill: Fill, stream: np.random.Generator) -> None:
-        """Translations take the configured draw, diagonals start uniform in [-1, 1)."""
+        """Initialize translations as configured, diagonals uniformly in [-1, 1)."""
         super().reset_parameters(fill, stream)
         uniform(self.relations[:, : self.dim - 2], 1.0, stream)
 
@@ -172,7 +180,7 @@ class MuRE(QueryScorer):
         return query.bias + own.transpose(-1, -2) - distance
 
     def similarity_in_training(self, query: Weighted, rows: Tensor) -> Tensor:
-        if query.scale is not None:  # of heads, without reciprocal relations
+        if query.scale is not None:  # head queries without reciprocal relations
             return self.similarity_matrix(query, rows)
         vector, _, as_tail = _vector_and_biases(rows)
         return squares_by_products(query.point, vector) + query.bias + as_tail.transpose(-1, -2)
@@ -188,21 +196,22 @@ class MuRE(QueryScorer):
 
 
 def _vector_and_biases(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Vector (..., D - 2), bias as a head (..., 1), bias as a tail (..., 1)."""
+    """Split rows into vector (..., D - 2), bias as a head (..., 1) and bias as a tail (..., 1)."""
     return rows.split([rows.shape[-1] - 2, 1, 1], -1)
 
 
 class Scaled(NamedTuple):
-    """-||point - scale * row||_1"""
+    """A query whose score is -||point - scale * row||_1."""
 
     point: Tensor  # (..., D)
     scale: Tensor  # (..., D)
 
 
 class PairRE(QueryScorer):
-    """A relation's row is its vector for heads, then that for tails, D numbers each.
+    """Scales head and tail elementwise by the relation's two vectors and compares them.
 
-    Entities are used at Euclidean length 1, whatever model.normalization says.
+    A relation row holds its vector for heads, then its vector for tails, D elements each. Entity
+    rows are used at Euclidean length 1, whatever model.normalization says.
     """
 
     name = "pairre"
@@ -237,18 +246,19 @@ class PairRE(QueryScorer):
 
 
 class Midway(NamedTuple):
-    """offset - ||point - row|| / 2"""
+    """A query whose score is offset - ||point - row|| / 2."""
 
     point: Tensor  # (..., D)
     offset: Tensor  # (..., 1)
 
 
 class Pyke(QueryScorer):
-    """Head and tail are drawn to the relation, which lies in the same space of D numbers.
+    """Draws head and tail to the relation, which is a point in the same space of D dimensions.
 
-    The paper moves embeddings by forces between co-occurring subjects, predicates and objects,
-    without a score; this is the score by which dice-embeddings trains them, without its constant
-    margin, which belongs to the loss.  Symmetric in head and tail; tails rank alike for all heads.
+    The paper has no score: it moves embeddings by forces between co-occurring subjects, predicates
+    and objects. This is the training score of dice-embeddings without its constant margin, which
+    belongs to the loss. The score is symmetric in head and tail, and the ranking of tails is the
+    same for all heads.
     """
 
     name = "pyke"
