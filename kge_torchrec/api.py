@@ -117,7 +117,7 @@ def resume(
     callbacks: Sequence[Callback] = (),
     force: bool = False,
 ) -> Run:
-    """Goes on with a run as if it had never stopped, on any number of ranks.
+    """Resume a run as if it had never stopped, on any number of ranks.
 
     overrides: dotted keys to change from here on, such as {"train.epochs": 200}.
     force: start at epoch 1 if all checkpoints that were written are gone.

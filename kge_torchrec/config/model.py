@@ -51,13 +51,12 @@ class ModelConfig:
         "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
         "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
         "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim, see "
-        "docs/scorers.md; or package.module:Class.",
+        "docs/reference/scorers.md; or package.module:Class.",
         resume=fixed(),
     )
     dim: PickedInt = key(
         PICKED,
-        "Elements per entity row, whatever the scorer makes of them (complex: dim / 2 complex "
-        "numbers); null: chosen by size.",
+        "Elements per entity row (complex: dim / 2 complex numbers); null: chosen by size.",
         check=least(1),
         resume=fixed(),
     )

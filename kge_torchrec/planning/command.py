@@ -210,7 +210,7 @@ def _parser() -> argparse.ArgumentParser:
         "--hosts", type=int, default=1, help="over which they are spread evenly (default: 1)"
     )
     where.add_argument(
-        "--device-file", metavar="YAML", help="other devices; docs/planning.md has the keys"
+        "--device-file", metavar="YAML", help="other devices; docs/how-to/plan.md has the keys"
     )
     where.add_argument(
         "--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host"
