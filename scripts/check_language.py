@@ -130,7 +130,7 @@ def markdown_blocks(text: str) -> Iterator[Block]:
             continue
         elif row:
             for cell in re.split(r"(?<!\\)\|", line)[1:-1]:
-                yield Block(number, _plain(cell))
+                yield Block(number, _plain(cell).replace("; ", ". "))  # a list
         elif line.strip():
             first = first if lines else number
             lines.append(line)
