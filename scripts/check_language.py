@@ -21,8 +21,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-ENFORCED = ("README.md", "docs")  # the whole repository, once the code is rewritten
-REPORTED = ("CONTRIBUTING.md", "CHANGELOG.md", "kge_torchrec", "scripts", "tests")
+ENFORCED = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs",
+)  # the whole repository, once the code is rewritten
+REPORTED = ("CHANGELOG.md", "kge_torchrec", "scripts", "tests")
 MAX_WORDS, MAX_LINES, LINE_WIDTH = 30, 5, 128
 
 # Pattern of the words to avoid -> what to write instead.
