@@ -60,6 +60,7 @@ mutations: $(READY)  ## puts deliberate faults in, one by one: a test must notic
 lint: $(READY) types  ## what CI checks besides the tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python scripts/check_language.py
 
 types: $(READY)  ## mypy, which lint runs too
 	$(BIN)/python -m mypy

@@ -39,7 +39,7 @@ _HOMES = {
     "NegativesConfig": "kge_torchrec.config",
     "RunConfig": "kge_torchrec.config",
     "TrainConfig": "kge_torchrec.config",
-    # to derive parts of one's own from: docs/extend.md
+    # to derive parts of one's own from: docs/how-to/write-your-own-parts.md
     "Scorer": "kge_torchrec.models.scorers.base",
     "QueryScorer": "kge_torchrec.models.scorers.queries",
     "DotScorer": "kge_torchrec.models.scorers.queries",

@@ -6,7 +6,7 @@
 
 Each part runs in a process of its own, which is ended when its time is over; a line is PASS, FAIL,
 NOTE (a figure of which nothing is asked) or SKIP.  Exit code 0 if no line failed, 1 if one did, 2
-without a GPU.  docs/gpu.md says what the lines mean.
+without a GPU.  docs/how-to/run-on-a-gpu.md says what the lines mean.
 """
 
 from __future__ import annotations
@@ -140,7 +140,8 @@ def _has_gpu() -> bool:
         return True
     print(
         f"torch {torch.__version__} finds no CUDA device: nothing was checked. On a machine with "
-        "one, `make setup VARIANT=gpu` installs the CUDA packages; docs/gpu.md has the rest.",
+        "one, `make setup VARIANT=gpu` installs the CUDA packages; "
+        "docs/how-to/run-on-a-gpu.md has the rest.",
         file=sys.stderr,
     )
     return False

@@ -85,7 +85,7 @@ def main() -> int:
     """Runs the faults asked for; 1 if one went unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("words", nargs="*", help="only faults with one of these in their name")
-    parser.add_argument("--table", action="store_true", help="list them, as in docs/testing.md")
+    parser.add_argument("--table", action="store_true", help="print them as a table in Markdown")
     args = parser.parse_args()
     chosen = [f for f in FAULTS if not args.words or any(word in f.name for word in args.words)]
     if args.table:

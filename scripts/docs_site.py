@@ -1,6 +1,6 @@
-"""What of the docs a program makes: the page of the Python interface, the site's front page.
+"""Write the page of the Python interface, and the front page of the docs site.
 
-    python scripts/docs_site.py     # writes docs/api.md anew: kge_torchrec.__all__ has changed
+    python scripts/docs_site.py     # after a change of kge_torchrec.__all__
 
 mkdocs calls ``on_page_markdown`` while it builds the site (mkdocs.yml, ``hooks``).
 """
@@ -14,15 +14,21 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-API = ROOT / "docs" / "api.md"
+API = ROOT / "docs" / "reference" / "api.md"
 
 _API_START = """\
 # Python interface
 
-What `import kge_torchrec` gives, such as `kge_torchrec.train`; all else is the package's own and
-may change. Importing it takes no time and changes nothing in the process: torch is loaded when one
-of these is first used. Arguments, shapes, units and errors are in the docstrings, which the site
-shows below the table.
+```python
+import kge_torchrec
+
+kge_torchrec.plan(
+    devices="8xH100-80GB", entities=86_000_000, relations=14_824, triples=338_586_276
+)["fits"]
+```
+
+These names are public; other modules may change. The import takes no time and changes nothing in
+the process: torch is loaded at the first use. The site shows the docstrings below the table.
 
 | name | |
 |---|---|
@@ -30,10 +36,11 @@ shows below the table.
 
 
 def on_page_markdown(markdown: str, page, **_) -> str:
-    """The README in place of docs/index.md, with links that start in docs/; other pages as is."""
+    """Return the README and the contents for docs/index.md, and other pages unchanged."""
     if page.file.src_uri != "index.md":
         return markdown
-    return re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text(encoding="utf-8"))
+    readme = re.sub(r"\]\(docs/", "](", (ROOT / "README.md").read_text(encoding="utf-8"))
+    return f"{readme}\n{re.sub('^#', '##', markdown, flags=re.MULTILINE)}"
 
 
 def api_page() -> str:

@@ -1,4 +1,4 @@
-"""The tables of docs/results.md, made from runs.
+"""The tables of docs/reference/results.md, made from runs.
 
     python scripts/results.py add NAME RUN [RUN ...] [--note TEXT] [--commit SHA]
     python scripts/results.py write        # the tables of the page
@@ -6,8 +6,9 @@
 `add` keeps of each run what a reader checks a figure by: docs/records/NAME/config.yaml (that of the
 first run; others may differ in seed and folder alone) and record.json with seeds, test and valid
 figures, the curve of validation over minutes of training, ranks, machine, commit and command.
-`write` replaces what stands between the marks in docs/results.md by tables of all records: figures
-with the spread over seeds, and the minutes until validation passed given values of MRR.
+`write` replaces what stands between the marks in docs/reference/results.md by tables of all
+records: figures with the spread over seeds, and the minutes until validation passed given values
+of MRR.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import yaml
 from kge_torchrec.comparison.launch import machine_facts
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORDS, PAGE = ROOT / "docs" / "records", ROOT / "docs" / "results.md"
+RECORDS, PAGE = ROOT / "docs" / "records", ROOT / "docs" / "reference" / "results.md"
 START, STOP = "<!-- records: start -->", "<!-- records: stop -->"
 METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mr")
 # Valid MRR whose minutes are listed, by graph.
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     add.add_argument("runs", nargs="+", type=Path)
     add.add_argument("--note", default="", help="what a reader should know of how it was run")
     add.add_argument("--commit", help="that trained them, where the checkout has moved on since")
-    verbs.add_parser("write", help="makes the tables of docs/results.md")
+    verbs.add_parser("write", help="makes the tables of docs/reference/results.md")
     given = parser.parse_args(arguments)
     if given.verb == "add":
         add_record(RECORDS / given.name, given.runs, given.note, given.commit)
@@ -145,7 +146,7 @@ def figures(records: dict[str, dict[str, Any]]) -> str:
         time = statistics.median(run["seconds"] for run in runs) / 60
         epochs = statistics.median_low(run["epochs"] for run in runs)
         values = [_with_spread(record, metric) for metric in METRICS[:4]]
-        link = f"[`{name}`](records/{name}/config.yaml)"
+        link = f"[`{name}`](../records/{name}/config.yaml)"
         rows.append([record["data"], link, *values, str(len(runs)), str(epochs), f"{time:.1f}",
                      f"`{record['commit']}`"])  # fmt: skip
     notes = [f"- `{name}`: {r['note']}" for name, r in records.items() if r["note"]]

@@ -1,4 +1,7 @@
-"""The names of the parts in docs/extend.md, which lie in another package, and a run of them all."""
+"""The names of the parts in docs/how-to/write-your-own-parts.md, and a run of them all.
+
+The parts are in another package.
+"""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_the_list_has_every_part_and_ten_minutes_suffice():
 
 
 def test_the_page_has_every_part_with_its_limit():
-    page = (ROOT / "docs" / "gpu.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "how-to" / "run-on-a-gpu.md").read_text(encoding="utf-8")
     for name, part in PARTS.items():
         assert f"| `{name}` | {part.seconds} |" in page, name
 

@@ -130,7 +130,7 @@ def test_every_published_config_loads():
 
 
 @pytest.mark.parametrize(
-    "file, made", [("configs/default.yaml", default_yaml), ("docs/keys.md", keys_page)]
+    "file, made", [("configs/default.yaml", default_yaml), ("docs/reference/keys.md", keys_page)]
 )
 def test_what_is_generated_from_the_fields_is_as_they_are(file, made):
     """`python -m kge_torchrec.config.reference` writes both anew."""

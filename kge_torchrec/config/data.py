@@ -201,7 +201,7 @@ class NegativesConfig:
     )
     sides: str = key(
         "both",
-        "Ends that are corrupted: both, tail or head; one alone needs model.reciprocal false.",
+        "Ends that are corrupted: both, tail or head; one of them needs model.reciprocal false.",
         check=choice("both", "tail", "head"),
         resume=Resume(
             "with negatives.regime sampled or 1vsall",
@@ -242,7 +242,7 @@ class NegativesConfig:
     max_answers: int = key(
         1024,
         "Answers of a query per step; every epoch draws others at random from more; 0: all, "
-        "whatever memory that needs.",
+        "with the memory that takes.",
         check=least(0),
         acts=only_with("negatives.regime", "kvssample"),
     )

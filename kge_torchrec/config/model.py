@@ -51,13 +51,12 @@ class ModelConfig:
         "transe_l1, transe_l2, transh, distmult, complex, rotate, rotate_l2, simple, rescal, "
         "tucker, qmult, quate, omult, duale, keci, ckeci, decal, mure, pairre, house, pyke, conve, "
         "conex, aconex, convq, convo, coke, shallom, lfmult, rote, roth or meim, see "
-        "docs/scorers.md; or package.module:Class.",
+        "docs/reference/scorers.md; or package.module:Class.",
         resume=fixed(),
     )
     dim: PickedInt = key(
         PICKED,
-        "Elements per entity row, whatever the scorer makes of them (complex: dim / 2 complex "
-        "numbers); null: chosen by size.",
+        "Elements per entity row (complex: dim / 2 complex numbers); null: chosen by size.",
         check=least(1),
         resume=fixed(),
     )
@@ -307,7 +306,7 @@ class EntitiesConfig:
     options: dict[str, Any] = key(
         dict,
         "Options in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
-        "state_rounding, state_device, async_step; docs/guide.md has their values.",
+        "state_rounding, state_device, async_step; docs/how-to/compare-backends.md has their values.",
         resume=BIAS_CORRECTION,
         moved=dict.fromkeys(asdict(FBGEMM)),
     )

@@ -1,4 +1,4 @@
-"""Write the keys of the config for people: configs/default.yaml and the table of docs/keys.md.
+"""Write the keys of the config for people: configs/default.yaml and docs/reference/keys.md.
 
 Both come from the fields alone. ``python -m kge_torchrec.config.reference`` writes them anew in a
 checkout, and a test compares them.
@@ -24,15 +24,18 @@ _HEAD = """\
 _PAGE = """\
 # Keys of the config
 
-This page is generated: `python -m kge_torchrec.config.reference` writes it and
-`configs/default.yaml` from the fields of `kge_torchrec.config`. `kge-torchrec train --help` lists
-the same.
+```sh
+kge-torchrec train --help
+```
+
+The command lists the same keys. `python -m kge_torchrec.config.reference` writes this page and
+`configs/default.yaml` from the fields of `kge_torchrec.config`.
 
 - A key is set in a YAML file (`train: {lr: 0.1}`) or on the command line (`--train.lr 0.1`).
 - A key that is set to another value than its default and has no effect is refused. The column
   "acts only with" says what gives it one.
 - "may change on resume" says whether `kge-torchrec train --resume RUN --key value` is accepted.
-- null stands for a value that is chosen, see [guide.md](guide.md#what-null-stands-for).
+- null stands for a default that is resolved from the graph, see [defaults](defaults.md).
 """
 
 
@@ -53,7 +56,7 @@ def default_yaml() -> str:
 
 
 def keys_page() -> str:
-    """Return docs/keys.md: a table of keys for each section."""
+    """Return docs/reference/keys.md: a table of keys for each section."""
     parts, of = [_PAGE], ""
     for name, item in declared(Config).items():
         section = name.rpartition(".")[0] or "the rest"
@@ -97,7 +100,7 @@ def main() -> None:
     """Write both files into the checkout that this module lies in."""
     root = Path(__file__).resolve().parents[2]
     (root / "configs" / "default.yaml").write_text(default_yaml(), encoding="utf-8")
-    (root / "docs" / "keys.md").write_text(keys_page(), encoding="utf-8")
+    (root / "docs" / "reference" / "keys.md").write_text(keys_page(), encoding="utf-8")
 
 
 if __name__ == "__main__":

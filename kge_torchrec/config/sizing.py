@@ -1,9 +1,9 @@
 """What null stands for where a config leaves a number to us: it is picked from the graph.
 
 Small or dense graphs take many epochs of small batches, large ones few of large batches; sparse
-ones need the penalty more.  Each rule names what it was fitted to; docs/results.md has what comes
-of them, beside tuned figures.  A key that is given stays, and a run's config.yaml has all numbers,
-so that they do not change when it goes on elsewhere.
+ones need the penalty more.  Each rule names what it was fitted to.
+docs/reference/results.md has the results, beside tuned figures.  A key that is given stays, and a
+run's config.yaml has all numbers, so that they do not change when it goes on elsewhere.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A sampler turns random numbers into candidates.  The numbers are a function of (seed, epoch, step,
 side, chunk), never of the world size: ranks that share a chunk sample the same candidates.  Every
 sampler keeps to the contract of ``NegativeSampler``: those of this file, those of
-`typed_negatives`, and those of other packages (docs/extend.md).
+`typed_negatives`, and those of other packages (docs/how-to/write-your-own-parts.md).
 
 Shapes: N entities, C chunks, b triples per chunk, B = C b triples, K candidates per chunk.
 """

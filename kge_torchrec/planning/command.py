@@ -204,7 +204,7 @@ def _parser() -> argparse.ArgumentParser:
     names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
     add("--devices", required=True, help=names)
     add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
-    add("--device-file", metavar="YAML", help="more devices; docs/planning.md has the keys")
+    add("--device-file", metavar="YAML", help="more devices; docs/how-to/plan.md has the keys")
     add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
     add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
     add = parser.add_argument_group("sizes (default: those of the config's data)").add_argument

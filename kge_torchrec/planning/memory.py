@@ -38,7 +38,7 @@ TABLE_PARTS = PARTS[:4]
 SHARED = ("triples",)  # mapped files: in every rank's memory, but once per host
 
 # A CPU rank with the packages imported, its process group and compiled kernels, and the blocks of
-# scores of the final ranking. docs/planning.md says how this was measured.
+# scores of the final ranking: measured, docs/how-to/plan.md says how.
 CPU_PROCESS = 560 * MIB
 # A CUDA rank's context, libraries and NCCL's buffers, and its host side: assumed, not measured.
 CUDA_PROCESS = Bytes(device=1536 * MIB, main=3072 * MIB)

@@ -1,8 +1,8 @@
 """PyKEEN, LibKGE and DGL-KE load exports by what each README.md says, and score them as we do.
 
-Second tier, skipped where a program is missing; docs/testing.md says how to install them.  Each
-runs in a process of its own: PyKEEN does not load where TorchRec is loaded, as it finds two
-optimizers of one name.  ``-s`` shows the largest differences.
+Second tier, skipped where a program is missing; docs/explanation/testing.md says how to install
+them.  Each runs in a process of its own: PyKEEN does not load where TorchRec is loaded, as it finds
+two optimizers of one name.  ``-s`` shows the largest differences.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def run(code: str, folders: list) -> None:
 def test_the_program_itself_scores_alike(tmp_path, name):
     package, code = PROGRAMS[name]
     if not importlib.util.find_spec(package):
-        pytest.skip(f"{package} is not installed; docs/testing.md says how")
+        pytest.skip(f"{package} is not installed; docs/explanation/testing.md says how")
     of, read = READERS[name]
     torch.manual_seed(0)
     entities = AWKWARD + [f"e{i}" for i in range(N - len(AWKWARD))]

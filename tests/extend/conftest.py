@@ -1,4 +1,4 @@
-"""The modules of docs/extend.md as files, so that there is one copy of their code."""
+"""The modules of docs/how-to/write-your-own-parts.md as files: one copy of their code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from training_runs import tiny_store
 def folder(tmp_path_factory) -> Iterator[Path]:
     """Where the page's modules lie."""
     folder = tmp_path_factory.mktemp("extend")
-    page = ROOT / "docs" / "extend.md"
+    page = ROOT / "docs" / "how-to" / "write-your-own-parts.md"
     for block in blocks_of(page.read_text(encoding="utf-8"), page.name):
         if block.markers.get("file", "").startswith("my_parts/"):
             path = folder / block.markers["file"]

@@ -164,5 +164,5 @@ def test_an_entry_point_is_a_name(folder, installed, registered, caplog):
 
 
 def test_the_table_of_options_is_that_of_the_classes():
-    page = (ROOT / "docs" / "scorers.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs" / "reference" / "scorers.md").read_text(encoding="utf-8")
     assert f"\n\n{options_table('scorer')}\n\n" in page

@@ -1,4 +1,4 @@
-"""Where TorchRec's own estimate of storage is wrong for this table, as docs/planning.md says.
+"""Where TorchRec's own estimate of storage is wrong for this table, as docs/how-to/plan.md says.
 
 A failure here means that TorchRec has changed and that the page, perhaps the planner, should.
 """
