@@ -306,7 +306,7 @@ class EntitiesConfig:
     options: dict[str, Any] = key(
         dict,
         "Options in place of the preset's: duplicates, bias_correction, epsilon, state_dtype, "
-        "state_rounding, state_device, async_step; docs/how-to/compare-backends.md has their values.",
+        "state_rounding, state_device, async_step (docs/how-to/compare-backends.md).",
         resume=BIAS_CORRECTION,
         moved=dict.fromkeys(asdict(FBGEMM)),
     )
