@@ -61,7 +61,7 @@ CONFIG_FAULTS = [
     Fault("memory is not looked at before work", "training/session.py",
           "on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))",
           "pass", "tests/training/test_memory_check.py -k leaves"),
-    Fault("a study of no trials runs thirty", "tuning/command.py",
+    Fault("a study of no trials runs thirty", "commands/tune.py",
           "trials = 30 if options.trials is None else options.trials",
           "trials = options.trials or 30", "tests/tuning/test_studies.py -k no_trials"),
 ]  # fmt: skip
