@@ -168,6 +168,12 @@ def test_what_no_verb_takes_is_refused_with_what_is_close(capsys, words, said):
     assert ended.value.code == 2 and out == "" and err.startswith("usage: ") and said in err
 
 
+def test_a_key_that_resembles_an_option_is_a_key(capsys):
+    refused(capsys, ["tune", "--resume", "nowhere", "--threads", "1"], "nowhere is no study")
+    words = ["plan", "demo", "--devices", "1xCPU", "--entities.engin", "x"]
+    refused(capsys, words, "unknown key entities.engin; did you mean entities.engine?")
+
+
 def test_help_of_a_listed_verb_names_those_beside_it(capsys):
     for verb, related in (("predict", ("score", "nearest", "ask", "classify")),
                           ("prepare", ("encode",)), ("list", ("parts",))):  # fmt: skip

@@ -139,11 +139,12 @@ def _check_known(parser: VerbParser, others: Sequence[str], takes_keys: bool) ->
     options = [option for action in parser._actions for option in action.option_strings]
     for word in others:
         option = word.partition("=")[0]
-        if not takes_keys and not option.startswith("-"):
-            parser.error(f"{word!r} is one argument too many")
         hint = closest(option, options)
-        if not takes_keys or (option.startswith("--") and hint and not _is_key(option[2:])):
+        if takes_keys and (not hint or "." in option or _is_key(option.removeprefix("--"))):
+            continue  # the config reports keys that it does not know
+        if option.startswith("-"):
             parser.error(f"unknown option {option}{hint}")
+        parser.error(f"{word!r} is one argument too many")
 
 
 def _is_key(name: str) -> bool:
