@@ -72,6 +72,6 @@ CONFIG_FAULTS = [
     Fault("ranks of torchrun share a verb of one process", "commands/verbs.py",
           'if verb.alone and ranks != "1":', "if False:", "tests/test_cli.py -k cannot_share"),
     Fault("a study of no trials runs thirty", "commands/tune.py",
-          "trials = 30 if options.trials is None else options.trials",
-          "trials = options.trials or 30", "tests/tuning/test_studies.py -k no_trials"),
+          "trials = 30 if parsed.trials is None else parsed.trials",
+          "trials = parsed.trials or 30", "tests/tuning/test_studies.py -k no_trials"),
 ]  # fmt: skip
