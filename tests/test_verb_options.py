@@ -35,6 +35,7 @@ ALWAYS = {
     "report": "output no-models",
     "serve": "host port max-k max-body allow-host max-connections timeout access-log",
     "list": "name",
+    "parts": "name",
     "train": "resume plan",  # the others are keys of the config
     "plan": "devices hosts device-file host-memory reserve entities relations triples skew all "
     "format",
@@ -81,7 +82,7 @@ INSTEAD = {  # with an effect, where an option must be left out for that
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each verb by its name."""
-    return {name: parser_of(name) for name, verb in VERBS.items() if verb.alias_of is None}
+    return {name: parser_of(name) for name in VERBS}
 
 
 def test_the_tables_have_every_option():

@@ -29,14 +29,15 @@ class Verb(NamedTuple):
         alone: Whether it refuses to run as several processes of torchrun.
         takes_keys: Whether it takes CONFIG as its first word, and ``--key.sub value`` among its
             options. They arrive as ``parsed.config`` and ``parsed.overrides``.
-        alias_of: The verb whose module it runs, if that is another one.
+        module: The file of the verb, if its name is another one. A file list.py would hide the
+            built-in ``list`` from ``commands/__init__.py``.
     """
 
     place: str
     does: str
     alone: bool = False
     takes_keys: bool = False
-    alias_of: str | None = None
+    module: str | None = None
 
 
 VERBS = {
@@ -46,8 +47,8 @@ VERBS = {
     "extend": Verb("Train", "add triples, with new entities and relations, to a run"),
     "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
     "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", alone=True),
-    "list": Verb("Look", "list scorers, losses and other parts that a config can name"),
-    "parts": Verb("list", "the earlier name of list", alias_of="list"),
+    "list": Verb("Look", "list scorers, losses and other parts of a config", module="parts"),
+    "parts": Verb("list", "the earlier name of list"),
     "plan": Verb("Look", "estimate memory and step time without devices", takes_keys=True),
     "evaluate": Verb("Look", "rank the triples of a split with a trained run"),
     "compare": Verb("Look", "train and measure several engines side by side", takes_keys=True),
@@ -131,7 +132,7 @@ def run_verb(name: str, words: Sequence[str]) -> int:
 
 
 def _module(name: str) -> Any:
-    return import_module(f"kge_torchrec.commands.{VERBS[name].alias_of or name}")
+    return import_module(f"kge_torchrec.commands.{VERBS[name].module or name}")
 
 
 def _check_known(parser: VerbParser, others: Sequence[str], takes_keys: bool) -> None:

@@ -15,7 +15,7 @@ from kge_torchrec import (
     Scorer,
     register,
 )
-from kge_torchrec.commands.list import listing, options_table
+from kge_torchrec.commands.parts import listing, options_table
 from kge_torchrec.config import ConfigError, registry
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.embeddings.optimizers import Adam, TableOptimizer
