@@ -235,7 +235,6 @@ def modules_after(code: str) -> set[str]:
 def test_a_run_that_is_not_there_is_said_before_torch_is_loaded(tmp_path):
     code = f"""
 from kge_torchrec.cli import main
-from kge_torchrec.commands.verbs import VERBS
 query = ["--head", "a", "--relation", "b"]
 for verb in (["evaluate"], ["predict", *query], ["export", "-o", "out"], ["train", "--resume"]):
     assert main([*verb, {str(tmp_path)!r}]) == 1
@@ -254,7 +253,6 @@ def test_a_prediction_reads_the_config_once_and_looks_for_no_garbage_of_torchs(r
     code = f"""
 import gc
 from kge_torchrec.cli import main
-from kge_torchrec.commands.verbs import VERBS
 from kge_torchrec.config import parser
 looks, parsers, make = [], [], parser._parser
 gc.callbacks.append(lambda phase, info: looks.append(info["generation"]))
