@@ -12,19 +12,19 @@ __version__ = "0.1.0"
 _HOMES = {
     # what to call
     "check_data": "kge_torchrec.reports.data_check",
-    "compare": "kge_torchrec.comparison.command",
+    "compare": "kge_torchrec.commands.compare",
     "evaluate": "kge_torchrec.trained_run",
     "extend": "kge_torchrec.growth.extend",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.trained_run",
-    "plan": "kge_torchrec.planning.command",
+    "plan": "kge_torchrec.commands.plan",
     "prepare": "kge_torchrec.data.prepare",
     "report": "kge_torchrec.reports.page",
     "resume": "kge_torchrec.api",
     "serve": "kge_torchrec.serving.server",
     "train": "kge_torchrec.api",
-    "tune": "kge_torchrec.tuning.command",
+    "tune": "kge_torchrec.commands.tune",
     "Run": "kge_torchrec.trained_run",
     "register": "kge_torchrec.config.registry",
     # settings
@@ -68,7 +68,9 @@ __all__ = [*_HOMES]
 if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.api import resume as resume
     from kge_torchrec.api import train as train
-    from kge_torchrec.comparison.command import compare as compare
+    from kge_torchrec.commands.compare import compare as compare
+    from kge_torchrec.commands.plan import plan as plan
+    from kge_torchrec.commands.tune import tune as tune
     from kge_torchrec.config import CheckpointConfig as CheckpointConfig
     from kge_torchrec.config import Config as Config
     from kge_torchrec.config import ConfigError as ConfigError
@@ -101,7 +103,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.models.scorers.queries import DotScorer as DotScorer
     from kge_torchrec.models.scorers.queries import QueryScorer as QueryScorer
     from kge_torchrec.models.scorers.queries import TrilinearScorer as TrilinearScorer
-    from kge_torchrec.planning.command import plan as plan
     from kge_torchrec.reports.data_check import check_data as check_data
     from kge_torchrec.reports.page import report as report
     from kge_torchrec.serving.server import serve as serve
@@ -109,7 +110,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.trained_run import evaluate as evaluate
     from kge_torchrec.trained_run import open_run as open_run
     from kge_torchrec.training.checkpoints import CheckpointError as CheckpointError
-    from kge_torchrec.tuning.command import tune as tune
 else:
 
     def __getattr__(name: str) -> Any:

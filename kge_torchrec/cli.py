@@ -10,28 +10,10 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
-from importlib import import_module
 
-from kge_torchrec.commands import (
-    as_flag,
-    ask,
-    calibrate,
-    classify,
-    data,
-    encode,
-    evaluate,
-    export,
-    extend,
-    is_first_rank,
-    nearest,
-    parts,
-    predict,
-    prepare,
-    report,
-    score,
-    serve,
-)
-from kge_torchrec.environment import check_packages, prepare_process, versions
+from kge_torchrec.commands import as_flag, is_first_rank
+from kge_torchrec.commands.verbs import GROUPS, VERBS, closest, lines_of, run_verb
+from kge_torchrec.environment import prepare_process, versions
 from kge_torchrec.errors import KGEError
 from kge_torchrec.files import in_words
 
@@ -44,13 +26,6 @@ examples:
   kge-torchrec predict RUN --head Austria --relation borders
 """
 _EPILOG = "kge-torchrec VERB --help says more of a verb."
-# These take the config's keys too, and read their arguments themselves.
-_WITH_KEYS = {
-    "train": "kge_torchrec.commands.train",
-    "plan": "kge_torchrec.planning.command",
-    "compare": "kge_torchrec.comparison.command",
-    "tune": "kge_torchrec.tuning.command",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -100,61 +75,31 @@ def _tell(error: KGEError | OSError) -> None:
 
 
 def _run(arguments: list[str]) -> int:
+    parser = _parser()
     if not arguments:
-        _parser().print_help(sys.stderr)
+        parser.print_help(sys.stderr)
         return 2
-    verb, rest = arguments[0], arguments[1:]
-    if verb in _WITH_KEYS:
-        if rest and not _asks_for_help(rest):
-            check_packages()
-        return import_module(_WITH_KEYS[verb]).run(rest)
-    parsed = _parser().parse_args(arguments)
-    check_packages()
-    return parsed.run(parsed)
+    if arguments[0].startswith("-"):
+        parser.parse_args(arguments)  # ends with what --help or --version print, or an error
+        print(_version())
+        return 0
+    if arguments[0] not in VERBS:
+        parser.error(f"there is no verb {arguments[0]!r}{closest(arguments[0], list(VERBS))}")
+    return run_verb(arguments[0], arguments[1:])
 
 
 def _parser() -> argparse.ArgumentParser:
+    groups = "\n\n".join(f"{group}:\n{lines_of(group)}" for group in GROUPS)
     parser = argparse.ArgumentParser(
         prog="kge-torchrec",
-        description=_DESCRIPTION,
+        usage="kge-torchrec [-h] [--version] VERB ...",
+        description=f"{_DESCRIPTION}\n{groups}",
         epilog=_EPILOG,
-        formatter_class=_Formatter,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--version",
-        action="version",
-        version=_version(),
-        help="show the versions of this program, torch, torchrec and fbgemm",
-    )
-    verbs = parser.add_subparsers(required=True, metavar="VERB", title="verbs")
-    prepare.add(verbs)
-    data.add(verbs)
-    encode.add(verbs)
-    verbs.add_parser("train", help="train a model and rank the test triples with it")
-    extend.add(verbs)
-    evaluate.add(verbs)
-    predict.add(verbs)
-    score.add(verbs)
-    nearest.add(verbs)
-    ask.add(verbs)
-    calibrate.add(verbs)
-    classify.add(verbs)
-    export.add(verbs)
-    report.add(verbs)
-    serve.add(verbs)
-    verbs.add_parser("plan", help="see without devices whether a run fits, and what a step costs")
-    verbs.add_parser("compare", help="train and measure engines side by side, with a report")
-    verbs.add_parser("tune", help="search for settings by many runs, poor ones dropped early")
-    parts.add(verbs)
+    help = "show the versions of this program, torch, torchrec and fbgemm"
+    parser.add_argument("--version", action="store_true", help=help)
     return parser
-
-
-class _Formatter(argparse.RawDescriptionHelpFormatter):
-    """Leaves room for the longest verb, which argparse does not measure with its indentation."""
-
-    def start_section(self, heading: str | None) -> None:
-        super().start_section(heading)
-        self._action_max_length = max(self._action_max_length, len("    calibrate"))
 
 
 def _version() -> str:
@@ -162,10 +107,6 @@ def _version() -> str:
 
     others = ", ".join(f"{name} {version or 'missing'}" for name, version in versions().items())
     return f"kge-torchrec {__version__} ({others})"
-
-
-def _asks_for_help(arguments: list[str]) -> bool:
-    return bool({"-h", "--help"} & set(arguments))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def stopped(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("kge_torchrec.api.Session", stop)
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)
-    monkeypatch.setattr("kge_torchrec.tuning.command._run", stop)
+    monkeypatch.setattr("kge_torchrec.commands.tune._run", stop)
     monkeypatch.setattr("kge_torchrec.comparison.compare.Comparison.run", stop)
     monkeypatch.setattr("kge_torchrec.growth.extend._Extension", stop)
 
@@ -147,7 +147,7 @@ def test_a_thousand_configs(places, stopped, tmp_path):
 
 def odd_line(draw: random.Random, places: dict[str, str], verbs: dict[str, Any]) -> list[str]:
     verb = draw.choice(sorted(verbs))
-    words, actions = verb.split(), [a for a in verbs[verb]._actions if a.dest != "help"]
+    words, actions = [verb], [a for a in verbs[verb]._actions if a.dest != "help"]
 
     def value(action: Any) -> str:
         if action is not None and action.choices and draw.random() < 0.8:

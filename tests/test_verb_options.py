@@ -13,16 +13,14 @@ import pytest
 from training_runs import tiny_store
 
 from kge_torchrec import cli
-from kge_torchrec.comparison import command as compare
+from kge_torchrec.commands.verbs import VERBS, parser_of
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.verb_options import check_options, rules_of
-from kge_torchrec.planning import command as plan
-from kge_torchrec.tuning import command as tune
 
 ALWAYS = {
     "prepare": "output overwrite no-progress has-header header ratio seed literals columns weights "
     "types-from reader allow-unseen-relations",  # some depend on the data: see below
-    "data check": "output threshold format has-header header ratio seed literals columns weights "
+    "data": "output threshold format has-header header ratio seed literals columns weights "
     "types-from reader",
     "encode": "encoder output device batch-size",
     "extend": "output place epochs checkpoint allow-unseen-relations set",
@@ -36,8 +34,9 @@ ALWAYS = {
     "export": "output checkpoint format card license data-license changed-since overwrite",
     "report": "output no-models",
     "serve": "host port max-k max-body allow-host max-connections timeout access-log",
+    "list": "name",
     "parts": "name",
-    "train": "",  # its options are keys of the config
+    "train": "resume plan",  # the others are keys of the config
     "plan": "devices hosts device-file host-memory reserve entities relations triples skew all "
     "format",
     "compare": "engines world-sizes repeats",
@@ -47,8 +46,8 @@ ALWAYS = {
 WITHOUT_EFFECT = {
     ("prepare", "type-triples"): ("a -o s --type-triples keep", "--types-from is"),
     ("prepare", "reader-options"): ("a -o s --reader-options {a: 1}", "--reader m:C"),
-    ("data check", "type-triples"): ("a --type-triples keep", "--types-from is"),
-    ("data check", "reader-options"): ("a --reader-options {a: 1}", "--reader m:C"),
+    ("data", "type-triples"): ("check a --type-triples keep", "--types-from is"),
+    ("data", "reader-options"): ("check a --reader-options {a: 1}", "--reader m:C"),
     ("extend", "freeze"): ("R a -o S --freeze --place", "--epochs 1"),
     ("extend", "replay"): ("R a -o S --replay 0.5 --epochs 0", "--epochs 1"),
     ("evaluate", "types"): ("R --types f --candidates seen", "--candidates types"),
@@ -61,6 +60,7 @@ WITHOUT_EFFECT = {
     ("calibrate", "top"): ("R --top 3 --among all", "--among listed"),
     ("calibrate", "corruptions"): ("R --corruptions 3", "--among all"),
     ("calibrate", "positive-share"): ("R --positive-share 0.2", "--among seen"),
+    ("train", "force"): ("--force", "--resume R"),
     ("plan", "cache-ratio"): ("--devices 2xCPU --cache-ratio 0.3", "--all"),
     ("plan", "sync-every"): ("--devices 2xCPU --sync-every 3", "--replicas 2"),
     ("plan", "sharding"): ("--devices 2xCPU --sharding table_wise --all", None),
@@ -82,15 +82,7 @@ INSTEAD = {  # with an effect, where an option must be left out for that
 
 def parsers() -> dict[str, argparse.ArgumentParser]:
     """Return the parser of each verb by its name."""
-    found = dict(_subparsers(cli._parser()))
-    found["data check"] = dict(_subparsers(found.pop("data")))["check"]
-    others = {"plan": plan, "compare": compare, "tune": tune}
-    return found | {name: module._parser() for name, module in others.items()}
-
-
-def _subparsers(parser):
-    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
-    return action.choices.items()
+    return {name: parser_of(name) for name in VERBS}
 
 
 def test_the_tables_have_every_option():

@@ -20,9 +20,6 @@ import pytest  # noqa: F401
 import torch
 import training_runs  # noqa: F401 (it imports what trains)
 
-import kge_torchrec.api
-import kge_torchrec.export.write
-import kge_torchrec.planning.command  # noqa: F401
 from kge_torchrec.config import OPTIMIZER_NAMES
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.data.batches.lookup import distinct

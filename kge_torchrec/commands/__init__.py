@@ -1,21 +1,15 @@
-"""Verbs of the command line, a file each: ``add`` says its options, ``run`` does it.
-
-The verbs that take the keys of a config (train, and in rooms of their own plan, compare and tune)
-have only ``run``, with all their arguments.
-"""
+"""Verbs of the command line, one file each, listed in ``verbs.py``; here is what several use."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.config.verb_options import check_options
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -23,46 +17,6 @@ if TYPE_CHECKING:
     from kge_torchrec.config import Config
     from kge_torchrec.export.plain_model import PlainModel
     from kge_torchrec.trained_run import Run
-
-    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
-
-
-def add_verb(
-    verbs: Verbs,
-    name: str,
-    does: str,
-    run: Callable[[argparse.Namespace], int],
-    alone: bool = False,
-) -> argparse.ArgumentParser:
-    """The parser of a new verb that calls ``run``.
-
-    alone: torchrun's ranks cannot share its work.
-    """
-    verb = verbs.add_parser(name, help=does, description=f"{does[0].upper()}{does[1:]}.")
-    verb.set_defaults(run=partial(_run_checked, verb, name if alone else None, run))
-    return verb
-
-
-def _run_checked(
-    verb: argparse.ArgumentParser,
-    alone: str | None,
-    run: Callable[[argparse.Namespace], int],
-    parsed: argparse.Namespace,
-) -> int:
-    """Run a verb whose options all have an effect; ``alone`` names one that wants one process."""
-    check_options(verb, parsed)
-    return run(parsed) if alone is None else _run_alone(alone, run, parsed)
-
-
-def _run_alone(
-    name: str, run: Callable[[argparse.Namespace], int], parsed: argparse.Namespace
-) -> int:
-    ranks = os.environ.get("WORLD_SIZE", "1")
-    if ranks != "1":
-        from kge_torchrec.config.checks import ConfigError
-
-        raise ConfigError(f"{name} is for one process, not {ranks} ranks: run it without torchrun")
-    return run(parsed)
 
 
 def add_format(verb: argparse.ArgumentParser, *more: str) -> argparse.Action:

@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_output, add_verb, answering, check_top, write_records
+from kge_torchrec.commands import add_output, answering, check_top, write_records
 from kge_torchrec.environment import announced
-
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
 _FORM = """\
 A query is one of these, where Q stands for any of them:
@@ -22,30 +18,28 @@ A query is one of these, where Q stands for any of them:
 """
 
 
-def add(verbs: Verbs) -> None:
-    does = "answer a question of several steps, with and, or and not"
-    ask = add_verb(verbs, "ask", does, run)
-    ask.epilog, ask.formatter_class = _FORM, argparse.RawDescriptionHelpFormatter
-    ask.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
-    ask.add_argument("query", metavar="FILE", help="a JSON file with the query")
-    ask.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
-    ask.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.epilog = _FORM
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
+    verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    verb.add_argument(
         "--beam", type=int, default=64, metavar="B",
         help="entities that a step from many is taken from (default: 64)",
     )  # fmt: skip
-    ask.add_argument(
+    verb.add_argument(
         "--t-norm",
         choices=("product", "min"),
         default="product",
         help="what and multiplies or takes the smaller of (default: product)",
     )
-    ask.add_argument(
+    verb.add_argument(
         "--facts",
         choices=("all", "train", "none"),
         default="all",
         help="the splits whose triples are certain (default: all)",
     )
-    add_output(ask)
+    add_output(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -7,26 +7,23 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.commands import add_format, is_first_rank, opened
 from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
 if TYPE_CHECKING:
     from kge_torchrec.answers.calibration import Calibration
-    from kge_torchrec.commands import Verbs
 
 
-def add(verbs: Verbs) -> None:
-    does = "fit probabilities to a run's scores on valid; predict and score then print them"
-    calibrate = add_verb(verbs, "calibrate", does, run)
-    calibrate.add_argument("folder", metavar="RUN", help="the folder of a run")
-    calibrate.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument(
         "--method",
         choices=("platt", "isotonic"),
         help="a sigmoid of two numbers, or ascending steps (default: isotonic from 1,000 scores "
         "on, else platt)",
     )
-    calibrate.add_argument(
+    verb.add_argument(
         "--among",
         choices=("listed", "seen", "all"),
         default="listed",
@@ -34,16 +31,16 @@ def add(verbs: Verbs) -> None:
         "beside corruptions, drawn from the entities seen with the relation on that side, or from "
         "all entities (default: listed)",
     )
-    top = calibrate.add_argument(
+    top = verb.add_argument(
         "--top", type=int, metavar="K", help="answers that predict lists (default: 10)"
     )
-    corruptions = calibrate.add_argument(
+    corruptions = verb.add_argument(
         "--corruptions",
         type=int,
         metavar="N",
         help="with --among seen or all: of each triple and side (default: 4)",
     )
-    share = calibrate.add_argument(
+    share = verb.add_argument(
         "--positive-share",
         type=float,
         metavar="P",
@@ -53,8 +50,8 @@ def add(verbs: Verbs) -> None:
     acts_with(top, "--among listed", lambda parsed: parsed.among == "listed")
     for option in (corruptions, share):
         acts_with(option, "--among seen or all", lambda parsed: parsed.among != "listed")
-    add_sample(calibrate, 10_000)
-    add_format(calibrate)
+    add_sample(verb, 10_000)
+    add_format(verb)
 
 
 def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:

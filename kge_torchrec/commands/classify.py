@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.commands import add_format, is_first_rank, opened
 from kge_torchrec.commands.calibrate import add_sample
 from kge_torchrec.environment import announced
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "tell true triples from false: a threshold a relation from valid, accuracy on test"
-    classify = add_verb(verbs, "classify", does, run)
-    classify.add_argument("folder", metavar="RUN", help="the folder of a run")
-    classify.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument(
         "--among",
         choices=("seen", "all"),
         default="seen",
         help="draw corruptions from the entities that the relation has on that side in train, or "
         "from all, most of which are plainly wrong (default: seen)",
     )
-    add_sample(classify, 100_000)
-    add_format(classify)
+    add_sample(verb, 100_000)
+    add_format(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -4,31 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_format, add_verb, as_flag
+from kge_torchrec.commands import add_format, as_flag
 from kge_torchrec.commands.prepare import add_reading, reading_of
 from kge_torchrec.environment import loading_torch
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "check a graph before training: leaks between splits, repeats, unseen entities, degrees"
-    data = verbs.add_parser("data", help=does, description=f"{does[0].upper()}{does[1:]}.")
-    actions = data.add_subparsers(required=True, metavar="check", title="what to do")
-    check = add_verb(actions, "check", does, run, alone=True)
-    check.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("check", choices=("check",), help="what to do")
+    verb.add_argument(
         "data",
         nargs="+",
         metavar="DATA",
         help="a store; or a directory, files or a graph by name, as prepare takes them",
     )
-    check.add_argument(
+    verb.add_argument(
         "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
     )
-    check.add_argument(
+    verb.add_argument(
         "--threshold",
         type=float,
         default=0.8,
@@ -36,8 +29,8 @@ def add(verbs: Verbs) -> None:
         help="of the triples of either that makes two relations inverses or duplicates "
         "(default: 0.8)",
     )
-    add_format(check)
-    add_reading(check)
+    add_format(verb)
+    add_reading(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:

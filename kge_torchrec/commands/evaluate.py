@@ -4,20 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_format, add_verb, is_first_rank, opened
+from kge_torchrec.commands import add_format, is_first_rank, opened
 from kge_torchrec.config.verb_options import acts_with
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "rank the triples of a split exactly, among all entities, with a trained run"
-    evaluate = add_verb(verbs, "evaluate", does, run)
-    evaluate.add_argument("folder", metavar="RUN", help="the folder of a run")
-    what = evaluate.add_mutually_exclusive_group()
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    what = verb.add_mutually_exclusive_group()
     what.add_argument(
         "--split", choices=("test", "valid", "train"), default="test", help="default: test"
     )
@@ -27,7 +21,7 @@ def add(verbs: Verbs) -> None:
         help="rank these instead of a split: lines of head, relation and tail with tabs between, "
         "or JSON objects; what they or any split hold is filtered",
     )
-    evaluate.add_argument(
+    verb.add_argument(
         "--by",
         nargs="+",
         action="extend",
@@ -37,18 +31,18 @@ def add(verbs: Verbs) -> None:
         "by how often the answer occurs in train.  Several at once, each with a table, and a file "
         "and a picture in the folder of the run",
     )
-    evaluate.add_argument(
+    verb.add_argument(
         "--candidates",
         choices=("all", "seen", "types"),
         help="rank among all entities, those that the relation has been seen with on that side in "
         "train, or those of the same types; results are labelled (default: the run's "
         "evaluation.candidates)",
     )
-    types = evaluate.add_argument(
+    types = verb.add_argument(
         "--types", metavar="FILE", help="of --candidates types: lines of entity, tab, type"
     )
     acts_with(types, "--candidates types", lambda parsed: parsed.candidates in (None, "types"))
-    add_format(evaluate)
+    add_format(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_verb, is_first_rank, opened
-
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
+from kge_torchrec.commands import is_first_rank, opened
 
 FORMATS = (
     "npy", "safetensors", "word2vec", "parquet", "huggingface",
@@ -16,18 +12,16 @@ FORMATS = (
 )  # fmt: skip
 
 
-def add(verbs: Verbs) -> None:
-    does = "write a trained run as files that load_model or another program reads"
-    export = add_verb(verbs, "export", does, run)
-    export.add_argument("folder", metavar="RUN", help="the folder of a run")
-    export.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
-    export.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
+    verb.add_argument(
         "--checkpoint",
         default="best",
         metavar="best|newest|NAME",
         help="default: best, the newest if none is known to be best",
     )
-    export.add_argument(
+    verb.add_argument(
         "--format",
         choices=FORMATS,
         default="npy",
@@ -35,18 +29,18 @@ def add(verbs: Verbs) -> None:
         "this; huggingface: safetensors as a repository of Hugging Face; pykeen, libkge, dglke: "
         "what those load, with the same scores; torch: a program of torch.export",
     )
-    export.add_argument(
+    verb.add_argument(
         "--card", action="store_true", help="write README.md, a model card, with npy and the like"
     )
-    export.add_argument("--license", metavar="ID", help="of the model, for the card")
-    export.add_argument("--data-license", metavar="ID", help="of the data, for the card")
-    export.add_argument(
+    verb.add_argument("--license", metavar="ID", help="of the model, for the card")
+    verb.add_argument("--data-license", metavar="ID", help="of the data, for the card")
+    verb.add_argument(
         "--changed-since",
         metavar="RUN",
         help="write only entities whose rows are others than in that run, the one that this one "
         "was extended from",
     )
-    export.add_argument("--overwrite", action="store_true", help="replace an existing export")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing export")
 
 
 def run(parsed: argparse.Namespace) -> int:

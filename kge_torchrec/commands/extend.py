@@ -5,40 +5,37 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_verb, config_of, is_first_rank
+from kge_torchrec.commands import config_of, is_first_rank
 from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
     from kge_torchrec.trained_run import Run
 
 
-def add(verbs: Verbs) -> None:
-    does = "add triples to a run: new entities and relations get rows, training goes on"
-    extend = add_verb(verbs, "extend", does, run)
-    extend.add_argument("folder", metavar="RUN", help="the folder of a run, which is only read")
-    extend.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, which is only read")
+    verb.add_argument(
         "triples", nargs="+", metavar="NEW_TRIPLES", help="a directory or files, as prepare takes"
     )
-    extend.add_argument("-o", "--output", required=True, metavar="NEWRUN", help="the new run")
-    extend.add_argument(
+    verb.add_argument("-o", "--output", required=True, metavar="NEWRUN", help="the new run")
+    verb.add_argument(
         "--place",
         action="store_true",
         help="first fit the rows of new entities and relations to their triples, others fixed",
     )
-    extend.add_argument(
+    verb.add_argument(
         "--epochs",
         type=int,
         metavar="N",
         help="how long training goes on (default: a tenth of the run's epochs; 0 with --place)",
     )
-    freeze = extend.add_argument(
+    freeze = verb.add_argument(
         "--freeze",
         action="store_true",
         help="train the rows of new entities and relations alone; all others stay bit for bit",
     )
-    replay = extend.add_argument(
+    replay = verb.add_argument(
         "--replay",
         type=float,
         default=1.0,
@@ -47,18 +44,18 @@ def add(verbs: Verbs) -> None:
     )
     for option in (freeze, replay):
         acts_with(option, "--epochs above 0 (--place alone trains none)", _trains)
-    extend.add_argument(
+    verb.add_argument(
         "--checkpoint",
         default="best",
         metavar="NAME",
         help="of RUN to go on from: best, newest or a name (default: best)",
     )
-    extend.add_argument(
+    verb.add_argument(
         "--allow-unseen-relations",
         action="store_true",
         help="accept new relations that occur in valid or test only",
     )
-    extend.add_argument(
+    verb.add_argument(
         "--set",
         action="append",
         type=_setting,

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import (
     add_output,
-    add_verb,
     answering,
     check_top,
     is_first_rank,
@@ -18,23 +16,18 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "list the entities nearest to one, or write a FAISS index of all"
-    nearest = add_verb(verbs, "nearest", does, run)
-    nearest.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
-    nearest.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
-    top = nearest.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
-    nearest.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
+    top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    verb.add_argument(
         "--index",
         metavar="FILE",
         help="write a FAISS index of all entities, in order of id, in place of a list, and "
         "FILE.json, which says what it holds; needs pip install 'kge-torchrec[index]'",
     )
-    kind = nearest.add_argument(
+    kind = verb.add_argument(
         "--kind",
         default="HNSW32",
         metavar="NAME",
@@ -42,7 +35,7 @@ def add(verbs: Verbs) -> None:
         "and more (default: HNSW32)",
     )
     acts_with(kind, "--index", lambda parsed: parsed.index is not None)
-    for option in (top, *add_output(nearest)):
+    for option in (top, *add_output(verb)):
         acts_with(option, "an ENTITY", lambda parsed: parsed.entity is not None)
 
 

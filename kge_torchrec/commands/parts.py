@@ -1,4 +1,4 @@
-"""``kge-torchrec parts``: what a config can name, with the options of each.
+"""``kge-torchrec list``: what a config can name, with the options of each.
 
 All of it is said by the classes themselves: names, formula, types, defaults, help.
 """
@@ -8,21 +8,15 @@ from __future__ import annotations
 import argparse
 import inspect
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kge_torchrec.commands import add_verb
 from kge_torchrec.config.options import Option, options_help
 from kge_torchrec.config.registry import KINDS, names_of, resolve
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "list what a config can name, with the options of each"
-    parts = add_verb(verbs, "parts", does, run)
-    parts.add_argument("kind", choices=tuple(KINDS))
-    parts.add_argument("name", nargs="?", help="one of them, or package.module:Class")
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("kind", choices=tuple(KINDS))
+    verb.add_argument("name", nargs="?", help="one of them, or package.module:Class")
 
 
 def run(parsed: argparse.Namespace) -> int:

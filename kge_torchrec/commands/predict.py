@@ -5,11 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kge_torchrec.commands import (
     add_output,
-    add_verb,
     answering,
     check_top,
     is_first_rank,
@@ -20,9 +19,6 @@ from kge_torchrec.commands import (
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import announced
-
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
 _DESCRIPTION = """\
 List the best answers of a trained run to a triple with one part missing.
@@ -35,43 +31,38 @@ List the best answers of a trained run to a triple with one part missing.
 """
 
 
-def add(verbs: Verbs) -> None:
-    does = "list the best answers to triples with one part missing: head, relation or tail"
-    predict = add_verb(verbs, "predict", does, run)
-    predict.description = _DESCRIPTION
-    predict.formatter_class = argparse.RawDescriptionHelpFormatter
-    predict.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
-    predict.add_argument("--head", metavar="X", help="label of an entity")
-    predict.add_argument("--relation", metavar="Y", help="label of a relation")
-    predict.add_argument("--tail", metavar="Z", help="label of an entity")
-    predict.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.description = _DESCRIPTION
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("--head", metavar="X", help="label of an entity")
+    verb.add_argument("--relation", metavar="Y", help="label of a relation")
+    verb.add_argument("--tail", metavar="Z", help="label of an entity")
+    verb.add_argument(
         "--queries",
         metavar="FILE",
         help="lines of head, relation and tail with tabs between, ? for what is asked, or JSON "
         'objects such as {"head": "X", "relation": "Y"}; bad lines are told, the others answered',
     )
-    predict.add_argument(
-        "--top", type=int, metavar="K", help="default: 10, or all that are --above"
-    )
-    predict.add_argument(
+    verb.add_argument("--top", type=int, metavar="K", help="default: 10, or all that are --above")
+    verb.add_argument(
         "--above", type=float, metavar="SCORE", help="only answers with at least this score"
     )
-    predict.add_argument(
+    verb.add_argument(
         "--new", action="store_true", help="leave out answers that the data holds already"
     )
-    candidates = predict.add_argument(
+    candidates = verb.add_argument(
         "--candidates",
         choices=("all", "seen"),
         default="all",
         help="heads and tails of the new links of a relation: all entities, or those seen with it "
         "on their side in train; every pair of them is scored (default: all)",
     )
-    loops = predict.add_argument(
+    loops = verb.add_argument(
         "--loops", action="store_true", help="with new links of an entity and itself"
     )
     for option in (candidates, loops):
         acts_with(option, "--relation alone", _lists_links)
-    add_output(predict)
+    add_output(verb)
 
 
 def _lists_links(parsed: argparse.Namespace) -> bool:

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kge_torchrec.commands import add_verb, as_flag
+from kge_torchrec.commands import as_flag
 from kge_torchrec.config.verb_options import acts_with
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "turn files of triples into a memory-mapped store, once for many runs"
-    prepare = add_verb(verbs, "prepare", does, run, alone=True)
-    prepare.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
         "sources",
         nargs="+",
         metavar="DIR_OR_FILE",
@@ -23,17 +18,17 @@ def add(verbs: Verbs) -> None:
         "such as pykeen:fb15k237, ogb:ogbl-wikikg2 or hf:ORGANIZATION/NAME; or countries, the "
         "graph inside the package",
     )
-    prepare.add_argument(
+    verb.add_argument(
         "-o", "--output", required=True, metavar="STORE", help="the store, for --data.path"
     )
-    add_reading(prepare)
-    prepare.add_argument(
+    add_reading(verb)
+    verb.add_argument(
         "--allow-unseen-relations",
         action="store_true",
         help="accept relations that occur in valid or test only",
     )
-    prepare.add_argument("--overwrite", action="store_true", help="replace an existing store")
-    prepare.add_argument("--no-progress", action="store_true", help="show no progress bar")
+    verb.add_argument("--overwrite", action="store_true", help="replace an existing store")
+    verb.add_argument("--no-progress", action="store_true", help="show no progress bar")
 
 
 def add_reading(verb: argparse.ArgumentParser) -> None:

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_verb
 from kge_torchrec.environment import announced, loading_torch
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "write one HTML page about a run, or several side by side: results, curves, examples"
-    report = add_verb(verbs, "report", does, run, alone=True)
-    report.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
-    report.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
+    verb.add_argument(
         "-o", "--output", metavar="FILE", help="the page (default: report.html in the first run)"
     )
-    report.add_argument(
+    verb.add_argument(
         "--no-models",
         action="store_true",
         help="load no model: no examples, no map of entities, and ranks by relation only where "

@@ -3,32 +3,26 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_output, add_verb, answering, tell_problems
-
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
+from kge_torchrec.commands import add_output, answering, tell_problems
 
 
-def add(verbs: Verbs) -> None:
-    does = "score the triples of a file, with probabilities where the run is calibrated"
-    score = add_verb(verbs, "score", does, run)
-    score.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
-    score.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument(
         "triples",
         metavar="FILE",
         help="lines of head, relation and tail with tabs between, or JSON objects with these keys; "
         "bad lines are told and the others scored",
     )
-    score.add_argument(
+    verb.add_argument(
         "--side",
         choices=("tail", "head"),
         default="tail",
         help="the end that is asked for: with reciprocal relations they score differently "
         "(default: tail)",
     )
-    add_output(score)
+    add_output(verb)
 
 
 def run(parsed: argparse.Namespace) -> int:

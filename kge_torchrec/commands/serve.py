@@ -4,36 +4,30 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from kge_torchrec.commands import add_verb, config_of
+from kge_torchrec.commands import config_of
 from kge_torchrec.environment import loading_torch
 
-if TYPE_CHECKING:
-    from kge_torchrec.commands import Verbs
 
-
-def add(verbs: Verbs) -> None:
-    does = "answer questions about a run or an export over HTTP"
-    serve = add_verb(verbs, "serve", does, run, alone=True)
-    serve.add_argument("folder", metavar="RUN_OR_EXPORT", help="the folder of a run or an export")
-    serve.add_argument(
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("folder", metavar="RUN_OR_EXPORT", help="the folder of a run or an export")
+    verb.add_argument(
         "--host",
         default="127.0.0.1",
         help="where it listens (default: 127.0.0.1, this machine alone); it asks for no password",
     )
-    serve.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
-    serve.add_argument(
+    verb.add_argument("--port", type=int, default=8000, help="default: 8000; 0 takes a free one")
+    verb.add_argument(
         "--max-k", type=int, default=1000, metavar="K", help="answers of a request (default: 1000)"
     )
-    serve.add_argument(
+    verb.add_argument(
         "--max-body",
         type=int,
         default=1 << 20,
         metavar="BYTES",
         help="of a request (default: 1048576)",
     )
-    serve.add_argument(
+    verb.add_argument(
         "--allow-host",
         action="append",
         default=[],
@@ -41,20 +35,20 @@ def add(verbs: Verbs) -> None:
         help="answer requests for this name of the machine, too; * for every name (default: "
         "--host, localhost, 127.0.0.1 and ::1); may be given several times",
     )
-    serve.add_argument(
+    verb.add_argument(
         "--max-connections",
         type=int,
         metavar="N",
         help="open at once (default: 1000, or half of `ulimit -n` if that is less)",
     )
-    serve.add_argument(
+    verb.add_argument(
         "--timeout",
         type=float,
         default=20.0,
         metavar="SECONDS",
         help="for a request to arrive, and for its reply to be read (default: 20)",
     )
-    serve.add_argument(
+    verb.add_argument(
         "--access-log", action="store_true", help="print a line per request; it has no limit"
     )
 

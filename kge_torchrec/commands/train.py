@@ -1,17 +1,18 @@
-"""``kge-torchrec train``: what it says of itself, starting, resuming, and the report at the end."""
+"""``kge-torchrec train``: start or resume a run, and print its results."""
 
 from __future__ import annotations
 
-import re
-import sys
+import argparse
 import textwrap
 from typing import TYPE_CHECKING
 
 from kge_torchrec.commands import config_of, is_first_rank
 from kge_torchrec.config import ConfigError
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
+    from kge_torchrec.commands.verbs import VerbParser
     from kge_torchrec.trained_run import Run
 
 _USAGE = """\
@@ -24,11 +25,6 @@ evaluate, predict and export take.
   CONFIG              a YAML file, or the name of a published one:
 {published}
   --key.sub value     changes a key of it; all keys, with meaning and default, are below
-  --resume RUN        goes on with the run in that folder as if it had never stopped, on any
-                      number of ranks; keys given besides hold from here on
-  --force             with --resume: starts at epoch 1 if all checkpoints of the run are gone
-  --plan plan.json    lays the table out by a file that `kge-torchrec plan -o` wrote; the same as
-                      --run.plan
 
 examples:
   kge-torchrec train demo
@@ -39,51 +35,60 @@ examples:
 _INDENT = " " * 22
 
 
-def run(arguments: list[str]) -> int:
-    if not arguments:
-        print(f"usage: {_USAGE}\n\nkge-torchrec train --help says more.", file=sys.stderr)
-        return 2
-    if {"-h", "--help"} & set(arguments):
-        print(_help())
-        return 0
-    arguments = [re.sub(r"^--plan(?=$|=)", "--run.plan", word) for word in arguments]
-    if arguments[0] == "--resume":
-        return _resume(arguments[1:])
-    from kge_torchrec.config.parser import load_config
-
-    name, overrides = None, arguments
-    if not arguments[0].startswith("-"):
-        name, overrides = arguments[0], arguments[1:]
-    with loading_torch():  # which some configs need
-        config = load_config(name, overrides)
-        from kge_torchrec import api
-
-    _report(api.train(config))
-    return 0
-
-
-def _help() -> str:
-    from kge_torchrec.config.parser import build_parser, published
+def add(verb: VerbParser) -> None:
+    from kge_torchrec.config.parser import published
 
     names = textwrap.fill(
         ", ".join(published()), width=98, initial_indent=_INDENT, subsequent_indent=_INDENT
     )
-    description = _DESCRIPTION.format(published=names)
-    return build_parser("kge-torchrec train", _USAGE, description).format_help()
+    verb.usage, verb.description = _USAGE, _DESCRIPTION.format(published=names)
+    verb.ending = _keys
+    verb.add_argument(
+        "--resume",
+        metavar="RUN",
+        help="resume the run in that folder as if it had never stopped, on any number of ranks; "
+        "keys that are set besides hold from here on",
+    )
+    force = verb.add_argument(
+        "--force", action="store_true", help="start at epoch 1 if all checkpoints of RUN are gone"
+    )
+    acts_with(force, "--resume", lambda parsed: parsed.resume is not None)
+    verb.add_argument(
+        "--plan",
+        metavar="plan.json",
+        help="lay the table out by a file of `kge-torchrec plan -o`; the same as --run.plan",
+    )
 
 
-def _resume(arguments: list[str]) -> int:
-    from kge_torchrec.config.parser import read_config
+def _keys() -> str:
+    """Return the help of every key of a config."""
+    from kge_torchrec.config.parser import build_parser
 
-    if not arguments or arguments[0].startswith("-"):
-        raise ConfigError("train --resume needs the folder of a run")
-    folder, overrides = arguments[0], [word for word in arguments[1:] if word != "--force"]
-    read_config(None, overrides)  # complains about unknown keys before anything starts
+    usage_and_options = 2
+    parts = build_parser().format_help().split("\n\n")
+    return "\n" + "\n\n".join(parts[usage_and_options:])
+
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.plan is not None:
+        parsed.overrides.append(f"--run.plan={parsed.plan}")
+    from kge_torchrec.config.parser import load_config, read_config
+
+    if parsed.resume is None:
+        with loading_torch():  # which some configs need
+            config = load_config(parsed.config, parsed.overrides)
+            from kge_torchrec import api
+
+        _report(api.train(config))
+        return 0
+    if parsed.config is not None:
+        raise ConfigError("train --resume takes the config of the run; leave CONFIG out")
+    read_config(None, parsed.overrides)  # complains about unknown keys before anything starts
     with loading_torch():
-        config_of(folder)
+        config_of(parsed.resume)
         from kge_torchrec import api
 
-    _report(api.resume(folder, overrides, force="--force" in arguments))
+    _report(api.resume(parsed.resume, parsed.overrides, force=parsed.force))
     return 0
 
 

@@ -248,7 +248,7 @@ class NegativesConfig:
     )
     options: dict[str, Any] = key(
         dict,
-        "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec parts "
+        "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec list "
         "negative_sampler` lists them.",
         moved={"degree_power": 0.75},
     )

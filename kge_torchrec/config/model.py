@@ -112,8 +112,7 @@ class ModelConfig:
     )
     options: dict[str, Any] = key(
         dict,
-        "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec parts scorer` lists "
-        "them.",
+        "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them.",
         resume=fixed(),
     )
     init_from: Optional[str] = key(  # noqa: UP045
@@ -194,7 +193,7 @@ class LossConfig:
     )
     options: dict[str, Any] = key(
         dict,
-        "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec parts "
+        "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list "
         "loss` lists them.",
         moved={"margin": 9.0, "temperature": 1.0, "reduction": "sum", "label_smoothing": 0.0},
     )

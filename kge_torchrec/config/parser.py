@@ -6,7 +6,6 @@ import difflib
 import logging
 import os
 import re
-from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from jsonargparse import ArgumentError, ArgumentParser, DefaultHelpFormatter
+from jsonargparse import ArgumentError, ArgumentParser
 
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import check_effects, declared, default_of, moved_keys
@@ -32,22 +31,9 @@ _INSTALLED = Path(__file__).resolve().parents[1] / "configs"
 CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "configs"
 
 
-class _Help(RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """jsonargparse's, that leaves the description's lines as they are."""
-
-
-def build_parser(
-    prog: str = "kge-torchrec train", usage: str | None = None, description: str | None = None
-) -> ArgumentParser:
+def build_parser() -> ArgumentParser:
     """The parser of every key; its --help lists them with their meaning and default."""
-    parser = ArgumentParser(
-        prog=prog,
-        usage=usage or f"{prog} CONFIG [--key.sub value]",
-        description=description,
-        formatter_class=_Help,
-        exit_on_error=False,
-        allow_abbrev=False,
-    )
+    parser = ArgumentParser(prog="kge-torchrec train", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
     parser.add_class_arguments(Config, None)
     return parser

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from training_runs import config_of
 
-from kge_torchrec.comparison.command import VARIANTS, run, variants
+from kge_torchrec.commands.compare import VARIANTS, variants
+from kge_torchrec.commands.verbs import run_verb
 from kge_torchrec.comparison.compare import Extent
 from kge_torchrec.config import Config, ConfigError, TrainConfig
 from kge_torchrec.errors import DataError
@@ -63,6 +66,7 @@ REFUSED = {
     "negative repeats": (["--repeats", "-1"], "--repeats must be an integer >= 0"),
     "no steps": (["--steps", "0"], "--steps must be an integer >= 1"),
 }  # fmt: skip
+run = partial(run_verb, "compare")
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -95,7 +99,8 @@ def test_torchrun_is_refused(monkeypatch):
 
 
 def test_help(capsys):
-    assert run(["--help"]) == 0
+    with pytest.raises(SystemExit):
+        run(["--help"])
     text = capsys.readouterr().out
     assert all(word in text for word in ("--world-sizes", "--repeats", "--steps", *VARIANTS))
     assert run([]) == 2

@@ -16,6 +16,7 @@ from kge_torchrec import (
     RowOptimizer,
     State,
 )
+from kge_torchrec.commands.verbs import run_verb
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.sparse_options import FBGEMM
@@ -25,7 +26,6 @@ from kge_torchrec.embeddings.foreign_optimizer import DenseRows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import RowGradients
 from kge_torchrec.embeddings.torchrec.cpu_table import CpuFusedTable
-from kge_torchrec.planning import command as plan_command
 from kge_torchrec.training.assembly import (
     build_backend,
     dense_optimizer,
@@ -179,5 +179,5 @@ def test_fbgemms_kernel_takes_no_steps_of_others(folder, store):
     arguments = ["--entities=1M", "--relations=10", "--triples=1M", "--devices", "1xH200"]
     arguments += ["--train.optimizer", LION]
     with pytest.raises(ConfigError, match=r"set entities\.engine handrolled"):
-        plan_command.run(arguments)
-    assert plan_command.run([*arguments, "--entities.engine=handrolled"]) == 0
+        run_verb("plan", arguments)
+    assert run_verb("plan", [*arguments, "--entities.engine=handrolled"]) == 0

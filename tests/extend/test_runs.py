@@ -24,9 +24,9 @@ from kge_torchrec import (
     api,
     load_model,
 )
+from kge_torchrec.commands.verbs import run_verb
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.errors import ExportError
-from kge_torchrec.planning import command as plan_command
 
 
 def refe(scorer, parameters, h, r, t):
@@ -177,7 +177,7 @@ def test_a_plan_counts_what_the_classes_say(folder, capsys):
     assert bare.dense_parameters == 7 * 4
     sizes = ["--entities=1M", "--relations=10", "--triples=1M", "--devices=2xCPU-64GB",
              "--model.dim=128"]  # fmt: skip
-    assert plan_command.run([*sizes, "--model.scorer", REFE, "--train.optimizer", LION]) == 0
+    assert run_verb("plan", [*sizes, "--model.scorer", REFE, "--train.optimizer", LION]) == 0
     said = capsys.readouterr().out
     assert f"(fp32, {LION}), {REFE} with 10 relations" in said
     sizes = dict(re.findall(r"^  (\w[\w ]+?)  +(\S+ \w+)$", said, re.MULTILINE))

@@ -10,11 +10,11 @@ import pytest
 from training_runs import config_of, tiny_store
 
 from kge_torchrec import api
+from kge_torchrec.commands.verbs import run_verb
 from kge_torchrec.config import SCORER_NAMES, Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import load_config
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
-from kge_torchrec.planning.command import run as plan
 
 MILLION = 10**6
 
@@ -142,7 +142,7 @@ def test_a_plan_is_of_the_number_that_training_takes(capsys):
     sizes = ["--entities", "1000", "--relations", "5", "--triples", "10M", "--format", "json"]
     found = {}
     for devices in ("2xCPU", "2xH200"):
-        plan(["--devices", devices, *sizes, "--model.dim", "8"])
+        run_verb("plan", ["--devices", devices, *sizes, "--model.dim", "8"])
         found[devices] = json.loads(capsys.readouterr().out)["run"]["batch_size"]
     assert found == {"2xCPU": 1024, "2xH200": 2 * 8192}
 

@@ -6,7 +6,6 @@ import argparse
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kge_torchrec.config import ConfigError
 from kge_torchrec.config.checks import at_least
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config, read_config
-from kge_torchrec.config.verb_options import acts_with, check_options
+from kge_torchrec.config.verb_options import acts_with
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
@@ -34,6 +33,46 @@ examples:
   kge-torchrec tune --resume studies/demo --trials 40
   kge-torchrec train studies/demo/best.yaml
 """
+
+
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.usage, verb.description = _USAGE, _DESCRIPTION
+    verb.add_argument("--trials", type=int, metavar="N", help="of the whole study (default: 30)")
+    verb.add_argument("--study", metavar="DIR", help="its folder (default: studies/SCORER-TIME)")
+    verb.add_argument(
+        "--space",
+        metavar="FILE",
+        help="YAML of keys with ranges or lists (default: by scorer and size of the graph, written "
+        "to STUDY/space.yaml)",
+    )
+    halving = verb.add_argument(
+        "--halving",
+        default="epochs",
+        metavar="epochs|subgraphs|none",
+        help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
+        "at all (default: epochs)",
+    )
+    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
+    verb.add_argument(
+        "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
+    )
+    verb.add_argument("--resume", metavar="STUDY", help="go on with the study in that folder")
+    verb.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run a study, print its best trial and return the exit code: 1 if no trial was completed."""
+    if "RANK" in os.environ:
+        raise ConfigError("tune runs trials of one process each; call it without torchrun")
+    check_optuna()
+    if parsed.resume is not None:
+        return _resume(parsed)
+    with loading_torch():
+        config = load_config(parsed.config, parsed.overrides)
+        trials = 30 if parsed.trials is None else parsed.trials
+        study = _open(config, trials, parsed.study, parsed.space, parsed.halving)
+    found = _run(study, trials, parsed.jobs)
+    return _tell(study, found)
 
 
 def tune(
@@ -68,41 +107,12 @@ def tune(
     return _run(found, trials, jobs)
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Tune from the command line and print the best trial.
-
-    Returns:
-        The exit code; 1 if no trial was completed.
-    """
-    arguments = list(arguments)
-    if not arguments or {"-h", "--help"} & set(arguments):
-        _parser().print_help(sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    if "RANK" in os.environ:
-        raise ConfigError("tune runs trials of one process each; call it without torchrun")
-    name, rest = None, arguments
-    if not arguments[0].startswith("-"):
-        name, rest = arguments[0], arguments[1:]
-    parser = _parser()
-    options, overrides = parser.parse_known_args(rest)
-    check_options(parser, options)
-    check_optuna()
-    if options.resume is not None:
-        return _resume(options, name, overrides)
-    with loading_torch():
-        config = load_config(name, overrides)
-        trials = 30 if options.trials is None else options.trials
-        study = _open(config, trials, options.study, options.space, options.halving)
-    found = _run(study, trials, options.jobs)
-    return _tell(study, found)
-
-
-def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[str]) -> int:
+def _resume(parsed: argparse.Namespace) -> int:
     """Resume a study from its folder; return the exit code."""
-    if name is not None or options.space is not None or options.study is not None:
+    if any(value is not None for value in (parsed.config, parsed.space, parsed.study)):
         raise ConfigError("tune --resume takes all from the study; give no config, space or study")
-    here = read_config(None, overrides)
-    given = {word.split("=")[0] for word in overrides if word.startswith("--")}
+    here = read_config(None, parsed.overrides)
+    given = {word.split("=")[0] for word in parsed.overrides if word.startswith("--")}
     if given - {"--threads", "--device"}:
         raise ConfigError(
             f"{sorted(given - {'--threads', '--device'})[0].removeprefix('--')}: the trials of a "
@@ -111,17 +121,17 @@ def _resume(options: argparse.Namespace, name: str | None, overrides: Sequence[s
     with loading_torch():
         from kge_torchrec.tuning.study import Study
 
-        study = Study(Path(options.resume))
-    trials = study.settings.trials if options.trials is None else options.trials
+        study = Study(Path(parsed.resume))
+    trials = study.settings.trials if parsed.trials is None else parsed.trials
     found = _run(
         study,
         trials,
-        options.jobs,
+        parsed.jobs,
         threads=here.threads if "--threads" in given else None,
         device=here.device if "--device" in given else None,
-        is_job=options.as_job,
+        is_job=parsed.as_job,
     )
-    return 0 if options.as_job else _tell(study, found)
+    return 0 if parsed.as_job else _tell(study, found)
 
 
 def check_optuna() -> None:
@@ -212,35 +222,3 @@ def _tell(study: Study, found: dict[str, Any]) -> int:
     print(f"report: {study.path / 'report.html'}\n"
           f"train it, and rank test: kge-torchrec train {study.path / 'best.yaml'}")  # fmt: skip
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kge-torchrec tune",
-        usage=_USAGE,
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--trials", type=int, metavar="N", help="of the whole study (default: 30)")
-    parser.add_argument("--study", metavar="DIR", help="its folder (default: studies/SCORER-TIME)")
-    parser.add_argument(
-        "--space",
-        metavar="FILE",
-        help="YAML of keys with ranges or lists (default: by scorer and size of the graph, written "
-        "to STUDY/space.yaml)",
-    )
-    halving = parser.add_argument(
-        "--halving",
-        default="epochs",
-        metavar="epochs|subgraphs|none",
-        help="how poor trials are dropped: after few epochs, on small cores of the graph, or not "
-        "at all (default: epochs)",
-    )
-    acts_with(halving, "a new study, without --resume", lambda parsed: parsed.resume is None)
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="J", help="processes that run trials (default: 1)"
-    )
-    parser.add_argument("--resume", metavar="STUDY", help="go on with the study in that folder")
-    parser.add_argument("--as-job", action="store_true", help=argparse.SUPPRESS)
-    return parser

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
-from kge_torchrec.config.verb_options import acts_with, check_options
+from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.comparison.compare import Comparison
@@ -35,6 +35,39 @@ Trains and measures several engines from the same start on the same batches, and
 the folder --run.dir. CONFIG is a YAML file or the name of one in configs/; --key.sub changes its
 keys as in train. All epochs are trained, and ranked at their end only.
 Variants: {", ".join(VARIANTS)}."""
+
+
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.usage, verb.description = _USAGE, _DESCRIPTION
+    add, engines = verb.add_argument, ["torchrec", "handrolled"]
+    help = "variants; the others are compared with the first (default: torchrec handrolled)"
+    add("--engines", nargs="+", default=engines, metavar="NAME", help=help)
+    help = "numbers of processes to compare with (default: 1)"
+    add("--world-sizes", nargs="+", type=int, default=[1], metavar="W", help=help)
+    help = "speed measurements per variant, alternating; 0 measures none (default: 3)"
+    add("--repeats", type=int, default=3, metavar="N", help=help)
+    help = "steps of each of the 3 timed blocks of a measurement (default: 100)"
+    steps = add("--steps", type=int, default=100, metavar="N", help=help)
+    acts_with(steps, "--repeats above 0", lambda parsed: parsed.repeats > 0)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Compare, print tables and verdict, and return the exit code: 1 if something is missing."""
+    if "RANK" in os.environ:
+        raise ConfigError("compare starts its own processes; call it without torchrun")
+    check_names(parsed.engines, parsed.overrides)
+    config = load_config(parsed.config, [*parsed.overrides, *NEUTRAL])
+    comparison = _comparison(
+        config, parsed.engines, parsed.world_sizes, parsed.repeats, parsed.steps
+    )
+    try:
+        comparison.run()
+    except KeyboardInterrupt:
+        print("kge-torchrec: interrupted; the measurements so far are kept", file=sys.stderr)
+        return 130
+    finally:
+        print(f"{comparison.text()}\n\nreport: {comparison.folder}")
+    return 0 if comparison.found["complete"] else 1
 
 
 def check_names(names: Sequence[str], overrides: Sequence[str] = ()) -> None:
@@ -113,37 +146,6 @@ def compare(
     return _comparison(as_config(config), engines, world_sizes, repeats, steps).run()
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Compare, print tables and verdict, and return the exit code: 1 if something is missing.
-
-    Raises:
-        ConfigError: The settings make no sense; nothing was started.
-        DataError: The data is bad.
-    """
-    arguments = list(arguments)
-    if not arguments or {"-h", "--help"} & set(arguments):
-        _parser().print_help(sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    if "RANK" in os.environ:
-        raise ConfigError("compare starts its own processes; call it without torchrun")
-    name, rest = None, arguments
-    if not arguments[0].startswith("-"):
-        name, rest = arguments[0], arguments[1:]
-    parser = _parser()
-    options, overrides = parser.parse_known_args(rest)
-    check_options(parser, options)
-    check_names(options.engines, overrides)
-    comparison = _comparison(load_config(name, [*overrides, *NEUTRAL]), **vars(options))
-    try:
-        comparison.run()
-    except KeyboardInterrupt:
-        print("kge-torchrec: interrupted; the measurements so far are kept", file=sys.stderr)
-        return 130
-    finally:
-        print(f"{comparison.text()}\n\nreport: {comparison.folder}")
-    return 0 if comparison.found["complete"] else 1
-
-
 def _comparison(
     config: Config, engines: Sequence[str], world_sizes: Sequence[int], repeats: int, steps: int
 ) -> Comparison:
@@ -157,20 +159,3 @@ def _comparison(
 
     check_start(config, facts_of(config))
     return Comparison(configs, Extent(tuple(world_sizes), repeats, Timing(steps=steps)))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kge-torchrec compare", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
-    )
-    add, engines = parser.add_argument, ["torchrec", "handrolled"]
-    help = "variants; the others are compared with the first (default: torchrec handrolled)"
-    add("--engines", nargs="+", default=engines, metavar="NAME", help=help)
-    help = "numbers of processes to compare with (default: 1)"
-    add("--world-sizes", nargs="+", type=int, default=[1], metavar="W", help=help)
-    help = "speed measurements per variant, alternating; 0 measures none (default: 3)"
-    add("--repeats", type=int, default=3, metavar="N", help=help)
-    help = "steps of each of the 3 timed blocks of a measurement (default: 100)"
-    steps = add("--steps", type=int, default=100, metavar="N", help=help)
-    acts_with(steps, "--repeats above 0", lambda parsed: parsed.repeats > 0)
-    return parser

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.parser import AnyConfig, as_config, load_config
-from kge_torchrec.config.verb_options import acts_with, check_options
+from kge_torchrec.config.verb_options import acts_with
 
 if TYPE_CHECKING:
     from kge_torchrec.planning.devices import Cluster
@@ -31,32 +29,61 @@ _DESCRIPTION = """\
 Plans a run without GPUs, processes or data: what every rank holds, what a step sends and takes,
 what to change if the run does not fit, and which batch makes it faster. CONFIG is a YAML file or
 the name of one in configs/; --key.sub changes its keys as in train. The exit code is 0 if the run
-fits and 3 if it
-does not."""
+fits and 3 if it does not."""
 
 
-def run(arguments: Sequence[str]) -> int:
-    """Plan a run, print the plan and return the exit code.
+def add(verb: argparse.ArgumentParser) -> None:
+    verb.usage, verb.description = _USAGE, _DESCRIPTION
+    add = verb.add_argument_group("devices").add_argument
+    names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
+    add("--devices", required=True, help=names)
+    add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
+    add("--device-file", metavar="YAML", help="more devices; docs/how-to/plan.md has the keys")
+    add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
+    add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
+    add = verb.add_argument_group("sizes (default: those of the config's data)").add_argument
+    for name in ("entities", "relations", "triples"):
+        add(f"--{name}", type=count, metavar="N", help="such as 86_000_000 or 86M")
+    exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
+    add("--skew", type=skew, help=f"{exponent}0.7 without)")
+    add = verb.add_argument_group("layout").add_argument
+    of_one = [
+        add(
+            "--sharding",
+            default="row_wise",
+            help="row_wise, column_wise, table_wise, data_parallel",
+        ),
+        add("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching"),
+        add("--dtype", default="fp32", help="type of the table: fp32, fp16, bf16"),
+        add("--replicas", type=int, default=1, help="2-D parallelism: number of whole tables"),
+    ]
+    cached = "cached share of the rows (default: 0.2)"
+    acts_with(
+        add("--cache-ratio", type=float, default=0.2, help=cached),
+        "--kernel fused_uvm_caching, or --all",
+        lambda parsed: parsed.all or parsed.kernel == "fused_uvm_caching",
+    )
+    acts_with(
+        add("--sync-every", type=int, default=100, help="steps between averaging the replicas"),
+        "--replicas above 1, or --all",
+        lambda parsed: parsed.all or parsed.replicas > 1,
+    )
+    add("--all", action="store_true", help="rank all layouts by modelled step time")
+    add = verb.add_argument_group("output").add_argument
+    of_one += [
+        add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
+        add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory"),
+    ]
+    for option in of_one:
+        acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
+    add("--format", choices=("table", "json"), default="table")
 
-    Raises:
-        ConfigError: The settings make no sense.
-        DataError: The data is bad.
-        OSError: A file cannot be read or written.
-    """
-    arguments = list(arguments)
-    if not arguments or {"-h", "--help"} & set(arguments):
-        _parser().print_help(sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    name, rest = None, arguments
-    if not arguments[0].startswith("-"):
-        name, rest = arguments[0], arguments[1:]
-    parser = _parser()
-    options, overrides = parser.parse_known_args(rest)
-    check_options(parser, options)
-    if options.picture and Path(options.picture).suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"--picture: {options.picture} must end with .png, .svg or .pdf")
-    setup = _setup(load_config(name, overrides), options)
-    plans = _print_all(setup, options) if options.all else [_print_one(setup, options)]
+
+def run(parsed: argparse.Namespace) -> int:
+    if parsed.picture and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
+        raise ConfigError(f"--picture: {parsed.picture} must end with .png, .svg or .pdf")
+    setup = _setup(load_config(parsed.config, parsed.overrides), parsed)
+    plans = _print_all(setup, parsed) if parsed.all else [_print_one(setup, parsed)]
     return 0 if any(plan.fits for plan in plans) else DOES_NOT_FIT
 
 
@@ -78,7 +105,9 @@ def plan(config: AnyConfig = None, *, devices: str, **options: Any) -> dict[str,
     """
     from kge_torchrec.planning.plan import plan_training
 
-    defaults = vars(_parser().parse_args(["--devices", devices]))
+    parser = argparse.ArgumentParser()
+    add(parser)
+    defaults = vars(parser.parse_args(["--devices", devices]))
     unknown = options.keys() - (defaults.keys() - {"all", "output", "picture", "format"})
     if unknown:
         raise TypeError(f"plan() has no option {', '.join(sorted(unknown))}")
@@ -194,53 +223,3 @@ def skew(text: str) -> float:
     if not 0 <= value <= 3:
         raise ValueError
     return value
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="kge-torchrec plan", usage=_USAGE, description=_DESCRIPTION, allow_abbrev=False
-    )
-    add = parser.add_argument_group("devices").add_argument
-    names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
-    add("--devices", required=True, help=names)
-    add("--hosts", type=int, default=1, help="hosts that share the devices evenly (default: 1)")
-    add("--device-file", metavar="YAML", help="more devices; docs/how-to/plan.md has the keys")
-    add("--host-memory", type=float, default=0, metavar="GIB", help="main memory of one host")
-    add("--reserve", type=float, default=0.05, help="share of memory left free (default: 0.05)")
-    add = parser.add_argument_group("sizes (default: those of the config's data)").add_argument
-    for name in ("entities", "relations", "triples"):
-        add(f"--{name}", type=count, metavar="N", help="such as 86_000_000 or 86M")
-    exponent = "Zipf exponent of entity frequencies, 0 for uniform (default: counted in the data, "
-    add("--skew", type=skew, help=f"{exponent}0.7 without)")
-    add = parser.add_argument_group("layout").add_argument
-    of_one = [
-        add(
-            "--sharding",
-            default="row_wise",
-            help="row_wise, column_wise, table_wise, data_parallel",
-        ),
-        add("--kernel", default="fused", help="fused, fused_uvm, fused_uvm_caching"),
-        add("--dtype", default="fp32", help="type of the table: fp32, fp16, bf16"),
-        add("--replicas", type=int, default=1, help="2-D parallelism: number of whole tables"),
-    ]
-    cached = "cached share of the rows (default: 0.2)"
-    acts_with(
-        add("--cache-ratio", type=float, default=0.2, help=cached),
-        "--kernel fused_uvm_caching, or --all",
-        lambda parsed: parsed.all or parsed.kernel == "fused_uvm_caching",
-    )
-    acts_with(
-        add("--sync-every", type=int, default=100, help="steps between averaging the replicas"),
-        "--replicas above 1, or --all",
-        lambda parsed: parsed.all or parsed.replicas > 1,
-    )
-    add("--all", action="store_true", help="rank all layouts by modelled step time")
-    add = parser.add_argument_group("output").add_argument
-    of_one += [
-        add("-o", "--output", metavar="JSON", help="file for the plan, which run.plan trains with"),
-        add("--picture", metavar="PNG_OR_SVG", help="file for a picture of the ranks' memory"),
-    ]
-    for option in of_one:
-        acts_with(option, "one layout, without --all", lambda parsed: not parsed.all)
-    add("--format", choices=("table", "json"), default="table")
-    return parser

@@ -1,0 +1,155 @@
+"""The table of verbs, and the one way in which every verb reads its options and runs.
+
+A verb is a module of this folder with ``add(verb)``, which declares its options, and
+``run(parsed)``, which does the work and returns the exit code. Only the module of the verb that is
+called is imported, so ``kge-torchrec --help`` imports none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+from kge_torchrec.environment import check_packages
+
+GROUPS = ("Train", "Look", "Use", "Share")
+
+
+class Verb(NamedTuple):
+    """One verb.
+
+    Attributes:
+        place: Its heading in ``kge-torchrec --help``; or the verb whose own --help mentions it.
+        does: One line of help.
+        alone: Whether it refuses to run as several processes of torchrun.
+        takes_keys: Whether it takes CONFIG as its first word, and ``--key.sub value`` among its
+            options. They arrive as ``parsed.config`` and ``parsed.overrides``.
+        module: The file of the verb, if its name is another one. A file list.py would hide the
+            built-in ``list`` from ``commands/__init__.py``.
+    """
+
+    place: str
+    does: str
+    alone: bool = False
+    takes_keys: bool = False
+    module: str | None = None
+
+
+VERBS = {
+    "prepare": Verb("Train", "turn files of triples into a store for many runs", alone=True),
+    "encode": Verb("prepare", "make vectors of texts, for model.init_from", alone=True),
+    "train": Verb("Train", "train a model and rank the test triples with it", takes_keys=True),
+    "extend": Verb("Train", "add triples, with new entities and relations, to a run"),
+    "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
+    "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", alone=True),
+    "list": Verb("Look", "list scorers, losses and other parts of a config", module="parts"),
+    "parts": Verb("list", "the earlier name of list"),
+    "plan": Verb("Look", "estimate memory and step time without devices", takes_keys=True),
+    "evaluate": Verb("Look", "rank the triples of a split with a trained run"),
+    "compare": Verb("Look", "train and measure several engines side by side", takes_keys=True),
+    "report": Verb("Look", "write an HTML page about one run or several", alone=True),
+    "predict": Verb("Use", "list the best answers to a triple with one part missing"),
+    "score": Verb("predict", "score the triples of a file"),
+    "nearest": Verb("predict", "list the entities nearest to one, or write a FAISS index of all"),
+    "ask": Verb("predict", "answer a query of several steps, with and, or and not"),
+    "classify": Verb("predict", "tell true triples from false, with a threshold per relation"),
+    "calibrate": Verb("Use", "fit probabilities to a run's scores"),
+    "export": Verb("Share", "write a trained run as files that other programs read"),
+    "serve": Verb("Share", "answer queries about a run over HTTP", alone=True),
+}  # fmt: skip
+
+
+class VerbParser(argparse.ArgumentParser):
+    """The parser of a verb. ``ending`` returns a text for the end of --help, if there is one."""
+
+    ending: Callable[[], str] | None = None
+
+    def format_help(self) -> str:
+        return super().format_help() + ("" if self.ending is None else self.ending())
+
+
+def lines_of(place: str) -> str:
+    """Return the verbs of a place with what they do, a line each."""
+    return "\n".join(
+        f"  {name:<11}{verb.does}" for name, verb in VERBS.items() if verb.place == place
+    )
+
+
+def closest(word: str, known: Sequence[str]) -> str:
+    """Return "; did you mean ...?" for a word that is close to a known one, else nothing."""
+    close = difflib.get_close_matches(word, known, n=1, cutoff=0.7)
+    return f"; did you mean {close[0]}?" if close else ""
+
+
+def parser_of(name: str) -> VerbParser:
+    """Return the parser of a verb."""
+    verb, related = VERBS[name], lines_of(name)
+    parser = VerbParser(
+        prog=f"kge-torchrec {name}",
+        description=f"{verb.does[0].upper()}{verb.does[1:]}.",
+        epilog=f"related verbs:\n{related}" if related else None,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=not verb.takes_keys,
+    )
+    _module(name).add(parser)
+    return parser
+
+
+def run_verb(name: str, words: Sequence[str]) -> int:
+    """Run a verb with what was typed after it; return the exit code.
+
+    Raises:
+        KGEError: Something is wrong with the input.
+        OSError: A file cannot be read or written.
+        SystemExit: The words ask for --help, or are not of the verb's form.
+    """
+    from kge_torchrec.config.checks import ConfigError
+    from kge_torchrec.config.verb_options import check_options
+
+    verb, parser, words = VERBS[name], parser_of(name), list(words)
+    if verb.takes_keys and not words:
+        parser.print_usage(sys.stderr)
+        print(f"\nkge-torchrec {name} --help says more.", file=sys.stderr)
+        return 2
+    # A parser cannot tell CONFIG from the value of an override, so CONFIG comes first.
+    config = words.pop(0) if verb.takes_keys and not words[0].startswith("-") else None
+    parsed, others = parser.parse_known_args(words)
+    check_packages()
+    _check_known(parser, others, verb.takes_keys)
+    if verb.takes_keys:
+        parsed.config, parsed.overrides = config, others
+    check_options(parser, parsed)
+    ranks = os.environ.get("WORLD_SIZE", "1")
+    if verb.alone and ranks != "1":
+        raise ConfigError(f"{name} is for one process, not {ranks} ranks: run it without torchrun")
+    code: int = _module(name).run(parsed)
+    return code
+
+
+def _module(name: str) -> Any:
+    return import_module(f"kge_torchrec.commands.{VERBS[name].module or name}")
+
+
+def _check_known(parser: VerbParser, others: Sequence[str], takes_keys: bool) -> None:
+    """Refuse words that are neither of the verb nor, where it takes them, keys of a config."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    for word in others:
+        option = word.partition("=")[0]
+        hint = closest(option, options)
+        if takes_keys and (not hint or "." in option or _is_key(option.removeprefix("--"))):
+            continue  # the config reports keys that it does not know
+        if option.startswith("-"):
+            parser.error(f"unknown option {option}{hint}")
+        parser.error(f"{word!r} is one argument too many")
+
+
+def _is_key(name: str) -> bool:
+    from kge_torchrec.config import all_keys
+    from kge_torchrec.config.parser import current_name
+
+    return current_name(name) in all_keys()
