@@ -26,7 +26,7 @@ def step_rows(
 ) -> None:
     """One step of an optimizer that is not ours, on the rows that have a gradient.
 
-    As ``row_kernels.update_rows``: ids (M,) in any order, duplicates summed; grad (M, D); weights
+    As ``row_updates.update_rows``: ids (M,) in any order, duplicates summed; grad (M, D); weights
     (n, D) and states, (n, D) or (n,), are written in place.
     """
     if not len(ids):

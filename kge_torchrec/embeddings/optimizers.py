@@ -1,6 +1,6 @@
 """The optimizers of the entity table: one class for each says what everybody asks about it.
 
-Ours have a compiled kernel (``row_kernels``) and one of FBGEMM's.  Any other class gives its step
+Ours have a compiled kernel (``row_updates``) and one of FBGEMM's.  Any other class gives its step
 on some rows at a time by torch operations, and is applied to the relations in the same way.
 
 Shapes: u rows at a time, D numbers a row.

@@ -18,16 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.fused_distances import fused, is_fused
-from kge_torchrec.models.ops import (
-    BLOCK_NUMBERS,
-    EPSILON,
-    Comparison,
-    Mapped,
-    block_device,
-    pairwise,
-    pick,
-)
+from kge_torchrec.kernels.fused_distances import fused, is_fused
+from kge_torchrec.kernels.kinds import EPSILON, Comparison, Mapped, block_device
+from kge_torchrec.models.ops import BLOCK_NUMBERS, pairwise, pick
 
 _LINE = 16  # numbers of float32 in 64 bytes
 _FEW_PAIRS = 1 << 20  # that the nearest cache has room for, alignment or not
@@ -192,7 +185,7 @@ def has_kernels(query: Tensor) -> bool:
 
 
 def _pair_scores(*given: Any) -> Tensor:
-    from kge_torchrec.models.pair_scores import pair_scores  # numba takes its time to load
+    from kge_torchrec.kernels.pair_scores import pair_scores  # numba takes its time to load
 
     return pair_scores(*given)
 

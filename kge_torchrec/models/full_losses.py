@@ -14,7 +14,7 @@ where s are the query's N scores, and differ in the normalizer:
 Label smoothing e takes e of an answer's target and spreads it: over all N for softmax, as e/2 of
 each 0 and 1 for bce (targets 1 - e/2 and e/2).
 
-On a CPU ``slope_kernels`` read the scores once for each step.  It has scores in bfloat16 as they
+On a CPU ``score_gradients`` read the scores once for each step.  It has scores in bfloat16 as they
 are, and computes in float32.
 
 Shapes: Q queries, M answers of the queries within a block; m entities of a block, N entities, B
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.models.ops import block_device
+from kge_torchrec.kernels.kinds import block_device
 
 KEPT_BYTES = 256 << 20  # of a step's scores that are kept rather than computed twice
 CPU_BLOCK_BYTES = 31 << 20  # glibc gives freed blocks of 32 MiB and more back to the kernel
@@ -196,9 +196,9 @@ def _kernels_for(scores: Tensor) -> ModuleType | None:
     """What computes these on a CPU; None where torch does."""
     if scores.device.type != "cpu":
         return None
-    from kge_torchrec.models import slope_kernels  # numba takes its time
+    from kge_torchrec.kernels import score_gradients  # numba takes its time
 
-    return slope_kernels if slope_kernels.takes(scores) else None
+    return score_gradients if score_gradients.takes(scores) else None
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

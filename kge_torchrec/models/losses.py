@@ -55,7 +55,7 @@ def _has_kernels(scores: Tensor) -> bool:
 
 
 def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
-    from kge_torchrec.models.slope_kernels import log_sums  # numba takes its time to load
+    from kge_torchrec.kernels.score_gradients import log_sums  # numba takes its time to load
 
     return log_sums(scores, mask, softmax)
 

@@ -148,7 +148,7 @@ class _TakeRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
         if has_kernels(grads[0]) and grads[0].dtype == torch.float32:
-            from kge_torchrec.models.row_sums import sums_by_row  # numba takes its time to load
+            from kge_torchrec.kernels.row_sums import sums_by_row  # numba takes its time to load
 
             return sums_by_row(index, grads, ctx.count), None, None
         out = grads[0].new_zeros(ctx.count, grads[0].shape[1])

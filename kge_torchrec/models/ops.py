@@ -9,51 +9,25 @@ what is compiled takes the real form, which it makes one kernel of, with what is
 expanded again for its gradient, so that the (b, K, D) intermediates are never in memory whole.  A
 pair's score is computed from its own numbers alone, so that blocks do not change its bits.
 
-**Dropout.**  torch's, but on a CPU, where a draw is a hash (``dropout_kernels``).
+**Dropout.**  torch's, but on a CPU, where a draw is a hash (``kernels/dropout.py``).
 
 Shapes: C chunks, b queries, K rows, D numbers (D/2 complex ones) a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Distance = Literal["euclidean", "manhattan", "moduli"]
-Comparison = Literal["dot", Distance]  # of a query and a row
-Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
-# How a relation acts on its anchor: as real numbers, as complex ones, or by its conjugate.
-Factor = Literal["real", "complex", "conjugate"]
-EPSILON = 1e-12  # under the root of a modulus, as in RotatE.similarity
+from kge_torchrec.kernels.kinds import block_device
+
 # Numbers of a block's intermediates: what stays in a CPU's L2 cache, enough work for a GPU.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}
 _COMPILED_BLOCKS = 4
-_planned_for = ContextVar("planned_for", default="cuda")
-
-
-def block_device(x: Tensor) -> str:
-    """Whose block sizes a computation takes, "cpu" or "cuda".
-
-    Tensors on the meta device stand for what they plan for.
-    """
-    kind = x.device.type
-    return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
-
-
-@contextmanager
-def planning_for(kind: str) -> Iterator[None]:
-    """Inside, tensors on the meta device stand for those of "cpu" or "cuda"."""
-    token = _planned_for.set(kind)
-    try:
-        yield
-    finally:
-        _planned_for.reset(token)
 
 
 def pairwise(
@@ -158,6 +132,6 @@ class _Dropped(torch.autograd.Function):
 
 
 def _dropped(values: Tensor, share: float, key: int) -> Tensor:
-    from kge_torchrec.models.dropout_kernels import dropped  # numba takes its time to load
+    from kge_torchrec.kernels.dropout import dropped  # numba takes its time to load
 
     return dropped(values, share, key)

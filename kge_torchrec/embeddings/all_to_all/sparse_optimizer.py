@@ -1,6 +1,6 @@
 """Own sparse optimizer: one step on the rows that have a gradient, and on no other.
 
-The formulas are those of ``row_kernels``, with the choices of ``SparseOptions``.  FBGEMM's own
+The formulas are those of ``row_updates``, with the choices of ``SparseOptions``.  FBGEMM's own
 choices on a CPU table take the fused kernel of that file; all else is torch operations, a bounded
 number of rows at a time.  Each way to count steps comes with the arithmetic of the system that
 counts so:
@@ -37,7 +37,7 @@ from kge_torchrec.embeddings.foreign_optimizer import step_rows as step_foreign_
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import RowGradients
-from kge_torchrec.embeddings.row_kernels import update_rows
+from kge_torchrec.kernels.row_updates import update_rows
 
 _ROUNDED = ("momentum1", "exp_avg_sq")  # the place is the state's number in the random bits
 
@@ -62,7 +62,7 @@ class SparseOptimizer:
             (n, D), for rowwise_adagrad (n,); ``exp_avg_sq`` (n, D), for rowwise_adam (n,);
             ``row_step`` (n,) int32, steps of each row, of the Adams with ``bias_correction`` row.
             Write into them to resume.
-        fused: whether the kernel of ``row_update`` takes the steps.
+        fused: whether the kernel of ``row_updates`` takes the steps.
         chunk_rows: rows at a time where it does not; no result depends on it.
 
     Raises ValueError when ``rows`` is not a matrix of float32.

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import SUMS, helper
-from kge_torchrec.models.ops import EPSILON
-from kge_torchrec.models.row_sums import by_row
+from kge_torchrec.kernels.kinds import EPSILON
+from kge_torchrec.kernels.row_sums import by_row
 
 _EPSILON = np.float32(EPSILON)
 _TAKEN = 16  # queries or rows that a thread takes at once

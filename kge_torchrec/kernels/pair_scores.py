@@ -25,10 +25,10 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from kge_torchrec.kernels import pair_kernels as kernels
 from kge_torchrec.kernels.blocks import BlockKernel
-from kge_torchrec.models import pair_kernels as kernels
-from kge_torchrec.models.ops import Comparison, Mapped
-from kge_torchrec.models.row_sums import by_row
+from kge_torchrec.kernels.kinds import Comparison, Mapped
+from kge_torchrec.kernels.row_sums import by_row
 
 _KINDS: tuple[str, ...] = (*get_args(Comparison), *get_args(Mapped))
 

@@ -2,7 +2,7 @@
 
 A batch of queries has a few relations, but torch multiplies with a copy of the matrix for each
 query, which dropout reads and writes again, and so does backward.  Here a query reads its
-relation's matrix where it lies and draws what is dropped while it multiplies (``dropout_kernels``
+relation's matrix where it lies and draws what is dropped while it multiplies (``dropout``
 says how, and backward draws it again).  Queries of one relation follow each other, so that its
 matrix and its gradient stay in the nearer caches.  A relation's gradient has one writer, which adds
 queries in their order: any number of threads gives the same bits.
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.dropout import mixed
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper, threads_for
-from kge_torchrec.models.dropout_kernels import mixed
-from kge_torchrec.models.row_sums import by_row
+from kge_torchrec.kernels.row_sums import by_row
 
 _U = np.uint32
 

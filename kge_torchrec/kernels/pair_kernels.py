@@ -23,9 +23,9 @@ import numpy as np
 
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper
-from kge_torchrec.models.ops import EPSILON
+from kge_torchrec.kernels.kinds import EPSILON
 
-# The kinds by their places among Comparison and Mapped of ``ops``.
+# The kinds by their places among Comparison and Mapped of ``kinds``.
 _DOT, EUCLIDEAN, _MANHATTAN, _MODULI, _SCALED_MANHATTAN, _SCALED_SQUARES, _HYPERPLANE = range(7)
 _MAPPED = _SCALED_MANHATTAN  # the first of those with a map
 SQUARES = (_SCALED_SQUARES, _HYPERPLANE)
