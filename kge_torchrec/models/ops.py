@@ -17,13 +17,13 @@ Shapes: C chunks, b queries, K rows, D numbers (D/2 complex ones) a row.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kge_torchrec.kernels.kinds import block_device
+from kge_torchrec.kernels.operators import dropped
 
 # Numbers of a block's intermediates: what stays in a CPU's L2 cache, enough work for a GPU.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}
@@ -113,25 +113,4 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """(...) -> (...)"""
-        is_here = input.device.type == "cpu" and input.dtype == torch.float32
-        if not (is_here and self.training and 0 < self.p < 1) or torch.compiler.is_compiling():
-            return super().forward(input)
-        return _Dropped.apply(input, self.p, int(torch.randint(2**62, ())))
-
-
-class _Dropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, share: float, key: int) -> Tensor:
-        ctx.share, ctx.key = share, key
-        return _dropped(values, share, key)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _dropped(grad, ctx.share, ctx.key), None, None
-
-
-def _dropped(values: Tensor, share: float, key: int) -> Tensor:
-    from kge_torchrec.kernels.dropout import dropped  # numba takes its time to load
-
-    return dropped(values, share, key)
+        return dropped(input, self.p) if self.training else input

@@ -26,7 +26,7 @@ ON_THE_HOST = {
     "triple_objective._once",  # which a GPU does not call
     "table.make_route", "table.starts",  # where ids of such a batch go, by a group on the host
     "row_updates.update_rows", "row_updates._two_dimensional", "score_gradients.normalizers",
-    "score_gradients.gradients", "score_gradients._array", "score_gradients.forward",
+    "score_gradients.gradients", "score_gradients._array",
     "triple_products._arrays", "triple_products.forward", "triple_products.encoded",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.
