@@ -12,7 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.library import opcheck
 
-from kge_torchrec.kernels import dropout, operators, pair_scores, row_sums, score_gradients
+from kge_torchrec.kernels import (
+    dropout,
+    operators,
+    pair_scores,
+    projected_distances,
+    row_sums,
+    score_gradients,
+)
 
 
 def made(*sizes: int, seed: int = 0) -> torch.Tensor:
@@ -48,6 +55,15 @@ def test_torch_checks_pairs(kind):
     arguments = (*given, kind)
     opcheck(pair_scores._gradients_of_queries, arguments)
     opcheck(pair_scores._gradient_of_rows, arguments)
+
+
+def test_torch_checks_projected_distances():
+    """Of 3 blocks of 2 elements and 2 projections."""
+    inputs = made(2, 3, 2, 3), made(2, 3, 2, 2, 3), made(2, 3, 2, 3), made(5, 2, 3, seed=1)
+    index = torch.tensor([[0, 4, 4], [1, 0, 2]])
+    opcheck(projected_distances._distances, (*inputs, index))
+    without = (x.detach() for x in inputs)
+    opcheck(projected_distances._gradients, (*without, index, made(2, 3, 3).detach()))
 
 
 @settings(max_examples=40, deadline=None)
