@@ -17,6 +17,7 @@ from kge_torchrec.kernels import (
     operators,
     pair_scores,
     projected_distances,
+    relation_products,
     row_sums,
     score_gradients,
 )
@@ -64,6 +65,14 @@ def test_torch_checks_projected_distances():
     opcheck(projected_distances._distances, (*inputs, index))
     without = (x.detach() for x in inputs)
     opcheck(projected_distances._gradients, (*without, index, made(2, 3, 3).detach()))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_torch_checks_relation_products(left):
+    given = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
+    opcheck(relation_products._products, (*given, left, 0.3, 12345678901))
+    without = (x.detach() for x in given)
+    opcheck(relation_products._gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
 
 
 @settings(max_examples=40, deadline=None)
