@@ -3,7 +3,7 @@
 from faults import Fault
 
 SHARDER, TABLES = "embeddings/torchrec/sharder.py", "../scripts/gpu_checks/tables.py"
-PLANNER, FUSED = "embeddings/torchrec/planner.py", "models/fused_distances.py"
+PLANNER, FUSED = "embeddings/torchrec/planner.py", "kernels/fused_distances.py"
 
 FAULTS = [
     Fault("rows come back from other GPUs the other way round", SHARDER,

@@ -17,7 +17,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from kge_torchrec.models.ops import Comparison, Factor, Mapped
+from kge_torchrec.kernels.kinds import Comparison, Factor, Mapped
 
 COMPARISONS, MAPPED = get_args(Comparison), get_args(Mapped)
 TRAINED = {
@@ -57,7 +57,7 @@ def with_gradients(function, *inputs):
 
 
 def pairs(kind: str):
-    from kge_torchrec.models.pair_scores import pair_scores
+    from kge_torchrec.kernels.pair_scores import pair_scores
 
     index = torch.arange(21).view(3, 7) % 6
     given = made(3, 5, 10), made(6, 10)
@@ -69,7 +69,7 @@ def pairs(kind: str):
 
 
 def triples(kind: str):
-    from kge_torchrec.models.triple_products import Asked, encoded
+    from kge_torchrec.kernels.triple_products import Asked, encoded
 
     places = torch.arange(24) % 9
     asked = Asked(kind, places, places % 4, (places + 2) % 9, places[:8])
@@ -82,7 +82,7 @@ def triples(kind: str):
 
 
 def losses(kind: str):
-    from kge_torchrec.models.slope_kernels import gradients, log_sums, normalizers
+    from kge_torchrec.kernels.score_gradients import gradients, log_sums, normalizers
 
     softmax, scores, out = kind == "softmax", made(6, 150), torch.empty(6, dtype=torch.float64)
     mask = made(6, 150) > -1
@@ -98,7 +98,7 @@ def losses(kind: str):
 
 def updates(kind: str):
     from kge_torchrec.embeddings.optimizers import TableOptimizer, optimizer_class
-    from kge_torchrec.embeddings.row_kernels import update_rows
+    from kge_torchrec.kernels.row_updates import update_rows
 
     states = [
         torch.zeros(9) if s.by_row else torch.zeros(9, 10) for s in optimizer_class(kind).states
@@ -110,14 +110,14 @@ def updates(kind: str):
 
 
 def projections(_: str):
-    from kge_torchrec.models.projected_pairs import projected_distances
+    from kge_torchrec.kernels.projected_distances import projected_distances
 
     given = made(2, 3, 12), made(2, 3, 24), made(2, 3, 6), made(2, 5, 12)
     return with_gradients(lambda *x: projected_distances(*x, 4), *given)
 
 
 def matrices(_: str):
-    from kge_torchrec.models.matrix_products import relation_products
+    from kge_torchrec.kernels.relation_products import relation_products
 
     relation, found = torch.arange(7) % 3, ()
     for left in (True, False):
@@ -127,13 +127,13 @@ def matrices(_: str):
 
 
 def dropout(_: str):
-    from kge_torchrec.models.dropout_kernels import dropped
+    from kge_torchrec.kernels.dropout import dropped
 
     return (dropped(made(40, 10), 0.3, 12345678901),)
 
 
 def sums(_: str):
-    from kge_torchrec.models.row_sums import sums_by_row
+    from kge_torchrec.kernels.row_sums import sums_by_row
 
     return (sums_by_row(torch.arange(30) % 7, (made(10, 10), made(20, 10)), 8),)
 

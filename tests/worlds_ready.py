@@ -27,15 +27,15 @@ from kge_torchrec.data.batches.order import EpochShuffle
 from kge_torchrec.data.store import search  # noqa: F401 (read where a ranking starts)
 from kge_torchrec.distributed import waiting
 from kge_torchrec.embeddings.optimizers import TableOptimizer
-from kge_torchrec.embeddings.row_kernels import update_rows
-from kge_torchrec.models import slope_kernels
-from kge_torchrec.models.dropout_kernels import dropped
-from kge_torchrec.models.matrix_products import relation_products
-from kge_torchrec.models.ops import Comparison
-from kge_torchrec.models.pair_scores import pair_scores
-from kge_torchrec.models.projected_pairs import projected_distances
-from kge_torchrec.models.row_sums import sums_by_row
-from kge_torchrec.models.triple_products import Asked, encoded
+from kge_torchrec.kernels import score_gradients
+from kge_torchrec.kernels.dropout import dropped
+from kge_torchrec.kernels.kinds import Comparison
+from kge_torchrec.kernels.pair_scores import pair_scores
+from kge_torchrec.kernels.projected_distances import projected_distances
+from kge_torchrec.kernels.relation_products import relation_products
+from kge_torchrec.kernels.row_sums import sums_by_row
+from kge_torchrec.kernels.row_updates import update_rows
+from kge_torchrec.kernels.triple_products import Asked, encoded
 from kge_torchrec.ranking.exact import count_block
 
 
@@ -54,9 +54,9 @@ def load_kernels() -> None:
     waiting.publish(words, 0, waiting.read(words, 0))
     waiting.wait_for(words, 0, 0, False)
     seen, scores = torch.zeros(1, dtype=torch.float64), torch.ones(1, 2)
-    slope_kernels.normalizers(scores, seen, True)
-    slope_kernels.gradients(scores, seen, torch.ones(1), 0.0, True)
-    slope_kernels.log_sums(scores, None, True)
+    score_gradients.normalizers(scores, seen, True)
+    score_gradients.gradients(scores, seen, torch.ones(1), 0.0, True)
+    score_gradients.log_sums(scores, None, True)
     distinct(np.zeros(2, np.int64))
     dropped(torch.ones(2), 0.5, 0)
     vector, matrix = torch.ones(1, 2).requires_grad_(), torch.ones(1, 4).requires_grad_()

@@ -18,16 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kge_torchrec.models.fused_distances import fused, is_fused
-from kge_torchrec.models.ops import (
-    BLOCK_NUMBERS,
-    EPSILON,
-    Comparison,
-    Mapped,
-    block_device,
-    pairwise,
-    pick,
-)
+from kge_torchrec.kernels.fused_distances import fused, is_fused
+from kge_torchrec.kernels.kinds import EPSILON, Comparison, Mapped, block_device
+from kge_torchrec.models.ops import BLOCK_NUMBERS, pairwise, pick
 
 _LINE = 16  # float32 values per cache line of 64 bytes
 _FEW_PAIRS = 1 << 20  # smaller results stay in cache, where alignment does not matter
@@ -216,7 +209,7 @@ def has_kernels(query: Tensor) -> bool:
 
 
 def _pair_scores(*given: Any) -> Tensor:
-    from kge_torchrec.models.pair_scores import pair_scores  # numba loads slowly
+    from kge_torchrec.kernels.pair_scores import pair_scores  # numba loads slowly
 
     return pair_scores(*given)
 

@@ -15,7 +15,7 @@ where s are the query's N scores. They differ in the normalizer:
 Label smoothing e takes the share e of an answer's target and spreads it. softmax spreads it over
 all N entities. bce spreads it as e/2 over the targets 0 and 1, which become e/2 and 1 - e/2.
 
-On a CPU ``slope_kernels`` reads the scores once in each of ``observe`` and ``finish``. It reads
+On a CPU ``score_gradients`` reads the scores once in each of ``observe`` and ``finish``. It reads
 bfloat16 scores directly and computes in float32.
 
 Shapes: Q queries, M answers of the queries within a block, m entities of a block, N entities, B
@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from kge_torchrec.models.ops import block_device
+from kge_torchrec.kernels.kinds import block_device
 
 KEPT_BYTES = 256 << 20  # scores of a step up to this size are kept, not recomputed
 CPU_BLOCK_BYTES = 31 << 20  # glibc returns freed blocks of 32 MiB or more to the kernel
@@ -207,9 +207,9 @@ def _kernels_for(scores: Tensor) -> ModuleType | None:
     """Return the CPU kernels if they support these scores, otherwise None."""
     if scores.device.type != "cpu":
         return None
-    from kge_torchrec.models import slope_kernels  # numba loads slowly
+    from kge_torchrec.kernels import score_gradients  # numba loads slowly
 
-    return slope_kernels if slope_kernels.takes(scores) else None
+    return score_gradients if score_gradients.takes(scores) else None
 
 
 def _chunks(scores: Tensor) -> Iterator[slice]:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.functional import logsigmoid, relu, softplus
 
 from kge_torchrec.config.checks import check_share, not_negative, one_of
+from kge_torchrec.kernels.operators import log_sum_exp, softplus_sum
 from kge_torchrec.models.full_losses import FullBinaryCrossEntropy, FullLoss, FullSoftmax
 
 
@@ -30,34 +31,6 @@ def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
     if mask is None:
         return values.mean(-1)
     return (values * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-
-
-def _log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute log-sum-exp over the unmasked candidates: (..., K), (..., K) -> (...)."""
-    if _has_kernels(scores):
-        return _log_sums(scores, mask, True)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
-    return scores.logsumexp(-1)
-
-
-def _softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
-    """Sum log(1 + exp s) over the unmasked candidates: (..., K), (..., K) -> (...)."""
-    if _has_kernels(scores):
-        return _log_sums(scores, mask, False)
-    values = softplus(scores)
-    return (values if mask is None else values * mask).sum(-1)
-
-
-def _has_kernels(scores: Tensor) -> bool:
-    is_here = scores.device.type == "cpu" and scores.dtype == torch.float32
-    return is_here and scores.shape[-1] > 0 and not torch.compiler.is_compiling()
-
-
-def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
-    from kge_torchrec.models.slope_kernels import log_sums  # numba loads slowly
-
-    return log_sums(scores, mask, softmax)
 
 
 class Loss(nn.Module):
@@ -149,7 +122,7 @@ class SoftmaxLoss(Loss):
         self.label_smoothing = label_smoothing
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
-        normalizer = torch.logaddexp(positive, _log_sum_exp(negative, mask))
+        normalizer = torch.logaddexp(positive, log_sum_exp(negative, mask))
         if not self.label_smoothing:
             return normalizer - positive
         choices: int | Tensor = negative.shape[-1] + 1
@@ -197,7 +170,7 @@ class BinaryCrossEntropyLoss(Loss):
 
     def forward(self, positive: Tensor, negative: Tensor, mask: Tensor | None) -> Tensor:
         low = self.label_smoothing / 2
-        total = softplus(-positive) + _softplus_sum(negative, mask)
+        total = softplus(-positive) + softplus_sum(negative, mask)
         if low:  # softplus(-x) = softplus(x) - x
             others = negative if mask is None else negative * mask
             total = total + low * (positive - others.sum(-1))
@@ -291,7 +264,7 @@ class AnswersSoftmax(nn.Module):
 
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         queries = len(negative)
-        others = _log_sum_exp(negative, mask)
+        others = log_sum_exp(negative, mask)
         top = others.detach().index_select(0, query)
         top = torch.maximum(top, positive.detach())
         largest = others.detach().scatter_reduce(0, query, top, "amax")
@@ -322,7 +295,7 @@ class AnswersBinaryCrossEntropy(nn.Module):
     def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
         low, queries = self.label_smoothing / 2, len(negative)
         of_positive = softplus(-positive) + low * positive  # softplus(-x) = softplus(x) - x
-        total = _sums(of_positive, query, queries) + _softplus_sum(negative, mask)
+        total = _sums(of_positive, query, queries) + softplus_sum(negative, mask)
         if low:
             total = total - low * (negative * mask).sum(1)
         if self.reduction == "sum":

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from kge_torchrec.data import ENTITY
-from kge_torchrec.models.distances import has_kernels
+from kge_torchrec.kernels.operators import sums_by_row
 from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
 from kge_torchrec.models.ops import Dropout
 from kge_torchrec.models.regularizers import Regularizers
@@ -166,21 +166,14 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, index: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         ctx.save_for_backward(index)
-        ctx.count, ctx.sizes = rows.shape[0], sizes
+        ctx.count = rows.shape[0]
         return tuple(rows.index_select(0, part) for part in index.split(sizes))
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (index,) = ctx.saved_tensors
-        if has_kernels(grads[0]) and grads[0].dtype == torch.float32:
-            from kge_torchrec.models.row_sums import sums_by_row  # numba loads slowly
-
-            return sums_by_row(index, grads, ctx.count), None, None
-        out = grads[0].new_zeros(ctx.count, grads[0].shape[1])
-        for part, grad in zip(index.split(ctx.sizes), grads, strict=True):
-            out.index_add_(0, part, grad)
-        return out, None, None
+        return sums_by_row(index, grads, ctx.count), None, None
 
 
 class KGEModel(nn.Module):

@@ -10,51 +10,25 @@ recomputed for the gradient, so that a (b, K, D) tensor is never materialized. A
 depends only on its own elements, so the block size does not change its bits.
 
 **Dropout.** Uses torch's dropout, except on a CPU, where draws come from a hash
-(``dropout_kernels``).
+(``kernels/dropout.py``).
 
 Shapes: C chunks, b queries, K rows, D elements (D/2 complex numbers) per row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-Distance = Literal["euclidean", "manhattan", "moduli"]
-Comparison = Literal["dot", Distance]  # between a query and a row
-Mapped = Literal["scaled_manhattan", "scaled_squares", "hyperplane_squares"]  # see pair_scores
-# How a relation multiplies its anchor: as real numbers, complex numbers, or by its conjugate.
-Factor = Literal["real", "complex", "conjugate"]
-EPSILON = 1e-12  # added under the square root of a modulus, as in RotatE.similarity
+from kge_torchrec.kernels.kinds import block_device
+from kge_torchrec.kernels.operators import dropped
+
 # Elements per block of intermediates: fits a CPU's L2 cache, or gives a GPU enough work.
 BLOCK_NUMBERS = {"cpu": 1 << 18, "cuda": 1 << 25}
 _COMPILED_BLOCKS = 4
-_planned_for = ContextVar("planned_for", default="cuda")
-
-
-def block_device(x: Tensor) -> str:
-    """Return the device kind whose block sizes apply, "cpu" or "cuda".
-
-    Tensors on the meta device take the kind that ``planning_for`` sets.
-    """
-    kind = x.device.type
-    return _planned_for.get() if kind == "meta" else "cpu" if kind == "cpu" else "cuda"
-
-
-@contextmanager
-def planning_for(kind: str) -> Iterator[None]:
-    """Treat tensors on the meta device as tensors of ``kind``, "cpu" or "cuda"."""
-    token = _planned_for.set(kind)
-    try:
-        yield
-    finally:
-        _planned_for.reset(token)
 
 
 def pairwise(
@@ -158,25 +132,4 @@ class Dropout(nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply dropout: (...) -> (...)."""
-        is_here = input.device.type == "cpu" and input.dtype == torch.float32
-        if not (is_here and self.training and 0 < self.p < 1) or torch.compiler.is_compiling():
-            return super().forward(input)
-        return _Dropped.apply(input, self.p, int(torch.randint(2**62, ())))
-
-
-class _Dropped(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, share: float, key: int) -> Tensor:
-        ctx.share, ctx.key = share, key
-        return _dropped(values, share, key)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _dropped(grad, ctx.share, ctx.key), None, None
-
-
-def _dropped(values: Tensor, share: float, key: int) -> Tensor:
-    from kge_torchrec.models.dropout_kernels import dropped  # numba loads slowly
-
-    return dropped(values, share, key)
+        return dropped(input, self.p) if self.training else input

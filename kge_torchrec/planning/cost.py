@@ -23,6 +23,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from kge_torchrec.data import SIDES, Side
+from kge_torchrec.kernels.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
+from kge_torchrec.kernels.kinds import planning_for
 from kge_torchrec.models.full_losses import (
     KEPT_BYTES,
     BlockAnswers,
@@ -33,8 +35,6 @@ from kge_torchrec.models.full_losses import (
     keeps_scores,
     score_blocks,
 )
-from kge_torchrec.models.fused_distances import GRADIENT_OF_PAIRS, VALUE_OF_PAIRS
-from kge_torchrec.models.ops import planning_for
 from kge_torchrec.models.scorers.queries import QueryScorer
 from kge_torchrec.planning.workload import RankBatch, Workload
 

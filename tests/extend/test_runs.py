@@ -152,7 +152,7 @@ def test_an_export_scores_as_its_run(export, store):
     description = json.loads((path / "model.json").read_text())
     assert description["parameters"]["score"].startswith("RefE (Chami et al. 2020): score(h, r, t)")
     assert description["entities"]["row"].startswith("4 complex numbers")
-    assert "D/2 phases, then D of the move" in description["entities"]["layout"]
+    assert "D/2 phases, then a translation of D elements" in description["entities"]["layout"]
 
 
 def test_an_export_without_its_module_says_what_is_missing(export, folder):

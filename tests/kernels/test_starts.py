@@ -60,7 +60,7 @@ def test_a_change_of_a_helper_reaches_the_kernels_of_other_files(tmp_path):
         ignore=shutil.ignore_patterns("__pycache__"),
     )  # fmt: skip
     before = outputs(["matrices", "sums"], tmp_path / "cache", tmp_path)
-    file = tmp_path / "kge_torchrec" / "models" / "dropout_kernels.py"
+    file = tmp_path / "kge_torchrec" / "kernels" / "dropout.py"
     text = file.read_text()
     assert text.count("0x7FEB352D") == 1
     file.write_text(text.replace("0x7FEB352D", "0x7FEB352F"))

@@ -10,7 +10,8 @@ import torch
 from scorer_cases import normal
 from torch._inductor.utils import run_and_get_code
 
-from kge_torchrec.models import distances, fused_distances, ops
+from kge_torchrec.kernels import fused_distances
+from kge_torchrec.models import distances, ops
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.models.scorers.biased import Biased
 

@@ -25,8 +25,8 @@ ON_THE_HOST = {
     "loader.batch", "queries.batch",  # threads that build batches ahead
     "triple_objective._once",  # which a GPU does not call
     "table.make_route", "table.starts",  # where ids of such a batch go, by a group on the host
-    "row_kernels.update_rows", "row_kernels._two_dimensional", "slope_kernels.normalizers",
-    "slope_kernels.gradients", "slope_kernels._array", "slope_kernels.forward",
+    "row_updates.update_rows", "row_updates._two_dimensional", "score_gradients.normalizers",
+    "score_gradients.gradients", "score_gradients._array",
     "triple_products._arrays", "triple_products.forward", "triple_products.encoded",
 }  # fmt: skip
 # Of the sizes of what is sent and received, which the collectives need as numbers.

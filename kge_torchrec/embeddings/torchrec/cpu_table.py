@@ -19,7 +19,7 @@ from kge_torchrec.embeddings.foreign_optimizer import step_rows
 from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.pending import PendingGradients, RowGradients, recorded_lookup
-from kge_torchrec.embeddings.row_kernels import update_rows
+from kge_torchrec.kernels.row_updates import update_rows
 
 
 class CpuFusedTable(nn.Module):

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.config.checks import at_least, check_share, not_negative
+from kge_torchrec.kernels.kinds import Factor
 from kge_torchrec.models.distances import has_kernels
-from kge_torchrec.models.ops import Dropout, Factor, times
+from kge_torchrec.models.ops import Dropout, times
 from kge_torchrec.models.scorers.base import GROUPS, Side
 from kge_torchrec.models.scorers.layers import Fill, uniform
 from kge_torchrec.models.scorers.queries import TrilinearScorer
@@ -59,7 +60,7 @@ class ElementwiseScorer(TrilinearScorer):
         candidates: Mapping[Side, Tensor],
         copied: Tensor,
     ) -> tuple[list[tuple[Any, Tensor, Tensor]], Tensor]:
-        from kge_torchrec.models.triple_products import Asked, encoded  # numba loads slowly
+        from kge_torchrec.kernels.triple_products import Asked, encoded  # numba loads slowly
 
         asked = []
         for side, of_side in candidates.items():
@@ -152,7 +153,7 @@ class RESCAL(TrilinearScorer):
     def encode_query(self, anchor: Tensor, relation: Tensor, side: Side) -> Tensor:
         if not self._reads_matrices(anchor):
             return super().encode_query(anchor, relation, side)
-        from kge_torchrec.models.matrix_products import relation_products  # numba loads slowly
+        from kge_torchrec.kernels.relation_products import relation_products  # numba loads slowly
 
         relation, side = self.direct(relation, side)
         share = self.relation_dropout.p

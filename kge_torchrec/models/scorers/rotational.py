@@ -238,7 +238,9 @@ class HousE(QueryScorer):
         return super().similarity_at(query, rows, index)
 
     def _by_kernels(self, query: Projected, rows: Tensor, index: Tensor | None = None) -> Tensor:
-        from kge_torchrec.models.projected_pairs import projected_distances  # numba loads slowly
+        from kge_torchrec.kernels.projected_distances import (
+            projected_distances,  # numba loads slowly
+        )
 
         return -projected_distances(*query, rows, self.block, index)
 

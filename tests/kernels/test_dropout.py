@@ -6,7 +6,7 @@ import numba
 import pytest
 import torch
 
-from kge_torchrec.models.dropout_kernels import dropped
+from kge_torchrec.kernels.dropout import dropped
 from kge_torchrec.models.ops import Dropout
 
 KEYS = torch.randint(2**62, (6,), generator=torch.Generator().manual_seed(0)).tolist()

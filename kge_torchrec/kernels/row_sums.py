@@ -5,6 +5,8 @@ Shapes: U rows, M places that picked them, D numbers a row.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,24 +18,45 @@ PARTS = 4  # that gradients come in: head, tail and the candidates of both sides
 _ROWS = 64  # that a thread takes at once
 
 
-def sums_by_row(index: Tensor, parts: tuple[Tensor, ...], count: int) -> Tensor:
+@torch.library.custom_op("kge_torchrec::sums_by_row", mutates_args=(), device_types="cpu")
+def sums_by_row(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
     """(U, D): row u has the sum of the gradients at the places where index is u, in their order.
 
     index: (M,) int64 in [0, U), not checked here; parts: (m, D) float32 each, M rows in all, copied
     if they are more than ``PARTS``; count: U.
     """
     if len(parts) > PARTS:
-        parts = (torch.cat(parts),)
+        parts = [torch.cat(parts)]
     dim = parts[0].shape[1]
     out = torch.empty(count, dim)
     starts = np.cumsum([0, *map(len, parts)])
     ends = np.full(PARTS, starts[-1])
     ends[: len(parts)] = starts[1:]
-    given = [part.contiguous().numpy() for part in parts]
+    given = [part.detach().contiguous().numpy() for part in parts]
     given += [given[0]] * (PARTS - len(given))
     places, bounds = by_row(index.numpy(), count)
     _sum_rows(count, len(index) * dim, places, bounds, ends, *given, out.numpy())
     return out
+
+
+@sums_by_row.register_fake
+def _shape(index: Tensor, parts: list[Tensor], count: int) -> Tensor:
+    return parts[0].new_empty(count, parts[0].shape[1])
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    index, parts, _ = inputs
+    ctx.save_for_backward(index)
+    ctx.sizes = [len(part) for part in parts]
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[None, list[Tensor], None]:
+    """Every part has the gradients of the rows that it was added to."""
+    (index,) = ctx.saved_tensors
+    return None, [grad.index_select(0, places) for places in index.split(ctx.sizes)], None
+
+
+sums_by_row.register_autograd(_backward, setup_context=_keep)
 
 
 @kernel

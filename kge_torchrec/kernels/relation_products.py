@@ -2,7 +2,7 @@
 
 A batch of queries has a few relations, but torch multiplies with a copy of the matrix for each
 query, which dropout reads and writes again, and so does backward.  Here a query reads its
-relation's matrix where it lies and draws what is dropped while it multiplies (``dropout_kernels``
+relation's matrix where it lies and draws what is dropped while it multiplies (``dropout``
 says how, and backward draws it again).  Queries of one relation follow each other, so that its
 matrix and its gradient stay in the nearer caches.  A relation's gradient has one writer, which adds
 queries in their order: any number of threads gives the same bits.
@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
+from kge_torchrec.kernels.dropout import mixed
 from kge_torchrec.kernels.jit import FUSED_SUMS, helper, threads_for
-from kge_torchrec.models.dropout_kernels import mixed
-from kge_torchrec.models.row_sums import by_row
+from kge_torchrec.kernels.row_sums import by_row
 
 _U = np.uint32
 
@@ -36,36 +36,56 @@ def relation_products(
     with the key; 0 drops none.
     """
     given = vectors.reshape(-1, vectors.shape[-1]), matrices, relation.reshape(-1)
-    return _Products.apply(*given, left, share, key).view(vectors.shape)
+    return _products(*given, left, share, key).view(vectors.shape)
 
 
-class _Products(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        vectors: Tensor,
-        matrices: Tensor,
-        relation: Tensor,
-        left: bool,
-        share: float,
-        key: int,
-    ) -> Tensor:
-        work = _Work(vectors, matrices, relation, share, key)
-        out = torch.empty_like(work.vectors)
-        work.multiply(left, out)
-        ctx.save_for_backward(vectors, matrices, relation)
-        ctx.settings = left, share, key
-        return out
+@torch.library.custom_op("kge_torchrec::relation_products", mutates_args=(), device_types="cpu")
+def _products(
+    vectors: Tensor, matrices: Tensor, relation: Tensor, left: bool, share: float, key: int
+) -> Tensor:
+    """Return the products (Q, D) in float32."""
+    work = _Work(vectors, matrices, relation, share, key)
+    out = torch.empty_like(work.vectors)
+    work.multiply(left, out)
+    return out
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        vectors, matrices, relation = ctx.saved_tensors
-        left, share, key = ctx.settings
-        work = _Work(vectors, matrices, relation, share, key)
-        of_vectors, of_matrices = torch.empty_like(work.vectors), torch.zeros_like(work.matrices)
-        work.pull(left, grad.float().contiguous(), of_vectors, of_matrices)
-        return of_vectors, of_matrices, None, None, None, None
+
+@torch.library.custom_op("kge_torchrec::relation_gradients", mutates_args=(), device_types="cpu")
+def _gradients(
+    grad: Tensor,
+    vectors: Tensor,
+    matrices: Tensor,
+    relation: Tensor,
+    left: bool,
+    share: float,
+    key: int,
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of vectors and matrices in float32; grad: (Q, D), of the products."""
+    work = _Work(vectors, matrices, relation, share, key)
+    of_vectors, of_matrices = torch.empty_like(work.vectors), torch.zeros_like(work.matrices)
+    work.pull(left, grad.detach().float().contiguous(), of_vectors, of_matrices)
+    return of_vectors, of_matrices
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+_products.register_fake(lambda vectors, *_: _like(vectors))
+_gradients.register_fake(lambda grad, vectors, matrices, *_: (_like(vectors), _like(matrices)))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, left, share, key = inputs
+    ctx.save_for_backward(*tensors)
+    ctx.settings = left, share, key
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
+_products.register_autograd(_backward, setup_context=_keep)
 
 
 class _Work:

@@ -7,6 +7,8 @@ backward draws it again.  The key comes from torch's generator, one a call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -18,6 +20,7 @@ _CHUNK = 1 << 14  # numbers
 _U = np.uint32
 
 
+@torch.library.custom_op("kge_torchrec::dropped", mutates_args=(), device_types="cpu")
 def dropped(values: Tensor, share: float, key: int) -> Tensor:
     """Numbers (...) float32, each 0 with probability ``share``, else divided by 1 - ``share``.
 
@@ -32,6 +35,21 @@ def dropped(values: Tensor, share: float, key: int) -> Tensor:
     )  # fmt: skip
     _drop(values.numel(), values.numel(), *arguments)
     return out
+
+
+dropped.register_fake(lambda values, share, key: torch.empty_like(values).contiguous())
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, ctx.share, ctx.key = inputs
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    """Gradients are dropped where values were: the draw is the same hash."""
+    return dropped(grad, ctx.share, ctx.key), None, None
+
+
+dropped.register_autograd(_backward, setup_context=_keep)
 
 
 @block_kernel(_CHUNK)

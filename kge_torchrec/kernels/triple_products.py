@@ -22,8 +22,8 @@ from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import SUMS, helper, kernel
-from kge_torchrec.models.ops import Factor
-from kge_torchrec.models.row_sums import by_row
+from kge_torchrec.kernels.kinds import Factor
+from kge_torchrec.kernels.row_sums import by_row
 
 _REAL, _COMPLEX, _CONJUGATE = range(3)  # places in Factor
 _BLOCK = 16  # queries or rows that a thread takes at once

@@ -22,7 +22,7 @@ Shapes: n rows in the table, D numbers a row, M gradients, U distinct rows among
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from llvmlite import ir
@@ -31,12 +31,27 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 from torch import Tensor
 
-from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.kernels.blocks import BlockKernel, named_kernel
 from kge_torchrec.kernels.jit import SUMS, helper, kernel
 
 _AHEAD = 2  # rows between asking for a row and using it; 1 to 8 measured the same
 _ROWS = 64  # distinct rows that a thread takes at once
+
+
+class StepSettings(Protocol):
+    """Name and settings of a table optimizer (``TableOptimizer``)."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def betas(self) -> tuple[float, float]: ...
+
+    @property
+    def eps(self) -> float: ...
+
+    @property
+    def weight_decay(self) -> float: ...
 
 
 class _Step(NamedTuple):
@@ -53,7 +68,7 @@ class _Step(NamedTuple):
     weight_decay: np.float32
 
 
-def _step_numbers(optimizer: TableOptimizer, lr: float, step: int) -> _Step:
+def _step_numbers(optimizer: StepSettings, lr: float, step: int) -> _Step:
     beta1, beta2 = (np.float32(beta) for beta in optimizer.betas)
     # As FBGEMM: the power in float32, the subtraction in float64.
     corrections = [1.0 - float(np.power(beta, np.float32(step))) for beta in (beta1, beta2)]
@@ -240,7 +255,7 @@ def _group(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def update_rows(
-    optimizer: TableOptimizer,
+    optimizer: StepSettings,
     lr: float,
     step: int,
     rows: Tensor,
@@ -252,7 +267,7 @@ def update_rows(
     """One optimizer step on the rows that have a gradient; all others stay as they are.
 
     Args:
-        optimizer: its own ``lr`` is not read.
+        optimizer: name and settings, except for the learning rate.
         lr: the learning rate of this step.
         step: number of this step, from 1; only the Adams read it.
         rows: (M,) integers, row of each gradient, in [0, n): not checked here.

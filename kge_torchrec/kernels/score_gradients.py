@@ -76,26 +76,38 @@ def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
     scores: (..., K) float32 on a CPU, K > 0; mask: (..., K) bool, None where all count.  Returns
     (...); where none counts, -1e38 or 0, with the gradient 0.
     """
-    return _LogSums.apply(scores, mask, softmax)
+    return _log_sums(scores, mask, softmax)[0]
 
 
-class _LogSums(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
-        count = scores.shape[-1]
-        slopes, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
-        every = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
-        matrices = (x.contiguous().view(-1, count).numpy() for x in (scores, every, slopes))
-        kernel = _softmax_sums if softmax else _logistic_sums
-        kernel(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
-        ctx.save_for_backward(slopes)
-        return sums
+@torch.library.custom_op("kge_torchrec::log_sums", mutates_args=(), device_types="cpu")
+def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
+    """Return the sums (...) and their gradients (..., K), which backward scales."""
+    count = scores.shape[-1]
+    gradients, sums = torch.empty(scores.shape), torch.empty(scores.shape[:-1])
+    every = torch.ones(1, count, dtype=torch.bool) if mask is None else mask
+    given = (scores.detach(), every, gradients)
+    matrices = (x.contiguous().view(-1, count).numpy() for x in given)
+    kernel = _softmax_sums if softmax else _logistic_sums
+    kernel(sums.numel(), scores.numel(), *matrices, sums.view(-1).numpy())
+    return sums, gradients
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (slopes,) = ctx.saved_tensors
-        return slopes * grad.unsqueeze(-1), None, None
+
+@_log_sums.register_fake
+def _shapes(scores: Tensor, mask: Tensor | None, softmax: bool) -> tuple[Tensor, Tensor]:
+    return scores.new_empty(scores.shape[:-1]), scores.new_empty(scores.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Tensor, None, None]:
+    (gradients,) = ctx.saved_tensors
+    return gradients * grad.unsqueeze(-1), None, None
+
+
+_log_sums.register_autograd(_backward, setup_context=_keep)
 
 
 # Two kernels, of which a run compiles the one that its loss needs.  A mask of one row is that of

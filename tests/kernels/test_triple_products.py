@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models.ops import Factor, times
-from kge_torchrec.models.triple_products import Asked, encoded
+from kge_torchrec.kernels.kinds import Factor
+from kge_torchrec.kernels.triple_products import Asked, encoded
+from kge_torchrec.models.ops import times
 
 ROWS, RELATIONS = 9, 4
 NONE = torch.empty(0, dtype=torch.int64)

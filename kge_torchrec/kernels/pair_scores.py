@@ -20,17 +20,15 @@ map, D or 0 where rows are compared as they are.
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kge_torchrec.kernels import pair_kernels as kernels
 from kge_torchrec.kernels.blocks import BlockKernel
-from kge_torchrec.models import pair_kernels as kernels
-from kge_torchrec.models.ops import Comparison, Mapped
-from kge_torchrec.models.row_sums import by_row
-
-_KINDS: tuple[str, ...] = (*get_args(Comparison), *get_args(Mapped))
+from kge_torchrec.kernels.kinds import Comparison, Mapped
+from kge_torchrec.kernels.row_sums import by_row
 
 
 def pair_scores(
@@ -56,45 +54,44 @@ def pair_scores(
         rows = rows.reshape(-1, dim)
         index = torch.arange(chunks * candidates).view(chunks, candidates)
     given = (x.contiguous() for x in (query, maps, rows, index))
-    return _scores(*given, _KINDS.index(kind))
+    return _scores(*given, kind)
 
 
 # torch.compile takes operators of torch's as they are.
 
 
 @torch.library.custom_op("kge_torchrec::pair_scores", mutates_args=(), device_types="cpu")
-def _scores(query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, kind: int) -> Tensor:
+def _scores(query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, kind: str) -> Tensor:
     if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < len(rows):
         raise IndexError(f"candidates {int(index.min())} to {int(index.max())} of {len(rows)} rows")
     scores = query.new_empty(*query.shape[:2], index.shape[1])
-    _over_queries(kernels.score_blocks, kind, query, maps, rows, index, scores)
+    _over_queries(kernels.score_blocks(kind), query, maps, rows, index, scores)
     return scores
 
 
 @torch.library.custom_op("kge_torchrec::pair_queries", mutates_args=(), device_types="cpu")
 def _gradients_of_queries(
-    query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
+    query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: str
 ) -> tuple[Tensor, Tensor]:
     grad, grad_maps = torch.empty_like(query), torch.empty_like(maps)
     given = query, maps, rows, index, weights, grad, grad_maps
-    _over_queries(kernels.pull_into_queries, kind, *given)
+    _over_queries(kernels.pull_into_queries(kind), *given)
     return grad, grad_maps
 
 
 @torch.library.custom_op("kge_torchrec::pair_rows", mutates_args=(), device_types="cpu")
 def _gradient_of_rows(
-    query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: int
+    query: Tensor, maps: Tensor, rows: Tensor, index: Tensor, weights: Tensor, kind: str
 ) -> Tensor:
     grad = torch.empty_like(rows)
     places, bounds = by_row(index.reshape(-1).numpy(), len(rows))
     given = *_arrays(query, maps, rows), index.shape[1], places, bounds, *_arrays(weights, grad)
-    kernels.pull_into_rows(len(rows), weights.numel() * query.shape[2], kind, *given)
+    kernels.pull_into_rows(kind)(len(rows), weights.numel() * query.shape[2], *given)
     return grad
 
 
 def _over_queries(
     kernel: BlockKernel,
-    kind: int,
     query: Tensor,
     maps: Tensor,
     rows: Tensor,
@@ -104,7 +101,7 @@ def _over_queries(
     """Run a kernel over blocks of queries."""
     blocks = len(index) * -(-query.shape[1] // kernels.QUERIES)
     arguments = _arrays(query, maps, rows, index, *of_pairs)
-    kernel(blocks, query.numel() * index.shape[1], kind, *arguments)
+    kernel(blocks, query.numel() * index.shape[1], *arguments)
 
 
 def _arrays(*tensors: Tensor) -> tuple[Any, ...]:
@@ -119,9 +116,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     *given, scores = ctx.saved_tensors
     weights = grad.contiguous()
-    if ctx.kind == kernels.EUCLIDEAN:  # 0 where rows are equal, as torch.cdist has it
+    if ctx.kind == "euclidean":  # 0 where rows are equal, as torch.cdist has it
         weights = torch.where(scores > 0, weights / scores, 0)
-    elif ctx.kind in kernels.SQUARES:
+    elif ctx.kind in ("scaled_squares", "hyperplane_squares"):
         weights = 2 * weights
     of_query, of_maps, of_rows = None, None, None
     if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:

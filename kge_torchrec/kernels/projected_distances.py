@@ -24,8 +24,8 @@ from torch import Tensor
 
 from kge_torchrec.kernels.blocks import block_kernel
 from kge_torchrec.kernels.jit import SUMS, helper
-from kge_torchrec.models.ops import EPSILON
-from kge_torchrec.models.row_sums import by_row
+from kge_torchrec.kernels.kinds import EPSILON
+from kge_torchrec.kernels.row_sums import by_row
 
 _EPSILON = np.float32(EPSILON)
 _TAKEN = 16  # queries or rows that a thread takes at once
@@ -62,35 +62,58 @@ def projected_distances(
 
     of_scales = scales.float().unflatten(-1, (scales.shape[-1] // blocks, blocks)).contiguous()
     given = across(point)[..., 0, :, :], across(vectors), of_scales, across(rows)[..., 0, :, :]
-    return _Distances.apply(*given, index.contiguous())
+    return _distances(*given, index.contiguous())
 
 
-class _Distances(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(point, vectors, scales, rows, index)
-        out = point.new_empty(*point.shape[:2], index.shape[1])
-        given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
-        count, numbers = len(point) * point.shape[1], out.numel() * rows.shape[1:].numel()
-        _measure(count, numbers, *given)
-        return out
+@torch.library.custom_op("kge_torchrec::projected_distances", mutates_args=(), device_types="cpu")
+def _distances(
+    point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor
+) -> Tensor:
+    """Return the distances (C, b, K) from inputs whose blocks lie side by side."""
+    out = point.new_empty(*point.shape[:2], index.shape[1])
+    given = *_arrays(point, vectors, scales, rows), index.numpy(), out.numpy()
+    _measure(len(point) * point.shape[1], out.numel() * rows.shape[1:].numel(), *given)
+    return out
 
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        *given, index = ctx.saved_tensors
-        point, _, _, rows = given
-        grads = [torch.zeros_like(x) for x in given]
-        arrays = _arrays(*given)
-        weights, numbers = grad.contiguous().numpy(), grad.numel() * rows.shape[1:].numel()
-        of_queries = *arrays, index.numpy(), weights, *_arrays(*grads[:3])
-        _pull_into_queries(len(point) * point.shape[1], numbers, *of_queries)
-        places = by_row(index.reshape(-1).numpy(), len(rows))
-        of_rows = *arrays, *places, weights, grads[3].numpy()
-        _pull_into_rows(len(rows), numbers, *of_rows)
-        return *grads, None
+
+@torch.library.custom_op("kge_torchrec::projected_gradients", mutates_args=(), device_types="cpu")
+def _gradients(
+    point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the gradients of the first four inputs; weights: (C, b, K), those of the distances."""
+    inputs = point, vectors, scales, rows
+    grads = [torch.zeros_like(x) for x in inputs]
+    arrays, elements = _arrays(*inputs), weights.numel() * rows.shape[1:].numel()
+    pairs = weights.detach().contiguous().numpy()
+    of_queries = *arrays, index.numpy(), pairs, *_arrays(*grads[:3])
+    _pull_into_queries(len(point) * point.shape[1], elements, *of_queries)
+    places = by_row(index.reshape(-1).numpy(), len(rows))
+    _pull_into_rows(len(rows), elements, *arrays, *places, pairs, grads[3].numpy())
+    return grads[0], grads[1], grads[2], grads[3]
+
+
+@_distances.register_fake
+def _shape(point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor) -> Tensor:
+    return point.new_empty(*point.shape[:2], index.shape[1])
+
+
+@_gradients.register_fake
+def _shapes(
+    point: Tensor, vectors: Tensor, scales: Tensor, rows: Tensor, index: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    point, vectors, scales, rows = (torch.empty_like(x) for x in (point, vectors, scales, rows))
+    return point, vectors, scales, rows
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *_gradients(*ctx.saved_tensors, grad), None
+
+
+_distances.register_autograd(_backward, setup_context=_keep)
 
 
 def _arrays(*tensors: Tensor) -> tuple[np.ndarray, ...]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models.projected_pairs import projected_distances
+from kge_torchrec.kernels.projected_distances import projected_distances
 from kge_torchrec.models.scorers import SCORERS, queries
 
 HousE = SCORERS["house"]

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kge_torchrec.models.slope_kernels import gradients, log_sums, normalizers, takes
+from kge_torchrec.kernels.score_gradients import gradients, log_sums, normalizers, takes
 
 is_softmax = pytest.mark.parametrize("softmax", [True, False], ids=["softmax", "logistic"])
 

@@ -1,0 +1,103 @@
+"""Operators as callers use them: each takes its fused kernel or torch's own operations.
+
+A CPU has kernels by numba, which are ``torch.library`` operators.  Everything else takes the
+formula in plain torch that stands here, which is also what tests compare the kernels with: other
+devices and dtypes, and code that torch.compile fuses itself.
+
+numba takes a second to load, so a file of kernels is imported when the first of them is called.
+
+Shapes: U rows, M places, D elements per row; K candidates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import dropout, softplus
+
+
+def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
+    """Sum the vectors that belong to the same row.
+
+    Args:
+        index: (M,) int64 in [0, U), the row of each vector.
+        parts: (m, D) each, M vectors in all.
+        count: U.
+
+    Returns:
+        (U, D).  On a CPU each row adds its vectors in their order.
+    """
+    if _has_kernel(parts[0]):
+        from kge_torchrec.kernels import row_sums
+
+        return row_sums.sums_by_row(index, parts, count)
+    out = parts[0].new_zeros(count, parts[0].shape[1])
+    for places, part in zip(index.split([len(part) for part in parts]), parts, strict=True):
+        out.index_add_(0, places, part)
+    return out
+
+
+def dropped(values: Tensor, share: float) -> Tensor:
+    """Set elements to 0 with a probability and divide the others by its complement.
+
+    A kernel hashes places with a key from torch's generator, so that equal states of the generator
+    drop the same elements.  torch itself draws elsewhere.
+
+    Args:
+        values: (...).
+        share: probability in [0, 1].
+    """
+    if 0 < share < 1 and _has_kernel(values) and not torch.compiler.is_compiling():
+        from kge_torchrec.kernels import dropout as kernels
+
+        return kernels.dropped(values, share, int(torch.randint(2**62, ())))
+    return dropout(values, share)
+
+
+def log_sum_exp(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return log sum exp s over the candidates that count.
+
+    Args:
+        scores: (..., K).
+        mask: (..., K) bool, None where all candidates count.
+
+    Returns:
+        (...).
+    """
+    if _has_log_sums(scores):
+        return _log_sums(scores, mask, True)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min / 2)
+    return scores.logsumexp(-1)
+
+
+def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
+    """Return the sum of log(1 + exp s) over the candidates that count.
+
+    Args:
+        scores: (..., K).
+        mask: (..., K) bool, None where all candidates count.
+
+    Returns:
+        (...).
+    """
+    if _has_log_sums(scores):
+        return _log_sums(scores, mask, False)
+    values = softplus(scores)
+    return (values if mask is None else values * mask).sum(-1)
+
+
+def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
+    from kge_torchrec.kernels.score_gradients import log_sums
+
+    return log_sums(scores, mask, softmax)
+
+
+def _has_log_sums(scores: Tensor) -> bool:
+    return _has_kernel(scores) and scores.shape[-1] > 0 and not torch.compiler.is_compiling()
+
+
+def _has_kernel(x: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == torch.float32

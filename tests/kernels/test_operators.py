@@ -1,0 +1,155 @@
+"""Operators of ``torch.library`` against their formulas in plain torch, and by torch's own checks.
+
+``torch.library.opcheck`` compares an operator's schema, its fake form and its autograd with what it
+does; hypothesis compares its values and gradients with the formula of other devices.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.library import opcheck
+
+from kge_torchrec.kernels import (
+    dropout,
+    operators,
+    pair_scores,
+    projected_distances,
+    relation_products,
+    row_sums,
+    score_gradients,
+)
+
+
+def made(*sizes: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(sizes, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+
+
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("masked", [True, False])
+def test_torch_checks_log_sums(softmax, masked):
+    mask = made(3, 4, 9) > 0 if masked else None
+    opcheck(score_gradients._log_sums, (made(3, 4, 9), mask, softmax))
+
+
+def test_torch_checks_dropout():
+    opcheck(dropout.dropped, (made(5, 7), 0.3, 12345678901))
+    opcheck(dropout.dropped, (made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901))
+
+
+@pytest.mark.parametrize("parts", [1, 2, 5])
+def test_torch_checks_sums_by_row(parts):
+    index = torch.arange(3 * parts) % 4
+    opcheck(row_sums.sums_by_row, (index, [made(3, 6, seed=i) for i in range(parts)], 5))
+
+
+@pytest.mark.parametrize("kind", ["dot", "euclidean", "hyperplane_squares"])
+def test_torch_checks_pairs(kind):
+    maps = torch.nn.functional.normalize(made(2, 3, 6).detach(), dim=-1).requires_grad_()
+    maps = maps if kind == "hyperplane_squares" else made(2, 3, 0)
+    index = torch.tensor([[0, 3, 3], [1, 0, 2]])
+    query, rows = made(2, 3, 6), made(4, 6, seed=1)
+    opcheck(pair_scores._scores, (query, maps, rows, index, kind))
+    given = (x.detach() for x in (query, maps, rows, index, made(2, 3, 3)))
+    arguments = (*given, kind)
+    opcheck(pair_scores._gradients_of_queries, arguments)
+    opcheck(pair_scores._gradient_of_rows, arguments)
+
+
+def test_torch_checks_projected_distances():
+    """Of 3 blocks of 2 elements and 2 projections."""
+    inputs = made(2, 3, 2, 3), made(2, 3, 2, 2, 3), made(2, 3, 2, 3), made(5, 2, 3, seed=1)
+    index = torch.tensor([[0, 4, 4], [1, 0, 2]])
+    opcheck(projected_distances._distances, (*inputs, index))
+    without = (x.detach() for x in inputs)
+    opcheck(projected_distances._gradients, (*without, index, made(2, 3, 3).detach()))
+
+
+@pytest.mark.parametrize("left", [True, False])
+def test_torch_checks_relation_products(left):
+    given = made(6, 5), made(3, 25, seed=1), torch.tensor([0, 2, 2, 0, 0, 2])
+    opcheck(relation_products._products, (*given, left, 0.3, 12345678901))
+    without = (x.detach() for x in given)
+    opcheck(relation_products._gradients, (made(6, 5).detach(), *without, left, 0.3, 12345678901))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    queries=st.integers(0, 5), candidates=st.integers(1, 70), masked=st.booleans(),
+    softmax=st.booleans(), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_log_sums_and_their_gradients(queries, candidates, masked, softmax, seed):
+    scores = made(queries, candidates, seed=seed)
+    mask = made(queries, candidates, seed=seed + 1) > 0 if masked else None
+    if mask is not None:
+        mask[:, 0] = True  # where none counts, the least number differs between dtypes
+    function = operators.log_sum_exp if softmax else operators.softplus_sum
+    weights = made(queries, seed=seed + 2).detach()
+    found, expected = function(scores, mask), function(scores.double(), mask)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
+    one, other = (torch.autograd.grad((x * weights).sum(), scores)[0] for x in (found, expected))
+    torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 20), min_size=1, max_size=6), rows=st.integers(1, 30),
+    dim=st.integers(1, 9),
+)  # fmt: skip
+def test_sums_by_row_and_their_gradients(sizes, rows, dim):
+    index = torch.randint(rows, (sum(sizes),), generator=torch.Generator().manual_seed(rows))
+    parts = [made(size, dim, seed=i) for i, size in enumerate(sizes)]
+    found = operators.sums_by_row(index, parts, rows)
+    expected = operators.sums_by_row(index, [part.double() for part in parts], rows)
+    torch.testing.assert_close(found, expected.float())
+    weights = made(rows, dim, seed=7).detach()
+    for one, other in zip(
+        torch.autograd.grad((found * weights).sum(), parts),
+        torch.autograd.grad((expected * weights).sum(), parts),
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def mixed(bits: torch.Tensor) -> torch.Tensor:
+    """The hash of ``dropout.mixed``, of 32 bits in int64."""
+    low = 0xFFFFFFFF
+    bits = bits ^ (bits >> 16)
+    bits = _product(bits, 0x7FEB352D) & low
+    bits = bits ^ (bits >> 15)
+    bits = _product(bits, 0x846CA68B) & low
+    return bits ^ (bits >> 16)
+
+
+def _product(bits: torch.Tensor, factor: int) -> torch.Tensor:
+    """The low 32 bits of a product, without overflow of int64."""
+    high, low = factor >> 16, factor & 0xFFFF
+    return ((bits * high & 0xFFFF) << 16) + bits * low
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    rows=st.integers(0, 9), dim=st.integers(1, 9), key=st.integers(0, 2**62 - 1),
+    share=st.floats(0.01, 0.99),
+)  # fmt: skip
+def test_dropout_is_a_hash_of_key_and_place(rows, dim, key, share):
+    values = made(rows, dim)
+    low, high = key & 0xFFFFFFFF, key >> 32
+    drawn = mixed(mixed((torch.arange(rows * dim) + low) & 0xFFFFFFFF) ^ high)
+    stays = (drawn >= min(round(share * 2**32), 2**32 - 1)).view(rows, dim)
+    found = dropout.dropped(values, share, key)
+    torch.testing.assert_close(found, torch.where(stays, values / (1 - share), 0))
+    (gradient,) = torch.autograd.grad(found.sum(), values)
+    torch.testing.assert_close(gradient, stays / torch.tensor(1 - share))
+
+
+def test_double_precision_takes_the_formula(monkeypatch):
+    monkeypatch.setattr(score_gradients, "log_sums", None)
+    monkeypatch.setattr(row_sums, "sums_by_row", None)
+    monkeypatch.setattr(dropout, "dropped", None)
+    scores = made(2, 3).double()
+    torch.testing.assert_close(operators.log_sum_exp(scores, None), scores.logsumexp(-1))
+    assert operators.dropped(scores, 0.5).dtype == torch.float64
+    assert operators.sums_by_row(torch.tensor([1, 1]), [scores], 3)[1].equal(scores.sum(0))
