@@ -1,4 +1,4 @@
-"""What all charts share: colors, axes without a frame, bars in groups, and SVG for a page."""
+"""Parts that all charts share: colors, axes without a frame, bars in groups, and SVG for a page."""
 
 from __future__ import annotations
 

@@ -213,7 +213,7 @@ class Config:
             self._check_full(regime)
 
     def _check_regularizers(self) -> None:
-        """Those of whole triples, which not every training type and scorer has."""
+        """Raise ConfigError for a penalty on whole triples that this training cannot have."""
         regime = self.negatives.regime
         for name in self.loss.regularizers:
             kind, key = resolve("regularizer", name), f"loss.regularizers.{name}"
@@ -302,7 +302,7 @@ class Config:
         return out
 
     def to_yaml(self) -> str:
-        """As a config file, every key in it."""
+        """Return the text of a config file with every key."""
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def save(self, path: Path) -> None:

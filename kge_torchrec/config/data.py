@@ -325,5 +325,5 @@ class NegativesConfig:
 
     @property
     def examples(self) -> str:
-        """What an epoch passes through and a batch counts: triples or queries."""
+        """The unit of an epoch and of a batch: triples or queries."""
         return "triples" if self.regime in ("sampled", "1vsall") else "queries"

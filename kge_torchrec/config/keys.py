@@ -24,7 +24,7 @@ Section = TypeVar("Section")
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known about a start besides its config. None is unknown, and refuses nothing.
+    """Facts about a start besides its config; None means unknown, and refuses nothing.
 
     Args:
         on_cuda: Whether the run trains on CUDA.
@@ -79,7 +79,7 @@ def fixed(remedy: str = "start a new run", answer: str = "no") -> Resume:
 
 
 class Key(NamedTuple):
-    """What a field's metadata says about a key."""
+    """The metadata of a key's field."""
 
     help: str
     check: Callable[[str, Any], None] | None

@@ -103,7 +103,7 @@ def wrong_type(message: str, prefix: str = "") -> str | None:
 
 
 def _default(item: Field[Any]) -> str:
-    """As a config has it."""
+    """Return the default of a field as a config file writes it."""
     if item.default is MISSING and item.default_factory is MISSING:
         return "none, to be given"
     value = item.default if item.default_factory is MISSING else item.default_factory()

@@ -1,4 +1,4 @@
-"""What a name in a config stands for: one of our classes, a registered one, or an import path.
+"""Classes by the names in a config: built-in, registered, or an import path.
 
     model.scorer: complex                       ours
     model.scorer: my_package.models:MyScorer    any class that can be imported
@@ -192,7 +192,7 @@ def resolve(kind: str, name: str) -> Any:
 
 
 def _target(kind: str, name: str) -> str | type:
-    """What a known name stands for, or the import path itself."""
+    """Return the import path of a known name, or the import path itself."""
     if name in KINDS[kind].ours:
         return KINDS[kind].ours[name]
     if (kind, name) in _registered:
@@ -237,7 +237,7 @@ def _loaded(key: str, target: str | type) -> Any:
 
 @cache
 def _installed(kind: str) -> dict[str, tuple[str, ...]]:
-    """What the entry points of installed packages say, {name: (module:Class, ...)}."""
+    """Return the entry points of installed packages: {name: (module:Class, ...)}."""
     found: dict[str, set[str]] = defaultdict(set)
     for point in entry_points(group=f"kge_torchrec.{kind}"):
         name, place = canonical(point.name), f"{point.module}:{point.attr}"

@@ -1,4 +1,4 @@
-"""What null stands for where a config leaves a number to us: it is picked from the graph.
+"""Values for the keys that a config leaves null, chosen from the graph.
 
 Small or dense graphs take many epochs of small batches, large ones few of large batches; sparse
 ones need the penalty more.  Each rule names what it was fitted to.
@@ -109,7 +109,7 @@ def _initial(config: Config, scorer: Any) -> tuple[str, float]:
 
 
 def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:
-    """Of the size, a multiple of what the scorer needs; less where relations are matrices."""
+    """Return the dim of the size, rounded up for the scorer; smaller if relations are matrices."""
     dim = _DIM[config.size] // (2 if graph.entities > _MANY else 1)
     options = parse_options(scorer, config.model.options, "model.options")
     multiple = math.lcm(4, scorer.multiple(options)[0])  # FBGEMM's rows are whole 16 bytes on GPUs
@@ -120,7 +120,7 @@ def _dim(config: Config, scorer: Any, graph: GraphSize) -> int:
 
 
 def _with_biases(dim: int, multiple: int) -> int:
-    """So many numbers and two biases; of rows that long a few more, if then both fit."""
+    """Return dim plus two biases, or a little more if the sum must be a multiple of 4."""
     fitting = (n + 2 for n in range(dim, dim + 4 * multiple, multiple) if (n + 2) % 4 == 0)
     return next(fitting, dim + 2)
 

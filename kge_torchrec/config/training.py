@@ -277,7 +277,7 @@ _KEEPS = only_without("checkpoint.keep", 0, "checkpoint.keep above 0")
 @documented
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What a run keeps."""
+    """The checkpoints of a run."""
 
     every_epochs: int = key(
         1,

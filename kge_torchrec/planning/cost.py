@@ -1,4 +1,4 @@
-"""What scoring a micro-batch costs: memory, arithmetic and operations.
+"""The cost of scoring a micro-batch: memory, arithmetic and operations.
 
 The real objective runs on the meta device, where nothing is computed and no memory is taken, in the
 blocks of the device that is planned for. So the costs of any scorer and loss are counted as they
@@ -46,7 +46,7 @@ _QUERIES = 512  # queries against all entities, on a CPU; a GPU's blocks are lar
 
 @dataclass(frozen=True)
 class Cost:
-    """What was counted while an objective ran."""
+    """Counts of one run of an objective."""
 
     peak_bytes: float = 0  # most bytes of activations and gradients alive at once
     largest_bytes: float = 0  # size of the largest tensor among them
@@ -208,7 +208,7 @@ class OperationCounter(TorchDispatchMode):
 
     @property
     def cost(self) -> Cost:
-        """What was counted so far."""
+        """The counts so far."""
         return Cost(self.peak, self.largest, self.flops, self.moved, self.operations)
 
     def __torch_dispatch__(

@@ -160,7 +160,7 @@ class DenseLayout:
 
 @dataclass(frozen=True)
 class Setup:
-    """What to plan: a run, the devices and the layout."""
+    """The input of a plan: a run, the devices and the layout."""
 
     workload: Workload
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""What fills a rank's memory, part by part.
+"""The parts of a rank's memory.
 
 Exact: weights, optimizer state, cache, gradients (of a replicated table, or held against all
 entities) and dense parameters. Expected: rows and ids (they follow the number of different entities
@@ -54,7 +54,7 @@ RankMemory = dict[str, Bytes]
 
 @dataclass(frozen=True)
 class RankStep:
-    """What one rank holds and does in a step.
+    """The memory and work of one rank in a step.
 
     Args:
         cost: Of scoring its largest micro-batch.

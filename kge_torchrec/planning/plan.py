@@ -153,7 +153,7 @@ class TrainingPlan(Setup):
 
     @property
     def notes(self) -> list[str]:
-        """What this plan leaves open."""
+        """Notes on what this plan leaves open."""
         found, config = self.layout.notes(), self.workload.config
         regime = config.negatives.regime
         if regime == "kvssample":

@@ -1,4 +1,4 @@
-"""What a step sends, and how long it takes.
+"""Traffic and time of a step.
 
 TorchRec's sequence embeddings send ids to the ranks that hold their rows (int64, with their number
 per rank), rows back (float32 whatever the table's type) and gradients of rows home (float32). Rows

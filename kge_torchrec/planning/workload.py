@@ -1,4 +1,4 @@
-"""What a run trains, in sizes: a config, the counts of the graph, and how often entities occur.
+"""The sizes of a run: its config, the counts of the graph, and how often entities occur.
 
 The number of different entities in a batch decides what de-duplication saves. It is computed from
 groups of entities that are drawn equally often, so a billion entities take a few thousand values.

@@ -61,7 +61,7 @@ class Candidates:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """What the batches of an epoch contain, whoever makes them.
+    """The content of the batches of an epoch, for any maker of batches.
 
     Args:
         batch_size: Examples (triples or queries) per step over all ranks.
