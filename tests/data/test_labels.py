@@ -7,7 +7,7 @@ import unicodedata
 
 import pyarrow as pa
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kge_torchrec.data.labels import LONGEST, fault_of, first_fault, lookalikes, numbers
@@ -20,6 +20,8 @@ TEXT = st.text(st.sampled_from("ab \t\u00a0\u3000\0é"), max_size=3) | st.text(m
 
 
 @given(labels=st.lists(TEXT | st.none()), start=st.integers(0, 9), length=st.integers(0, 9))
+@example(labels=["\0", "a"], start=1, length=1)
+@example(labels=["a", "\0"], start=1, length=1)
 def test_the_first_that_cannot_be_a_label_is_found(labels, start, length):
     """In a slice too, whose bytes lie among those of others."""
     array = pa.array(labels, pa.large_string()).slice(start, length)
