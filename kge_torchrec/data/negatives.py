@@ -56,7 +56,7 @@ def random_numbers(
 
 @dataclass(frozen=True)
 class Chunks:
-    """What candidates are sampled from: chunks of triples of one side.
+    """The input of a sampler: chunks of triples of one side.
 
     The triples of a chunk share their candidates.  Chunks are whole, the same on every rank that
     trains a part of them; a chunk that the end of the step cuts short has its triples repeated.

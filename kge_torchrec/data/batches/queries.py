@@ -72,7 +72,7 @@ class QueryBatch(Pipelineable):
 
 
 class Examples(Protocol):
-    """What an epoch takes once each: triples or queries.
+    """The examples of an epoch, each taken once: triples or queries.
 
     Attributes:
         queries_each: Queries per example.

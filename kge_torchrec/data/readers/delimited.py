@@ -33,7 +33,7 @@ BLOCK_BYTES = 32 << 20
 
 
 class _Layout(NamedTuple):
-    """What the columns of a file are.
+    """The roles of the columns of a file.
 
     Args:
         columns: Their roles; columns with None are left out.

@@ -178,7 +178,7 @@ class TripleStore:
 
 
 class StoreContents(NamedTuple):
-    """What a store is to hold.
+    """The contents of a store.
 
     Args:
         entities, relations: Labels (N,) and (R,) in order of id.

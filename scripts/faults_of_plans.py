@@ -1,0 +1,25 @@
+"""Deliberate faults in plans."""
+
+from __future__ import annotations
+
+from faults import Fault
+
+FAULTS = [
+    Fault("clipping by value takes no memory in a plan", "planning/memory.py",
+          " or train.clip_value is not None", "", "tests/planning/test_dry_run.py -k clipping"),
+    Fault("gradients that wait take no memory in a plan", "planning/memory.py",
+          "if workload.is_full and workload.config.train.needs_whole_gradient:", "if False:",
+          "tests/planning/test_full_step.py -k waits"),
+    Fault("a plan reuses the cost of another number of candidates", "planning/cost.py",
+          "key = (chunks, triples, *candidates.items(), is_cuda)",
+          "key = (chunks, triples, is_cuda)",
+          "tests/planning/test_advice.py -k each_other"),
+    Fault("a plan fails where the config refuses another wrapper", "planning/advice.py",
+          "        except ConfigError:\n            return None\n",
+          "        except KeyError:\n            return None\n",
+          "tests/planning/test_faster.py -k not_advised"),
+    Fault("a plan has replicated tables look rows up on each other", "planning/layout.py",
+          "len(ranks) if self.layout.is_replicated else self.layout.replicas",
+          "self.layout.replicas",
+          "tests/planning/test_traffic.py -k data_parallel"),
+]  # fmt: skip
