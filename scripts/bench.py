@@ -1,25 +1,26 @@
-"""Every speed that we watch, on this machine, each beside the floor where there is one.
+"""Measure training, ranking, preparing and start-up, and compare them with plain torch.
 
     python scripts/bench.py [SECTION ...] [--repeats N] [--json FILE] [--chart FILE]
     python scripts/bench.py training --only transe_l1 --with-peers PYTHON
 
-Sections: training, ranks, scale, ranking, ingest, start-up; all of them if none is named.
+Sections (default: all):
 
-**training** FB15k-237, 256 real numbers, Adam, tails corrupted, logistic loss with 128 negatives,
-shared by the batch or drawn for each triple; and against all entities (1vsall with softmax, kvsall
-with the logistic loss, batches of 512).  The floor is the same work with gradients derived by hand
-in plain torch, without autograd or a framework; against all entities it has ComplEx with 1vsall.
-**ranks** the FB15k-237 recipe in one process with all cores and in several with their share of
-them, by both engines.  **scale**, **ranking**, **ingest**: the scripts of those names.
-**start-up** seconds of whole commands.
+    training   FB15k-237, dim 256, Adam, tail queries, bce with 128 negatives, shared by the batch
+               or per triple; and against all entities in batches of 512 (1vsall with softmax,
+               kvsall with bce). The floor is the same work in plain torch with gradients derived
+               by hand. Against all entities there is a floor for ComplEx with 1vsall only.
+    ranks      the FB15k-237 recipe in one process with all cores and in several that share them,
+               with both engines
+    scale, ranking, ingest   the scripts bench_scale.py, bench_ranking.py, bench_prepare.py
+    start-up   seconds of whole commands
 
-Both sides run in processes of their own, by turns, under the same settings of allocator and OpenMP.
-A figure is the median over processes of each one's median.  Where a side's processes differ by more
-than ``--spread``, two more pairs are measured; what still does is marked "unquiet".
+Both sides run in separate processes, alternating, with the same settings of allocator and OpenMP.
+A figure is the median over processes of their medians. If the processes of a side differ by more
+than ``--spread``, two more pairs run. If they still differ, the figure is marked "unquiet".
 
---with-peers: a Python with PyKEEN, PyG or PyTorch-BigGraph, whichever it has, under the same
-settings of the allocator.  PyKEEN and PyG do the floor's work per triple.  BigGraph shares
-negatives and corrupts both ends, so that ours does for once, and a triple counts twice.
+``--with-peers`` names a Python that has PyKEEN, PyG or PyTorch-BigGraph. PyKEEN and PyG do the
+floor's work per triple. BigGraph shares negatives and corrupts both ends. For that comparison this
+package does so too, and a triple counts twice.
 """
 
 from __future__ import annotations
@@ -38,30 +39,30 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve()
 ROOT, SHARED = HERE.parents[1], HERE.parents[2] / "shared"
-# Freed blocks are kept, as our programs do for themselves; OpenMP's workers spin as by default.
+# Keep freed blocks, as kge-torchrec does. OpenMP's workers spin for the default time.
 KEEP = {
     "MALLOC_MMAP_THRESHOLD_": str(32 << 20),
     "MALLOC_TRIM_THRESHOLD_": str(512 << 20),
     "MALLOC_TOP_PAD_": str(16 << 20),
     "GOMP_SPINCOUNT": "300000",
 }
-# Any MALLOC_ setting keeps ours from changing the allocator.
+# Any MALLOC_ setting keeps kge-torchrec from changing the allocator.
 DEFAULTS = {"MALLOC_ARENA_MAX": "8", "GOMP_SPINCOUNT": "300000"}
 SCORERS = {"complex": "ComplEx", "distmult": "DistMult", "transe_l1": "TransE", "rotate": "RotatE"}
-# batch size, negatives.chunk_size, the floor's mode, steps that are timed at once
+# batch size, negatives.chunk_size, the floor's mode, steps per timed block
 SAMPLED = {
     "shared-1024": (1024, 0, "shared", 100),
     "shared-4096": (4096, 0, "shared", 30),
     "per-triple": (1024, 1, "pertriple", 10),
 }
-# Against all entities, and of whom: in bfloat16 products alone are faster.
+# Scorers measured against all entities. In bfloat16 only products are faster.
 FULL = {"1vsall": tuple(SCORERS), "kvsall": tuple(SCORERS), "1vsall-bf16": ("complex", "distmult")}
 SECTIONS = ("training", "ranks", "scale", "ranking", "ingest", "start-up")
 
 
 @dataclass
 class Figure:
-    """What was measured of one piece of work."""
+    """The measured times of one piece of work, on both sides."""
 
     name: str
     unit: str
@@ -72,7 +73,7 @@ class Figure:
 
     @property
     def ratio(self) -> float | None:
-        """Ours in the floor's: of rates, so that more is faster."""
+        """Return our rate over the floor's; above 1 is faster."""
         return _median(self.ours) / _median(self.floor) if self.floor else None
 
     def __str__(self) -> str:
@@ -102,7 +103,7 @@ def _differ(values: list[float], most: float) -> bool:
 
 
 def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail") -> list[str]:
-    """The floor's work as overrides of our config."""
+    """Return the config overrides that give the floor's work."""
     values = {
         "data.path": data,
         "model.scorer": scorer,
@@ -131,10 +132,10 @@ def settings(data: Path, scorer: str, work: str, folder: str, sides: str = "tail
 
 
 def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail") -> list[float]:
-    """Queries a second of a few blocks of steps."""
+    """Return queries per second of a few blocks of steps."""
     from kge_torchrec.environment import keep_large_blocks, limit_spinning
 
-    limit_spinning()  # as the command line does, before torch is loaded
+    limit_spinning()  # before torch is loaded, as the command line does
     keep_large_blocks()
 
     from kge_torchrec.config.parser import load_config
@@ -164,7 +165,7 @@ def ours(data: Path, scorer: str, work: str, pipeline: str, sides: str = "tail")
 
 
 def floor(folder: Path, data: Path, scorer: str, work: str) -> list[float]:
-    """The same work in floor.py."""
+    """Run the same work in floor.py."""
     sys.path.insert(0, str(folder))
     import torch
     from common import load_ids, measure
@@ -194,41 +195,44 @@ def _floor_of_all_entities(measure) -> list[float]:
     import floor
 
     rates: list[float] = []
-    floor.report = lambda who, task, found, **_: rates.extend(n / wall for wall, _, n in found)
+    floor.report = lambda who, task, results, **_: rates.extend(n / wall for wall, _, n in results)
     floor.measure = lambda work: measure(work, maxwait=0)
     floor.run_kvs()
     return rates
 
 
 def peers(options: argparse.Namespace, figure: Figure, scorer: str, work: str) -> dict[str, dict]:
-    """Queries a second of those that do this work and of ours, each in a process of its own."""
-    found = {}
+    """Return queries per second of other systems that do this work and of this package."""
+    results = {}
     if work == "per-triple":
         for name, module, script, kind in (
             ("PyKEEN", "pykeen", "peer_pykeen.py", "a"),
             ("PyG", "torch_geometric", "peer_pyg.py", "as"),
         ):
             if _has(options.with_peers, module):
-                given = options.floor / script, kind, SCORERS[scorer]
-                found[name] = {"theirs": _peer(options.with_peers, *given), "ours": figure.ours}
-        return found
+                arguments = options.floor / script, kind, SCORERS[scorer]
+                results[name] = {
+                    "theirs": _peer(options.with_peers, *arguments),
+                    "ours": figure.ours,
+                }
+        return results
     takes = work in SAMPLED and scorer in ("complex", "distmult")
     if takes and _has(options.with_peers, "torchbiggraph"):
-        given = HERE.with_name("peer_biggraph.py"), options.data, scorer, SAMPLED[work][0]
-        theirs = _peer(options.with_peers, *given)
+        arguments = HERE.with_name("peer_biggraph.py"), options.data, scorer, SAMPLED[work][0]
+        theirs = _peer(options.with_peers, *arguments)
         same = _worker(KEEP, "ours", options.data, scorer, work, options.pipeline, "both")
-        found["PyTorch-BigGraph"] = {"theirs": theirs, "ours": same}
-    return found
+        results["PyTorch-BigGraph"] = {"theirs": theirs, "ours": same}
+    return results
 
 
 def _has(python: str, module: str) -> bool:
-    """Whether a Python has a module installed."""
+    """Return whether a Python has a module installed."""
     script = f"import importlib.util; raise SystemExit(not importlib.util.find_spec({module!r}))"
     return subprocess.run([python, "-c", script]).returncode == 0
 
 
 def _peer(python: str, *arguments: object) -> list[float]:
-    """Queries a second that a peer's script prints, each after its name or its name and work."""
+    """Return the queries per second that a peer's script prints."""
     with tempfile.TemporaryDirectory() as folder:
         homes = {"PYKEEN_HOME": folder, "PYSTOW_HOME": folder, "STEPS": "3"}
         out = _run([python, *map(str, arguments)], os.environ | KEEP | homes)
@@ -254,10 +258,10 @@ def training(options: argparse.Namespace) -> list[Figure]:
             }
             if work in SAMPLED or (scorer == "complex" and work != "kvsall"):
                 sides["floor"] = "floor", options.floor, options.data, scorer, work
-            found = _pairs(options, sides, environment)
+            results = _pairs(options, sides, environment)
             unit = "queries/s" if work == "kvsall" else "triples/s"
-            figure = Figure(f"{name}{label}", unit, *found)
-            figure.unquiet = any(_differ(values, options.spread) for values in found)
+            figure = Figure(f"{name}{label}", unit, *results)
+            figure.unquiet = any(_differ(values, options.spread) for values in results)
             if options.with_peers and not label:
                 figure.peers = peers(options, figure, scorer, work)
             figures.append(_said(figure))
@@ -265,19 +269,19 @@ def training(options: argparse.Namespace) -> list[Figure]:
 
 
 def _pairs(options: argparse.Namespace, sides: dict, environment: dict) -> list[list[float]]:
-    """Medians of the processes of each side, which take turns."""
-    found: dict[str, list[float]] = {who: [] for who in sides}
+    """Return the median of each process, per side; the sides alternate."""
+    results: dict[str, list[float]] = {who: [] for who in sides}
     for repeat in range(options.repeats + 2):
-        differ = any(_differ(values, options.spread) for values in found.values() if values)
+        differ = any(_differ(values, options.spread) for values in results.values() if values)
         if repeat >= options.repeats and not differ:
             break
         for who in list(sides)[:: 1 if repeat % 2 else -1]:
-            found[who].append(_median(_worker(environment, *sides[who])))
-    return list(found.values())
+            results[who].append(_median(_worker(environment, *sides[who])))
+    return list(results.values())
 
 
 def _worker(environment: dict, *arguments: object) -> list[float]:
-    """What this file returns as a worker."""
+    """Run this file as a worker and return its result."""
     inherited = {
         name: value
         for name, value in os.environ.items()
@@ -291,18 +295,18 @@ def _worker(environment: dict, *arguments: object) -> list[float]:
 
 
 def ranks(options: argparse.Namespace) -> list[Figure]:
-    """Of the recipe and of a larger batch: both engines on 1, 2 and 4 ranks."""
+    """Measure the recipe and a larger batch with both engines on 1, 2 and 4 ranks."""
     figures = []
     for batch in (None, 4096):
         with tempfile.TemporaryDirectory() as folder:
-            found = _compared(options, folder, batch)
-        for world_size, engines in found.items():
+            results = _compared(options, folder, batch)
+        for world_size, engines in results.items():
             for engine, rates in engines.items():
                 name = f"{engine}-{world_size}-ranks-batch-{batch or 'recipe'}"
                 figure = Figure(name, "triples/s", _medians(rates))
                 figure.unquiet = _differ(figure.ours, options.spread)
                 figures.append(_said(figure))
-                of_one = _median(figure.ours) / _median(_medians(found["1"][engine]))
+                of_one = _median(figure.ours) / _median(_medians(results["1"][engine]))
                 of_other = _median(figure.ours) / _median(_medians(engines["handrolled"]))
                 print(f"  {of_one:.3f} of one process, {of_other:.3f} of the hand-rolled engine")
     return figures
@@ -313,7 +317,7 @@ def _medians(rates: list[list[float]]) -> list[float]:
 
 
 def _compared(options: argparse.Namespace, folder: str, batch: int | None) -> dict:
-    """{ranks: {engine: [triples/s of each block, of every repeat]}}"""
+    """Return {ranks: {engine: [triples/s of each block, for every repeat]}}."""
     sizes = [str(size) for size in options.world_sizes]
     command = [sys.executable, "-m", "kge_torchrec", "compare", "fb15k237_complex",
                f"--data.path={options.data}", f"--run.dir={folder}/compared", "--train.epochs=1",
@@ -330,7 +334,7 @@ def _compared(options: argparse.Namespace, folder: str, batch: int | None) -> di
 
 
 def _script(name: str, *arguments: object) -> list[Figure]:
-    """Another script's lines: name, value, unit."""
+    """Return another script's lines: name, value, unit."""
     command = [sys.executable, str(HERE.parent / name), *map(str, arguments)]
     figures = []
     for line in _run(command, dict(os.environ)).splitlines():
@@ -341,7 +345,7 @@ def _script(name: str, *arguments: object) -> list[Figure]:
 
 
 def start_up(options: argparse.Namespace) -> list[Figure]:
-    """Whole commands on the graph of countries."""
+    """Time whole commands on the graph of countries."""
     program = [sys.executable, "-m", "kge_torchrec"]
     with tempfile.TemporaryDirectory() as folder:
         run = f"{folder}/run"
@@ -374,7 +378,7 @@ def _said(figure: Figure) -> Figure:
 
 
 def draw(figures: list[Figure], path: Path) -> None:
-    """Bars: ours as a share of the floor."""
+    """Draw bars of our rate as a share of the floor's."""
     from matplotlib.figure import Figure as Picture
 
     shown = [figure for figure in figures if figure.ratio][::-1]

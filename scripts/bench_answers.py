@@ -1,8 +1,8 @@
-"""Time and memory of answers over a table of any size, of random rows.
+"""Measure time and memory of predictions over a table of random rows of any size.
 
     python scripts/bench_answers.py --entities 50000000 --dim 16
 
-Prints for each kind of question seconds, and the most memory beyond what was held before, in MiB.
+Prints for each kind of query its seconds, and its peak memory beyond the table in MiB.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> int:
     }
     for name, work in questions.items():
         before = memory("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         start = time.perf_counter()
         work()
         seconds = time.perf_counter() - start
@@ -68,22 +68,22 @@ def main() -> int:
 
 
 def made_up(entities: int, dim: int, scorer: str) -> AnsweringModel:
-    """Random rows; labels are the ids."""
+    """Return a model of random rows whose labels are the ids."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.empty(entities, dim).normal_(generator=generator)
-    found = SCORERS[scorer](RELATIONS, dim)
+    model = SCORERS[scorer](RELATIONS, dim)
     with torch.no_grad():
-        for parameter in found.parameters():
+        for parameter in model.parameters():
             parameter.normal_(generator=generator)
     labels, relations = (
         Vocabulary(pc.cast(pa.array(np.arange(count)), pa.large_string()))
         for count in (entities, RELATIONS)
     )
-    return AnsweringModel(found, EntityShard(rows, 0, entities), lambda: labels, lambda: relations)
+    return AnsweringModel(model, EntityShard(rows, 0, entities), lambda: labels, lambda: relations)
 
 
 def memory(name: str) -> float:
-    """Of this process, in MiB: VmRSS now, VmHWM at most."""
+    """Return memory of this process in MiB: VmRSS is the current size, VmHWM the peak."""
     match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
     assert match is not None
     return int(match[1]) / 1024

@@ -1,11 +1,10 @@
-"""What torch.compile of scorer and loss (dense.compile) gains in a training step.
+"""Measure a training step with and without torch.compile of scorer and loss (dense.compile).
 
 python scripts/bench_compile.py [--scorers complex rotate ...] [--batch 1024] [--repeats 3]
 
-Each scorer is trained with and without it by turns, one process of two threads each, on synthetic
-triples over 100,000 entities and 200 relations, 256 real numbers an entity, 128 negatives shared
-by chunks of 64 triples.  One line a figure: milliseconds a step (median), the gain, and the
-seconds that compiling took.
+Each scorer is trained with and without dense.compile, alternating, in a process with two threads.
+The triples are synthetic: 100,000 entities, 200 relations, dim 256, 128 negatives shared by chunks
+of 64 triples. Prints the median ms per step, the gain, and the seconds of compilation.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ SCORERS = ("complex", "rotate", "transe_l2", "quate", "keci", "conve")
 
 
 def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str, float]:
-    """{"ms": median of a step, "first": seconds of the first steps}."""
+    """Return {"ms": median of a step, "first": seconds of the first steps}."""
     from kge_torchrec.environment import keep_large_blocks, limit_spinning, set_threads
 
-    limit_spinning()  # as the command line does, before torch is loaded
+    limit_spinning()  # before torch is loaded, as the command line does
 
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.data.batches import BatchPlan, Candidates
@@ -71,7 +70,7 @@ def step_times(scorer: str, compiled: bool, batch: int, steps: int) -> dict[str,
 
 
 def measure(*arguments: object) -> dict[str, float]:
-    """Runs this file as a worker."""
+    """Run this file as a worker."""
     command = [sys.executable, str(HERE), "--worker", *map(str, arguments)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
@@ -85,12 +84,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     for scorer in options.scorers:
-        found: dict[bool, list[dict[str, float]]] = {False: [], True: []}
+        results: dict[bool, list[dict[str, float]]] = {False: [], True: []}
         for _ in range(options.repeats):
-            for compiled in found:  # by turns, so that a busy minute hits both
-                found[compiled].append(measure(scorer, compiled, options.batch, options.steps))
-        plain, compiled = (statistics.median(x["ms"] for x in found[flag]) for flag in found)
-        extra = found[True][0]["first"] - found[False][0]["first"]
+            for compiled in results:  # alternating, so that a busy minute affects both
+                results[compiled].append(measure(scorer, compiled, options.batch, options.steps))
+        plain, compiled = (statistics.median(x["ms"] for x in results[flag]) for flag in results)
+        extra = results[True][0]["first"] - results[False][0]["first"]
         print(f"step_{scorer}_plain {plain:.2f} ms")
         print(f"step_{scorer}_compiled {compiled:.2f} ms")
         print(f"step_{scorer}_gain {plain / compiled:.2f} x")

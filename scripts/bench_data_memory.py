@@ -1,8 +1,8 @@
-"""What the data of a large graph takes of memory, on a made-up store of 50 million triples.
+"""Measure the memory of a large graph's data, on a synthetic store of 50 million triples.
 
-Each figure is of a process of its own: the most anonymous memory (not the pages of mapped files,
-which all processes of a host share) beyond that before the work, sampled every millisecond.
-Prints one line per figure: name, value, unit.
+Each piece of work runs in its own process. Its figure is the peak of anonymous memory beyond that
+before the work, sampled every millisecond. Pages of mapped files, which all processes of a host
+share, do not count. Prints one line per figure: name, value, unit.
 
     python scripts/bench_data_memory.py --folder FOLDER
 """
@@ -21,7 +21,7 @@ import numpy as np
 
 HUBS, HUB_ANSWERS = 256, 50_000
 ENTITIES, TRIPLES, RELATIONS = 10_000_000, 50_000_000, 20
-TEST = HUBS + 1  # a triple of every hub, and of the entity that is connected with all
+TEST = HUBS + 1  # a triple of every hub, and one of the entity that is linked with all
 
 
 def main() -> None:
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def make(folder: Path) -> None:
-    """A store with hubs of many answers to relation 0, and random triples."""
+    """Write a store with hubs that have many answers to relation 0, and random triples."""
     import pyarrow as pa
 
     from kge_torchrec.data.store import StoreContents, write_store
@@ -76,7 +76,7 @@ def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
     def rank() -> None:
         rank_triples(scorer, shard, triples.astype(np.int64), known, sides=("tail",))
 
-    # Compiles, and warms the allocator with blocks of as many scores.
+    # Compile, and warm the allocator with blocks of the same number of scores.
     few = EntityShard(shard.rows[:40_000], 0, 40_000)
     other = np.stack([np.arange(len(triples)) + TEST, np.ones(len(triples))] * 2, 1)[:, :3]
     other = other.astype(np.int64) * [1, 1, 0]
@@ -85,17 +85,17 @@ def filtered_ranking(store, triples: np.ndarray) -> Callable[[], object]:
 
 
 def hubs_ranked(store):
-    """256 queries with 50,000 answers each."""
+    """Rank 256 queries with 50,000 answers each."""
     return filtered_ranking(store, store.test[:HUBS])
 
 
 def all_answers_ranked(store):
-    """One query with 10 million answers."""
+    """Rank one query with 10 million answers."""
     return filtered_ranking(store, store.test[HUBS:])
 
 
 def popularity_planned(store):
-    """What rank 0 makes of the degrees for the plan of every run."""
+    """Compute entity frequencies from the degrees, as rank 0 does for the plan of a run."""
     from kge_torchrec.planning.workload import EntityFrequency
 
     return lambda: EntityFrequency.of_degrees(store.degrees())
@@ -108,7 +108,7 @@ def config_of(store, **keys):
 
 
 def degree_sampler(store):
-    """What each rank makes for degree sampling; held to the end."""
+    """Build the degree sampler of a rank, which lives until the end."""
     import torch
 
     from kge_torchrec.distributed.processes import Processes
@@ -120,14 +120,14 @@ def degree_sampler(store):
 
 
 def queries_listed(store):
-    """What each rank makes for kvsall and kvssample; held to the end."""
+    """Build the distinct queries of a rank for kvsall and kvssample."""
     from kge_torchrec.data.batches.queries import DistinctQueries
 
     return lambda: DistinctQueries(store.filter_index(("train",)), ("head", "tail"))
 
 
 def hubs_asked(store):
-    """A kvsall step of the 256 hubs, and the answers of one block of 8 MiB of scores."""
+    """Load a kvsall step of the 256 hubs, and the answers for one block of 8 MiB of scores."""
     import torch
 
     from kge_torchrec.data.batches.queries import DistinctQueries
@@ -150,7 +150,7 @@ def hubs_asked(store):
 
 
 def hub_sampled(store):
-    """A kvssample step of the query with 10 million answers."""
+    """Load a kvssample step of the query with 10 million answers."""
     from kge_torchrec.data.batches import BatchPlan, Candidates
     from kge_torchrec.data.batches.order import EpochShuffle
     from kge_torchrec.data.batches.queries import QuerySampleBatches
@@ -206,7 +206,7 @@ def measure(name: str, folder: Path) -> None:
 
 
 def anonymous() -> int:
-    """Bytes of this process's memory that are no pages of files."""
+    """Return the bytes of this process's anonymous memory."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("RssAnon"):
             return int(line.split()[1]) << 10

@@ -1,10 +1,10 @@
-"""What it costs to let FBGEMM's table step later: for accumulation, clip_norm and clip_value.
+"""Measure the cost of a deferred step of FBGEMM's table, as accumulation and clipping need it.
 
 python scripts/bench_deferred_step.py [--device cpu|cuda] [--rows N] [--dim D] [--ids M]
 
-One table, distinct ids, with the kernel stepping inside backward and with gradients kept for one
-lookup and backward of their own, by turns; milliseconds a step, medians, and their ratio.  A CPU
-has FBGEMM's kernels of adagrad, rowwise_adagrad and sgd only.
+Compares a kernel that steps inside backward with one whose gradients are kept for a separate
+lookup and backward, on one table with distinct ids, alternating. Prints the median ms per step
+and the ratio. On a CPU FBGEMM has only adagrad, rowwise_adagrad and sgd.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kge_torchrec.embeddings.torchrec.sharder import fused_params, of_fbgemm
 
 
 def fbgemm_table(rows: int, dim: int, optimizer: str, device: torch.device) -> nn.Module:
-    """A table of zeros."""
+    """Return a table of zeros."""
     on_cuda = device.type == "cuda"
     place = EmbeddingLocation.DEVICE if on_cuda else EmbeddingLocation.HOST
     kind = ComputeDevice.CUDA if on_cuda else ComputeDevice.CPU
@@ -42,20 +42,20 @@ def fbgemm_table(rows: int, dim: int, optimizer: str, device: torch.device) -> n
 
 
 def inside_backward(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
-    """The kernel steps as the gradient arrives."""
+    """Step inside backward."""
     offsets = torch.arange(ids.numel() + 1, device=ids.device)
     table(indices=ids, offsets=offsets).backward(grad)
 
 
 def deferred(table: nn.Module, ids: Tensor, grad: Tensor) -> None:
-    """The gradient is kept, then steps."""
+    """Keep the gradient, then step."""
     pending = PendingGradients()
     recorded_lookup(table.split_embedding_weights()[0], ids, pending).backward(grad)
     step_rows(table, [pending.take()])
 
 
 def main() -> None:
-    """Prints one line an optimizer."""
+    """Print one line per optimizer."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--rows", type=int, default=1_000_000)
@@ -71,18 +71,20 @@ def main() -> None:
         for turn in range(args.repeats + 1):
             ids = torch.randperm(args.rows, device=device)[: args.ids].sort().values
             grad = torch.randn(args.ids, args.dim, device=device)
-            for way, found in times.items():
+            for way, seconds_of_way in times.items():
                 seconds = timed(way, table, ids, grad)
                 if turn:  # the first one warms up
-                    found.append(seconds)
-        fused, later = (1e3 * statistics.median(found) for found in times.values())
+                    seconds_of_way.append(seconds)
+        fused, later = (
+            1e3 * statistics.median(seconds_of_way) for seconds_of_way in times.values()
+        )
         pairs = zip(times[deferred], times[inside_backward], strict=True)
         ratio = statistics.median(a / b for a, b in pairs)
         print(f"{name:16} inside backward {fused:7.2f} ms, deferred {later:7.2f} ms, x {ratio:.2f}")
 
 
 def timed(way, table: nn.Module, ids: Tensor, grad: Tensor) -> float:
-    """Seconds of one step."""
+    """Return the seconds of one step."""
     if ids.is_cuda:
         torch.cuda.synchronize()
     start = time.perf_counter()

@@ -1,12 +1,14 @@
-"""Step time and peak memory of every rank when all entities are candidates.
+"""Measure step time and peak memory of every rank when all entities are candidates.
 
 python scripts/bench_full_candidates.py [--entities N] [--dim D] ...
 torchrun --standalone --nproc_per_node=2 scripts/bench_full_candidates.py ...
 
-Random triples, a reciprocal scorer, both sides of every triple (1vsall).  One line a figure: the
-time of a step, the floating-point operations a second of its three matrix products (the scores,
-and the gradients of queries and of rows: 3 x 2 x 2B x N x D operations), and for every rank the
-resident memory before the model, with the model, and at its peak.
+Random triples, a reciprocal scorer, both sides of every triple (1vsall). Prints
+
+- the time per step;
+- the floating-point operations per second of its three matrix products, 3 x 2 x 2B x N x D: the
+  scores, and the gradients of queries and of rows;
+- for every rank the resident memory before the model, with the model, and at its peak.
 """
 
 from __future__ import annotations
@@ -60,10 +62,10 @@ def main() -> None:
         milliseconds = statistics.median(_timed(pipeline, stream, options.steps))
         memory.append(_resident("VmHWM"))
         every = torch.tensor(memory)
-        found = [torch.empty_like(every) for _ in range(ranks.world_size)]
-        dist.all_gather(found, every)
+        gathered = [torch.empty_like(every) for _ in range(ranks.world_size)]
+        dist.all_gather(gathered, every)
     if ranks.is_first:
-        _report(options, milliseconds, torch.stack(found) / 2**20)
+        _report(options, milliseconds, torch.stack(gathered) / 2**20)
 
 
 def _timed(pipeline, stream, steps: int) -> list[float]:
@@ -89,7 +91,7 @@ def _report(options: argparse.Namespace, milliseconds: float, memory: torch.Tens
 
 
 def _resident(field: str) -> int:
-    """Bytes of this process: VmRSS now, VmHWM at most so far."""
+    """Return bytes of this process: VmRSS is the current size, VmHWM the peak so far."""
     status = Path("/proc/self/status").read_text()
     return int(re.search(rf"{field}:\s*(\d+) kB", status)[1]) * 1024
 
@@ -107,7 +109,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--engine", default="torchrec")
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--kept-mib", type=int, help="largest scores that are kept")
+    parser.add_argument("--kept-mib", type=int, help="largest scores to keep, in MiB")
     return parser.parse_args()
 
 

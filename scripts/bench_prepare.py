@@ -1,7 +1,7 @@
-"""How long `prepare` takes, beside pyarrow's bare reading and numbering of the same file.
+"""Measure `prepare` against pyarrow's bare reading and numbering of the same file.
 
-Writes a TSV of string triples whose entities follow Zipf's law, then runs both in turn, each time
-in a new process, and prints the medians, one figure per line: name, value, unit.
+Writes a TSV of string triples whose entities follow Zipf's law. Then it runs both, alternating,
+each time in a new process. Prints the medians, one figure per line: name, value, unit.
 
     python scripts/bench_prepare.py --triples 5_000_000 --repeats 5
 """
@@ -25,7 +25,7 @@ ROWS_AT_ONCE = 1_000_000
 
 
 def zipf_ids(random: np.random.Generator, size: int, count: int) -> np.ndarray:
-    """Ids (count,) in [0, size), the frequency of each inverse to its rank; ranks scattered."""
+    """Return ids (count,) in [0, size) that follow Zipf's law; frequent ids are scattered."""
     ranks = np.minimum((size ** random.random(count)).astype(np.int64) - 1, size - 1)
     step = 2654435761 % size
     while np.gcd(step, size) != 1:
@@ -53,7 +53,7 @@ def labels(prefix: str, ids: np.ndarray) -> pa.Array:
 
 
 def bare(source: Path, _: Path) -> None:
-    """The whole file into memory, entities and relations numbered, nothing written."""
+    """Read the file into memory and number entities and relations, without writing."""
     table = csv.read_csv(
         source,
         read_options=csv.ReadOptions(column_names=["h", "r", "t"]),
@@ -81,7 +81,7 @@ def run_here(task: str, source: Path, output: Path) -> None:
 
 
 def run_apart(task: str, source: Path, output: Path) -> tuple[float, float]:
-    """Seconds (without the start of Python) and peak bytes of one run in a new process."""
+    """Return seconds (without Python's start) and peak bytes of a run in a new process."""
     command = [sys.executable, __file__, "--task", task, str(source), str(output)]
     result = subprocess.run(command, check=True, capture_output=True, text=True)
     seconds, peak = map(float, result.stdout.split())
@@ -115,9 +115,9 @@ def benchmark(triples: int, entities: int, repeats: int, directory: str | None) 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--triples", type=int, default=5_000_000)
-    parser.add_argument("--entities", type=int, help="as many as triples, unless given")
+    parser.add_argument("--entities", type=int, help="default: the number of triples")
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--directory", help="where to put the files, about 80 bytes a triple")
+    parser.add_argument("--directory", help="folder for the files, about 80 bytes per triple")
     parser.add_argument("--task", nargs=3, metavar=("TASK", "SOURCE", "OUTPUT"),
                         help=argparse.SUPPRESS)  # fmt: skip
     arguments = parser.parse_args()

@@ -1,6 +1,6 @@
-"""Exact filtered ranking against the same work in plain torch, in turns, on one machine.
+"""Compare exact filtered ranking with the same work in plain torch, alternating.
 
-FB15k-237's test triples, both sides, ComplEx with 256 numbers a row and random parameters.
+FB15k-237's test triples, both sides, ComplEx with dim 256 and random parameters.
 Prints one line per figure: name, value, unit.
 
     python scripts/bench_ranking.py --floor ../shared/tools/peers/floor.py
@@ -72,7 +72,7 @@ def parse() -> argparse.Namespace:
 
 
 def read_ids(folder: Path) -> tuple[dict[str, np.ndarray], int, int]:
-    """Triples (T, 3) by split, numbered in order of appearance."""
+    """Return triples (T, 3) by split, numbered in order of appearance."""
     entities, relations, splits = {}, {}, {}
     for name in SPLITS:
         lines = (folder / f"{name}.txt").read_text(encoding="utf-8").splitlines()
@@ -90,7 +90,7 @@ def read_ids(folder: Path) -> tuple[dict[str, np.ndarray], int, int]:
 
 
 def ranking(name: str, splits: dict[str, np.ndarray], entities: int, relations: int):
-    """The function to be timed: ranks all test triples with a model of random parameters."""
+    """Return the function to time: it ranks all test triples with random parameters."""
     torch.manual_seed(0)
     scorer = SCORERS[name](relations, DIM)
     for parameter in scorer.parameters():
@@ -105,7 +105,7 @@ def ranking(name: str, splits: dict[str, np.ndarray], entities: int, relations: 
 
 
 def floor_seconds(args: argparse.Namespace) -> tuple[list[float], float]:
-    """([fastest, median] wall, fewest CPU) seconds, as one run of floor.py reports them."""
+    """Return ([fastest, median] wall, fewest CPU) seconds, as floor.py reports them."""
     environment = os.environ | {"MAXWAIT": "5", "KGE_DATA": str(args.data.resolve().parent)}
     printed = subprocess.run(
         [sys.executable, args.floor.name, "b"],

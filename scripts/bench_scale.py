@@ -1,9 +1,9 @@
-"""Step time and peak memory as the table grows: both should depend on the batch alone.
+"""Measure step time and peak memory for growing tables; only the batch should matter.
 
 python scripts/bench_scale.py [--floor DIR] [--repeats N] [--sizes ENTITIES ...]
 
-DistMult with 64 real numbers, batch 4096, 64 shared negatives, Adam, on synthetic triples with
-uniform and Zipf-distributed entities, one process of two threads each.  One line a figure.
+DistMult, dim 64, batch 4,096, 64 shared negatives, Adam, on synthetic triples with uniform and
+Zipf-distributed entities, in processes with two threads. Prints one line per figure.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ DIM, BATCH, NEGATIVES, TRIPLES, RELATIONS = 64, 4096, 64, 2_000_000, 200
 
 
 def triples(entities: int, law: str) -> np.ndarray:
-    """(T, 3) int32 synthetic triples; Zipf ids have exponent 1 and are scattered over the table."""
+    """Return synthetic triples (T, 3) int32; Zipf ids have exponent 1 and are scattered."""
     stream = np.random.default_rng(0)
 
     def draw(count: int, zipf: bool) -> np.ndarray:
@@ -44,10 +44,10 @@ def triples(entities: int, law: str) -> np.ndarray:
 
 
 def ours(entities: int, law: str, steps: int) -> dict:
-    """Milliseconds a step, and the memory of the process."""
+    """Return ms per step and the memory of the process."""
     from kge_torchrec.environment import keep_large_blocks, limit_spinning, set_threads
 
-    limit_spinning()  # as the command line does, before torch is loaded
+    limit_spinning()  # before torch is loaded, as the command line does
 
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.data.batches import BatchPlan, Candidates
@@ -92,7 +92,7 @@ def ours(entities: int, law: str, steps: int) -> dict:
 
 
 def floor(folder: Path, entities: int, law: str, steps: int) -> dict:
-    """The same work in floor.py."""
+    """Run the same work in floor.py."""
     sys.path.insert(0, str(folder))
     import torch
     from floor import Tr
@@ -113,18 +113,18 @@ def floor(folder: Path, entities: int, law: str, steps: int) -> dict:
 
 
 def resident() -> int:
-    """Bytes resident now."""
+    """Return the resident bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def peak() -> int:
-    """The most bytes resident so far."""
+    """Return the peak of the resident bytes so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def measure(*arguments: object) -> dict:
-    """Runs this file as a worker."""
+    """Run this file as a worker."""
     command = [sys.executable, str(HERE), "--worker", *map(str, arguments)]
     out = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(out.splitlines()[-1])
@@ -143,21 +143,21 @@ def main() -> None:
         for who in ("floor", "ours"):
             times: dict[int, list[float]] = {size: [] for size in sizes}
             for _ in range(options.repeats):
-                for size in sizes:  # by turns, so that a busy minute hits all sizes alike
+                for size in sizes:  # alternating, so that a busy minute affects all sizes
                     extra = [options.floor] if who == "floor" else []
-                    found = measure(who, *extra, size, law, options.steps)
-                    times[size].append(statistics.median(found["times"]))
+                    results = measure(who, *extra, size, law, options.steps)
+                    times[size].append(statistics.median(results["times"]))
             for size in sizes:
                 medians[who, size] = statistics.median(times[size])
                 print(f"step_{law}_{size}_{who} {medians[who, size]:.2f} ms", flush=True)
             growth = medians[who, sizes[-1]] / medians[who, sizes[0]]
             print(f"step_{law}_largest_over_smallest_{who} {growth:.2f} x", flush=True)
-    report_memory(found)
+    report_memory(results)
 
 
-def report_memory(found: dict) -> None:
-    """Peak memory of the last and largest of our processes."""
-    mib = {key: found[key] / 2**20 for key in ("base", "table", "peak")}
+def report_memory(results: dict) -> None:
+    """Print the peak memory of the last and largest process of this package."""
+    mib = {key: results[key] / 2**20 for key in ("base", "table", "peak")}
     print(f"memory_base {mib['base']:.0f} MiB")
     print(f"memory_weights_and_state {mib['table']:.0f} MiB")
     print(f"memory_peak {mib['peak']:.0f} MiB")

@@ -1,8 +1,8 @@
-"""Whether the answers of predict rank as evaluation does, on a run of any size: `... RUN`.
+"""Check that predict orders answers as evaluation ranks them: check_answers.py RUN.
 
-Of some test triples, head and tail are asked for.  The rank of the true answer among the answers
-of predict, known ones left out, must be evaluation's filtered rank, optimistic and pessimistic, and
-the scores that `score` gives the triples must be those of predict, to the last bit.
+The script queries head and tail of some test triples. The rank of the true answer among the new
+answers of predict must equal the filtered rank of evaluation, optimistic and pessimistic. The
+scores of the verbs score and predict must be equal bit for bit.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ def main() -> int:
         ranks = run.session.ranks_of(triples, "test")
         for side in SIDES:
             start = time.perf_counter()
-            found = answer_ranks(run, triples, side)
+            answered = answer_ranks(run, triples, side)
             seconds = time.perf_counter() - start
             kinds = ranks.optimistic[side], ranks.pessimistic[side]
-            differ = sum(int((x != y).sum()) for x, y in zip(found, kinds, strict=True))
+            differ = sum(int((x != y).sum()) for x, y in zip(answered, kinds, strict=True))
             print(f"{side}: {len(triples):,} queries, {differ} ranks differ, {seconds:.1f} s")
             wrong += differ
     return int(wrong > 0)
 
 
 def answer_ranks(run, triples: np.ndarray, side: str) -> tuple[np.ndarray, np.ndarray]:
-    """Optimistic and pessimistic ranks (T,) of the true answers among those of predict."""
+    """Return optimistic and pessimistic ranks (T,) of the true answers in predict's order."""
     model, column = run.answering_model(), 0 if side == "head" else 2
-    index, found = run.session.store.filter_index(), []
+    index, ranks = run.session.store.filter_index(), []
     for first in range(0, len(triples), BATCH):
         part = triples[first : first + BATCH]
         scores, ids = (x.numpy() for x in find_best(model, side, torch.from_numpy(part), 10**9))
         true = model.scores(torch.from_numpy(part), side).numpy()[:, None]
         own = ids == part[:, column, None]
         if not np.array_equal(scores[own][:, None], true):
-            sys.exit(f"{side}: score and predict give other scores")
+            sys.exit(f"{side}: score and predict give different scores")
         others = ~index.contains(side, part[:, 2 - column], part[:, 1], ids)
         better, equal = ((others & compared).sum(1) for compared in (scores > true, scores >= true))
-        found.append((better + 1, equal + 1))
-    optimistic, pessimistic = (np.concatenate(kind) for kind in zip(*found, strict=True))
+        ranks.append((better + 1, equal + 1))
+    optimistic, pessimistic = (np.concatenate(kind) for kind in zip(*ranks, strict=True))
     return optimistic, pessimistic
 
 

@@ -1,11 +1,10 @@
-"""Memory a rank of a scorer with 50 million dense parameters, by wrapper and number of ranks.
+"""Measure memory per rank of a scorer with 50 million dense parameters, by dense.wrapper.
 
 python scripts/check_dense_memory.py [--ranks 1 2 4] [--wrappers ddp fsdp]
 
-TuckER with 368 numbers an entity and a relation has a core of 368^3 parameters; Adam keeps two
-more numbers of each.  Every world trains a few steps on gloo ranks of one thread.  One line a
-figure: MiB of parameters, gradients and optimizer state on the largest rank; and the memory of its
-process when the steps are done, less that of a process before it built the model.
+TuckER with dim 368 has a core of 368^3 parameters, and Adam keeps two more elements for each.
+Every world trains a few steps on gloo ranks with one thread. Prints for the largest rank the MiB
+of parameters, gradients and optimizer state, and the growth of the process since before the model.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DIM, ENTITIES, RELATIONS, STEPS = 368, 1000, 20, 3
 
 
 def rank_memory(wrapper: str) -> dict[str, float]:
-    """Bytes of this rank: "held" by tensors, "process" of the process beyond its start."""
+    """Return bytes of this rank: "held" by tensors, "process" for the process's growth."""
     import torch
     from torch.distributed.tensor import DTensor
 
@@ -74,12 +73,12 @@ def rank_memory(wrapper: str) -> dict[str, float]:
 
 
 def resident() -> int:
-    """Bytes resident now."""
+    """Return the resident bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def world_memory(ranks: int, wrapper: str) -> dict[str, float]:
-    """Runs a world of this file; the largest rank's bytes."""
+    """Run a world of this file and return the largest rank's bytes."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -105,8 +104,8 @@ def main() -> None:
     options = parser.parse_args()
     for wrapper in options.wrappers:
         for ranks in options.ranks:
-            found = world_memory(ranks, wrapper)
-            for kind, size in found.items():
+            sizes = world_memory(ranks, wrapper)
+            for kind, size in sizes.items():
                 print(f"{kind}_{wrapper}_{ranks} {size / 2**20:.1f} MiB", flush=True)
 
 

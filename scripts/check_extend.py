@@ -1,15 +1,14 @@
-"""Entities that come later: placed, trained on, or in the graph from the start.
+"""Compare ways to add entities to a run: placing, further training, training from scratch.
 
     python scripts/check_extend.py DATA [--held 1000] [--dim 128] [--epochs 8] [--on 2]
                                         [--recipe fb15k237_complex] [--output FILE] [--set K=V ...]
 
-DATA is a folder of train, valid and test files, as FB15k-237's.  HELD entities are drawn at random;
-every triple that touches one is taken out of train and valid.  A run is trained without them and
-then extended by their training triples in several ways; what is ranked is the test triples that
-touch one of them, and, for what happens to the others, the valid triples that touch none.  Filters
-hold all triples of the run at hand, so that MRR here compares within this table, not with papers.
-Minutes are of the whole call, ranking included; drift is the mean distance that rows of the other
-entities moved, as a share of their length.
+DATA is a folder of train, valid and test files, such as FB15k-237's. HELD random entities are new:
+every triple with one of them is removed from train and valid. A run is trained without them and
+then extended by their training triples in several ways. "New" is the MRR of the test triples with
+a new entity, "old" that of the valid triples without one. The filter holds all triples of the run,
+so MRR compares within this table only. Minutes include ranking. Drift is the mean distance that
+rows of old entities moved, as a share of their length.
 """
 
 from __future__ import annotations
@@ -33,35 +32,35 @@ Triples = list[tuple[str, ...]]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("data", type=Path)
-    parser.add_argument("--held", type=int, default=1000, help="entities that come later")
+    parser.add_argument("--held", type=int, default=1000, help="number of new entities")
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=8, help="of the run, and from scratch")
-    parser.add_argument("--on", type=int, default=2, help="epochs of training on, old triples too")
-    parser.add_argument("--alone", type=int, default=20, help="of training on by new ones alone")
+    parser.add_argument("--epochs", type=int, default=8, help="epochs of the run, and from scratch")
+    parser.add_argument("--on", type=int, default=2, help="further epochs, on old and new triples")
+    parser.add_argument("--alone", type=int, default=20, help="further epochs, on new triples only")
     parser.add_argument("--recipe", default="fb15k237_complex")
-    parser.add_argument("--seed", type=int, default=0, help="of the entities held out")
-    parser.add_argument("--only", nargs="*", help="variants to run, besides the run itself")
+    parser.add_argument("--seed", type=int, default=0, help="seed for the choice of new entities")
+    parser.add_argument("--only", nargs="*", help="variants to run besides the run itself")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--output", type=Path, help="also as JSON")
+    parser.add_argument("--output", type=Path, help="file for the results as JSON")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        found = check(options, Path(folder))
-    print(table(found))
+        results = check(options, Path(folder))
+    print(table(results))
     if options.output:
-        options.output.write_text(json.dumps(found, indent=1) + "\n")
+        options.output.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def check(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Trains and extends; returns what was found, by variant."""
+    """Train and extend; return the results by variant."""
     sizes = divide(options, folder)
     keys = {"model.dim": options.dim, "train.epochs": options.epochs, "run.tensorboard": False,
             "run.progress": False, "evaluation.every": 0, "checkpoint.every_epochs": 0}  # fmt: skip
-    given = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
-    given += [f"--{setting}" for setting in options.set]
+    overrides = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
+    overrides += [f"--{setting}" for setting in options.set]
 
     def train(name: str) -> kge_torchrec.Run:
         where = [f"--data.path={folder / name}", f"--run.dir={folder / 'runs' / name}"]
-        return kge_torchrec.train(load_config(options.recipe, [*given, *where]))
+        return kge_torchrec.train(load_config(options.recipe, [*overrides, *where]))
 
     def extend(name: str, **how: Any) -> kge_torchrec.Run:
         return kge_torchrec.extend(
@@ -78,18 +77,18 @@ def check(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "on, replay 0.1": lambda name: extend(name, epochs=on, replay=0.1),
         "from scratch": lambda name: train("whole"),
     }
-    found: dict[str, Any] = {"settings": vars(options) | {"data": str(options.data)}, **sizes}
-    found["settings"].pop("output")
-    found["variants"] = {"the run before": measured(lambda: train("old"))}
+    results: dict[str, Any] = {"settings": vars(options) | {"data": str(options.data)}, **sizes}
+    results["settings"].pop("output")
+    results["variants"] = {"the run before": measured(lambda: train("old"))}
     for name, make in variants.items():
         if options.only is None or name in options.only:
-            found["variants"][name] = measured(lambda make=make, name=name: make(name))
-            print(f"{name}: {found['variants'][name]}", flush=True)
-    return found
+            results["variants"][name] = measured(lambda make=make, name=name: make(name))
+            print(f"{name}: {results['variants'][name]}", flush=True)
+    return results
 
 
 def measured(make: Callable[[], kge_torchrec.Run]) -> dict[str, Any]:
-    """MRR of new test and old valid triples, minutes, and the drift if there is one."""
+    """Return MRR of new test and old valid triples, minutes, and the drift if there is one."""
     started = time.perf_counter()
     run = make()
     seconds = time.perf_counter() - started
@@ -109,7 +108,7 @@ def measured(make: Callable[[], kge_torchrec.Run]) -> dict[str, Any]:
 
 
 def divide(options: argparse.Namespace, folder: Path) -> dict[str, int]:
-    """Writes the folders old, new and whole; returns how many triples are where."""
+    """Write the folders old, new and whole; return the number of triples of each."""
     splits = {split: read(options.data, split) for split in ("train", "valid", "test")}
     names = sorted({end for triple in splits["train"] for end in triple[0::2]})
     drawn = np.random.default_rng(options.seed).choice(len(names), options.held, replace=False)
@@ -141,13 +140,13 @@ def write(folder: Path, **splits: Triples) -> None:
         (folder / f"{split}.tsv").write_text(text, encoding="utf-8")
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     lines = [
-        f"{found['settings']['held']:,} entities with {found['new_triples']:,} triples come to "
-        f"{found['old_triples']:,}; {found['test']:,} test triples touch them",
+        f"{results['settings']['held']:,} entities with {results['new_triples']:,} triples come to "
+        f"{results['old_triples']:,}; {results['test']:,} test triples touch them",
         f"{'':20}{'MRR new':>9}{'MRR old':>9}{'minutes':>9}{'drift':>9}{'largest':>9}{'same':>8}",
     ]
-    for name, of in found["variants"].items():
+    for name, of in results["variants"].items():
         drift = of["drift"]
         moved = (
             f"{drift['mean']:>9.2%}{drift['max']:>9.1%}{drift['unchanged']:>8,}" if drift else ""

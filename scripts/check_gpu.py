@@ -1,12 +1,12 @@
-"""One command that checks a GPU: right results, speed, and what a step is made of.
+"""Check results, speed and memory of this package on a GPU.
 
     python scripts/check_gpu.py                    # all parts, under 10 minutes on one card
     python scripts/check_gpu.py --list             # their names and time limits
-    python scripts/check_gpu.py bags speed --json found.json
+    python scripts/check_gpu.py bags speed --json check.json
 
-Each part runs in a process of its own, which is ended when its time is over; a line is PASS, FAIL,
-NOTE (a figure of which nothing is asked) or SKIP.  Exit code 0 if no line failed, 1 if one did, 2
-without a GPU.  docs/how-to/run-on-a-gpu.md says what the lines mean.
+Each part runs in its own process, which is killed at its time limit. A line is PASS, FAIL, NOTE (a
+figure without a limit) or SKIP. The exit code is 0 if no line failed, 1 if one did, and 2 without a
+GPU. docs/how-to/run-on-a-gpu.md explains the lines.
 """
 
 from __future__ import annotations
@@ -46,24 +46,24 @@ def main() -> int:
 
 
 def _run(names: list[str], options: argparse.Namespace) -> int:
-    """Runs the parts one after another; returns the exit code."""
-    started, found = time.time(), []
+    """Run the parts one after another; return the exit code."""
+    started, parts = time.time(), []
     for name in names:
-        found.append(_run_part(name, options.device, options.patience))
-        if options.json:  # after each, so that whoever is stopped half-way has the first half
-            _write(Path(options.json), started, options.device, found)
-    counts = _counts(found)
+        parts.append(_run_part(name, options.device, options.patience))
+        if options.json:  # after each part, so that an interrupted check keeps its results
+            _write(Path(options.json), started, options.device, parts)
+    counts = _counts(parts)
     said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
     print(f"{said} in {time.time() - started:.0f} s", flush=True)
     return 1 if counts["FAIL"] else 0
 
 
-def _counts(found: list[dict]) -> dict[str, int]:
-    verdicts = [line["verdict"] for part in found for line in part["lines"]]
+def _counts(parts: list[dict]) -> dict[str, int]:
+    verdicts = [line["verdict"] for part in parts for line in part["lines"]]
     return {verdict: verdicts.count(verdict) for verdict in ("PASS", "FAIL", "NOTE", "SKIP")}
 
 
-def _write(path: Path, started: float, device: str, found: list[dict]) -> None:
+def _write(path: Path, started: float, device: str, parts: list[dict]) -> None:
     from kge_torchrec.environment import versions
 
     content = {
@@ -73,14 +73,14 @@ def _write(path: Path, started: float, device: str, found: list[dict]) -> None:
         "device": device,
         "packages": versions(),
         "seconds": time.time() - started,
-        "counts": _counts(found),
-        "parts": found,
+        "counts": _counts(parts),
+        "parts": parts,
     }
     path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 def _run_part(name: str, device: str, patience: float = 1.0) -> dict:
-    """Runs one in a process of its own, which ends with its time."""
+    """Run a part in its own process, which is killed at its time limit."""
     limit, started = patience * PARTS[name].seconds, time.time()
     with tempfile.TemporaryDirectory() as folder:
         arguments = [sys.executable, __file__, name, "--device", device, "--worker", folder]
@@ -114,17 +114,17 @@ def _line(verdict: str, said: str) -> dict:
 
 
 def _end(process: subprocess.Popen) -> None:
-    """Ends the part and whatever it has started."""
+    """Kill the process of a part and all of its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _work(name: str, device: str, folder: Path) -> int:
-    """In the process of a part."""
+    """Run a part in this process."""
     from kge_torchrec.environment import prepare_process
 
-    prepare_process()  # as the command line does, before torch is loaded
+    prepare_process()  # before torch is loaded, as the command line does
 
     from gpu_checks.report import Report
 
@@ -148,7 +148,7 @@ def _has_gpu() -> bool:
 
 
 def _commit() -> str:
-    """Of the checkout; empty outside of one."""
+    """Return the commit of the checkout, or an empty string outside of one."""
     command = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
@@ -158,12 +158,12 @@ def _commit() -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all of them")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="default: all parts")
     parser.add_argument("--list", action="store_true", help="names, time limits, what they check")
     parser.add_argument(
-        "--patience", type=float, default=1.0, metavar="TIMES", help="multiplies the time limits"
+        "--patience", type=float, default=1.0, metavar="TIMES", help="factor for the time limits"
     )
-    parser.add_argument("--json", metavar="FILE", help="writes what was found")
+    parser.add_argument("--json", metavar="FILE", help="file for the results")
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda",
         help="cpu runs the parts in small sizes, to check the parts themselves",

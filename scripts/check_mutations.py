@@ -1,11 +1,11 @@
-"""Deliberate faults, each of which the tests named beside it must notice.
+"""Check that the tests notice each deliberate fault.
 
-    python scripts/check_mutations.py            # all of them, some ten seconds each
-    python scripts/check_mutations.py dropout    # those with that word in their name
+    python scripts/check_mutations.py            # all faults, some ten seconds each
+    python scripts/check_mutations.py dropout    # faults with this word in their name
 
-Every fault is put into a copy of the working tree by replacing one piece of text, which must be
-there exactly once; the tests run in that copy, and one of them has to fail.  Whoever moves the code
-of a fault moves the fault along.  Exit code 1 if a fault goes unnoticed.
+A fault replaces one piece of text, which must occur exactly once, in a copy of the working tree.
+Then its tests run in that copy, and one of them must fail. If you change the replaced text, change
+the fault too. The exit code is 1 if a fault goes unnoticed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def copy_of_tree(folder: Path) -> None:
-    """What git tracks, or would, as it stands."""
+    """Return the files that git tracks or would add."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     names = subprocess.run(command, cwd=ROOT, check=True, capture_output=True).stdout.decode()
     for name in filter(None, names.split("\0")):
@@ -52,7 +52,7 @@ def copy_of_tree(folder: Path) -> None:
 
 
 def is_noticed(fault: Fault, tree: Path) -> bool:
-    """Whether a test fails with the fault in; the file is as before afterwards."""
+    """Return whether a test fails with the fault; restore the file."""
     file = tree / "kge_torchrec" / fault.file
     right = file.read_text(encoding="utf-8")
     if right.count(fault.right) != 1:
@@ -73,22 +73,24 @@ def is_noticed(fault: Fault, tree: Path) -> bool:
 
 
 def words(tests: str) -> list[str]:
-    """Arguments of pytest: what follows -k is one of them."""
+    """Return the arguments of pytest; the words after -k are one argument."""
     paths, _, chosen = tests.partition(" -k ")
     return paths.split() + (["-k", chosen] if chosen else [])
 
 
 def table(faults: list[Fault]) -> str:
-    """In Markdown."""
+    """Return the faults as a Markdown table."""
     lines = [f"| {f.name} | `{f.file}` | `{f.tests}` |" for f in faults]
     return "\n".join(["| fault | in | noticed by |", "|---|---|---|", *lines])
 
 
 def main() -> int:
-    """Runs the faults asked for; 1 if one went unnoticed."""
+    """Run the selected faults; return 1 if one went unnoticed."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("words", nargs="*", help="only faults with one of these in their name")
-    parser.add_argument("--table", action="store_true", help="print them as a table in Markdown")
+    parser.add_argument(
+        "words", nargs="*", help="run only faults with one of these words in their name"
+    )
+    parser.add_argument("--table", action="store_true", help="print the faults as a Markdown table")
     args = parser.parse_args()
     chosen = [f for f in FAULTS if not args.words or any(word in f.name for word in args.words)]
     if args.table:

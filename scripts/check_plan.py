@@ -1,12 +1,12 @@
-"""The planner against reality: what it predicts and what real worlds of processes measure.
+"""Compare the planner's predictions with real runs on this CPU.
 
 python scripts/check_plan.py [--entities 2_000_000] [--dim 64] [--worlds 2 4] [--optimizers ...]
     [--key.sub value ...]
 
-Trains random triples that touch every row for at least 240 steps, on CPU, for every optimizer and
-number of ranks, with `kge-torchrec train`'s own loop.  Prints rows, bytes of values and state
-(which must be equal), peak memory of the fullest rank (within 10 %) and bytes sent in a step
-(within 5 %), as measured by watching the collectives.  Exit code 1 if one is further off.
+Trains at least 240 steps on random triples that contain every entity, for every optimizer and
+number of ranks, with the loop of `kge-torchrec train`. Prints rows, bytes of values and of state
+(which must be equal), peak memory of the fullest rank (within 10 %) and bytes sent per step (within
+5 %). Bytes sent are counted at the collectives. The exit code is 1 if a figure is further off.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # for sent_bytes
 
 HELD_OUT = 50
-STEPS = 240  # at least: glibc's heap still grows over the first hundreds
+STEPS = 240  # at least; glibc's heap grows over the first hundreds of steps
 TOLERANCE = {"peak memory": 0.10, "sent in a step": 0.05}
 
 
 def prepare_store(entities: int, relations: int, folder: Path) -> Path:
-    """A store in which every entity is a head once, so that an epoch touches every row."""
+    """Return a store in which every entity is a head once, so an epoch uses every row."""
     import pyarrow as pa
     import pyarrow.csv
 
@@ -48,7 +48,7 @@ def prepare_store(entities: int, relations: int, folder: Path) -> Path:
 
 
 def settings_of(options: argparse.Namespace, store: Path) -> dict:
-    """The config's keys."""
+    """Return the keys of the config."""
     return {
         "data.path": str(store),
         "model.scorer": options.scorer,
@@ -63,7 +63,7 @@ def settings_of(options: argparse.Namespace, store: Path) -> dict:
 
 
 def predict(settings: dict, world_size: int) -> dict:
-    """What the planner says of every rank."""
+    """Return the planner's figures for every rank."""
     from kge_torchrec.config.parser import load_config
     from kge_torchrec.data.store import TripleStore
     from kge_torchrec.planning.devices import parse_devices
@@ -87,7 +87,7 @@ def predict(settings: dict, world_size: int) -> dict:
 
 
 def measure(settings: dict, world_size: int, folder: Path) -> dict:
-    """The same of a real world."""
+    """Return the same figures of a real world."""
     out = folder / "measured"
     out.mkdir(exist_ok=True)
     task = {"settings": settings, "out": str(out)}
@@ -107,7 +107,7 @@ def measure(settings: dict, world_size: int, folder: Path) -> dict:
 
 
 def work(task: dict) -> None:
-    """One rank: trains, ranks, then watches what some more steps send."""
+    """Run one rank: train, rank, then count the bytes that some more steps send."""
     from kge_torchrec.environment import prepare_process
 
     prepare_process()
@@ -127,33 +127,33 @@ def work(task: dict) -> None:
         fit.run()
         session.rank("test")
         shard = session.backend.shard()
-        found = {
+        facts = {
             "peak": peak_memory_bytes(),
             "rows": (shard.first_row, shard.rows.shape[0]),
             "weights": shard.rows.numel() * shard.rows.element_size(),
             "state": state_bytes(session.backend),
             "sent": sent_in_a_step(fit, ranks.world_size),
         }
-        Path(task["out"], f"{ranks.rank}.json").write_text(json.dumps(found))
+        Path(task["out"], f"{ranks.rank}.json").write_text(json.dumps(facts))
         ranks.barrier()
 
 
 def state_bytes(engine) -> int:
-    """Of the table's optimizer state on this rank, as it would be saved."""
+    """Return the bytes of the table's optimizer state on this rank, as saved."""
     from torch.distributed.tensor import DTensor
     from torch.utils._pytree import tree_leaves
 
     from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 
     states = engine.state()["optimizer"]["state"]
-    found = [x for name, state in states.items() if ENTITY_WEIGHT in name for x in
+    facts = [x for name, state in states.items() if ENTITY_WEIGHT in name for x in
              tree_leaves(state) if isinstance(x, DTensor)]  # fmt: skip
-    pieces = [piece for x in found for piece in x.to_local().local_shards()]
+    pieces = [piece for x in facts for piece in x.to_local().local_shards()]
     return sum(piece.numel() * piece.element_size() for piece in pieces)
 
 
 def sent_in_a_step(fit, world_size: int) -> dict[str, float]:
-    """Bytes that this rank sends in a step, by kind, watched over a few full steps."""
+    """Return the bytes that this rank sends per step, by kind, over a few full steps."""
     from sent_bytes import WatchCollectives
 
     stream, full = fit.batches.epoch(1), fit.batches.examples // fit.batches.plan.batch_size
@@ -166,7 +166,7 @@ def sent_in_a_step(fit, world_size: int) -> dict[str, float]:
 
 
 def compare(title: str, predicted: dict, measured: dict) -> bool:
-    """Prints a line a figure; True if all are near enough."""
+    """Print one line per figure; return whether all are within their bounds."""
     good = True
     print(title)
     for key in ("rows", "weights", "optimizer state"):

@@ -1,13 +1,13 @@
-"""What weights of triples are worth: a graph with noise of low weight, trained with and without.
+"""Measure the effect of triple weights on a graph with added noise of low weight.
 
-Adds random triples to train until they are 30 % of it, gives them low weights and the true ones
-high weights, overlapping so that no threshold parts them, and trains the same config several times:
-on the clean graph, on the noisy one without weights, with them in the loss, and in the draw.
-Ranks are filtered and of the untouched test triples.
+Adds random triples until they are 30 % of train. They get low weights and the true triples high
+weights; the ranges overlap, so no threshold separates them. Trains the same config on the clean
+graph, and on the noisy graph without weights, with data.weights loss, and with sampling. Ranks are
+filtered ranks of the original test triples.
 
     python scripts/check_weights.py DIRECTORY [--noise 0.3] [--seeds 3] [--key value ...]
 
-DIRECTORY: train, valid and test files, small enough for seconds a run (Kinship, UMLS).
+DIRECTORY holds train, valid and test files of a small graph, such as Kinship or UMLS.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ CASES = {
 
 
 def with_noise(clean: TripleStore, share: float, path: Path) -> TripleStore:
-    """The graph with random triples that are nowhere in it, and weights of all training triples."""
+    """Return the graph with added random triples that it does not hold, and all weights."""
     random, known = np.random.default_rng(0), set()
     for split in ("train", "valid", "test"):
         known |= set(map(tuple, clean.split(split).tolist()))
@@ -69,20 +69,21 @@ def main() -> None:
     parser.add_argument("--noise", type=float, default=0.3, help="share of train (default: 0.3)")
     parser.add_argument("--seeds", type=int, default=3)
     parsed, rest = parser.parse_known_args()
-    given = dict(zip((key.removeprefix("--") for key in rest[::2]), rest[1::2], strict=True))
+    overrides = dict(zip((key.removeprefix("--") for key in rest[::2]), rest[1::2], strict=True))
     with tempfile.TemporaryDirectory() as folder:
         here = Path(folder)
         clean = prepare(parsed.directory, here / "clean", progress=False)
         noisy = with_noise(clean, parsed.noise, here / "noisy")
-        found = noisy.report["weights"]["train"]
+        weights = noisy.report["weights"]["train"]
         print(f"{len(clean.train):,} triples, {len(noisy.train) - len(clean.train):,} of noise")
-        print(f"weights from {found['min']:.3g} to {found['max']:.3g}, mean {found['mean']:.3g}\n")
+        low, high, average = (weights[key] for key in ("min", "max", "mean"))
+        print(f"weights from {low:.3g} to {high:.3g}, mean {average:.3g}\n")
         print("| train | MRR | of seeds | Hits@1 |\n|---|---|---|---|")
         for name, (graph, use) in CASES.items():
             runs = []
             for seed in range(parsed.seeds):
                 where = here / f"{use}-{graph}-{seed}"
-                keys = {**KEYS, **given, "seed": seed, "data.weights": use}
+                keys = {**KEYS, **overrides, "seed": seed, "data.weights": use}
                 keys |= {"data.path": str(here / graph), "run.dir": str(where)}
                 runs.append(kge_torchrec.train(keys).evaluate()["both"]["realistic"])
             mrr = [run["mrr"] for run in runs]

@@ -1,4 +1,4 @@
-"""Compares engines; the same as `kge-torchrec compare`, which starts its own processes.
+"""Compare engines: the same as `kge-torchrec compare`, which starts its own processes.
 
 python scripts/compare.py CONFIG --engines torchrec handrolled [--world-sizes 1 2 4]
 """

@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page, **_) -> str:
 
 
 def api_page() -> str:
-    """A line for each public name, then what mkdocstrings puts the docstrings in place of."""
+    """Return the page: a table of all public names, then the marks for mkdocstrings."""
     import kge_torchrec
 
     public = {name: getattr(kge_torchrec, name) for name in kge_torchrec.__all__}

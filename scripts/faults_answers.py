@@ -1,4 +1,4 @@
-"""Faults in answers to questions."""
+"""Deliberate faults in predictions and in answers to queries."""
 
 from faults import Fault
 

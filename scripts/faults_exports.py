@@ -1,4 +1,4 @@
-"""The deliberate faults of exports for other programs and of the server; the others: faults.py."""
+"""Deliberate faults in exports for other programs and in the server."""
 
 from __future__ import annotations
 

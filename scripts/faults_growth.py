@@ -1,4 +1,4 @@
-"""Deliberate faults of graphs that grow, and of vectors from elsewhere; as in faults.py."""
+"""Deliberate faults in extending a run, and in initial vectors."""
 
 from faults import Fault
 

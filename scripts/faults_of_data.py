@@ -1,4 +1,4 @@
-"""The deliberate faults of check_mutations.py in what comes from data: weights, types, readers."""
+"""Deliberate faults in data: weights, types, readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Deliberate faults of what GPUs alone take, forced on a CPU, and of plans for them."""
+"""Deliberate faults of code for GPUs, forced on a CPU, and of plans for GPUs."""
 
 from faults import Fault
 

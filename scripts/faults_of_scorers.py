@@ -1,4 +1,4 @@
-"""Deliberate faults of scorers, biases and penalties; as in faults.py."""
+"""Deliberate faults in scorers, biases and penalties."""
 
 from faults import Fault
 

@@ -1,12 +1,11 @@
-"""Golden results: what a dozen small runs end with, to the last bit, before and after a rebuild.
+"""Compare the results of a dozen small runs bit for bit between two commits.
 
     python scripts/golden_results.py write golden.json     # at the commit to compare with
     python scripts/golden_results.py check golden.json     # at the other one, same machine
 
-Each config trains 50 steps on the embedded graph and is ranked; written down are a hash of every
-parameter's bytes, the losses and the metrics.  Nothing but the public interface and its config keys
-are used, so that one script serves commits far apart.  Bits depend on the processor: compare on one
-machine only.
+Each config trains 50 steps on the embedded graph and is ranked. The file holds a hash of every
+parameter, the losses and the metrics. The script uses only the public interface and config keys, so
+it runs at commits far apart. Bits depend on the processor: compare on one machine only.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ SHARED = {
     "run.progress": False, "run.tensorboard": False,
 }  # fmt: skip
 
-# name: (ranks, epochs that make some 50 steps, keys)
+# name: (ranks, epochs for about 50 steps, keys)
 CASES = {
     "sampled": (1, 8, {}),
     "sampled-2": (2, 8, {"train.optimizer": "adam", "train.lr": 0.01}),
@@ -60,7 +59,7 @@ CASES = {
 
 
 def run_one(name: str, folder: Path) -> None:
-    """One case on this rank; rank 0 leaves result.json."""
+    """Run one case on this rank; rank 0 writes result.json."""
     import kge_torchrec
 
     _, epochs, keys = CASES[name]
@@ -73,13 +72,13 @@ def run_one(name: str, folder: Path) -> None:
         hashes = {
             f: hashlib.sha256((folder / "export" / f).read_bytes()).hexdigest() for f in files
         }
-        found = {"hashes": hashes, "losses": steps, "test": run.results["test"]}
-        (folder / "result.json").write_text(json.dumps(found))
+        outcome = {"hashes": hashes, "losses": steps, "test": run.results["test"]}
+        (folder / "result.json").write_text(json.dumps(outcome))
     run.close()
 
 
 def results() -> dict:
-    found = {}
+    outcome = {}
     for name, (ranks, *_) in CASES.items():
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable]
@@ -93,13 +92,13 @@ def results() -> dict:
             command += [__file__, "one", name, folder]
             environment = {**os.environ, "OMP_NUM_THREADS": "1"}
             subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
-            found[name] = json.loads((Path(folder) / "result.json").read_text())
-        print(f"{name}: {found[name]['hashes']['entities.npy'][:12]}", flush=True)
-    return found
+            outcome[name] = json.loads((Path(folder) / "result.json").read_text())
+        print(f"{name}: {outcome[name]['hashes']['entities.npy'][:12]}", flush=True)
+    return outcome
 
 
 def compare(before: dict, now: dict) -> int:
-    """Prints what differs; returns the exit code."""
+    """Print the differences; return the exit code."""
     differing = 0
     for name, old in before.items():
         parts = [part for part in old if old[part] != now.get(name, {}).get(part)]
@@ -117,10 +116,10 @@ def main() -> int:
     parser.add_argument("what", choices=("write", "check"))
     parser.add_argument("file", type=Path)
     parsed = parser.parse_args()
-    found = results()
+    outcome = results()
     if parsed.what == "check":
-        return compare(json.loads(parsed.file.read_text()), found)
-    parsed.file.write_text(json.dumps(found, indent=1))
+        return compare(json.loads(parsed.file.read_text()), outcome)
+    parsed.file.write_text(json.dumps(outcome, indent=1))
     return 0
 
 

@@ -5,7 +5,7 @@
 The table ``countries.tsv`` has one row per country: the 193 members of the United Nations,
 Vatican, Palestine, Kosovo and Taiwan, as things stood at the end of 2025. Its conventions:
 
-* Subregions and continents are those of the United Nations' M49 scheme, which also settles the
+* Subregions and continents are those of the United Nations' M49 scheme, which also decides about
   countries on two continents: Russia is in Eastern Europe; Turkey, Cyprus, Armenia, Azerbaijan
   and Georgia in Western Asia; Kazakhstan in Central Asia; Egypt in Northern Africa. M49 has no
   entry for Kosovo and Taiwan; here they are in Southern Europe and Eastern Asia.
@@ -106,7 +106,7 @@ def country_splits(seed: int = 0) -> dict[str, list[Triple]]:
     for triple in rng.sample(triples, len(triples)):
         if triple in needed or not quota[triple[1]]:
             continue
-        usable = [found for found in premises.of(triple) if held_out.keys().isdisjoint(found)]
+        usable = [premise for premise in premises.of(triple) if held_out.keys().isdisjoint(premise)]
         if usable:
             needed.update(rng.choice(usable))
             held_out[triple] = None

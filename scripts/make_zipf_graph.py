@@ -1,10 +1,9 @@
-"""Writes a synthetic graph whose entities are as unequal as those of real ones, for measurements.
+"""Write a synthetic graph whose entity frequencies follow Zipf's law.
 
 python scripts/make_zipf_graph.py OUT.parquet [--entities 2_000_000] [--triples 10_000_000]
 
-Heads and tails are drawn with probability 1 / rank^exponent (Zipf's law), relations uniformly;
-entity k is the k-th most frequent one, with its name scattered so that no shard gets all frequent
-entities.
+Heads and tails have probability 1 / rank^exponent, relations are uniform. Names are scattered, so
+that no shard gets all frequent entities.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ import pyarrow.parquet as pq
 
 
 def zipf(stream: np.random.Generator, entities: int, exponent: float, count: int) -> np.ndarray:
-    """(count,) int64 in [0, entities), by inversion of the cumulative distribution."""
+    """Return ids (count,) int64 in [0, entities), by inverting the cumulative distribution."""
     weights = np.arange(1, entities + 1, dtype=np.float64) ** -exponent
     cumulative = np.cumsum(weights)
     return np.searchsorted(cumulative, stream.random(count) * cumulative[-1])
@@ -37,7 +36,7 @@ def main() -> None:
     head, tail = (
         names[zipf(stream, options.entities, options.exponent, options.triples)] for _ in range(2)
     )
-    # Every entity occurs, as the head of one triple, so that the table has the size asked for.
+    # Every entity is the head of one triple, so that the table has the requested size.
     head[: options.entities] = np.arange(options.entities)[: options.triples]
     relation = stream.integers(options.relations, size=options.triples)
     table = pa.table({"head": head, "relation": relation, "tail": tail})

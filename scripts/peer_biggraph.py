@@ -1,10 +1,10 @@
-"""Queries a second of PyTorch-BigGraph on FB15k-237, for bench.py; runs where that is installed.
+"""Measure PyTorch-BigGraph on FB15k-237 for bench.py, in queries per second.
 
     PYTHON scripts/peer_biggraph.py DATA complex|distmult BATCH [--epochs N]
 
-Its own way: both ends are corrupted, which makes two queries of a triple; 128 uniform negatives are
-shared by each 128 of them; row-wise Adagrad, and workers that write into the same memory without
-locks, one a core.  It prints a line an epoch but for the first.
+PYTHON is one that has PyTorch-BigGraph. Settings: both ends corrupted, so two queries per triple;
+128 uniform negatives shared by 128 queries; row-wise Adagrad; one worker per core, all of which
+write to the same memory without locks. Prints one line per epoch, without the first epoch.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ def main() -> None:
 
 
 class _Rates(logging.Handler):
-    """Prints the rates that it logs."""
+    """Print the rates that BigGraph logs."""
 
     epochs = 0
 
     def emit(self, record: logging.LogRecord) -> None:
-        if found := _TRAINED.search(record.getMessage()):
+        if match := _TRAINED.search(record.getMessage()):
             self.epochs += 1
-            edges, seconds = map(float, found.groups())
+            edges, seconds = map(float, match.groups())
             if self.epochs > 1:
                 print(f"biggraph {2 * edges / seconds:.6g} queries/s", flush=True)
 
 
 def _config(folder: Path, options: argparse.Namespace):
-    """Writes the graph and the config of one worker a core."""
+    """Write the graph and a config with one worker per core."""
     triples, entities, relations = _read(options.data / "train.txt")
     (folder / "entity_count_all_0.txt").write_text(str(entities))
     (folder / "dynamic_rel_count.txt").write_text(str(relations))
@@ -88,7 +88,7 @@ def _config(folder: Path, options: argparse.Namespace):
 
 
 def _read(path: Path) -> tuple[np.ndarray, int, int]:
-    """(T, 3) ids in the order of their first occurrence, and how many of either there are."""
+    """Return ids (T, 3) in order of occurrence, and the numbers of entities and relations."""
     entities: dict[str, int] = {}
     relations: dict[str, int] = {}
     rows = []

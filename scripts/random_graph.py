@@ -1,4 +1,4 @@
-"""A graph without files, for benchmarks and checks of tables that no graph at hand would fill."""
+"""A random graph without files, for benchmarks and checks of large tables."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from kge_torchrec.config.sizing import GraphSize
 
 @dataclass
 class RandomGraph:
-    """What training asks of a store; train: (T, 3) int32 triples, uniform unless they are given."""
+    """The parts of a store that training needs; ``train`` has (T, 3) int32 random triples."""
 
     num_entities: int
     num_relations: int
     num_triples: int = 0
     train: np.ndarray | None = None
-    base: None = None  # it was not extended
+    base: None = None  # not extended
 
     def __post_init__(self) -> None:
         if self.train is None:
@@ -32,12 +32,12 @@ class RandomGraph:
                 )
 
     def weights(self, split: str) -> None:
-        """No triple has one."""
+        """Return None: the triples have no weights."""
 
     def settled(self, config: Config) -> Config:
-        """The config with a number for what is left to the size of the graph.
+        """Return the config with values for the keys that depend on the graph's size.
 
-        What is to be the same work on graphs of any size has to be given.
+        Set these keys yourself if graphs of different sizes are compared.
         """
         assert self.train is not None
         return config.settled(GraphSize(self.num_entities, self.num_relations, len(self.train)))

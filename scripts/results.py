@@ -1,14 +1,13 @@
-"""The tables of docs/reference/results.md, made from runs.
+"""Make the tables of docs/reference/results.md from runs.
 
     python scripts/results.py add NAME RUN [RUN ...] [--note TEXT] [--commit SHA]
     python scripts/results.py write        # the tables of the page
 
-`add` keeps of each run what a reader checks a figure by: docs/records/NAME/config.yaml (that of the
-first run; others may differ in seed and folder alone) and record.json with seeds, test and valid
-figures, the curve of validation over minutes of training, ranks, machine, commit and command.
-`write` replaces what stands between the marks in docs/reference/results.md by tables of all
-records: figures with the spread over seeds, and the minutes until validation passed given values
-of MRR.
+`add` writes a record: docs/records/NAME/config.yaml, and record.json with seeds, test and valid
+figures, the validation curve over minutes of training, ranks, machine, commit and command. The runs
+may differ only in seed and folder. `write` replaces the text between the marks of the page by
+tables of all records: figures with the spread over seeds, and the minutes until valid MRR passed
+certain values.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORDS, PAGE = ROOT / "docs" / "records", ROOT / "docs" / "reference" / "results.md"
 START, STOP = "<!-- records: start -->", "<!-- records: stop -->"
 METRICS = ("mrr", "hits@1", "hits@3", "hits@10", "mr")
-# Valid MRR whose minutes are listed, by graph.
+# Values of valid MRR for the table of minutes, by graph.
 MARKS = {"fb15k-237": (0.30, 0.32, 0.34, 0.36), "wn18rr": (0.43, 0.45, 0.47, 0.48)}
-PER_RUN = ("seed", "run", "device", "threads")  # what runs of one record may differ in
+PER_RUN = ("seed", "run", "device", "threads")  # keys in which the runs of one record may differ
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=_Plain)
     verbs = parser.add_subparsers(dest="verb", required=True)
-    add = verbs.add_parser("add", help="keeps runs of one config as a record")
+    add = verbs.add_parser("add", help="write runs of one config as a record")
     add.add_argument("name")
     add.add_argument("runs", nargs="+", type=Path)
-    add.add_argument("--note", default="", help="what a reader should know of how it was run")
-    add.add_argument("--commit", help="that trained them, where the checkout has moved on since")
-    verbs.add_parser("write", help="makes the tables of docs/reference/results.md")
-    given = parser.parse_args(arguments)
-    if given.verb == "add":
-        add_record(RECORDS / given.name, given.runs, given.note, given.commit)
+    add.add_argument("--note", default="", help="remark on how the runs were made")
+    add.add_argument("--commit", help="commit that trained the runs; default: that of the checkout")
+    verbs.add_parser("write", help="write the tables of docs/reference/results.md")
+    options = parser.parse_args(arguments)
+    if options.verb == "add":
+        add_record(RECORDS / options.name, options.runs, options.note, options.commit)
     PAGE.write_text(with_tables(PAGE.read_text("utf-8"), read_records(RECORDS)), "utf-8")
 
 
@@ -54,9 +53,10 @@ class _Plain(argparse.RawDescriptionHelpFormatter):
 
 
 def add_record(folder: Path, runs: list[Path], note: str = "", commit: str | None = None) -> None:
-    """Writes a record of runs of one config, trained by ``commit`` or the one at hand.
+    """Write a record of runs of one config, trained by ``commit`` or the current one.
 
-    Raises SystemExit where they are none.
+    Raises:
+        SystemExit: the configs differ, or a run has no results.
     """
     configs = [yaml.safe_load((run / "config.yaml").read_text("utf-8")) for run in runs]
     for run, config in zip(runs, configs, strict=True):
@@ -67,7 +67,7 @@ def add_record(folder: Path, runs: list[Path], note: str = "", commit: str | Non
             sys.exit(f"{run} has no results.json: its training has not ended")
     folder.mkdir(parents=True, exist_ok=True)
     shown = {key: value for key, value in configs[0].items() if key not in ("run", "threads")}
-    shown["data"]["path"] = Path(shown["data"]["path"]).name  # not where it lay
+    shown["data"]["path"] = Path(shown["data"]["path"]).name  # without its folder
     (folder / "config.yaml").write_text(yaml.safe_dump(shown, sort_keys=False), "utf-8")
     facts = machine_facts()
     record = {
@@ -103,41 +103,41 @@ def _facts_of(run: Path) -> dict[str, Any]:
 
 
 def curve_of(metrics: Path) -> list[dict[str, float]]:
-    """Valid MRR by epoch, with the seconds of training until then (a killed epoch counts once)."""
-    seconds, found = {}, {}
+    """Return valid MRR by epoch, with the seconds of training; a killed epoch counts once."""
+    seconds, mrr_of = {}, {}
     for line in map(json.loads, metrics.read_text("utf-8").splitlines()):
         if line["kind"] == "epoch":
             seconds[line["epoch"]] = line["seconds"]
         elif line["kind"] == "valid":
-            found[line["epoch"]] = line["both"]["realistic"]["mrr"]
+            mrr_of[line["epoch"]] = line["both"]["realistic"]["mrr"]
     return [
         {
             "epoch": epoch,
             "seconds": round(sum(s for e, s in seconds.items() if e <= epoch), 1),
             "mrr": round(mrr, 6),
         }
-        for epoch, mrr in sorted(found.items())
+        for epoch, mrr in sorted(mrr_of.items())
     ]
 
 
 def read_records(folder: Path) -> dict[str, dict[str, Any]]:
-    """By name, in order of data, then of MRR, the best first."""
-    found = {
+    """Return the records by name, ordered by data, then by falling MRR."""
+    mrr_of = {
         path.parent.name: json.loads(path.read_text("utf-8"))
         for path in folder.glob("*/record.json")
     }
-    return dict(sorted(found.items(), key=lambda item: (item[1]["data"], -_mean(item[1], "mrr"))))
+    return dict(sorted(mrr_of.items(), key=lambda item: (item[1]["data"], -_mean(item[1], "mrr"))))
 
 
 def with_tables(page: str, records: dict[str, dict[str, Any]]) -> str:
-    """The page with the tables of the records between its marks."""
+    """Return the page with the tables of the records between its marks."""
     before, rest = page.split(START)
     _, after = rest.split(STOP)
     return f"{before}{START}\n\n{figures(records)}\n\n{minutes(records)}\n\n{STOP}{after}"
 
 
 def figures(records: dict[str, dict[str, Any]]) -> str:
-    """Test figures of each record, with the spread over seeds where there are several."""
+    """Return a table of test figures, with the spread over several seeds."""
     head = ["data", "record", "MRR", "Hits@1", "Hits@3", "Hits@10", "seeds", "epochs", "minutes",
             "commit"]  # fmt: skip
     rows = []
@@ -154,7 +154,7 @@ def figures(records: dict[str, dict[str, Any]]) -> str:
 
 
 def minutes(records: dict[str, dict[str, Any]]) -> str:
-    """Minutes of training until valid MRR first passed each mark, of the first seed."""
+    """Return tables of the minutes until valid MRR first passed each mark (first seed)."""
     parts = []
     for data, marks in MARKS.items():
         of_data = {name: r for name, r in records.items() if r["data"] == data}

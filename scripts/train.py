@@ -1,4 +1,4 @@
-"""Training under torchrun, which needs a file: the same as `kge-torchrec train`.
+"""Train under torchrun, which needs a file: the same as `kge-torchrec train`.
 
 torchrun --standalone --nproc_per_node=N scripts/train.py CONFIG [--key.sub value ...]
 """

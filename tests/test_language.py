@@ -129,13 +129,71 @@ def test_docstrings_comments_and_names_are_found_in_code(language):
     ]
 
 
-def test_enforced_paths_pass_and_others_are_counted(language, capsys, monkeypatch):
-    monkeypatch.setattr(language, "REPORTED", ("scripts/check_mutations.py",))
+MESSAGES = """\
+from argparse import ArgumentParser
+
+DESCRIPTION = "Reports whatever was found."
+
+def run(value, log, path):
+    ArgumentParser(description="Of a run").add_argument("--top", help="all else is kept")
+    key(1, "Numbers a row.")
+    print(f"training goes on in {path}", "told" if value else "the same start")
+    log.warning("rank %d is asked" % value)
+    if value:
+        raise ValueError(f"{path}: {value} is settled; " + "`alone` is code")
+    return {"told": "a value that nobody reads"}
+"""
+
+
+def test_bad_words_are_found_in_messages(language):
+    findings = language.check_python(MESSAGES)
+    assert {finding.kind for finding in findings} == {"message"}
+    assert [(finding.line, finding.text.split(":")[0]) for finding in findings] == [
+        (3, "'whatever'"),
+        (6, "'all else'"),
+        (7, "'Numbers a row'"),
+        (8, "'goes on'"),
+        (8, "'same start'"),
+        (8, "'told'"),
+        (9, "'asked'"),
+        (11, "'settled'"),
+    ]
+
+
+def test_bad_words_are_found_in_comments_of_other_files(language, tmp_path):
+    path = tmp_path / "Makefile"
+    path.write_text("demo:  ## train, then ask what is told\n\techo asked\n# slopes\n")
+    assert [(finding.line, finding.kind) for finding in language.findings_of(path)] == [
+        (1, "word"),
+        (3, "word"),
+    ]
+
+
+def test_the_repository_passes(language, capsys):
+    assert language.main([]) == 0, capsys.readouterr().out
+
+
+def test_other_paths_and_their_messages_are_only_listed(language, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(language, "ROOT", tmp_path)
+    monkeypatch.setattr(language, "ENFORCED", ("package", "scripts"))
+    monkeypatch.setattr(language, "REPORTED", ("tests",))
+    for name, text in (
+        ("package/a.py", 'print("told")\n'),
+        ("tests/b.py", "# asked\n"),
+        ("scripts/c.py", ""),
+    ):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
     assert language.main([]) == 0
-    enforced, others = capsys.readouterr().out.splitlines()
-    assert enforced == "0 findings in README.md, CONTRIBUTING.md, docs"
-    assert int(others.split()[0]) > 0 and others.endswith("not enforced yet")
+    assert capsys.readouterr().out.splitlines() == [
+        "0 findings in package, scripts",
+        "2 findings in tests and in messages, not enforced yet",
+    ]
     assert language.main(["--all"]) == 0
-    assert "scripts/check_mutations.py:" in capsys.readouterr().out
-    monkeypatch.setattr(language, "ENFORCED", ("scripts/check_mutations.py",))
+    listed = capsys.readouterr().out
+    assert "package/a.py:1: message: 'told'" in listed and "tests/b.py:1: word" in listed
+    (tmp_path / "scripts" / "c.py").write_text('print("told")\n')
+    assert language.main([]) == 1
+    (tmp_path / "scripts" / "c.py").write_text("")
+    (tmp_path / "package" / "a.py").write_text("# told\n")
     assert language.main([]) == 1

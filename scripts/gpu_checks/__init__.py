@@ -1,7 +1,7 @@
-"""The parts of ``scripts/check_gpu.py``: what each checks, where it is, how long it may take.
+"""The parts of ``scripts/check_gpu.py``: content, function and time limit of each.
 
-A part is a function of a ``Report``.  On a GPU it works in the sizes that matter; on a CPU, which
-is there to prove that the part itself runs, in small ones.
+A part is a function of a ``Report``. On a GPU it uses realistic sizes. On a CPU it uses small
+sizes, which only shows that the part itself runs.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 
 class Part(NamedTuple):
-    """What a part is and where."""
+    """Content, function and time limit of a part."""
 
     what: str
-    seconds: int  # that it may take, imports included
+    seconds: int  # time limit, imports included
     place: str  # module.function in this package
 
     def run(self, report) -> None:

@@ -1,4 +1,4 @@
-"""The packages and the card: do they go together, and does the card do what its data sheet says."""
+"""Check that the packages match the card, and the card its data sheet."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from gpu_checks.timing import seconds, synchronize
 from kge_torchrec.planning.devices import PRESETS, Device
 
 ROOT = Path(__file__).resolve().parents[2]
-OLDEST_CAPABILITY = (8, 0)  # that FBGEMM's wheels hold code for
+OLDEST_CAPABILITY = (8, 0)  # compute capabilities in FBGEMM's wheels
 CUDA_OF_WHEELS = "13"
 _IMPORT = """
 import time, torch
@@ -28,7 +28,7 @@ print(time.perf_counter() - start)
 
 
 def machine(report: Report) -> None:
-    """Package set, CUDA and capability; then bandwidths, products and launches."""
+    """Check package set, CUDA and capability, then bandwidths, products and launches."""
     with report.check("package set"):
         from kge_torchrec.environment import check_packages, versions
 
@@ -45,7 +45,7 @@ def machine(report: Report) -> None:
 
 
 def _card(report: Report) -> Device | None:
-    """Says what it is; returns what the planner knows of it."""
+    """Report the card; return its preset in the planner."""
     name = torch.cuda.get_device_name(report.device)
     built = torch.version.cuda or "none"
     good = built.split(".")[0] == CUDA_OF_WHEELS
@@ -67,7 +67,7 @@ def _card(report: Report) -> Device | None:
 
 
 def preset_of(device: torch.device) -> Device | None:
-    """What the planner knows of the card; None if it does not know it."""
+    """Return the planner's preset for the card, or None."""
     if device.type != "cuda":
         return None
     name, (_, total) = torch.cuda.get_device_name(device), torch.cuda.mem_get_info(device)
@@ -76,7 +76,7 @@ def preset_of(device: torch.device) -> Device | None:
 
 
 def _speeds(report: Report, preset: Device | None) -> None:
-    """Against half of the data sheet; the planner counts with 0.7 of it."""
+    """Require half of the data sheet's speeds; the planner assumes 0.7 of them."""
     device = report.device
     numbers = 1 << (18 if report.small else 28)
     with report.check("copy"):
@@ -108,7 +108,7 @@ def _speeds(report: Report, preset: Device | None) -> None:
 
 
 def gpu_tests(report: Report) -> None:
-    """The tests that are marked so."""
+    """Run the tests that are marked gpu."""
     if report.device.type != "cuda":
         report.skip("pytest -m gpu", "needs a GPU")
         return
@@ -117,11 +117,11 @@ def gpu_tests(report: Report) -> None:
         return
     files = [str(f) for f in (ROOT / "tests").rglob("test_*.py") if "mark.gpu" in f.read_text()]
     command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    found = subprocess.run(command + files, cwd=ROOT, capture_output=True, text=True)
-    print(found.stdout[-4000:], file=sys.stderr)
+    done = subprocess.run(command + files, cwd=ROOT, capture_output=True, text=True)
+    print(done.stdout[-4000:], file=sys.stderr)
     last = next(
-        (x for x in reversed(found.stdout.splitlines()) if "passed" in x or "failed" in x), ""
+        (x for x in reversed(done.stdout.splitlines()) if "passed" in x or "failed" in x), ""
     )
     passed = re.search(r"(\d+) passed", last)
-    good = found.returncode == 0 and passed is not None
-    report.passes("pytest -m gpu", good, last.strip("= ") or f"exit code {found.returncode}")
+    good = done.returncode == 0 and passed is not None
+    report.passes("pytest -m gpu", good, last.strip("= ") or f"exit code {done.returncode}")

@@ -1,6 +1,6 @@
-"""Ranks, best answers and exports of this device against a CPU's; ties; the precision of scores.
+"""Compare ranks, best answers and exports with a CPU; check ties and precision.
 
-Shapes: N entities, D numbers per entity, T triples.
+Shapes: N entities, D elements per entity row, T triples.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SIDES = ("head", "tail")
 
 
 def equality(report: Report) -> None:
-    """Everything that is not training."""
+    """Check ranking, prediction and export."""
     for name in SCORERS:
         with report.check(name):
             _against_cpu(report, name)
@@ -33,7 +33,7 @@ def equality(report: Report) -> None:
 
 
 def scorer_of(name: str, dim: int, relations: int = 7) -> scorers.Scorer:
-    """With parameters of size one, on the CPU."""
+    """Return a scorer on the CPU with parameters of about size one."""
     torch.manual_seed(0)
     reciprocal = scorers.SCORERS[name].needs_reciprocal
     settings = {"model.scorer": name, "model.dim": dim, "model.reciprocal": reciprocal}
@@ -44,25 +44,25 @@ def scorer_of(name: str, dim: int, relations: int = 7) -> scorers.Scorer:
 
 
 def triples_of(count: int, entities: int, relations: int = 7) -> np.ndarray:
-    """(T, 3) at random."""
+    """Return random triples (T, 3)."""
     stream = np.random.default_rng(1)
     columns = [stream.integers(size, size=count) for size in (entities, relations, entities)]
     return np.stack(columns, 1)
 
 
 def _against_cpu(report: Report, name: str) -> None:
-    """Sums in another order move a true answer past a neighbour of almost the same score."""
+    """Compare ranks; a different order of sums may swap answers with almost equal scores."""
     entities, dim = (2000 if report.small else 50_000), 32
     scorer, triples = scorer_of(name, dim), triples_of(300, entities)
     rows = torch.randn(entities, dim, generator=torch.Generator().manual_seed(2))
-    found, best = {}, {}
+    ranks_on, best = {}, {}
     for device in ("cpu", report.device):
         scorer, shard = scorer.to(device), EntityShard(rows.to(device), 0, entities)
         ranks = rank_triples(scorer, shard, triples, None)
-        found[str(device)] = ranks.values("both", "realistic")
+        ranks_on[str(device)] = ranks.values("both", "realistic")
         anchors, relations = torch.from_numpy(triples[:64, :2]).T.contiguous()
         best[str(device)] = [x.cpu() for x in top_k(scorer, shard, anchors, relations, "tail", 10)]
-    here, there = found[str(report.device)], found["cpu"]
+    here, there = ranks_on[str(report.device)], ranks_on["cpu"]
     off = float(np.abs(here - there).max())
     report.at_most(f"{name}, ranks against a CPU, largest change", off, 3, "places")
     report.at_most(f"{name}, MRR", float(abs((1 / here).mean() - (1 / there).mean())), 1e-4)
@@ -74,13 +74,13 @@ def _against_cpu(report: Report, name: str) -> None:
 
 
 def _ties(report: Report, name: str) -> None:
-    """Every row stands in the table twice, far apart: every true answer ties with its inverse."""
+    """Check ties: every row occurs twice, far apart, so every true answer has a tie."""
     half, dim = (1500 if report.small else 40_000), 32
     rows = torch.randn(half, dim, generator=torch.Generator().manual_seed(2)).repeat(2, 1)
     device = report.device
     scorer, triples = scorer_of(name, dim).to(device), triples_of(300, 2 * half)
     shard = EntityShard(rows.to(device), 0, 2 * half)
-    # blocks of another height each, the last of them short
+    # blocks of different heights, with a short last block
     for block_bytes in (None, 4 * 512 * 997, 4 * 512 * 4096):
         ranks = rank_triples(scorer, shard, triples, None, block_bytes=block_bytes)
         behind = ranks.values("both", "pessimistic") - ranks.values("both", "optimistic")
@@ -90,7 +90,7 @@ def _ties(report: Report, name: str) -> None:
 
 
 def _run(report: Report) -> None:
-    """A run of this device: its answers, its export read on a CPU, and TF32."""
+    """Check a run of this device: its answers, its export read on a CPU, and TF32."""
     kind, folder = report.device.type, report.folder
     config = config_of(kind, folder / "run", train__tf32=True)
     with api.train(config) as run:
@@ -109,14 +109,14 @@ def _run(report: Report) -> None:
 
 
 def _precision_of_scores(report: Report, run: api.Run) -> None:
-    """train.tf32 is of training: TF32 has ten bits of mantissa, and 2^-12 would be lost."""
-    session, seen = run.session, []
+    """Check that ranking ignores train.tf32: TF32 has ten bits and would lose 2^-12."""
+    session, products = run.session, []
     prepared = session.scorer.prepared
 
     def watched(*arguments, **options):
         number = torch.full((64, 64), 1 + 2**-12, device=report.device)
         product = number @ torch.eye(64, device=report.device)
-        seen.append(float(product[0, 0]))
+        products.append(float(product[0, 0]))
         return prepared(*arguments, **options)
 
     session.scorer.prepared = watched
@@ -124,5 +124,5 @@ def _precision_of_scores(report: Report, run: api.Run) -> None:
         session.rank("test")
     finally:
         del session.scorer.prepared
-    good = bool(seen) and set(seen) == {1 + 2**-12}
-    report.passes("ranking is in float32 with train.tf32", good, f"{len(seen)} products")
+    good = bool(products) and set(products) == {1 + 2**-12}
+    report.passes("ranking is in float32 with train.tf32", good, f"{len(products)} products")

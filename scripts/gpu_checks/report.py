@@ -1,4 +1,4 @@
-"""Lines of a check: printed as they are found, and kept as JSON."""
+"""Print the lines of a check at once, and keep them as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ PASS, FAIL, NOTE, SKIP = "PASS", "FAIL", "NOTE", "SKIP"
 
 
 class Report:
-    """What one part finds.
+    """The results of one part.
 
-    device: "cuda", or "cpu", where sizes are small and no speed is asked for.
-    folder: to write to; it is removed afterwards.
-    lines: a JSON object a line, so that what was found before a crash or a time-out is kept.
+    Args:
+        device: "cuda", or "cpu" for small sizes without limits of speed.
+        folder: Scratch folder, which is removed afterwards.
+        lines: File with one JSON object per line, so that results survive a crash or a time-out.
     """
 
     def __init__(self, part: str, device: str, folder: Path, lines: TextIO):
@@ -31,29 +32,29 @@ class Report:
     def line(
         self, verdict: str, name: str, said: str, value: float | None = None, unit: str = ""
     ) -> None:
-        """Prints and keeps a line."""
+        """Print and keep a line."""
         print(f"{verdict}  {self.part:<14} {name}: {said}", flush=True)
-        found = {"verdict": verdict, "name": name, "said": said, "value": value, "unit": unit}
-        self._lines.write(json.dumps(found) + "\n")
+        line = {"verdict": verdict, "name": name, "said": said, "value": value, "unit": unit}
+        self._lines.write(json.dumps(line) + "\n")
         self._lines.flush()
 
     def passes(self, name: str, good: bool, said: str) -> None:
         self.line(PASS if good else FAIL, name, said, float(good))
 
     def note(self, name: str, value: float, unit: str) -> None:
-        """A figure of which nothing is asked."""
+        """Report a figure without a limit."""
         self.line(NOTE, name, f"{_number(value)} {unit}", value, unit)
 
     def skip(self, name: str, why: str) -> None:
         self.line(SKIP, name, why)
 
     def at_most(self, name: str, value: float, limit: float, unit: str = "") -> None:
-        """A NaN fails."""
+        """Pass if the value is at most the limit; a NaN fails."""
         said = f"{_number(value)} {unit}".rstrip() + f" (at most {_number(limit)})"
         self.line(PASS if value <= limit else FAIL, name, said, value, unit)
 
     def speed(self, name: str, value: float, limit: float, unit: str) -> None:
-        """At least ``limit`` on a GPU; on a CPU only a figure."""
+        """Pass if the value is at least the limit; on a CPU only report it."""
         if self.small:
             return self.note(name, value, unit)
         said = f"{_number(value)} {unit} (at least {_number(limit)})"
@@ -61,7 +62,7 @@ class Report:
 
     @contextmanager
     def check(self, name: str) -> Iterator[None]:
-        """An exception inside fails this line, and the part goes on."""
+        """Turn an exception into a failed line and continue the part."""
         try:
             yield
         except Exception as error:
@@ -69,7 +70,7 @@ class Report:
             first = str(error).strip().split("\n")[0]
             self.line(FAIL, name, f"{type(error).__name__}: {first}"[:300])
             if self.device.type == "cuda" and "CUDA error" in str(error):
-                raise  # the context is gone, nothing after it would mean anything
+                raise  # the CUDA context is lost, so later results would mean nothing
 
 
 def _number(value: float) -> str:

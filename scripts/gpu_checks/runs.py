@@ -1,4 +1,4 @@
-"""Small runs on the graph of countries inside the package, and what they end with."""
+"""Small runs on the embedded graph of countries, and their final parameters."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SHARED = {
     "model.init_scale": 0.1,
     "negatives.count": 24,
     "train.batch_size": 256,
-    "train.epochs": 8,  # some 50 steps
+    "train.epochs": 8,  # about 50 steps
     "train.lr": 0.05,
-    "train.eps": 1e-4,  # so that gradients near zero, whose last bits differ, move nothing far
+    "train.eps": 1e-4,  # so that the last bits of gradients near zero have little effect
     "evaluation.every": 0,
     "run.progress": False,
     "run.tensorboard": False,
@@ -33,20 +33,20 @@ SHARED = {
 
 @dataclass
 class Trained:
-    """Parameters, on the CPU, and the mean loss of every epoch."""
+    """The parameters, on the CPU, and the mean loss of every epoch."""
 
     parameters: dict[str, Tensor]
     losses: list[float]
 
     def off(self, other: Trained) -> float:
-        """The largest difference of any two numbers; infinite if one is not finite."""
+        """Return the largest difference of two elements; infinite if one is not finite."""
         pairs = ((self.parameters[name], value) for name, value in other.parameters.items())
-        found = max(float((one.double() - two.double()).abs().max()) for one, two in pairs)
-        return found if found == found else float("inf")
+        largest = max(float((one.double() - two.double()).abs().max()) for one, two in pairs)
+        return largest if largest == largest else float("inf")
 
 
 def config_of(device: str, folder: Path, **keys) -> Config:
-    """``keys`` are those of the config, with __ for the dot."""
+    """Return a config; ``keys`` are config keys with __ for the dot."""
     changes = {key.replace("__", "."): value for key, value in keys.items()}
     return config_from_dict({**SHARED, "device": device, "run.dir": str(folder), **changes})
 
@@ -54,7 +54,7 @@ def config_of(device: str, folder: Path, **keys) -> Config:
 def trained(
     device: str, folder: Path, prepare: Callable[[Trainer], object] | None = None, **keys
 ) -> Trained:
-    """Trains without checkpoints and final ranking; ``prepare(fit)`` may change the loop before."""
+    """Train without checkpoints and final ranking; ``prepare(fit)`` may change the loop."""
     config, losses = config_of(device, folder, **keys), []
 
     def remember(kind: str, values: dict) -> None:
@@ -73,7 +73,7 @@ def trained(
 
 @torch.no_grad()
 def parameters_of(session: Session) -> dict[str, Tensor]:
-    """The table and the scorer's parameters of one rank, on the CPU."""
+    """Return the table and the scorer's parameters of one rank, on the CPU."""
     with session.whole_scorer() as scorer:
         dense = {name: p.detach().cpu().clone() for name, p in scorer.named_parameters()}
     return {"entities": session.backend.shard().rows.float().cpu().clone(), **dense}

@@ -1,6 +1,6 @@
-"""Freebase's size on one card: 86M entities of 100 numbers.
+"""Train and rank a graph of Freebase's size on one card: 86M entities, dim 100.
 
-Fewer rows where the card is smaller, which the first line says.
+A smaller card gets fewer rows; the first line says how many.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from kge_torchrec.training.checkpoints import Checkpoints
 from kge_torchrec.training.state import TrainState
 
 ENTITIES, RELATIONS, DIM = 86_000_000, 14_824, 100
-ENOUGH_TRIPLES = 3e6  # a second, with batches of 65,536
-ENOUGH_SCORES = 2.3e10  # a second: BESS-KGE's exact ranking on four IPUs
+ENOUGH_TRIPLES = 3e6  # triples per second, with batches of 65,536
+ENOUGH_SCORES = 2.3e10  # scores per second: BESS-KGE's exact ranking on four IPUs
 
 
 def rowwise_adagrad(report: Report) -> None:
@@ -51,7 +51,7 @@ def _train(report: Report, optimizer: str, bytes_of_row: int) -> None:
 
 
 def _against_plan(report: Report, config, store, batches: tuple[int, ...], allocated: float):
-    """Memory, which must agree, and the modelled steps beside those that were measured."""
+    """Compare planned memory, which must agree, and modeled steps with measured ones."""
     device = preset_of(report.device) or PRESETS["H200-141GB"]
     entities, triples = store.num_entities, len(store.train)
     popularity = EntityFrequency.zipf(entities, 0.0)
@@ -61,7 +61,7 @@ def _against_plan(report: Report, config, store, batches: tuple[int, ...], alloc
         plan = plan_training(of_batch, Cluster(device, 1), Layout())
         name = f"batch {batch:,}, a step as planned for {device.name}"
         report.note(name, 1e3 * plan.step_seconds, "ms")
-    (parts,) = plan.memory  # of the largest batch
+    (parts,) = plan.memory  # for the largest batch
     planned = sum(size.device for name, size in parts.items() if name != "process")
     report.note("memory that was planned, without the process", planned / 2**30, "GiB")
     if allocated:
@@ -70,7 +70,7 @@ def _against_plan(report: Report, config, store, batches: tuple[int, ...], alloc
 
 
 def _entities(report: Report, bytes_of_row: int) -> int:
-    """As many as fit, up to Freebase's."""
+    """Return the number of entities that fit, at most Freebase's."""
     if report.small:
         return 5000
     free = torch.cuda.mem_get_info(report.device)[0]
@@ -80,7 +80,7 @@ def _entities(report: Report, bytes_of_row: int) -> int:
 
 
 def ranking(report: Report) -> None:
-    """Exact ranks of 1,024 triples, both sides; then a checkpoint of a smaller table."""
+    """Rank 1,024 triples exactly, both sides; then write a checkpoint of a smaller table."""
     entities = _entities(report, 4 * DIM)
     device, count = report.device, 64 if report.small else 1024
     with report.check("ranking"):

@@ -1,4 +1,4 @@
-"""How fast steps are, on random triples of a graph's size, and what one asks of host and device."""
+"""Measure steps on random triples of a graph's size: speed, launches and synchronizations."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
 
 @contextmanager
 def rows_drawn_on_the_device():
-    """Other numbers than training starts from, which are a function of the seed, but sooner."""
+    """Initialize the table faster than training does, with different values."""
     before = engine_module.fill_rows
     engine_module.fill_rows = lambda shard, seed, init: shard.rows.normal_(0, init.scale)
     try:
@@ -31,7 +31,7 @@ def rows_drawn_on_the_device():
 
 
 def config_of(report: Report, **keys) -> Config:
-    """ComplEx, 512 shared negatives for both sides."""
+    """Return a config: ComplEx, 512 shared negatives for both sides."""
     settings = {"device": report.device.type, "threads": 0, "model.init": "normal",
                 "model.init_scale": 0.1, "loss.n3": 0.0, "loss.relation_weight": 0.0,
                 "negatives.count": 512, "train.epochs": 1, "train.batch_size": 1024,
@@ -41,7 +41,7 @@ def config_of(report: Report, **keys) -> Config:
 
 
 def fb15k237(report: Report) -> None:
-    """14,541 entities x 256, Adam; then with a norm, for which the table's step has to wait."""
+    """Measure 14,541 x 256 with Adam; then with clip_norm, which defers the table's step."""
     batches = (64, 256) if report.small else (1024, 8192)
     for batch in batches:
         _train(report, f"batch {batch:,}", batch)
@@ -49,7 +49,7 @@ def fb15k237(report: Report) -> None:
 
 
 def compiled(report: Report) -> None:
-    """The same with scorer and loss compiled, which itself takes longest; results must agree."""
+    """Measure the same with scorer and loss compiled; losses must agree."""
     if report.small:
         report.skip("dense.compile", "takes a minute of a CPU")
         return
@@ -66,8 +66,8 @@ def compiled(report: Report) -> None:
 
 
 def _train(report: Report, name: str, batch: int, **keys) -> float | None:
-    """Measures and counts; returns the loss of the last step, None if it failed."""
-    # FB15k-237's, but in whole batches: a smaller one would be compiled anew while time is taken.
+    """Measure and count; return the loss of the last step, or None if it failed."""
+    # FB15k-237's size in whole batches: a smaller last batch would compile again while timed.
     size = (500, 7, 5000) if report.small else (14_541, 237, 33 * 8192)
     loss = None
     with processes(report.device.type) as ranks, report.check(name):
@@ -89,7 +89,7 @@ def _measure(
     report: Report, name: str, config: Config, store, ranks: Processes, pipeline: Pipeline,
     steps: int,
 ) -> float:  # fmt: skip
-    """Notes speed and waiting; returns triples/s."""
+    """Report speed and waiting times; return triples/s."""
     stream = Waited(_endless(config, store, ranks))
     for _ in range(max(3, steps // 10)):
         pipeline.progress(stream)
@@ -109,13 +109,13 @@ def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: P
     counts = counted(lambda: pipeline.progress(stream), ranks.device, steps)
     for what, count in counts.items():
         report.note(f"{name}, {what} a step", count, "")
-    # Of TorchRec's own: two read splits, one sends an order.
+    # TorchRec's own: two read splits, one sends an order.
     if "synchronisations" in counts and not config.train.clip_norm:
         report.at_most(f"{name}, few synchronisations", counts["synchronisations"], 3.2, "a step")
 
 
 def _endless(config: Config, store, ranks: Processes):
-    """The batches of one epoch after another."""
+    """Yield the batches of one epoch after another."""
     batches, epoch = build_batches(config, store, ranks), 0
     while True:
         yield from batches.epoch(epoch)
@@ -125,9 +125,10 @@ def _endless(config: Config, store, ranks: Processes):
 def train_at_scale(
     report: Report, config: Config, store, batches: tuple[int, ...], enough: float
 ) -> float:
-    """Notes the split of a step, the loader alone and the speed with each batch.
+    """Report the parts of a step, the loader's speed, and the speed with each batch size.
 
-    enough: triples/s asked of the largest batch on a GPU.  Returns the most bytes allocated.
+    ``enough`` is the required triples/s of the largest batch on a GPU. Returns the peak of
+    allocated bytes.
     """
     device = report.device
     with processes(device.type) as ranks, rows_drawn_on_the_device():
@@ -144,7 +145,7 @@ def train_at_scale(
                     report.note(f"batch {batch:,}, {part}", milliseconds, "ms")
             with report.check(f"batch {batch:,}, loader"):
                 _loader(report, sized, store, ranks)
-        pipeline = build_pipeline(config.train, engine, device)  # takes the lookup over, so last
+        pipeline = build_pipeline(config.train, engine, device)  # replaces the lookup, so last
         for batch in batches:
             name, steps = f"batch {batch:,}", 5 if report.small else 100
             sized = config_of_batch(config, batch)
@@ -157,14 +158,14 @@ def train_at_scale(
 
 
 def config_of_batch(config: Config, batch: int) -> Config:
-    """The same with another batch."""
+    """Return the same config with another batch size."""
     values = config.to_dict()
     values["train"]["batch_size"] = batch
     return config_from_dict(values)
 
 
 def _loader(report: Report, config: Config, store, ranks: Processes) -> None:
-    """Batches alone, as training makes them."""
+    """Measure only the batches, as training makes them."""
     batches = build_batches(config, store, ranks)
     stream, count = batches.epoch(0), 5 if report.small else 60
     next(stream)
@@ -172,5 +173,5 @@ def _loader(report: Report, config: Config, store, ranks: Processes) -> None:
     for _ in range(count):
         next(stream)
     rate = count * config.train.batch_size / (time.perf_counter() - start)
-    report.note(f"batch {config.train.batch_size:,}, loader alone", rate, "triples/s")
+    report.note(f"batch {config.train.batch_size:,}, loader only", rate, "triples/s")
     stream.close()

@@ -1,6 +1,6 @@
-"""FBGEMM's table through TorchRec's lookup: its optimizers, bags, and sizes beyond 2^31.
+"""Check FBGEMM's table behind TorchRec's lookup: optimizers, bags, sizes beyond 2^31.
 
-Shapes: N rows, D numbers a row, M ids of a lookup.
+Shapes: N rows, D elements per row, M ids per lookup.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 STEPS, ROWS, DIM = 8, 300, 16
-UNCOUNTED = ("adagrad", "sgd")  # whose steps FBGEMM does not count, as their formulas need no count
-# Of 131k rows of 100 numbers, forward, backward and step: launches, and some 0.3 GB to move.  A
+UNCOUNTED = ("adagrad", "sgd")  # their formulas need no step count, so FBGEMM keeps none
+# For 131k rows of dim 100, forward, backward and step: launches, and 0.3 GB to move. A
 # single bag, whose ids one warp fetches one after another, would take 100 or more.
 ENOUGH_MS = 8.0
 WEIGHT = f"table.embeddings.{ENTITY}.weight"
 
 
 class _TableModel(nn.Module):
-    """Nothing but the entity table."""
+    """A model with only the entity table."""
 
     def __init__(self, rows: int, dim: int):
         super().__init__()
@@ -49,7 +49,7 @@ class _TableModel(nn.Module):
 
 
 def sharded(rows: int, dim: int, optimizer: TableOptimizer, ranks: Processes) -> nn.Module:
-    """The table as training has it, on one rank."""
+    """Return the table as training builds it, on one rank."""
     sharder, model = EntitySharder(fused_params=fused_params(optimizer)), _TableModel(rows, dim)
     kind = ranks.device.type
     return DistributedModelParallel(
@@ -62,7 +62,7 @@ def sharded(rows: int, dim: int, optimizer: TableOptimizer, ranks: Processes) ->
 
 
 def feature(ids: Tensor, bags: int) -> KeyedJaggedTensor:
-    """Ids (M,), dealt evenly into bags."""
+    """Return ids (M,) split evenly into bags."""
     count = ids.numel()
     lengths = torch.full((bags,), count // bags, dtype=torch.int64)
     lengths[: count % bags] += 1
@@ -73,7 +73,7 @@ def feature(ids: Tensor, bags: int) -> KeyedJaggedTensor:
 
 
 def optimizers(report: Report) -> None:
-    """Ids that repeat, a learning rate that changes, the iteration."""
+    """Check optimizers with repeated ids and a changing learning rate."""
     with processes(report.device.type) as ranks:
         for name in NAMES:
             for bags in (1, 64):
@@ -96,7 +96,7 @@ def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, *
             dense.lr = optimizer.lr / 3
             model.fused_optimizer.param_groups[0]["lr"] = dense.lr
         ids = torch.randint(ROWS, (200,), generator=stream).sort().values
-        # Away from zero, where Adam's step is its sign and a last bit decides.
+        # Away from zero, where the sign of a last bit decides Adam's step.
         grad = torch.randn(200, DIM, generator=stream)
         grad = grad + grad.sign() * 0.1
         model.fused_optimizer.zero_grad()
@@ -104,8 +104,8 @@ def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, *
         rows.backward(grad.to(ranks.device))
         model.fused_optimizer.step()
         dense.step(ids, grad)
-    found = entity_shard(model).rows.double().cpu()
-    report.at_most(f"{what}, rows", float((found - dense.weights).abs().max()), 2e-5)
+    rows = entity_shard(model).rows.double().cpu()
+    report.at_most(f"{what}, rows", float((rows - dense.weights).abs().max()), 2e-5)
     states = model.fused_optimizer.state_dict()["state"].get(WEIGHT, {})
     for key, state in dense.states().items():
         off = (local(states[key]).double().cpu().view_as(state) - state).abs() / (1 + state.abs())
@@ -118,7 +118,7 @@ def _against_oracle(report, what: str, name: str, bags: int, ranks: Processes, *
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a value in a state_dict."""
+    """Return this rank's part of a value in a state_dict."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     if not hasattr(tensor, "local_shards"):
@@ -128,7 +128,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def bags(report: Report) -> None:
-    """The same rows and steps in any number of bags; how long each takes."""
+    """Check that rows and steps do not depend on the number of bags, and time each."""
     rows, dim, count = (20_000, 16, 2048) if report.small else (4_000_000, 100, 131_072)
     many, device = min(4096, count // 2), report.device
     with processes(device.type) as ranks:
@@ -139,18 +139,18 @@ def bags(report: Report) -> None:
         ids = torch.randperm(rows, device=device)[:count].sort().values
         grad = torch.ones(count, dim, device=device)
         times, ends = {}, {}
-        for number in (many, count, 1):  # the slow one last
+        for number in (many, count, 1):  # the slow case last
             with report.check(f"{number} bags"):
                 entity_shard(model).rows.copy_(before)
-                asked = feature(ids, number)
-                found = model(asked)
-                good = torch.equal(found.detach(), before[ids])
+                batch_of_ids = feature(ids, number)
+                looked_up = model(batch_of_ids)
+                good = torch.equal(looked_up.detach(), before[ids])
                 report.passes(f"{number:,} bags, rows", good, "bit for bit" if good else "differ")
-                _time_bags(report, model, asked, grad, number, times)
+                _time_bags(report, model, batch_of_ids, grad, number, times)
                 entity_shard(model).rows.copy_(before)
                 set_table_step(model, 0)
                 _forget(model)
-                model(asked).backward(grad)
+                model(batch_of_ids).backward(grad)
                 model.fused_optimizer.step()
                 ends[number] = entity_shard(model).rows[ids].clone()
         for number in ends.keys() - {many}:
@@ -164,7 +164,7 @@ def bags(report: Report) -> None:
 
 
 def _bags_of_training(report: Report) -> None:
-    """The bags that batches come in."""
+    """Report the number of bags in training's batches."""
     from kge_torchrec.data.batches import lookup
 
     known = getattr(lookup, "LOOKUP_BAGS", None)
@@ -176,24 +176,24 @@ def _bags_of_training(report: Report) -> None:
 
 
 def _forget(model: nn.Module) -> None:
-    """Sets the optimizer's state to zero, in the kernel itself."""
+    """Set the optimizer's state to zero, in the kernel itself."""
     for states in collection._kernel(model).emb_module.get_optimizer_state():
         for state in states.values():
             state.zero_()
 
 
-def _time_bags(report, model, asked, grad, number: int, times: dict[int, float]) -> None:
+def _time_bags(report, model, batch_of_ids, grad, number: int, times: dict[int, float]) -> None:
     device, dim = report.device, grad.shape[1]
 
     def step() -> None:
-        model(asked).backward(grad)
+        model(batch_of_ids).backward(grad)
         model.fused_optimizer.step()
 
     repeats = 3 if number == 1 else 20
     with torch.no_grad():
-        forward = seconds(lambda: model(asked), device, repeats)
+        forward = seconds(lambda: model(batch_of_ids), device, repeats)
     times[number] = seconds(step, device, repeats)
-    # read and written: the row going out, its gradient, and again the row
+    # read and written: the row, its gradient, and the row again
     rate = 4 * dim * len(grad) * 5 / times[number] / 1e9
     report.note(f"{number:,} bags, forward", 1e3 * forward, "ms")
     report.note(f"{number:,} bags, forward, backward and step", 1e3 * times[number], "ms")
@@ -201,7 +201,7 @@ def _time_bags(report, model, asked, grad, number: int, times: dict[int, float])
 
 
 def large(report: Report) -> None:
-    """Rows around number 2^31 of the table: read, and stepped by amounts that float32 holds."""
+    """Read and update rows around element 2^31, by amounts that float32 holds exactly."""
     dim = 8 if report.small else 128
     middle = 1000 if report.small else (1 << 31) // dim
     rows = middle + 1000
@@ -218,9 +218,9 @@ def large(report: Report) -> None:
         values = torch.arange(len(ids) * dim, device=report.device).view(-1, dim).float()
         for place, row in zip(places, values, strict=True):
             shard.rows[place].copy_(row)
-        found = model(feature(ids, 4))
-        report.passes("read", torch.equal(found.detach(), values), "bit for bit")
-        found.backward(torch.full_like(found, 2.0))
+        looked_up = model(feature(ids, 4))
+        report.passes("read", torch.equal(looked_up.detach(), values), "bit for bit")
+        looked_up.backward(torch.full_like(looked_up, 2.0))
         model.fused_optimizer.step()
         stepped = torch.stack([entity_shard(model).rows[place] for place in places])
         report.passes("stepped", torch.equal(stepped, values - 1), "bit for bit")

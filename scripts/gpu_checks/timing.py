@@ -1,4 +1,4 @@
-"""Time on a device, and what a step asks of it."""
+"""Measure times and count operations on a device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
-    """Mean of ``repeats`` in a row, after two that are not counted."""
+    """Return the mean seconds of ``repeats`` runs, after two warm-up runs."""
     for _ in range(2):
         work()
     synchronize(device)
@@ -26,7 +26,7 @@ def seconds(work: Callable[[], object], device: torch.device, repeats: int = 10)
 
 
 def step_seconds(work: Callable[[], object], device: torch.device, steps: int) -> tuple:
-    """(until the device is done, until the host is) a step."""
+    """Return seconds per step until the device is done, and until the host is."""
     synchronize(device)
     start = time.perf_counter()
     for _ in range(steps):
@@ -37,7 +37,7 @@ def step_seconds(work: Callable[[], object], device: torch.device, steps: int) -
 
 
 def counted(work: Callable[[], object], device: torch.device, steps: int) -> dict[str, float]:
-    """What torch's profiler counts a step; on a CPU only operations."""
+    """Return the counts of torch's profiler per step; on a CPU only operations."""
     from torch.autograd import DeviceType
     from torch.profiler import ProfilerActivity, profile
 
@@ -68,7 +68,7 @@ def counted(work: Callable[[], object], device: torch.device, steps: int) -> dic
 
 
 class Waited:
-    """An iterator that knows how long its user has waited for it."""
+    """An iterator that measures how long its user waits for it."""
 
     def __init__(self, items: Iterator):
         self._items, self.seconds = items, 0.0

@@ -1,4 +1,4 @@
-"""Training on this device against the same training on a CPU, and what a checkpoint holds."""
+"""Compare training on this device with the same training on a CPU; check checkpoints."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
 
 OPTIMIZERS = ("adam", "rowwise_adam", "adagrad", "rowwise_adagrad", "sgd")
-# Sums in another order, over 50 steps of learning rate 0.05.
+# Sums in a different order, over 50 steps with learning rate 0.05.
 CLOSE = 2e-3
-KINDS = {  # what a CPU can do, a GPU can
+KINDS = {  # features of a CPU that a GPU has too
     "1vsall": {"negatives__regime": "1vsall"},
     "kvsall": {"negatives__regime": "kvsall", "loss__name": "bce", "train__batch_size": 128},
     "kvssample": {"negatives__regime": "kvssample", "train__batch_size": 128},
@@ -45,7 +45,7 @@ KINDS = {  # what a CPU can do, a GPU can
 
 
 def kinds(report: Report) -> None:
-    """Optimizers, both pipelines, regimes, clipping, precisions."""
+    """Check optimizers, pipelines, training types, clipping and precisions."""
     for optimizer in OPTIMIZERS[:2] if report.small else OPTIMIZERS:
         with report.check(f"{optimizer}"):
             expected = trained("cpu", report.folder / "cpu", train__optimizer=optimizer)
@@ -54,28 +54,28 @@ def kinds(report: Report) -> None:
             for pipeline in ("sparse_dist", "loop"):
                 keys = {"train__optimizer": optimizer, "train__pipeline": pipeline}
                 with report.check(f"{optimizer}, {pipeline}"):
-                    found = trained(report.device.type, report.folder / pipeline, **keys)
-                    report.at_most(f"{optimizer}, {pipeline}", found.off(expected), CLOSE)
+                    result = trained(report.device.type, report.folder / pipeline, **keys)
+                    report.at_most(f"{optimizer}, {pipeline}", result.off(expected), CLOSE)
     for name, keys in KINDS.items():
         with report.check(name):
             expected = trained("cpu", report.folder / "cpu", **keys)
             try:
-                found = trained(report.device.type, report.folder / "here", **keys)
+                result = trained(report.device.type, report.folder / "here", **keys)
             except ConfigError as error:
                 report.passes(name, False, f"refused here: {error}")
                 continue
-            report.at_most(name, found.off(expected), CLOSE)
+            report.at_most(name, result.off(expected), CLOSE)
     _precisions(report)
 
 
 def _precisions(report: Report) -> None:
-    """bf16 and fp16 learn as fp32 does; an overflow leaves everything alone."""
+    """Check that bf16 and fp16 learn as fp32 does, and that an overflow changes nothing."""
     expected = trained("cpu", report.folder / "cpu").losses[-1]
     for precision in ("bf16", "fp16"):
         with report.check(precision):
-            found = trained(report.device.type, report.folder / precision,
+            result = trained(report.device.type, report.folder / precision,
                             train__precision=precision)  # fmt: skip
-            off = abs(found.losses[-1] / expected - 1)
+            off = abs(result.losses[-1] / expected - 1)
             report.at_most(f"{precision}, last loss against fp32", off, 0.03)
     for optimizer in ("adam", "rowwise_adagrad"):
         with report.check(f"an overflow, {optimizer}"):
@@ -105,13 +105,13 @@ def _overflow(report: Report, optimizer: str) -> None:
 
 
 def _everything(session: Session) -> dict[str, Tensor]:
-    """Parameters and optimizer state, as a checkpoint sees them."""
+    """Return parameters and optimizer state, as a checkpoint holds them."""
     leaves = [leaf for leaf in tree_leaves(session.backend.state()) if isinstance(leaf, Tensor)]
     return {str(i): local(leaf).detach().cpu().clone() for i, leaf in enumerate(leaves)}
 
 
 def parallel(report: Report) -> None:
-    """On one rank, over NCCL where there is CUDA: every wrapper and engine trains the same."""
+    """Check that every wrapper and engine trains the same, on one rank (NCCL with CUDA)."""
     kind = report.device.type
     expected = trained(kind, report.folder / "none", dense__wrapper="none")
     for name, keys in {
@@ -122,8 +122,8 @@ def parallel(report: Report) -> None:
         "engine handrolled, ddp": {"entities__engine": "handrolled", "dense__wrapper": "ddp"},
     }.items():
         with report.check(name):
-            found = trained(kind, report.folder / "other", **keys)
-            report.at_most(name, found.off(expected), CLOSE)
+            result = trained(kind, report.folder / "other", **keys)
+            report.at_most(name, result.off(expected), CLOSE)
     with report.check("engine handrolled, Adam"):
         adam = {"train__optimizer": "adam"}
         one = trained(kind, report.folder / "one", **adam)
@@ -132,7 +132,7 @@ def parallel(report: Report) -> None:
 
 
 def checkpoints(report: Report) -> None:
-    """Half a run, then the rest of it here and on a CPU, against the whole; what shares memory."""
+    """Compare half a run resumed here and on a CPU with the whole; check shared memory."""
     kind = report.device.type
     for optimizer in ("adam", "rowwise_adagrad"):
         keys = {"train__optimizer": optimizer}
@@ -160,12 +160,12 @@ def checkpoints(report: Report) -> None:
 
 def _off_of_run(folder: Path, expected: dict[str, Tensor]) -> float:
     with api.open_run(folder) as run:
-        found = parameters_of(run.session)
-    return max(float((found[k].double() - v.double()).abs().max()) for k, v in expected.items())
+        result = parameters_of(run.session)
+    return max(float((result[k].double() - v.double()).abs().max()) for k, v in expected.items())
 
 
 def _shared_memory(report: Report, optimizer: str) -> None:
-    """A checkpoint of copies made early would hold the start of the run."""
+    """Check that a checkpoint does not hold copies of the initial values."""
     config = config_of(report.device.type, report.folder / "shared", train__optimizer=optimizer)
     with processes(report.device.type) as ranks:
         session = Session(config, RunFolder(config.run.dir), ranks)
