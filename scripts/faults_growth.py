@@ -42,7 +42,7 @@ FAULTS = [
           "known = np.concatenate([_table_of_store(self._base).pairs(), known])", "pass",
           "tests/data/test_type_triples.py -k extended"),
     Fault("rows that have not changed are exported", "export/changes.py",
-          "found[: stop - first] = ~same.all(1)", "pass",
+          "changed[: stop - first] = ~same.all(1)", "pass",
           "tests/growth/test_changed_rows.py -k not_changed"),
     Fault("changed rows are those of the first chunk", "export/write.py",
           "own = labels[first : first + len(rows)]", "own = labels[: len(rows)]",

@@ -113,8 +113,8 @@ class Replicated(DenseWrapper):
         super().wrap(model)
         device = self.processes.device
         dense = {f"objective.{name}" for name, _ in model.objective.named_parameters()}
-        others = [name for name, _ in model.named_parameters() if name not in dense]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, others)
+        not_dense = [name for name, _ in model.named_parameters() if name not in dense]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, not_dense)
         self._model = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],

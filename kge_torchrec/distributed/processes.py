@@ -88,9 +88,9 @@ class Processes:
         """Return the elementwise maximum over the ranks, on every rank.  Collective, on the CPU."""
         if self.world_size == 1:
             return list(values)
-        found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
+        maxima = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return maxima.tolist()
 
 
 def world_size() -> int:
@@ -137,8 +137,8 @@ def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
         except Exception as caught:
             error = raised_alike(caught)
     if processes.world_size > 1:
-        result, told = processes.broadcast((result, _sendable(error)))
-        error = error or told
+        result, remote_error = processes.broadcast((result, _sendable(error)))
+        error = error or remote_error
     if error is not None:
         raise error
     return cast(T, result)
@@ -158,12 +158,12 @@ def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    told = processes.gather(None if error is None else f"{error}" or type(error).__name__)
-    failed = [rank for rank, text in enumerate(told) if text is not None]
+    messages = processes.gather(None if error is None else f"{error}" or type(error).__name__)
+    failed = [rank for rank, text in enumerate(messages) if text is not None]
     if error is not None:
         raise raised_alike(error)
     if failed:
-        raise OtherRankFailed(f"rank {failed[0]}: {told[failed[0]]}")
+        raise OtherRankFailed(f"rank {failed[0]}: {messages[failed[0]]}")
     return cast(T, result)
 
 

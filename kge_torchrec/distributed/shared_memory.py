@@ -92,8 +92,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """
         opts = opts or dist.AllToAllOptions()
         if self.is_watched:
-            given = output, input, list(output_split_sizes), list(input_split_sizes)
-            return dist.all_to_all_single(*given, async_op=True)
+            arguments = output, input, list(output_split_sizes), list(input_split_sizes)
+            return dist.all_to_all_single(*arguments, async_op=True)
         if not (_is_plain(output) and _is_plain(input)):
             sizes = list(output_split_sizes), list(input_split_sizes)
             return self._gloo.alltoall_base(output, input, *sizes, opts)
@@ -276,8 +276,8 @@ _BY_GLOO = (
 
 
 def _handed_on(name: str) -> Callable[..., Any]:
-    def call(self: SharedMemoryGroup, *given: Any, **named: Any) -> Any:
-        return getattr(self._gloo, name)(*given, **named)
+    def call(self: SharedMemoryGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
 
     call.__name__ = name
     return call

@@ -186,9 +186,9 @@ class _Counter:
         """
         if self.candidates is None:
             return
-        found, sizes = relations.unique_consecutive(return_counts=True)
+        distinct, sizes = relations.unique_consecutive(return_counts=True)
         stop = first + scores.shape[1]
-        for relation, rows in zip(found.tolist(), scores.split(sizes.tolist()), strict=True):
+        for relation, rows in zip(distinct.tolist(), scores.split(sizes.tolist()), strict=True):
             mask = torch.from_numpy(self.candidates.mask(side, relation, first, stop))
             rows.masked_fill_(~mask.to(rows.device), -torch.inf)
 

@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec import files
-from kge_torchrec.charts import COLORS, new_figure
 from kge_torchrec.config.checks import check
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
@@ -31,7 +30,8 @@ from kge_torchrec.data.relation_overlap import (
 from kge_torchrec.data.report import Spell, reading_notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
-from kge_torchrec.ranking.cardinality import CATEGORIES, cardinalities, categories
+from kge_torchrec.pages import COLORS, new_figure
+from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
 
 LINES = 10  # of relations in a table
 
@@ -61,7 +61,7 @@ def check_data(
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
     with _opened(path, reading, spell) as store:
         remedies = None if _is_store(path) else spell
-        found = {
+        results = {
             "data": str(path) if isinstance(path, str | Path) else ", ".join(map(str, path)),
             "notes": reading_notes(store, remedies),
             **_check(store, threshold),
@@ -69,9 +69,9 @@ def check_data(
     if output is not None:
         folder = Path(output)
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / "data-check.json", found)
-        _draw(found, folder / "degrees.png")
-    return found
+        files.write_json(folder / "data-check.json", results)
+        _draw(results, folder / "degrees.png")
+    return results
 
 
 def _is_store(path: Sources) -> bool:
@@ -94,10 +94,10 @@ def _opened(path: Sources, reading: Mapping[str, Any], spell: Spell) -> Iterator
 
 
 def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
-    found = cardinalities(store)
+    counts_of = cardinalities(store)
     index = PairIndex(store.train, store.num_entities, store.num_relations)
     loops = loops_of(store.train, store.num_relations)
-    overlaps = find_overlaps(index, found["triples"], loops, threshold)
+    overlaps = find_overlaps(index, counts_of["triples"], loops, threshold)
     names = store.relations.labels
 
     def named(overlap: Overlap) -> dict[str, Any]:
@@ -110,7 +110,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
             counts = {k: int(v.sum()) for k, v in leaking(index, overlaps, triples).items()}
             shares = {f"{name}_share": count / len(triples) for name, count in counts.items()}
             leaks[split] = {**counts, **shares}
-    place, report = categories(found), store.report
+    place, report = categories(counts_of), store.report
     return {
         "entities": store.num_entities,
         "relations": store.num_relations,
@@ -133,7 +133,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
         "categories": {
             name: {
                 "relations": int((place == i).sum()),
-                "triples": int(found["triples"][place == i].sum()),
+                "triples": int(counts_of["triples"][place == i].sum()),
             }
             for i, name in enumerate(CATEGORIES)
         },
@@ -159,25 +159,25 @@ def _degrees(store: TripleStore) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
+def table(results: dict[str, Any]) -> str:
     """What ``check_data`` found, for people."""
-    triples = found["triples"]
+    triples = results["triples"]
     lines = [
-        f"{found['data']}: {found['entities']:,} entities, {found['relations']:,} relations; "
+        f"{results['data']}: {results['entities']:,} entities, {results['relations']:,} relations; "
         + ", ".join(f"{split} {count:,}" for split, count in triples.items()),
-        *(f"note: {note}" for note in found["notes"]),
+        *(f"note: {note}" for note in results["notes"]),
         "",
-        _line("triples repeated within a split", _counts(found["repeated"]["within"])),
-        _line("triples in two splits", _counts(found["repeated"]["across"])),
-        _line("loops (an entity with itself) in train", f"{found['loops']:,}"),
+        _line("triples repeated within a split", _counts(results["repeated"]["within"])),
+        _line("triples in two splits", _counts(results["repeated"]["across"])),
+        _line("loops (an entity with itself) in train", f"{results['loops']:,}"),
     ]
     for split in ("valid", "test"):
-        unseen = found["unseen"]["entities"].get(split)
+        unseen = results["unseen"]["entities"].get(split)
         of = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
         lines.append(_line(f"entities of {split} not in train", of))
-        relations = found["unseen"]["relations"].get(split)
+        relations = results["unseen"]["relations"].get(split)
         lines.append(_line(f"relations of {split} not in train", _counts(relations or {})))
-    degrees = found["degrees"]
+    degrees = results["degrees"]
     lines.append(
         _line(
             "training triples per entity",
@@ -186,18 +186,18 @@ def table(found: dict[str, Any]) -> str:
     )
     percentiles = "90% {p90:,}, 99% {p99:,}, most {max:,}".format(**degrees)
     lines.append(_line("training triples per entity, percentiles", percentiles))
-    for name, of in found["categories"].items():
+    for name, of in results["categories"].items():
         many = f"{of['relations']:,} with {of['triples']:,} triples of train"
         lines.append(_line(f"relations {name}", many))
-    lines += ["", *_leaks(found)]
+    lines += ["", *_leaks(results)]
     for kind in ("symmetric", "inverses", "duplicates"):
-        lines += _relations(kind, found["overlaps"][kind], found["threshold"])
+        lines += _relations(kind, results["overlaps"][kind], results["threshold"])
     return "\n".join(lines)
 
 
-def _leaks(found: dict[str, Any]) -> list[str]:
-    lines = [] if found["leaks"] else ["no valid or test triples to leak"]
-    for split, leak in found["leaks"].items():
+def _leaks(results: dict[str, Any]) -> list[str]:
+    lines = [] if results["leaks"] else ["no valid or test triples to leak"]
+    for split, leak in results["leaks"].items():
         for name, what in (
             ("redundant", "leaks by inverse, duplicate or symmetry"),
             ("linked", "entities linked in train, same direction"),
@@ -228,9 +228,9 @@ def _counts(of: dict[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in of.items()) or "none"
 
 
-def _draw(found: dict[str, Any], file: Path) -> None:
+def _draw(results: dict[str, Any], file: Path) -> None:
     """How many entities are in so many triples of train, on logarithmic axes."""
-    histogram = found["degrees"]["histogram"]
+    histogram = results["degrees"]["histogram"]
     degrees, entities = (np.array(histogram[name]) for name in ("degrees", "entities"))
     figure, (axes,) = new_figure(6.5, 4.5)
     some = degrees > 0
@@ -239,7 +239,7 @@ def _draw(found: dict[str, Any], file: Path) -> None:
     axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="so many or more")
     none = int(entities[~some].sum())
     axes.set_title(
-        f"{Path(found['data']).name}: {found['entities']:,} entities, {none:,} not in train",
+        f"{Path(results['data']).name}: {results['entities']:,} entities, {none:,} not in train",
         fontsize="medium",
     )
     axes.set(xlabel="triples of train that an entity is in", ylabel="entities")

@@ -133,9 +133,9 @@ def differences(runs: list[RunFacts]) -> list[tuple[str, list[Any]]]:
     configs = [run.config for run in runs]
     if len(runs) == 1:
         configs.append(Config())
-    found = []
+    changed = []
     for key in all_keys():
         values = [attrgetter(key)(config) for config in configs]
         if not key.startswith(_OF_A_START) and any(value != values[0] for value in values):
-            found.append((key, values))
-    return found
+            changed.append((key, values))
+    return changed

@@ -10,7 +10,7 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.colors import ListedColormap, LogNorm
 
-from kge_torchrec.charts import add_legend, chart_label, color_of, draw_bars, new_figure, svg
+from kge_torchrec.pages import add_legend, chart_label, color_of, draw_bars, new_figure, svg
 from kge_torchrec.reports.facts import RunFacts
 from kge_torchrec.reports.trained import NAMED, EntityMap
 
@@ -67,19 +67,19 @@ def by_relation(groups_of: Mapping[str, dict[str, Any]]) -> Markup:
     )
 
 
-def entity_map(found: EntityMap) -> Markup:
+def entity_map(points: EntityMap) -> Markup:
     """Draw the entities with most triples, some of them with labels; color: training triples."""
     figure, (axes,) = new_figure(10, 6)
-    shades = LogNorm(vmin=max(1, found.degrees.min()), vmax=max(2, found.degrees.max()))
-    across, up = found.places.T
-    shown = axes.scatter(across, up, c=found.degrees.clip(1), norm=shades, s=9, cmap=_SHADES, lw=0)
-    for (x, y), label in zip(found.places[:NAMED], found.labels[:NAMED], strict=False):
+    shades = LogNorm(vmin=max(1, points.degrees.min()), vmax=max(2, points.degrees.max()))
+    across, up = points.places.T
+    shown = axes.scatter(across, up, c=points.degrees.clip(1), norm=shades, s=9, cmap=_SHADES, lw=0)
+    for (x, y), label in zip(points.places[:NAMED], points.labels[:NAMED], strict=False):
         axes.annotate(chart_label(label), (x, y), fontsize="x-small", alpha=0.8)
     bar = figure.colorbar(shown, ax=axes, label="training triples", shrink=0.6)
     bar.ax.set_facecolor("none")
     title = (
-        f"The {len(found.labels):,} entities with most triples on the first two principal axes "
-        f"({found.explained:.0%} of the variance)"
+        f"The {len(points.labels):,} entities with most triples on the first two principal axes "
+        f"({points.explained:.0%} of the variance)"
     )
     axes.set(xticks=[], yticks=[], title=title)
     return svg(figure, title)

@@ -51,13 +51,13 @@ def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
     store = run.session.store
     triples = np.asarray(store.test, np.int64)
     drawn = np.random.default_rng(seed).permutation(len(triples))[:count]
-    found = []
+    examples_ = []
     for head, relation, tail in triples[np.sort(drawn)]:
         head_label, tail_label = store.entities.labels([head, tail])
         (relation_label,) = store.relations.labels([relation])
         answers = run.predict(head=head_label, relation=relation_label, k=TOP)
-        found.append(Example(head_label, relation_label, tail_label, answers))
-    return found
+        examples_.append(Example(head_label, relation_label, tail_label, answers))
+    return examples_
 
 
 def entity_map(run: Run) -> EntityMap | None:

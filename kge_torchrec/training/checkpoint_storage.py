@@ -67,7 +67,7 @@ class RankFailed(KGEError, RuntimeError):
     """A rank could not write or read its pieces; the message says which rank and why."""
 
 
-def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
+def save(state: dict[str, Any], folder: Path, single_rank: bool) -> Index | None:
     """Write the tensors of all ranks into ``folder``; return their index on rank 0.
 
     Collective.
@@ -75,18 +75,18 @@ def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
     Args:
         state: Nested dictionaries of tensors.
         folder: An empty folder.
-        alone: Whether there is only one rank.
+        single_rank: Whether there is only one rank.
 
     Raises:
         RankFailed: A rank could not write.
     """
     writer = RawWriter(folder)
     with _plain_failures():
-        dcp.save(in_chunks(state), storage_writer=writer, no_dist=alone)
+        dcp.save(in_chunks(state), storage_writer=writer, no_dist=single_rank)
     return writer.index
 
 
-def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) -> None:
+def load(state: dict[str, Any], folder: Path, index: Index | None, single_rank: bool) -> None:
     """Fill the tensors of ``state`` in place, from a checkpoint of any number of ranks.
 
     Collective.
@@ -95,14 +95,16 @@ def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) 
         state: Nested dictionaries of tensors.
         folder: The checkpoint.
         index: Its index; None for format 1.
-        alone: Whether there is only one rank.
+        single_rank: Whether there is only one rank.
 
     Raises:
         RankFailed: A rank could not read.
     """
     reader = _reader(folder, index)
     with _plain_failures():
-        dcp.load(in_chunks(state), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+        dcp.load(
+            in_chunks(state), storage_reader=reader, planner=TensorsOnly(), no_dist=single_rank
+        )
 
 
 def names(folder: Path, index: Index | None) -> Iterable[str]:

@@ -90,7 +90,7 @@ class Checkpoints:
         state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
         try:
             on_first_rank(ranks, lambda: make_empty(partial))
-            index = storage.save(state, partial, alone=ranks.world_size == 1)
+            index = storage.save(state, partial, single_rank=ranks.world_size == 1)
             on_first_rank(ranks, lambda: finish(partial, target, index, progress))
         except Exception as error:
             _pass_on_lost_ranks(error)
@@ -137,7 +137,7 @@ class Checkpoints:
         has_random = f"random.{self._random_key}" in storage.names(folder, index)
         if has_random:  # absent if the run had fewer ranks
             state["random"] = {self._random_key: torch.get_rng_state()}
-        storage.load(state, folder, index, alone=self.processes.world_size == 1)
+        storage.load(state, folder, index, single_rank=self.processes.world_size == 1)
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
 
@@ -178,8 +178,8 @@ class Checkpoints:
             The names, or None if the run has written no checkpoint.
         """
         try:
-            found = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-            return {"newest": str(found["newest"]), "best": found["best"]}
+            record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
+            return {"newest": str(record["newest"]), "best": record["best"]}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         try:
@@ -232,13 +232,13 @@ class Checkpoints:
         recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
         best, newest = self.best(), max(names[-1], recorded["newest"] if recorded else "")
         wanted = (best or newest) if which == BEST else newest
-        found = wanted if wanted in names else names[-1]
-        if self.processes.is_first and found != wanted:
+        first = wanted if wanted in names else names[-1]
+        if self.processes.is_first and first != wanted:
             log.warning(
                 "the %s checkpoint of %s, %s, is gone; %s takes its place",
-                BEST if wanted == best else NEWEST, self.folder.parent, wanted, found,
+                BEST if wanted == best else NEWEST, self.folder.parent, wanted, first,
             )  # fmt: skip
-        return [found, *(name for name in reversed(names) if name != found)]
+        return [first, *(name for name in reversed(names) if name != first)]
 
     def find(self, which: str) -> Path:
         """Return the path of the first checkpoint of ``order``, with its warnings and errors."""
@@ -331,9 +331,9 @@ def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
     if version not in (1, FORMAT_VERSION):
         raise Damaged(f"it has format {version}, this version reads up to {FORMAT_VERSION}")
     for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            has = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        actual = (path / name).stat().st_size if (path / name).is_file() else None
+        if actual != size:
+            has = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
             raise Damaged(f"{name} {has}")
     progress = TrainState.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
     if version == 1:
@@ -362,18 +362,18 @@ def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]
     Returns:
         The tensors, or None if any of them is sharded.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, dict):
             below = _whole_tensors(value, f"{prefix}{key}.")
             if below is None:
                 return None
-            found |= below
+            tensors |= below
         elif type(value) in (Tensor, nn.Parameter):
-            found[prefix + key] = value
+            tensors[prefix + key] = value
         else:
             return None
-    return found
+    return tensors
 
 
 def _pass_on_lost_ranks(error: BaseException) -> None:

@@ -84,16 +84,16 @@ class SearchSpace:
         if not isinstance(values, dict) or not values:
             raise ConfigError(f"{where} should hold keys with a range or a list of values each")
         self.values = values
-        found: dict[str, list[Parameter]] = {}
-        for name, given in values.items():
+        by_key: dict[str, list[Parameter]] = {}
+        for name, ranges in values.items():
             key = current_name(str(name))
             _check_key(key, where)
-            several = isinstance(given, list) and any(isinstance(one, dict) for one in given)
-            parts = given if several else [given]
-            found[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
+            several = isinstance(ranges, list) and any(isinstance(one, dict) for one in ranges)
+            parts = ranges if several else [ranges]
+            by_key[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
         needs = {
-            key: {other for part in parts for other in part.when if other in found}
-            for key, parts in found.items()
+            key: {other for part in parts for other in part.when if other in by_key}
+            for key, parts in by_key.items()
         }
         try:
             order = list(TopologicalSorter(needs).static_order())
@@ -101,7 +101,7 @@ class SearchSpace:
             raise ConfigError(
                 f"{where}: conditions go in a circle: {' -> '.join(error.args[1])}"
             ) from None
-        self.parameters = [part for key in order for part in found[key]]
+        self.parameters = [part for key in order for part in by_key[key]]
 
     @classmethod
     def read(cls, path: str | Path) -> SearchSpace:
@@ -182,17 +182,17 @@ def _check_key(key: str, where: str) -> None:
         )
 
 
-def _parameter(key: str, given: Any, conditional: bool, where: str) -> Parameter:
-    if not isinstance(given, dict):
-        given = {"choices": given}
-    unknown = set(given) - _OPTIONS
+def _parameter(key: str, range_: Any, conditional: bool, where: str) -> Parameter:
+    if not isinstance(range_, dict):
+        range_ = {"choices": range_}
+    unknown = set(range_) - _OPTIONS
     if unknown:
         raise ConfigError(
             f"{key} in {where}: {sorted(unknown)[0]} is none of {', '.join(sorted(_OPTIONS))}"
         )
     when = {
         current_name(str(other)): tuple(values) if isinstance(values, list) else (values,)
-        for other, values in (given.get("when") or {}).items()
+        for other, values in (range_.get("when") or {}).items()
     }
     for other in when:
         if other not in all_keys() and not other.startswith(tuple(f"{n}." for n in _HOLD_ANY)):
@@ -202,26 +202,26 @@ def _parameter(key: str, given: Any, conditional: bool, where: str) -> Parameter
     condition = ", ".join(f"{k}={'|'.join(map(str, v))}" for k, v in when.items())
     name = f"{key} ({condition})" if conditional else key
     try:
-        return Parameter(key, name, _distribution(given), when)
+        return Parameter(key, name, _distribution(range_), when)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{key} in {where}: {error}") from None
 
 
-def _distribution(given: dict[str, Any]) -> BaseDistribution:
-    if "choices" in given:
-        choices = given["choices"]
-        if not isinstance(choices, list) or not choices or {"low", "high"} & set(given):
+def _distribution(range_: dict[str, Any]) -> BaseDistribution:
+    if "choices" in range_:
+        choices = range_["choices"]
+        if not isinstance(choices, list) or not choices or {"low", "high"} & set(range_):
             raise ValueError("give a list of choices, or low and high")
         return CategoricalDistribution(choices)
-    low: Any = given.get("low")
-    high: Any = given.get("high")
-    step = given.get("step")
+    low: Any = range_.get("low")
+    high: Any = range_.get("high")
+    step = range_.get("step")
     for value in (low, high):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(
                 f"low and high must be numbers, got {value!r} (YAML: 1.0e-4, not 1e-4)"
             )
-    log = given.get("log", False)
+    log = range_.get("log", False)
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=log, step=1 if step is None else step)
     return FloatDistribution(float(low), float(high), log=log, step=step)

@@ -323,8 +323,8 @@ def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -
 def _store(path: Path, config: Config) -> TripleStore:
     if (Path(config.data.path) / META).is_file():
         return TripleStore.open(config.data.path)
-    alone = Processes(0, 1, 1, torch.device("cpu"))
-    return open_store(config.data, config.seed, path / "store", alone, progress=False)
+    one_rank = Processes(0, 1, 1, torch.device("cpu"))
+    return open_store(config.data, config.seed, path / "store", one_rank, progress=False)
 
 
 def _lock(file: Path) -> BaseFileLock:

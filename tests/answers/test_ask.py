@@ -17,7 +17,6 @@ from kge_torchrec.answers.logical_queries import DEEPEST, QueryError, parse_quer
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, UnknownLabelError
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking import topk
 
 N = 37
 NEIGHBOURS = {"relation": "r0", "from": "e1"}
@@ -94,12 +93,6 @@ NORMS = {
     "product": (lambda x, y: x * y, lambda x, y: x + y - x * y),
     "min": (torch.minimum, torch.maximum),
 }
-
-
-@pytest.fixture(autouse=True)
-def few_columns(monkeypatch):
-    """So that the best of a shard are found block by block."""
-    monkeypatch.setattr(topk, "COLUMNS", 10)
 
 
 @pytest.mark.parametrize(

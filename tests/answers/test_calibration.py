@@ -19,8 +19,8 @@ from kge_torchrec.answers.calibration import (
     expected_calibration_error,
     fit,
 )
-from kge_torchrec.answers.candidate_answers import candidate_answers
 from kge_torchrec.answers.corruptions import Pools, corrupt, labelled
+from kge_torchrec.answers.probabilities import candidate_answers
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import SPLITS
@@ -193,7 +193,7 @@ def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
                            ({"seed": -1}, "seed must be")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             run.calibrate(**options)
-    with pytest.raises(KGEError, match="nothing to calibrate by"):
+    with pytest.raises(KGEError, match="needs true and false triples"):
         fit("platt", np.zeros(3), np.ones(3, bool), np.ones(3))
     monkeypatch.setitem(__import__("sys").modules, "sklearn.isotonic", None)
     with pytest.raises(KGEError, match=r"needs scikit-learn: pip install 'kge-torchrec\[calib"):

@@ -13,7 +13,7 @@ from training_runs import config_of
 
 from kge_torchrec import api
 from kge_torchrec.answers import predictions
-from kge_torchrec.answers.predictions import Found, find_best
+from kge_torchrec.answers.predictions import Results, find_best
 from kge_torchrec.errors import KGEError
 
 PARTS = ("head", "relation", "tail")
@@ -139,7 +139,7 @@ def test_splits_are_looked_up_for_the_found_answers_only():
     }
     model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
     query, ids = np.array([[0, 0, 0]]), np.array([9, 2, 3, 5, 4, 0])
-    found = Found(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
+    found = Results(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
     predictions.splits(model, "tail", query, found)  # compiles
     tracemalloc.start()
     told = predictions.splits(model, "tail", query, found)

@@ -91,7 +91,9 @@ def test_a_full_disk_leaves_nothing(run, tmp_path, name):
     for limit in [0, *(size - 1 for size in sizes)]:  # each file is cut short once
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(ExportError, match=r"could not be written.*nothing is left of it"):
+            with pytest.raises(
+                ExportError, match=r"could not be written.*incomplete export was removed"
+            ):
                 run.export(tmp_path / "out", name)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -24,7 +24,7 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import write as rows
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.table_files import FORMATS, open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.training.checkpoints import CheckpointError

@@ -24,8 +24,8 @@ from scorer_cases import CASES, identify
 from kge_torchrec import load_model
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import dglke, libkge, program, pykeen
-from kge_torchrec.export.foreign import WholeModel
+from kge_torchrec.export import dglke, libkge, pykeen
+from kge_torchrec.export.foreign import PROGRAM_FORMAT, WholeModel
 
 MODELS = [
     pytest.param(name, scorer, reciprocal, id=f"{name}-{scorer}{'-reciprocal' * reciprocal}")
@@ -86,7 +86,7 @@ def of_torch(tmp_path, model):
         model.config, model.scorer, model.rows.double(), model.entity_labels,
         model.relation_labels, "graph",
     )  # fmt: skip
-    path, text = written(tmp_path, program.FORMAT, twice)
+    path, text = written(tmp_path, PROGRAM_FORMAT, twice)
     scores = torch.export.load(path / "scores.pt2").module()
     head, relation, tail = triples()
     same(scores(head, relation, tail), model, "tail")

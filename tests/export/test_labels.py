@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import text as labels
+from kge_torchrec.export import table_files as labels
 
 
 def vocabulary(words) -> Vocabulary:

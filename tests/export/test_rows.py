@@ -17,7 +17,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.export import write as rows
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.formats import open_table
+from kge_torchrec.export.table_files import open_table
 from kge_torchrec.export.write import write_entities
 from kge_torchrec.training.session import Session  # noqa: F401 - loaded before memory is read
 

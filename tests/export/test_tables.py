@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.table_files import FORMATS, open_table
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 7
 LABELS = pa.array("abcde", pa.large_string())

@@ -13,8 +13,8 @@ from hypothesis.extra.numpy import arrays
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import text as word2vec
-from kge_torchrec.export.formats import open_table
+from kge_torchrec.export import table_files as word2vec
+from kge_torchrec.export.table_files import open_table
 
 
 def labels(words) -> pa.Array:

@@ -17,7 +17,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import changes, write
-from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.table_files import FORMATS, open_table
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +93,10 @@ def test_what_is_refused(grown, tmp_path):
         with pytest.raises(ConfigError, match="is no run folder"):
             run.export(tmp_path / "out", changed_since=tmp_path)
         for name in ("huggingface", "pykeen"):
-            with pytest.raises(ConfigError, match="changes alone are written as npy, safetensors"):
+            with pytest.raises(ConfigError, match="changes can be exported to npy, safetensors"):
                 run.export(tmp_path / "out", name, changed_since=earlier)
     with api.open_run(path) as run:
-        with pytest.raises(ConfigError, match="is of a whole model"):
+        with pytest.raises(ConfigError, match="holds whole models"):
             run.export(tmp_path / "out", changed_since=earlier, card=True)
         with pytest.raises(ExportError, match="numbers an entity"):
             run.export(tmp_path / "out", changed_since=base_run(model__dim=12))

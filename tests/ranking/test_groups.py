@@ -16,8 +16,14 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import group_tables as report
-from kge_torchrec.ranking.cardinality import cardinalities, categories
-from kge_torchrec.ranking.groups import GROUPINGS, by_category, by_frequency, grouped
+from kge_torchrec.ranking.groups import (
+    GROUPINGS,
+    by_category,
+    by_frequency,
+    cardinalities,
+    categories,
+    grouped,
+)
 from kge_torchrec.ranking.metrics import Ranks, metrics
 
 TRAIN = [

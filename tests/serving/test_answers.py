@@ -117,8 +117,8 @@ def test_one_cannot_spoil_another(model):
         model, [good, bad, Score(((0, R, 0),), "tail"), Nearest("e1", 2)]
     )
     assert first == expected and len(last) == 2
-    assert isinstance(wrong, Unknown) and (wrong.kind, wrong.given) == ("relation", "nobody")
-    assert isinstance(of_id, Unknown) and (of_id.kind, of_id.given) == ("relation", R)
+    assert isinstance(wrong, Unknown) and (wrong.kind, wrong.name) == ("relation", "nobody")
+    assert isinstance(of_id, Unknown) and (of_id.kind, of_id.name) == ("relation", R)
 
 
 def test_what_arrives_together_is_answered_in_few_passes(model):

@@ -46,8 +46,8 @@ def test_a_number_in_an_address_is_a_label(client):
 
 
 BAD = [
-    ("/predict", {"head": "e1"}, "give two of head, relation and tail"),
-    ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "give two of"),
+    ("/predict", {"head": "e1"}, "send two of head, relation and tail"),
+    ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "send two of"),
     ("/predict", {"head": "e1", "relation": "r1", "k": 0}, "body.k: Input should be greater"),
     ("/predict", {"head": "e1", "relation": "r1", "k": 21}, "k must be at most 20 here, got 21"),
     ("/predict", {"head": "e1", "relation": "r1", "K": 3}, "body.K: Extra inputs"),
@@ -119,7 +119,7 @@ def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(stor
         assert ("new ones only" in page) is has_data
     assert "<h1>kg &amp; &lt;i&gt;</h1>" in addresses and "<script" not in addresses
     for words in ("POST /nearest", "string or integer or null", "list of Answer", "required",
-                  "503  too many requests wait"):  # fmt: skip
+                  "503  too many requests are waiting"):  # fmt: skip
         assert words in addresses
 
 

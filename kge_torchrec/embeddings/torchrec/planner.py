@@ -253,16 +253,16 @@ def _topology(
 
 
 def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
-    found = [
+    collections = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, EmbeddingCollection) and ENTITY in module.embeddings
     ]
-    if len(found) != 1:
+    if len(collections) != 1:
         raise ValueError(
-            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(found)}"
+            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(collections)}"
         )
-    return found[0]
+    return collections[0]
 
 
 @contextmanager

@@ -117,10 +117,10 @@ def _describe_single_row(
     for states in table.get_optimizer_state():
         for name, state in list(states.items())[1:]:
             if state.numel() == 1:
-                alone = EmbeddingFusedOptimizer(
+                as_first = EmbeddingFusedOptimizer(
                     config, table, pg, all_optimizer_states=[{name: state}]
                 )
-                (described,) = next(iter(alone.state.values())).values()
+                (described,) = next(iter(as_first.state.values())).values()
                 next(iter(optimizer.state.values()))[f"{ENTITY}.{name}"] = described
 
 
@@ -253,8 +253,8 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         if self._env.world_size == 1:
             rows = kernel.emb_module(ids.values()) if is_ours else kernel(ids)
         elif is_ours and self._direct is not None:
-            asked = self._direct(ids).wait()
-            rows = asked.answered(kernel.emb_module(asked.wait().values()))
+            request = self._direct(ids).wait()
+            rows = request.answered(kernel.emb_module(request.wait().values()))
         else:
             return super().forward(*features)
         return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}
@@ -263,8 +263,8 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
     def _direct(self) -> DirectInputDist | None:
         """The direct exchange of ids between several ranks, or None if it does not apply."""
         (sharding,) = self._sharding_type_to_sharding.values()
-        found = sharding.create_input_dist(self._device)
-        return found if isinstance(found, DirectInputDist) else None
+        exchange = sharding.create_input_dist(self._device)
+        return exchange if isinstance(exchange, DirectInputDist) else None
 
 
 class EntitySharder(EmbeddingCollectionSharder):
