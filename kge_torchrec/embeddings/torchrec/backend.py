@@ -21,7 +21,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
-from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import EntityInit, fill_rows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
@@ -34,7 +34,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     step_table_rows,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planner import describe_plan, plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan, plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.models.model import KGEModel, Objective
 
@@ -108,13 +108,9 @@ class TorchRecBackend:
         model = KGEModel(collection, objective.to(device), scales_loss)
         settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)
         sharder = EntitySharder(fused_params=settings)
-        self.plan: ShardingPlan = plan or plan_row_wise(
-            model,
-            sharder,
-            processes.world_size,
-            processes.local_world_size,
-            device.type,
-            process_group=processes.group,
+        ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
+        self.plan: ShardingPlan = plan or on_first_rank(
+            processes, lambda: plan_row_wise(model, sharder, ranks)
         )
         env = ShardingEnv(
             processes.world_size, processes.rank, processes.exchange, output_dtensor=True
