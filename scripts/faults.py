@@ -325,7 +325,7 @@ FAULTS = [
           "if self._env.world_size == 1:\n            rows", "if is_ours:\n            rows",
           "tests/training/test_oracle.py -k loop_bitwise"),
     Fault("ids that arrive are taken for rows of the shard", "embeddings/torchrec/direct.py",
-          "rows = self._asked.sub_(self._first_row)", "rows = self._asked",
+          "rows = self._requested.sub_(self._first_row)", "rows = self._requested",
           "tests/training/test_oracle.py -k loop_bitwise"),
     Fault("a rank sends the next one the first of its ids", "embeddings/torchrec/direct.py",
           "torch.arange(1, group.size()) * size", "torch.arange(1, group.size()) * size + 1",

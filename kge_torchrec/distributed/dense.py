@@ -232,7 +232,7 @@ def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
     replicas = config.replicas or max(1, ranks // processes.local_world_size)
     if ranks % replicas:
         raise ConfigError(
-            f"dense.replicas: {ranks} ranks cannot be dealt to {replicas} groups of equal size; "
+            f"dense.replicas: {ranks} ranks cannot form {replicas} groups of equal size; "
             "use a divisor of the number of ranks, or dense.wrapper fsdp"
         )
     sizes, names = (replicas, ranks // replicas), ("replicate", "shard")

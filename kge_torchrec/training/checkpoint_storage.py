@@ -210,7 +210,7 @@ class RawReader(StorageReader):
         try:
             stored = {name: self._tensor(name, entry) for name, entry in self.index.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"its index makes no sense ({error!r})") from error
+            raise Damaged(f"the index is not valid ({error!r})") from error
         return Metadata({**stored})
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> TensorStorageMetadata:
@@ -263,10 +263,10 @@ class TorchReader(FileSystemReader):
         except Damaged:
             raise
         except Exception as error:
-            raise Damaged(f"its index cannot be read ({error})") from error
+            raise Damaged(f"the index cannot be read ({error})") from error
         for name, place in metadata.storage_data.items():
             if Path(place.relative_path).name != place.relative_path:
-                raise Damaged(f"{place.relative_path} of {name.fqn} is no file of the checkpoint")
+                raise Damaged(f"{place.relative_path} of {name.fqn} is outside the checkpoint")
         return metadata
 
 
@@ -291,7 +291,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise Damaged(f"its index names {module}.{name}, which no index of ours does")
+        raise Damaged(f"the index names {module}.{name}, which a checkpoint index cannot contain")
 
 
 class TensorsOnly(DefaultLoadPlanner):
@@ -324,7 +324,7 @@ def _entry(
 
 def _bytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds tensors only")
+        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds only tensors")
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 

@@ -50,8 +50,8 @@ def no_checkpoint(run: Path, keep: int) -> CheckpointError:
     if keep:
         return CheckpointError(f"{run} has no checkpoint yet: train it first")
     return CheckpointError(
-        f"{run} has no checkpoint, since checkpoint.keep 0 writes none; train it anew with 1 or "
-        "more"
+        f"{run} has no checkpoint, since checkpoint.keep 0 writes none; train the run again with "
+        "checkpoint.keep 1 or more"
     )
 
 
@@ -93,7 +93,7 @@ class Checkpoints:
             index = storage.save(state, partial, single_rank=ranks.world_size == 1)
             on_first_rank(ranks, lambda: finish(partial, target, index, progress))
         except Exception as error:
-            _pass_on_lost_ranks(error)
+            _raise_if_rank_lost(error)
             raise CheckpointError(self._not_written(name, partial, error)) from error
 
         def record_and_prune() -> None:
@@ -123,7 +123,7 @@ class Checkpoints:
         except StoreError:
             raise
         except Exception as error:
-            _pass_on_lost_ranks(error)
+            _raise_if_rank_lost(error)
             raise CheckpointError(
                 f"checkpoint {name} in {self.folder} cannot be read: {first_line(error)}"
             ) from error
@@ -219,8 +219,8 @@ class Checkpoints:
             recorded = on_first_rank(self.processes, lambda: self.recorded(run))
             if recorded and self.keep:
                 raise CheckpointError(
-                    f"all checkpoints of {run} are gone, the newest of which was "
-                    f"{recorded['newest']}: put them back, or train the run anew"
+                    f"all checkpoints of {run} are missing (the newest was "
+                    f"{recorded['newest']}): restore them, or train the run again"
                 )
             raise no_checkpoint(run, self.keep)
         if which not in (BEST, NEWEST):
@@ -235,7 +235,7 @@ class Checkpoints:
         first = wanted if wanted in names else names[-1]
         if self.processes.is_first and first != wanted:
             log.warning(
-                "the %s checkpoint of %s, %s, is gone; %s takes its place",
+                "the %s checkpoint of %s, %s, is missing; using %s instead",
                 BEST if wanted == best else NEWEST, self.folder.parent, wanted, first,
             )  # fmt: skip
         return [first, *(name for name in reversed(names) if name != first)]
@@ -248,7 +248,7 @@ class Checkpoints:
         if self.data and progress.data and progress.data != self.data:
             raise StoreError(
                 f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
-                "so its ids mean something else; give it the old ones back"
+                "so its ids mean something else; restore the old triples"
             )
 
     def _names(self) -> list[str]:
@@ -263,7 +263,7 @@ class Checkpoints:
         return (
             f"checkpoint {name} could not be written to {self.folder}: {first_line(error)} "
             f"({files.free_space(self.folder)} free on that disk); earlier checkpoints are intact: "
-            f"{kept}. Make room, then train --resume."
+            f"{kept}. Free some disk space, then run `train --resume`."
         )
 
     @property
@@ -327,9 +327,9 @@ def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
         version, files = manifest["format"], dict(manifest["files"])
         checksums = dict(manifest.get("crc32", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{_MANIFEST} makes no sense ({error})") from error
+        raise Damaged(f"{_MANIFEST} is not valid ({error})") from error
     if version not in (1, FORMAT_VERSION):
-        raise Damaged(f"it has format {version}, this version reads up to {FORMAT_VERSION}")
+        raise Damaged(f"the checkpoint has format {version}; the latest known is {FORMAT_VERSION}")
     for name, size in files.items():
         actual = (path / name).stat().st_size if (path / name).is_file() else None
         if actual != size:
@@ -353,7 +353,7 @@ def _read_json(file: Path, checksum: int | None) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise Damaged(f"{file.name} makes no sense ({error})") from error
+        raise Damaged(f"{file.name} is not valid ({error})") from error
 
 
 def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor] | None:
@@ -376,7 +376,7 @@ def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]
     return tensors
 
 
-def _pass_on_lost_ranks(error: BaseException) -> None:
+def _raise_if_rank_lost(error: BaseException) -> None:
     """Raise the error again if the cause is a lost rank rather than the checkpoint."""
     if is_lost_connection(error):
         raise error

@@ -183,7 +183,7 @@ def rank_asks_for(config: dict) -> str:
     "config, words",
     [
         ({"wrapper": "none"}, "dense.wrapper none would let the relations of 4 ranks drift"),
-        ({"wrapper": "hybrid", "replicas": 3}, "dense.replicas: 4 ranks cannot be dealt to 3"),
+        ({"wrapper": "hybrid", "replicas": 3}, "dense.replicas: 4 ranks cannot form 3"),
     ],
 )
 def test_what_does_not_fit_the_world_is_refused_on_every_rank(config, words):

@@ -92,8 +92,8 @@ NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
         (2, "between", rf"died or cannot be reached {NAMED}: the first message"),
         (4, "meeting _create", rf"died or cannot be reached {NAMED}: the first message"),
         (2, "meeting _open", rf"died or cannot be reached {NAMED}: the first message"),
-        (2, "late 30", rf"did not answer within 1 s {NAMED}: it is stuck"),
-        (2, "late 30 by gloo", r"another rank did not answer within 1 s: it is stuck"),
+        (2, "late 30", rf"did not answer within 1 s {NAMED}: that rank is stuck"),
+        (2, "late 30 by gloo", r"another rank did not answer within 1 s: that rank is stuck"),
     ],
 )
 def test_survivors_name_the_rank_that_is_gone_in_a_bounded_time(ranks, point, words):

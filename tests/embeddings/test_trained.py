@@ -39,7 +39,7 @@ def read(folder: Path) -> dict:
     "change, said",
     [
         ({"model.dim": 16}, r"weight has the size \[37, 8\] instead of \[37, 16\]"),
-        ({"model.normalization": "layer"}, "it has no .*entity_norm"),
+        ({"model.normalization": "layer"}, "the checkpoint has no .*entity_norm"),
     ],
 )
 def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, said):

@@ -194,5 +194,5 @@ def test_record_of_an_old_run_is_its_results(tmp_path):
 def test_every_verb_says_that_all_checkpoints_are_gone(tmp_path):
     run = shutil.copytree(base_run(), tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"all checkpoints of .* are gone.* was step-\d+"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints of .* are missing.* was step-\d+"):
         api.open_run(run).evaluate()

@@ -194,7 +194,7 @@ def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
     with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*progress.json is missing"):
         fit(config)
     (folder / "manifest.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(CheckpointError, match=r"format 99, this version reads up to 2"):
+    with pytest.raises(CheckpointError, match=r"format 99; the latest known is 2"):
         fit(config)
 
 
@@ -231,7 +231,10 @@ def test_a_best_one_that_is_gone_is_reported(store, tmp_path, caplog, best):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / gone)
     with api.open_run(tmp_path / "run") as run:
         run.evaluate()
-    assert f"the best checkpoint of {tmp_path / 'run'}, {gone}, is gone; {left}" in caplog.text
+    assert (
+        f"the best checkpoint of {tmp_path / 'run'}, {gone}, is missing; using {left}"
+        in caplog.text
+    )
 
 
 def test_a_run_without_its_checkpoints_starts_anew_by_force_alone(store, tmp_path, caplog):
@@ -242,7 +245,7 @@ def test_a_run_without_its_checkpoints_starts_anew_by_force_alone(store, tmp_pat
     with processes("cpu") as ranks:
         session = Session(run.config, RunFolder(run.path), ranks)
         assert session.restore().epoch == 1
-    assert f"the newest checkpoint of {run.path}, {newest}, is gone" in caplog.text
+    assert f"the newest checkpoint of {run.path}, {newest}, is missing" in caplog.text
     shutil.rmtree(run.path / "checkpoints")
     auto = replace(run.config, run=replace(run.config.run, resume="auto"))
     for again in (lambda: api.resume(run.path), lambda: api.train(auto)):

@@ -40,14 +40,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
-        rows, ctx.asked = table.fetch(route)
+        rows, ctx.requests = table.fetch(route)
         ctx.table, ctx.route = table, route
         return rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.table.send_home(grad, ctx.route, ctx.asked)
+        ctx.table.return_gradients(grad, ctx.route, ctx.requests)
         return None, None, None
 
 
@@ -138,7 +138,7 @@ class HandrolledTable(nn.Module):
             rows = torch.empty_like(rows).index_copy_(0, route.order, rows)
         return rows, requests
 
-    def send_home(self, grad: Tensor, route: Route, requests: Tensor) -> None:
+    def return_gradients(self, grad: Tensor, route: Route, requests: Tensor) -> None:
         """Send the gradients (M, D) of fetched rows to their owners for the next step.
 
         Collective.

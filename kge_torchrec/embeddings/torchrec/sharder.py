@@ -199,7 +199,7 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
         )
 
     def _ascends(self) -> bool:
-        return all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
+        return all(has_ascending_ids(c.fused_params) for c in self._grouped_embedding_configs)
 
     def _goes_directly(self, device: torch.device | None) -> bool:
         return self._ascends() and (device is None or device.type == "cpu")
@@ -254,7 +254,7 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
             rows = kernel.emb_module(ids.values()) if is_ours else kernel(ids)
         elif is_ours and self._direct is not None:
             request = self._direct(ids).wait()
-            rows = request.answered(kernel.emb_module(request.wait().values()))
+            rows = request.exchange_rows(kernel.emb_module(request.wait().values()))
         else:
             return super().forward(*features)
         return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}
@@ -335,7 +335,7 @@ def fused_params(
     return params
 
 
-def asks_ascending(params: dict[str, Any] | None) -> bool:
+def has_ascending_ids(params: dict[str, Any] | None) -> bool:
     """Return whether ``params`` has ``ascending_ids`` set."""
     return bool(params and params.get(_ASCENDING))
 
