@@ -78,9 +78,9 @@ def test_type_checkers_see_the_public_names():
     """The block that they read, and that is never run, imports what ``__all__`` has, as it does."""
     tree = ast.parse(Path(kge_torchrec.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {name.asname: of.module for of in block.body for name in of.names}
+    stats = {name.asname: of.module for of in block.body for name in of.names}
     assert all(name.asname == name.name for of in block.body for name in of.names)  # public
-    assert seen == kge_torchrec._HOMES and set(seen) == set(kge_torchrec.__all__)
+    assert stats == kge_torchrec._HOMES and set(stats) == set(kge_torchrec.__all__)
 
 
 def test_training_from_python_leaves_warnings_and_loggers_as_they_are(tmp_path):
@@ -122,9 +122,9 @@ warnings.warn_explicit("a notice", UserWarning, "file", 1, module="torch.nn")
 warnings.warn_explicit("ours", UserWarning, "file", 1, module="kge_torchrec")
 print(os.environ["GOMP_SPINCOUNT"])
 """
-    others = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
+    rest = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=others, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=rest, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == spins
     assert "ours" in done.stderr and "a notice" not in done.stderr
@@ -203,7 +203,7 @@ def test_a_torch_without_its_files_is_told(monkeypatch):
 
 @pytest.fixture
 def speaks_at_import(tmp_path):
-    """What fbgemm 1.6.0 does when it is imported, and another package whose name begins alike."""
+    """The import of fbgemm 1.6.0, and of a package whose name begins the same."""
     for name in ("fbgemm_gpu", "fbgemm_gpu_of_others"):
         (tmp_path / name).mkdir()
         text = "import logging; logging.warning('from %s'); logging.error('broken %s')"
@@ -245,7 +245,7 @@ def precision():
 
 
 def tf32() -> tuple:
-    """As older and as newer readers see it: of products and of convolutions."""
+    """Return TF32 of products and convolutions, read by torch's older and newer settings."""
     import torch
 
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -317,7 +317,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
 def test_large_blocks_are_kept():
-    """What a step frees and asks for again is not fetched from the kernel page by page."""
+    """Memory that a step frees and allocates again is not faulted in page by page."""
     settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     faults = {
         how: int(subprocess.check_output([sys.executable, "-c", PAGE_FAULTS, how], env=settings))

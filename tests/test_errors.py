@@ -26,19 +26,19 @@ def errors_defined(of: type[BaseException]) -> set[type[BaseException]]:
 
 
 def test_every_error_of_the_package_is_one_for_people():
-    """So that the command line, which catches KGEError, forgets none."""
+    """The command line catches KGEError, so every error must derive from it."""
     for module in pkgutil.walk_packages(kge_torchrec.__path__, "kge_torchrec."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    found = errors_defined(BaseException)
+    results = errors_defined(BaseException)
     assert {"ConfigError", "ScaleTooSmall", "PackageSetError"} <= {
-        error.__name__ for error in found
+        error.__name__ for error in results
     }
     # A collective raises the first, and `processes` makes a RankLost of it; the command line
     # catches every KeyboardInterrupt.
     inside = {"RankGone", "TrainingInterrupted"}
-    others = {error.__name__ for error in found if not issubclass(error, KGEError)}
-    assert others <= inside
+    rest = {error.__name__ for error in results if not issubclass(error, KGEError)}
+    assert rest <= inside
 
 
 def test_settings_end_the_message_as_the_first_who_knows_says():
@@ -61,7 +61,7 @@ def data(tmp_path) -> Path:
 
 
 def advice(message: str, words: str = "with ") -> str:
-    """What the message says to type."""
+    """The setting that the message names works."""
     return message.strip().rpartition(words)[2]
 
 

@@ -90,7 +90,7 @@ def score_file(
     errors are those of ``answer_file``.
 
     Args:
-        side: The query that scores a triple.
+        side: The side of the queries that score the triples.
     """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:

@@ -267,7 +267,7 @@ class _Placer:
         sums, counts = torch.zeros_like(drawn), drawn.new_zeros(len(drawn), 1)
         for side, means in self.places.items():
             ids, relations = torch.from_numpy(triples[:, [0 if side == "head" else 2, 1]].T)
-            known = (ids >= first) & (ids < first + len(drawn)) & means.seen[relations]
+            known = (ids >= first) & (ids < first + len(drawn)) & means.exists[relations]
             own = (ids[known] - first).to(self.device)
             sums.index_add_(0, own, means.rows[relations[known]])
             counts.index_add_(0, own, counts.new_ones(len(own), 1))
@@ -317,7 +317,7 @@ class _Means:
     """Mean rows by relation, and the relations that have one."""
 
     rows: Tensor  # (R, D)
-    seen: Tensor  # (R,) bool
+    exists: Tensor  # (R,) bool
 
 
 def _objective(config: Config, session: Session) -> TripleObjective:

@@ -1,7 +1,7 @@
-"""What a graph of triples is like and what is wrong with it, before anything is trained.
+"""A check of a graph before training: sizes, repeats, leaks between splits and degrees.
 
-Every figure is a sort or a count over arrays of ids, so that hundreds of millions of triples take
-minutes and a few times their memory.
+Every figure is a sort or a count over arrays of ids. Hundreds of millions of triples take minutes
+and a few times their own memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from kge_torchrec.errors import DataError
 from kge_torchrec.pages import COLORS, new_figure
 from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
 
-LINES = 10  # of relations in a table
+MAX_LINES = 10  # relations per table
 
 
 def check_data(
@@ -44,19 +44,26 @@ def check_data(
     spell: Spell = "{}={!r}".format,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Counts, repeats, leaks between splits and degrees of a graph of triples.
+    """Return sizes, repeats, leaks between splits and degrees of a graph of triples.
 
-    path: a prepared store, or what `prepare` takes: a directory, a file, several, countries.
-    output: a folder that gets ``data-check.json`` and ``degrees.png``; None writes nothing.
-    threshold: share of the triples of either that makes two relations duplicates or inverses.
-    spell: how the notes write a setting of ``reading``, by (name, value).
-    reading: how files are read, as `prepare` takes it: has_header, columns, ratio, seed, ...
+    Args:
+        path: A prepared store, or an input of ``prepare``: a folder, a file, several files or the
+            name of a dataset.
+        output: A folder for ``data-check.json`` and ``degrees.png``. None writes nothing.
+        threshold: Two relations are duplicates or inverses if they share at least this share of
+            the triples of either.
+        spell: Formats a setting of ``reading`` for the notes, from (name, value).
+        reading: Options of ``prepare`` for reading files: has_header, columns, ratio, seed, ...
 
-    Returns "notes" (how first lines were read, ...), "entities", "relations", "triples" by split,
-    "repeated" triples by split and by pair of splits, "unseen" entities and relations, "loops",
-    "overlaps" (relations that are duplicates, inverses or symmetric), "leaks" of valid and test,
-    "categories" of relations and "degrees".
-    Raises DataError on bad input, ConfigError for a threshold outside (0, 1].
+    Returns:
+        "notes" (such as how first lines were read), "entities", "relations", "triples" by split,
+        "repeated" triples by split and by pair of splits, "unseen" entities and relations,
+        "loops", "overlaps" (relations that are duplicates, inverses or symmetric), "leaks" of valid
+        and test, "categories" of relations, and "degrees".
+
+    Raises:
+        DataError: The input cannot be used.
+        ConfigError: ``threshold`` is outside (0, 1].
     """
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
     with _opened(path, reading, spell) as store:
@@ -80,11 +87,13 @@ def _is_store(path: Sources) -> bool:
 
 @contextmanager
 def _opened(path: Sources, reading: Mapping[str, Any], spell: Spell) -> Iterator[TripleStore]:
-    """The store there, or one made of the files there for as long as it is looked at."""
+    """Yield the store at a path, or a temporary store made from the files at the path."""
     if isinstance(path, str | Path) and _is_store(path):
         if reading:
             options = " ".join(spell(name, value) for name, value in reading.items())
-            raise DataError(f"{path} is a store, whose files have been read: leave out {options}")
+            raise DataError(
+                f"{path} is a prepared store, which is not read again: leave out {options}"
+            )
         yield TripleStore.open(path)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -142,7 +151,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
 
 
 def _degrees(store: TripleStore) -> dict[str, Any]:
-    """Of the entities in train: how many triples have them as head or tail."""
+    """Return statistics of the number of training triples that each entity is in."""
     degrees, entities = store.degrees().histogram()
     below = np.cumsum(entities)
 
@@ -160,7 +169,7 @@ def _degrees(store: TripleStore) -> dict[str, Any]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """What ``check_data`` found, for people."""
+    """Return the results of ``check_data`` as text."""
     triples = results["triples"]
     lines = [
         f"{results['data']}: {results['entities']:,} entities, {results['relations']:,} relations; "
@@ -173,8 +182,8 @@ def table(results: dict[str, Any]) -> str:
     ]
     for split in ("valid", "test"):
         unseen = results["unseen"]["entities"].get(split)
-        of = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
-        lines.append(_line(f"entities of {split} not in train", of))
+        text = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
+        lines.append(_line(f"entities of {split} not in train", text))
         relations = results["unseen"]["relations"].get(split)
         lines.append(_line(f"relations of {split} not in train", _counts(relations or {})))
     degrees = results["degrees"]
@@ -186,8 +195,8 @@ def table(results: dict[str, Any]) -> str:
     )
     percentiles = "90% {p90:,}, 99% {p99:,}, most {max:,}".format(**degrees)
     lines.append(_line("training triples per entity, percentiles", percentiles))
-    for name, of in results["categories"].items():
-        many = f"{of['relations']:,} with {of['triples']:,} triples of train"
+    for name, category in results["categories"].items():
+        many = f"{category['relations']:,} with {category['triples']:,} triples of train"
         lines.append(_line(f"relations {name}", many))
     lines += ["", *_leaks(results)]
     for kind in ("symmetric", "inverses", "duplicates"):
@@ -209,14 +218,14 @@ def _leaks(results: dict[str, Any]) -> list[str]:
 
 def _relations(kind: str, overlaps: list[dict[str, Any]], threshold: float) -> list[str]:
     lines = ["", f"{kind} (at least {threshold:g} of the triples of either): {len(overlaps):,}"]
-    for overlap in overlaps[:LINES]:
+    for overlap in overlaps[:MAX_LINES]:
         if kind == "symmetric":
             lines.append(f"  {overlap['first']}: {overlap['share_of_first']:.1%}")
         else:
             shares = f"{overlap['share_of_first']:.1%} / {overlap['share_of_second']:.1%}"
             lines.append(f"  {overlap['first']}  {overlap['second']}: {shares}")
-    if len(overlaps) > LINES:
-        lines.append(f"  and {len(overlaps) - LINES:,} more, in the JSON")
+    if len(overlaps) > MAX_LINES:
+        lines.append(f"  and {len(overlaps) - MAX_LINES:,} more, in the JSON")
     return lines
 
 
@@ -224,19 +233,21 @@ def _line(what: str, value: str) -> str:
     return f"{what:<49} {value}"
 
 
-def _counts(of: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in of.items()) or "none"
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
 
 
 def _draw(results: dict[str, Any], file: Path) -> None:
-    """How many entities are in so many triples of train, on logarithmic axes."""
+    """Draw the numbers of entities by their number of training triples, on log axes."""
     histogram = results["degrees"]["histogram"]
     degrees, entities = (np.array(histogram[name]) for name in ("degrees", "entities"))
     figure, (axes,) = new_figure(6.5, 4.5)
     some = degrees > 0
     above = np.cumsum(entities[::-1])[::-1]
-    axes.loglog(degrees[some], entities[some], ".", ms=4, color=COLORS[0], label="exactly so many")
-    axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="so many or more")
+    axes.loglog(
+        degrees[some], entities[some], ".", ms=4, color=COLORS[0], label="exactly this number"
+    )
+    axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="this number or more")
     none = int(entities[~some].sum())
     axes.set_title(
         f"{Path(results['data']).name}: {results['entities']:,} entities, {none:,} not in train",

@@ -37,7 +37,7 @@ QUERIES = {
 def tables(run, facts, calibration=None):
     """{(relation, side): (N, N) float64 of anchor and answer}, all probabilities."""
     model, store = run.answering_model(), run.session.store
-    found = {}
+    results = {}
     every = torch.cartesian_prod(torch.arange(N), torch.arange(N))
     for relation in range(store.num_relations):
         for side in SIDES:
@@ -57,8 +57,8 @@ def tables(run, facts, calibration=None):
                     if r == relation:
                         anchor, answer = (h, t) if side == "tail" else (t, h)
                         chance[anchor, answer] = 1
-            found[relation, side] = chance
-    return found
+            results[relation, side] = chance
+    return results
 
 
 def dense(run, query, chances, both, either):
@@ -104,12 +104,12 @@ def test_degrees_are_those_of_a_dense_evaluation(run, t_norm, facts):
     label = run.session.store.entities.labels(range(N))
     for name, query in QUERIES.items():
         expected = dense(run, query, chances, *NORMS[t_norm])
-        found = run.ask(query, k=N, beam=N, t_norm=t_norm, facts=facts)
-        degrees = dict.fromkeys(label, 0.0) | {m.label: m.score for m in found}
+        results = run.ask(query, k=N, beam=N, t_norm=t_norm, facts=facts)
+        degrees = dict.fromkeys(label, 0.0) | {m.label: m.score for m in results}
         assert [degrees[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5), name
-        scores = [m.score for m in found]
+        scores = [m.score for m in results]
         assert scores == sorted(scores, reverse=True) and min(scores) > 0
-        assert [m.rank for m in found] == list(range(1, len(found) + 1))
+        assert [m.rank for m in results] == list(range(1, len(results) + 1))
 
 
 def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
@@ -122,18 +122,18 @@ def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
     chances = tables(run, ("train",), calibration)
     expected = dense(run, TWO_STEPS, chances, *NORMS["product"])
     options = AskOptions(k=N, beam=N, facts="train")
-    found = {m.label: m.score for m in ask(model, parse_query(TWO_STEPS, model), options)}
+    results = {m.label: m.score for m in ask(model, parse_query(TWO_STEPS, model), options)}
     label = run.session.store.entities.labels(range(N))
-    assert [found[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert [results[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_answers_of_one_probability_come_in_order_of_score(run):
     """Isotonic calibration gives many entities the same probability."""
     plain, curve = run.answering_model(), Curve(scores=(-0.1, 0.1), probabilities=(0.2, 0.2))
     model = replace(plain, calibration=Calibration("isotonic", {"both": curve}, 0, "", {}))
-    found = ask(model, parse_query(NEIGHBOURS, model), AskOptions(k=N, facts="none"))
+    results = ask(model, parse_query(NEIGHBOURS, model), AskOptions(k=N, facts="none"))
     expected = run.predict("e1", "r0", k=N)
-    assert [member.label for member in found] == [answer.label for answer in expected]
+    assert [member.label for member in results] == [answer.label for answer in expected]
 
 
 def test_answers_that_are_certain_come_in_order_of_score(run):
@@ -142,9 +142,9 @@ def test_answers_that_are_certain_come_in_order_of_score(run):
     for entity in range(N):
         for relation in range(3):
             query = {"relation": f"r{relation}", "from": f"e{entity}"}
-            found = ask(model, parse_query(query, model), AskOptions(k=N, facts="none"))
+            results = ask(model, parse_query(query, model), AskOptions(k=N, facts="none"))
             expected = run.predict(f"e{entity}", f"r{relation}", k=N)
-            assert [member.label for member in found] == [answer.label for answer in expected]
+            assert [member.label for member in results] == [answer.label for answer in expected]
     many = torch.tensor([0.5, 1.5, 2.5, 1e9], dtype=torch.float64)
     assert fuzzy_answers._at_most_one(many).diff().min() > 0
     assert fuzzy_answers._at_most_one(many).max() <= 1
@@ -166,19 +166,19 @@ def test_the_way_there_is_told(run):
 
 
 def test_a_beam_is_a_bound(run):
-    """With one entity in it, a step is taken from the best one alone."""
+    """With a beam of 1, a step starts from the best entity only."""
     best = run.ask(NEIGHBOURS, k=1)[0]
     one = {m.label: m.score for m in run.ask(TWO_STEPS, k=N, beam=1)}
-    alone = {m.label: m.score for m in run.ask({"relation": "r1", "to": best.label}, k=N)}
-    assert one == pytest.approx({x: s * best.score for x, s in alone.items()}, abs=1e-6)
+    single = {m.label: m.score for m in run.ask({"relation": "r1", "to": best.label}, k=N)}
+    assert one == pytest.approx({x: s * best.score for x, s in single.items()}, abs=1e-6)
 
 
 def test_an_export_answers_by_softmax(run, model):
-    found, expected = model.ask(NEIGHBOURS, k=3), run.answering_model().scores
+    results, expected = model.ask(NEIGHBOURS, k=3), run.answering_model().scores
     ids = torch.tensor([[*model.entity_labels.ids(["e1"]), *model.relation_labels.ids(["r0"]), t]
                         for t in range(N)])  # fmt: skip
     chances = expected(ids).softmax(0).sort(descending=True).values[:3]
-    assert [m.score for m in found] == pytest.approx(chances.tolist(), rel=1e-4)
+    assert [m.score for m in results] == pytest.approx(chances.tolist(), rel=1e-4)
 
 
 def test_files_of_queries(run, tmp_path):

@@ -1,4 +1,4 @@
-"""Files of queries and triples: every good line answered, every bad one told with its number."""
+"""Batch inference: valid lines are answered, invalid lines are reported with their number."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def test_good_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batc
     assert report.rows == len(rows) == 4 * 4 + 3
     expected = []
     for line, query in GOOD.items():
-        asked = ("head", "relation", "tail")[query.index(None)]
+        missing = ("head", "relation", "tail")[query.index(None)]
         for a in run.predict(*query, k=4):
             whole = [a.label if part is None else part for part in query]
-            expected.append({"line": line, "asked": asked, "rank": a.rank, "head": whole[0],
+            expected.append({"line": line, "asked": missing, "rank": a.rank, "head": whole[0],
                              "relation": whole[1], "tail": whole[2], "score": a.score,
                              "known": a.known})  # fmt: skip
     assert rows == expected

@@ -41,14 +41,14 @@ def test_a_known_curve_is_found(method):
     scores, labels, true = sample()
     curve = fit(method, scores, labels, np.ones(len(scores)))
     fresh, labels, true = sample(seed=1)
-    found = curve.at(fresh)
-    assert np.abs(found - true).mean() < 0.015
+    results = curve.at(fresh)
+    assert np.abs(results - true).mean() < 0.015
     assert np.all(np.diff(curve.at(np.sort(fresh))) >= 0)
     ones = np.ones(len(fresh))
     raw = 1 / (1 + np.exp(-fresh.astype(np.float64)))
-    assert expected_calibration_error(found, labels, ones) < 0.02
+    assert expected_calibration_error(results, labels, ones) < 0.02
     assert expected_calibration_error(raw, labels, ones) > 0.08
-    assert brier_score(found, labels, ones) < brier_score(raw, labels, ones)
+    assert brier_score(results, labels, ones) < brier_score(raw, labels, ones)
     special = curve.at(np.array([np.inf, -np.inf, np.nan, 1e30]))
     assert special[0] > 0.99 and special[3] > 0.99 and special[1] == special[2] < 0.01
     if method == "platt":
@@ -95,9 +95,9 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
     assert 0 <= errors["after"] < errors["before"] < 1
     for side, query in (("tail", ("e1", "r0", None)), ("head", (None, "r0", "e1")),
                         ("relation", ("e1", None, "e2"))):  # fmt: skip
-        found = own.predict(*query)
-        expected = made.curves[side].at(np.array([a.score for a in found], np.float32))
-        assert [a.probability for a in found] == expected.tolist()
+        results = own.predict(*query)
+        expected = made.curves[side].at(np.array([a.score for a in results], np.float32))
+        assert [a.probability for a in results] == expected.tolist()
     assert [(a.label, a.score) for a in own.predict("e1", "r0")] == [
         (a.label, a.score) for a in before
     ]
@@ -115,33 +115,33 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
 
 
 def test_answers_are_those_that_predict_lists(own):
-    """Of each distinct query of test: the best ones without what train and valid hold."""
+    """Each distinct query of test lists its best answers, without those of train and valid."""
     model, store = own.answering_model(), own.session.store
     known = {name: {tuple(t) for t in store.split(name).tolist()} for name in SPLITS}
-    for asked, place in (("head", 0), ("relation", 1), ("tail", 2)):
+    for missing, place in (("head", 0), ("relation", 1), ("tail", 2)):
         expected = []
         for query in sorted({(*t[:place], None, *t[place + 1 :]) for t in known["test"]}, key=str):
             ids = [x if x is None else int(x) for x in query]
             answers = own.predict(*ids, k=50)
-            vocabulary = model.relations if asked == "relation" else model.entities
+            vocabulary = model.relations if missing == "relation" else model.entities
             numbers = vocabulary.ids([a.label for a in answers]).tolist()
             whole = [tuple(n if x is None else x for x in ids) for n in numbers]
             left = [(a.score, t in known["test"]) for a, t in zip(answers, whole, strict=True)
                     if t not in known["train"] | known["valid"]]  # fmt: skip
             expected += left[:4]
-        found = candidate_answers(model, "test", asked, 4, 1000, 0)
-        pairs = zip(found.scores.tolist(), found.labels.tolist(), strict=True)
-        assert sorted(pairs) == sorted(expected) and found.queries > 5
-        assert candidate_answers(model, "test", asked, 4, 3, 0).queries == 3
+        results = candidate_answers(model, "test", missing, 4, 1000, 0)
+        pairs = zip(results.scores.tolist(), results.labels.tolist(), strict=True)
+        assert sorted(pairs) == sorted(expected) and results.queries > 5
+        assert candidate_answers(model, "test", missing, 4, 3, 0).queries == 3
 
 
 def test_probabilities_are_the_share_of_true_answers(own):
     """On the answers themselves to which the curves were fitted."""
     made = own.calibrate(method="isotonic", top=5)
-    for asked, curve in made.curves.items():
-        answers = candidate_answers(own.answering_model(), "valid", asked, 5, 1000, 0)
-        found = curve.at(answers.scores)
-        assert found.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
+    for missing, curve in made.curves.items():
+        answers = candidate_answers(own.answering_model(), "valid", missing, 5, 1000, 0)
+        results = curve.at(answers.scores)
+        assert results.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
     own_share = made.about["test"]["mean_probability"]["after"]
     assert abs(own_share - made.about["test"]["true"]) < 0.1
     other = own.calibrate(among="seen", positive_share=0.5, method="isotonic").about
@@ -160,9 +160,9 @@ def test_isotonic_is_the_default_for_many_scores(own, monkeypatch):
 def test_scores_of_one_step_keep_their_order():
     curve = Curve(scores=(0.0, 1.0, 1.5, 3.0), probabilities=(0.0, 0.0, 1.0, 1.0))
     scores = np.array([-1e30, -50, -3, 0, 0.5, 1, 1.2, 1.5, 2, 3, 4])
-    found = curve.at(scores).astype(np.float32)
-    assert np.all(np.diff(found) > 0) and found[0] >= 0 and found[-1] <= 1
-    assert np.abs(found - np.interp(scores, curve.scores, curve.probabilities)).max() <= 1e-4
+    results = curve.at(scores).astype(np.float32)
+    assert np.all(np.diff(results) > 0) and results[0] >= 0 and results[-1] <= 1
+    assert np.abs(results - np.interp(scores, curve.scores, curve.probabilities)).max() <= 1e-4
     special = curve.at(np.array([-np.inf, np.nan, np.inf]))
     assert special[0] == special[1] == 0 and special[2] == 1
 
@@ -203,13 +203,13 @@ def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
 
 def test_a_triple_of_one_score_has_one_probability():
     one = Calibration("platt", {"both": Curve(slope=1.0)}, 1, "", {})
-    for asked in ("head", "relation", "tail"):
-        assert one.probabilities(np.zeros(1), asked).tolist() == [0.5]
+    for missing in ("head", "relation", "tail"):
+        assert one.probabilities(np.zeros(1), missing).tolist() == [0.5]
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Relation r links 40 a's to 3 b's; s is seen in valid alone, n links all to all."""
+    """Relation r links 40 a's to 3 b's, s occurs only in valid, and n links all to all."""
     triples = [(f"a{i}", "r", f"b{i % 3}") for i in range(40)]
     every = [(f"c{i}", "n", f"c{j}") for i in range(3) for j in range(3)]
     splits = {"train": [*triples[:36], *every], "valid": [*triples[36:], ("a1", "n", "c0")],
@@ -227,8 +227,8 @@ def test_corruptions_are_false_and_of_their_side(store, among):
         assert part.labels.tolist() == [True] * 5 + [False] * (len(part.labels) - 5)
         false = part.triples[~part.labels]
         assert len(false) > 6 and not known & {tuple(t) for t in false.tolist()}
-        others = np.delete(false, column, 1).tolist()
-        assert all(one in np.delete(triples, column, 1).tolist() for one in others)
+        rest = np.delete(false, column, 1).tolist()
+        assert all(one in np.delete(triples, column, 1).tolist() for one in rest)
         if among == "seen":
             labels = store.entities.labels(false[:, column])
             of_r = {x for x, t in zip(labels, false, strict=True) if t[1] == triples[0, 1]}

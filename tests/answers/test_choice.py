@@ -1,4 +1,4 @@
-"""Which answers are listed: above a score, so many, new ones; and new links of a whole relation."""
+"""Options of listed answers (above, k, known), and new links of a whole relation."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ def brute_force(run, relation, heads=None, tails=None, loops=False):
     return [(label[pairs[i][0]], label[pairs[i][2]], scores[i]) for i in order]
 
 
-def as_tuples(found):
-    return [(link.head, link.tail, link.score) for link in found]
+def as_tuples(results):
+    return [(link.head, link.tail, link.score) for link in results]
 
 
 @pytest.mark.parametrize("heads", [512, 5])
@@ -68,10 +68,10 @@ def as_tuples(found):
 def test_new_links_by_brute_force(run, monkeypatch, heads, loops):
     monkeypatch.setattr(links, "HEADS", heads)
     expected = brute_force(run, "r1", loops=loops)
-    found = run.new_links("r1", 30, loops=loops)
-    assert as_tuples(found) == expected[:30]
-    assert [link.rank for link in found] == list(range(1, 31))
-    assert {link.relation for link in found} == {"r1"}
+    results = run.new_links("r1", 30, loops=loops)
+    assert as_tuples(results) == expected[:30]
+    assert [link.rank for link in results] == list(range(1, 31))
+    assert {link.relation for link in results} == {"r1"}
     every = run.new_links("r1", 5000, loops=loops)
     assert as_tuples(every) == expected
     middle = expected[100][2]

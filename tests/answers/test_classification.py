@@ -17,9 +17,9 @@ from kge_torchrec.config import ConfigError
 def test_the_best_threshold_by_brute_force(pairs):
     scores = np.array([s for s, _ in pairs], np.float32)
     labels = np.array([x for _, x in pairs])
-    found = ((scores >= best_threshold(scores, labels)) == labels).mean()
+    results = ((scores >= best_threshold(scores, labels)) == labels).mean()
     cuts = [-10, *(s - 0.5 for s in scores), 10]
-    assert found == max(((scores >= cut) == labels).mean() for cut in cuts)
+    assert results == max(((scores >= cut) == labels).mean() for cut in cuts)
 
 
 def test_a_threshold_for_each_relation():
@@ -32,13 +32,13 @@ def test_a_threshold_for_each_relation():
 
 
 def test_accuracy_is_what_the_thresholds_get_right(run):
-    found = run.classify()
-    assert found["triples"] == 30 and found["among"] == "seen"
-    parts = found["relations"].values()
+    results = run.classify()
+    assert results["triples"] == 30 and results["among"] == "seen"
+    parts = results["relations"].values()
     assert sum(part["triples"] for part in parts) == 30
-    assert 0.3 < found["accuracy"] <= 1
-    assert run.classify(among="all") != found
-    assert run.classify(seed=1) != found
+    assert 0.3 < results["accuracy"] <= 1
+    assert run.classify(among="all") != results
+    assert run.classify(seed=1) != results
     with pytest.raises(ConfigError, match="among must be one of seen, all"):
         run.classify("types")
 

@@ -31,9 +31,9 @@ def test_an_exact_index_finds_what_nearest_finds(run, tmp_path, monkeypatch, sco
         read = faiss.read_index(str(tmp_path / "i.faiss"))
         labels = Vocabulary.open(tmp_path / about["labels"])
         ((place,),) = (labels.ids(["e3"]),)
-        _, found = read.search(read.reconstruct(int(place))[None], 6)
+        _, results = read.search(read.reconstruct(int(place))[None], 6)
         nearest = [n.label for n in other.nearest("e3", 5)]
-        assert [x for x in labels.labels(found[0]) if x != "e3"][:5] == nearest
+        assert [x for x in labels.labels(results[0]) if x != "e3"][:5] == nearest
 
 
 def test_kinds_that_are_trained_or_refused(model, tmp_path):

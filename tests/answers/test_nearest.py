@@ -47,12 +47,12 @@ def test_the_nearest_by_hand(name, biases, metric):
         points = scorer.eval().entity(table)[:, :dim]
     scores = BY_HAND[metric](points[5], points)
     scores[5] = -torch.inf
-    found = nearest(model, "e5", 20)
-    assert [n.label for n in found] == [f"e{i}" for i in scores.argsort(descending=True)[:20]]
-    assert [n.score for n in found] == pytest.approx(
+    results = nearest(model, "e5", 20)
+    assert [n.label for n in results] == [f"e{i}" for i in scores.argsort(descending=True)[:20]]
+    assert [n.score for n in results] == pytest.approx(
         scores.sort(descending=True)[0][:20].tolist(), rel=1e-4
     )
-    assert [n.rank for n in found] == list(range(1, 21))
+    assert [n.rank for n in results] == list(range(1, 21))
 
 
 def test_a_run_and_its_export(run, model):

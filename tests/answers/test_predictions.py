@@ -44,8 +44,8 @@ def test_scores_of_answers_are_those_of_triples(run, model, part):
         assert run.score(triples, side) == [a.score for a in answers]
         assert model.score(triples, side=side) == run.score(triples, side)
         assert [a.score for a in answers] == sorted((a.score for a in answers), reverse=True)
-        found = model.predict(**query, k=100)
-        assert [(a.rank, a.label, a.score) for a in found] == [
+        results = model.predict(**query, k=100)
+        assert [(a.rank, a.label, a.score) for a in results] == [
             (a.rank, a.label, a.score) for a in answers
         ]
 
@@ -82,9 +82,9 @@ def test_ranks_equal_those_of_evaluation(run):
         own = ids.numpy() == answers[:, None]
         score = scores.numpy()
         true = score[own][:, None]
-        others = ~known
-        optimistic = ((score > true) & others).sum(1) + 1
-        pessimistic = ((score >= true) & others).sum(1) + 1
+        rest = ~known
+        optimistic = ((score > true) & rest).sum(1) + 1
+        pessimistic = ((score >= true) & rest).sum(1) + 1
         assert optimistic.tolist() == ranks.optimistic[side].tolist()
         assert pessimistic.tolist() == ranks.pessimistic[side].tolist()
 
@@ -129,7 +129,7 @@ def test_scores_of_nothing_and_of_many(run, monkeypatch):
 
 
 def test_splits_are_looked_up_for_the_found_answers_only():
-    """Of a query with a million known ones; train comes before valid and test."""
+    """A query may have a million known answers; train comes before valid and test."""
     entities = 1_000_000
     every = np.arange(entities)
     splits = {
@@ -139,11 +139,11 @@ def test_splits_are_looked_up_for_the_found_answers_only():
     }
     model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
     query, ids = np.array([[0, 0, 0]]), np.array([9, 2, 3, 5, 4, 0])
-    found = Results(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
-    predictions.splits(model, "tail", query, found)  # compiles
+    results = Results(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
+    predictions.splits(model, "tail", query, results)  # compiles
     tracemalloc.start()
-    told = predictions.splits(model, "tail", query, found)
+    names = predictions.splits(model, "tail", query, results)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert told == [None, "train", "valid", "test", "train", "train"]
+    assert names == [None, "train", "valid", "test", "train", "train"]
     assert peak < 1 << 20

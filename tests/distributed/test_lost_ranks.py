@@ -42,12 +42,12 @@ def rank_outlives(port: int, point: str, timeout: float, connect: float) -> tupl
     started, init = time.monotonic(), dist.init_process_group
     where, detail, how = [*point.split(" ", 2), "", ""][:3]
 
-    def init_and_die(*given, **named):
-        """Dies so many milliseconds after the group's creation began."""
+    def init_and_die(*args, **named):
+        """Die a number of milliseconds after the creation of the group begins."""
         if float(detail) == 0:
             die()
         threading.Timer(float(detail) / 1000, die).start()
-        init(*given, **named)
+        init(*args, **named)
         time.sleep(60)
 
     if victim and where == "connecting":
@@ -75,10 +75,10 @@ def rank_outlives(port: int, point: str, timeout: float, connect: float) -> tupl
 def survivors(ranks: int, point: str, timeout: float = 60, connect: float = 1):
     """(message, seconds) of each rank but the victim."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = run_world(
+    results = run_world(
         ranks, rank_outlives, store.port, point, timeout, connect, may_end=(VICTIM,), timeout=90
     )
-    return [result for rank, result in enumerate(found) if rank != VICTIM]
+    return [result for rank, result in enumerate(results) if rank != VICTIM]
 
 
 NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"

@@ -1,4 +1,4 @@
-"""The process group lasts as long as its last user, and groups of others are left alone."""
+"""The process group lasts as long as its last user; groups of other programs are untouched."""
 
 import gc
 
@@ -22,11 +22,11 @@ def test_a_group_of_one_is_made_and_ended():
 
 
 def test_a_process_outside_any_group_reads_a_model_but_has_no_group():
-    alone = Processes(0, 1, 1, torch.device("cpu"))
-    model = TrainedModel(ModelConfig(dim=4), 5, 2, alone)
+    one_rank = Processes(0, 1, 1, torch.device("cpu"))
+    model = TrainedModel(ModelConfig(dim=4), 5, 2, one_rank)
     assert model.parameter_state()[ENTITY_WEIGHT].shape == (5, 4)
     with pytest.raises(RuntimeError, match="no process group: join one"):
-        _ = alone.group
+        _ = one_rank.group
 
 
 def test_the_group_outlives_whoever_made_it():

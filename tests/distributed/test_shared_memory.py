@@ -43,12 +43,12 @@ def random_exchange(random: np.random.Generator, group: dist.ProcessGroup, large
     dtype = DTYPES[random.integers(len(DTYPES))]
     send, receive = rows[rank].tolist(), rows[:, rank].tolist()
     mine = torch.Generator().manual_seed(int(random.integers(1 << 30)) + rank)
-    given = torch.randint(0, 100, (sum(send), *shape), generator=mine).to(dtype)
+    inputs = torch.randint(0, 100, (sum(send), *shape), generator=mine).to(dtype)
     if random.random() < 0.2 and shape:
-        given = given.transpose(0, -1).contiguous().transpose(0, -1)
+        inputs = inputs.transpose(0, -1).contiguous().transpose(0, -1)
     output, expected = (torch.empty(sum(receive), *shape, dtype=dtype) for _ in range(2))
-    work = dist.all_to_all_single(output, given, receive, send, group=group, async_op=True)
-    dist.all_to_all_single(expected, given.contiguous(), receive, send)
+    work = dist.all_to_all_single(output, inputs, receive, send, group=group, async_op=True)
+    dist.all_to_all_single(expected, inputs.contiguous(), receive, send)
     return work, output, expected
 
 
@@ -80,11 +80,11 @@ def test_exchanges_are_those_of_gloo_in_any_order_of_waiting(ranks):
 
 def rank_sends_one_number() -> int:
     rank = dist.get_rank()
-    to_other, found = [rank, 1 - rank], torch.empty(1, dtype=torch.int64)
+    to_other, results = [rank, 1 - rank], torch.empty(1, dtype=torch.int64)
     with shared_group() as group:
-        given = torch.tensor([7 + rank]).as_strided((1,), (0,))  # as of an expanded number
-        dist.all_to_all_single(found, given, to_other, to_other, group=group)
-    return int(found)
+        inputs = torch.tensor([7 + rank]).as_strided((1,), (0,))  # as of an expanded number
+        dist.all_to_all_single(results, inputs, to_other, to_other, group=group)
+    return int(results)
 
 
 def test_one_number_may_have_any_stride():
@@ -147,7 +147,7 @@ def test_memory_of_another_program_is_not_taken_for_a_mailbox():
 
 
 def rank_sums() -> dict[str, torch.Tensor]:
-    found = {}
+    results = {}
     rank, size = dist.get_rank(), dist.get_world_size()
     with shared_group() as group:
         for op in ("SUM", "MAX", "MIN", "PRODUCT"):  # the last is gloo's
@@ -156,43 +156,43 @@ def rank_sums() -> dict[str, torch.Tensor]:
                     if op == "PRODUCT" and count > 1:
                         continue
                     mine = torch.Generator().manual_seed(rank)
-                    given = (torch.randn(count, generator=mine) * 100).to(dtype)
-                    expected = given.clone()
+                    inputs = (torch.randn(count, generator=mine) * 100).to(dtype)
+                    expected = inputs.clone()
                     dist.all_reduce(expected, getattr(dist.ReduceOp, op))
-                    terms = [torch.empty_like(given) for _ in range(size)]
-                    dist.all_gather(terms, given)
-                    work = dist.all_reduce(given, getattr(dist.ReduceOp, op), group, async_op=True)
+                    terms = [torch.empty_like(inputs) for _ in range(size)]
+                    dist.all_gather(terms, inputs)
+                    work = dist.all_reduce(inputs, getattr(dist.ReduceOp, op), group, async_op=True)
                     work.wait()
                     if op != "SUM" or dtype != torch.bfloat16:  # whose sums depend on the order
-                        torch.testing.assert_close(given, expected, atol=1e-3, rtol=1e-5)
+                        torch.testing.assert_close(inputs, expected, atol=1e-3, rtol=1e-5)
                     if op == "SUM":
                         ordered = terms[0].clone()
                         for term in terms[1:]:
                             ordered += term
-                        assert torch.equal(given, ordered)  # in order of rank
-                    found[f"{op} {dtype} {count}"] = given
+                        assert torch.equal(inputs, ordered)  # in order of rank
+                    results[f"{op} {dtype} {count}"] = inputs
         apart = torch.arange(12.0).view(3, 4).t()
         dist.all_reduce(apart, group=group)
         assert torch.equal(apart, size * torch.arange(12.0).view(3, 4).t())
-        for value in dist.get_rank(group), "text":  # all else is gloo's
+        for value in dist.get_rank(group), "text":  # gloo handles other tensors
             box = [value]
             dist.broadcast_object_list(box, src=0, group=group)
             assert box == ([0] if value != "text" else ["text"])
         with pytest.raises(ValueError, match="3 rows cannot be split"):
             dist.all_to_all_single(torch.empty(3), torch.empty(3), [1] * size, [3], group=group)
         dist.barrier(group)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_sums_are_those_of_gloo_and_the_same_bits_on_all_ranks(ranks):
-    first, *others = run_world(ranks, rank_sums)
-    for other in others:
+    first, *rest = run_world(ranks, rank_sums)
+    for other in rest:
         assert all(torch.equal(other[name], first[name]) for name in first)
 
 
 def rank_disagrees() -> str:
-    """Rank 1 expects less than rank 0 sends it; whatever comes after is unharmed."""
+    """Rank 1 expects less than rank 0 sends; later collectives still work."""
     rank = dist.get_rank()
     with shared_group() as group:
         output = torch.empty(1 if rank else 2)
@@ -245,7 +245,7 @@ def test_parameters_are_the_same_bits_by_gloo_and_by_memory(engine, tmp_path):
 
 
 def rank_outlives(how: str) -> tuple[str, float]:
-    """What the rank that is left hears, and after how many seconds."""
+    """Return the error of the surviving rank, and the seconds until it."""
     started = time.monotonic()
     linear = torch.nn.Linear(3, 3)
     with pytest.raises(RankLost) as caught, shared_group() as group:
@@ -269,7 +269,7 @@ def test_a_rank_that_is_gone_ends_the_other(how):
 
 
 def rank_is_interrupted() -> tuple[bool, float]:
-    """Whether an alarm's KeyboardInterrupt came while it waited; and the sum, asked for again."""
+    """Return whether an alarm's KeyboardInterrupt interrupted the wait, and the sum afterwards."""
     interrupted, total = False, torch.ones(())
     with shared_group() as group:
         dist.barrier()

@@ -1,6 +1,6 @@
 """The hand-rolled table on 1, 2 and 4 ranks against an index into a dense table.
 
-Shapes: N rows, D numbers a row, W ranks, M ids of a rank.
+Shapes: N rows, D elements per row, W ranks, M ids of a rank.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def check(world_size: int, *cases: Case) -> None:
         check_case(num_rows, wanted, [results[number] for results in ranks])
 
 
-def check_case(num_rows: int, wanted: list[list[int]], found: list) -> None:
+def check_case(num_rows: int, wanted: list[list[int]], results: list) -> None:
     before = values(num_rows)
     expected = before.double().clone()
     for rank, ids in enumerate(wanted):
         grad = gradient(len(ids), rank).double() / len(wanted)
         expected.index_add_(0, torch.tensor(ids, dtype=torch.int64), -LR * grad)
-    for (rows, after, _), ids in zip(found, wanted, strict=True):
+    for (rows, after, _), ids in zip(results, wanted, strict=True):
         assert torch.equal(rows, before[torch.tensor(ids, dtype=torch.int64)])
         assert float((after.double() - expected).abs().max()) < 1e-6
-        assert torch.equal(after, found[0][1])
-    assert sum(count for *_, count in found) == num_rows
+        assert torch.equal(after, results[0][1])
+    assert sum(count for *_, count in results) == num_rows
 
 
 def cases(world_size: int) -> st.SearchStrategy[Case]:

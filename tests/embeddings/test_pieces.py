@@ -28,8 +28,8 @@ def test_any_pieces_resume_as_any_others(tmp_path, engine):
     whole = run_world(1, trains, store, tmp_path / "whole", all_epochs, 1 << 20)[0]
     for ranks, epochs, rows in ((2, 1, 3), (4, 2, 5), (1, 3, 1), (2, 4, 1000)):
         more = changes | {"train__epochs": epochs}
-        found = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]
-    assert largest_difference(found, whole) < 1e-5
+        results = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]
+    assert largest_difference(results, whole) < 1e-5
 
 
 def test_no_piece_is_larger(tmp_path):

@@ -44,13 +44,13 @@ def test_random_bits_are_uniform_and_differ_by_step_state_row_and_column():
     expected = bits.numel() / 256
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-    others = [
+    rest = [
         random_bits(rows, 64, step=4, state=0),
         random_bits(rows, 64, step=3, state=1),
         random_bits(rows + 1, 64, step=3, state=0),
         bits.roll(1, dims=1),
     ]
-    for other in others:
+    for other in rest:
         pair = torch.stack([bits.flatten(), other.flatten()]).double()
         assert abs(torch.corrcoef(pair)[0, 1].item()) < 5 / math.sqrt(bits.numel())
 

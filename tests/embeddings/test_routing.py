@@ -76,9 +76,9 @@ def test_counts_agree_at_both_ends_and_ids_are_grouped(world_size, num_rows):
         ]
         if ascending:
             wanted = [sorted(set(ids)) for ids in wanted]
-        found = run_world(world_size, routes, num_rows, wanted, ascending)
+        results = run_world(world_size, routes, num_rows, wanted, ascending)
         ranges = RowRanges(num_rows, world_size)
-        for rank, (ids, places, order, send, receive) in enumerate(found):
+        for rank, (ids, places, order, send, receive) in enumerate(results):
             original = torch.tensor(wanted[rank], dtype=torch.int64)
             order = order if order.numel() else torch.arange(len(original))
             assert torch.equal(ids, original[order])
@@ -86,4 +86,4 @@ def test_counts_agree_at_both_ends_and_ids_are_grouped(world_size, num_rows):
             owners = ranges.owners(ids)
             assert torch.equal(owners, owners.sort(stable=True).values)
             assert send == torch.bincount(owners, minlength=world_size).tolist()
-            assert receive == [other[3][rank] for other in found]
+            assert receive == [other[3][rank] for other in results]

@@ -13,15 +13,15 @@ from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
 
 def pending(*parts: list[int], counted: bool = False) -> tuple[PendingGradients, torch.Tensor]:
     """Random gradients (D = 3) of the rows in each part, and their dense sum over 8 rows."""
-    found, dense = PendingGradients(), torch.zeros(8, 3)
+    results, dense = PendingGradients(), torch.zeros(8, 3)
     random = torch.Generator().manual_seed(0)
     for ids in parts:
         rows = torch.tensor(ids, dtype=torch.int64)
         grad = torch.randn(len(ids), 3, generator=random)
         occurrences = torch.full((len(ids),), 2) if counted else None
-        found.add(RowGradients(rows, grad, occurrences))
+        results.add(RowGradients(rows, grad, occurrences))
         dense.index_add_(0, rows, grad)
-    return found, dense
+    return results, dense
 
 
 @given(st.lists(st.lists(st.integers(0, 7), max_size=6), min_size=1, max_size=3))

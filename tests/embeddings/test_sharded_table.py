@@ -125,27 +125,27 @@ def test_twenty_steps_equal_the_dense_table(name, size, world_size):
 
 def rank_looks_around() -> dict:
     model = sharded_table(101, DIM, TableOptimizer("sgd", lr=1.0), start_values(101))
-    seen = {"keys": list(model.state_dict()), "steps": [table_step(model)]}
+    stats = {"keys": list(model.state_dict()), "steps": [table_step(model)]}
     model(torch.tensor([1, 2])).sum().mul(0).backward()
     model.fused_optimizer.step()
     with torch.no_grad():
         model(torch.tensor([1, 2]))
-    seen["steps"].append(table_step(model))
+    stats["steps"].append(table_step(model))
     empty = model(torch.tensor([], dtype=torch.int64))
     empty.sum().backward()
     model.fused_optimizer.step()
-    seen["empty"] = empty.shape
-    seen["steps"].append(table_step(model))
+    stats["empty"] = empty.shape
+    stats["steps"].append(table_step(model))
     set_table_step(model, 7)
-    seen["steps"].append(table_step(model))
+    stats["steps"].append(table_step(model))
 
     shard = entity_shard(model)
-    seen["range"] = shard.row_range
-    seen["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
+    stats["range"] = shard.row_range
+    stats["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
     shard.rows[:] = 0.0
     with torch.no_grad():
-        seen["after write"] = model(torch.tensor([0, 60, 100]))
-    return seen
+        stats["after write"] = model(torch.tensor([0, 60, 100]))
+    return stats
 
 
 def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dict]:
@@ -208,14 +208,14 @@ def test_unsorted_and_repeated_ids(world_size):
 
 @pytest.mark.parametrize("world_size", [1, 4])
 def test_steps_keys_views_and_empty_batches(world_size):
-    for rank, seen in enumerate(run_world(world_size, rank_looks_around)):
-        assert seen["keys"] == [WEIGHT]
-        assert seen["steps"] == [0, 1, 2, 7]
-        assert seen["empty"] == (0, DIM)
+    for rank, stats in enumerate(run_world(world_size, rank_looks_around)):
+        assert stats["keys"] == [WEIGHT]
+        assert stats["steps"] == [0, 1, 2, 7]
+        assert stats["empty"] == (0, DIM)
         block = -(-101 // world_size)
-        assert seen["range"] == (rank * block, min(101, (rank + 1) * block))
-        assert torch.equal(seen["fetched"], start_values(101)[[100, 0, 51]])
-        assert not seen["after write"].any()
+        assert stats["range"] == (rank * block, min(101, (rank + 1) * block))
+        assert torch.equal(stats["fetched"], start_values(101)[[100, 0, 51]])
+        assert not stats["after write"].any()
 
 
 def rank_changes_learning_rate() -> Tensor:
@@ -275,7 +275,7 @@ def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_o
 
 
 def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, Tensor]]:
-    """What FBGEMM's table has for rowwise_adam, which its CPU build refuses to make."""
+    """The state of FBGEMM's table for rowwise_adam, which its CPU build does not support."""
     ((first,),) = table.split_optimizer_states()
     second = table.__dict__.setdefault("second", torch.zeros(len(first)))
     return [{"exp_avg": first, "exp_avg_sq": second}]
@@ -310,10 +310,10 @@ def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
 def test_fbgemms_table_is_saved_where_a_rank_has_one_row(tmp_path, world_size):
     run_world(world_size, rank_saves_fbgemms_table, str(tmp_path))
     for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):
-        (found,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
-        assert torch.equal(found["rows"], start_values(3))
-        assert torch.equal(found["entity.momentum1"], start_values(3) + 1)
-        assert torch.equal(found["entity.exp_avg_sq"], torch.arange(3.0))
+        (results,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
+        assert torch.equal(results["rows"], start_values(3))
+        assert torch.equal(results["entity.momentum1"], start_values(3) + 1)
+        assert torch.equal(results["entity.exp_avg_sq"], torch.arange(3.0))
 
 
 def rank_asks_for_a_missing_entity() -> None:

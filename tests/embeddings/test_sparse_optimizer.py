@@ -1,6 +1,6 @@
 """The hand-rolled sparse optimizer against formulas written out row by row.
 
-Shapes: N rows, D numbers a row, M gradients.
+Shapes: N rows, D elements per row, M gradients.
 """
 
 from __future__ import annotations

@@ -55,5 +55,5 @@ def test_every_number_of_ranks_reads_the_parameters(tmp_path, writer):
     store = tiny_store(tmp_path / "store").path
     written = run_world(2, write, store, tmp_path / "run", WRITERS[writer])[0]
     for ranks in (1, 4):
-        for found in run_world(ranks, read, tmp_path / "run"):
-            assert largest_difference(found, written) == 0
+        for results in run_world(ranks, read, tmp_path / "run"):
+            assert largest_difference(results, written) == 0

@@ -49,9 +49,9 @@ def test_the_rows_of_the_run_in_every_format(run, tmp_path, world_size):
     dense = dict(run.session.scorer.named_parameters())
     for name, kind in FORMATS.items():
         assert same_bits(open_table(tmp_path / name / kind.name, name, N, D), run.table)
-        found = load_file(tmp_path / name / "scorer.safetensors")
-        assert found.keys() == dense.keys()
-        assert all(torch.equal(found[key], dense[key]) for key in dense)
+        results = load_file(tmp_path / name / "scorer.safetensors")
+        assert results.keys() == dense.keys()
+        assert all(torch.equal(results[key], dense[key]) for key in dense)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FORMATS)
 
 
@@ -83,21 +83,21 @@ def test_the_files_and_what_they_say(run, export):
     for name in ("entities", "relations"):
         lines = (export / f"{name}.txt").read_text("utf-8").splitlines()
         assert lines == getattr(store, name).array.to_pylist()
-    found = json.loads((export / "model.json").read_text("utf-8"))
-    assert (found["num_entities"], found["num_relations"], found["dim"]) == (N, R, D)
-    assert found["scorer"] == "complex" and found["reciprocal"] is True
-    assert found["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
-    assert "D/2 complex" in found["entities"]["layout"]
-    assert "Re(sum_k h_k r_k conj(t_k))" in found["parameters"]["score"]
-    assert found["model"] == run.config.to_dict()["model"]
-    assert found["results"] == run.results
-    assert found["packages"]["torch"] == metadata.version("torch")
+    results = json.loads((export / "model.json").read_text("utf-8"))
+    assert (results["num_entities"], results["num_relations"], results["dim"]) == (N, R, D)
+    assert results["scorer"] == "complex" and results["reciprocal"] is True
+    assert results["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
+    assert "D/2 complex" in results["entities"]["layout"]
+    assert "Re(sum_k h_k r_k conj(t_k))" in results["parameters"]["score"]
+    assert results["model"] == run.config.to_dict()["model"]
+    assert results["results"] == run.results
+    assert results["packages"]["torch"] == metadata.version("torch")
     files = {path.name: path.stat().st_size for path in export.iterdir()}
-    assert found["files"] == {k: v for k, v in files.items() if k != "model.json"}
+    assert results["files"] == {k: v for k, v in files.items() if k != "model.json"}
 
 
 def test_relations_as_arrays_are_in_the_order_of_their_labels(run, export):
-    """Users score with entities.npy and relations.npy alone."""
+    """Users can score with only entities.npy and relations.npy."""
     arrays = {path.stem: np.load(path) for path in export.glob("*.npy")}
     entities, forth, back = (
         arrays[name].view(np.complex64) for name in ("entities", "relations", "inverse_relations")

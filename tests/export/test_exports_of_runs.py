@@ -50,8 +50,8 @@ def check_every_format(path, folder):
             assert [read.entities, read.relations] == [
                 one_line_each(of) if name == "dglke" else of for of in labels
             ]
-            found = read.scores(head, relation, tail, side)
-            torch.testing.assert_close(found, ours, rtol=1e-5, atol=1e-5)
+            results = read.scores(head, relation, tail, side)
+            torch.testing.assert_close(results, ours, rtol=1e-5, atol=1e-5)
         scores = torch.export.load(made["torch"] / "scores.pt2").module()
         one, number, other = head, relation, tail
         if reciprocal and side == "head":

@@ -42,9 +42,9 @@ def test_a_program_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
     model = model_of(scorer, reciprocal)
     path, _ = written(tmp_path, of, model)
     assert "kge" not in sys.modules  # a stand-in for LibKGE, while its export is written
-    found = read(path)
+    results = read(path)
     for side in ("tail", "head"):
-        same(found.scores(*triples(), side), model, side)
+        same(results.scores(*triples(), side), model, side)
 
 
 @pytest.mark.parametrize("normalization", ["unit", "layer"])
@@ -65,9 +65,9 @@ def test_a_program_reads_the_same_labels(tmp_path, name):
     path, _ = written(
         tmp_path, of, model_of("distmult", False, entities=AWKWARD, relations=AWKWARD[::-1])
     )
-    found = read(path)
+    results = read(path)
     expected = one_line_each(AWKWARD) if of is dglke.FORMAT else AWKWARD
-    assert found.entities == expected and found.relations == expected[::-1]
+    assert results.entities == expected and results.relations == expected[::-1]
 
 
 @pytest.mark.parametrize("of", [libkge.FORMAT, dglke.FORMAT])

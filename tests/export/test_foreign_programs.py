@@ -18,7 +18,7 @@ from foreign_exports import AWKWARD, READERS, N, R, model_of, our_scores, triple
 
 pytestmark = pytest.mark.slow
 
-# Runs the code of README.md in the export's folder, then asks for scores and labels.
+# Runs the code of README.md in the export's folder, then reads scores and labels.
 _FIRST = r"""
 import os, re, sys
 from pathlib import Path

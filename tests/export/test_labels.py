@@ -1,4 +1,4 @@
-"""Label files: what is written is read, whatever is in a label."""
+"""Label files return every label that was written."""
 
 from __future__ import annotations
 

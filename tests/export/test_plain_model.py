@@ -60,13 +60,15 @@ def test_one_triple_and_one_against_many(model):
 @pytest.mark.parametrize("k", [1, 10, 10**6])
 def test_predictions_of_the_run(run, model, query, k):
     expected = run.predict(relation="r1", k=k, **query)
-    found = model.predict(relation="r1", k=k, **query)
-    assert [(a.rank, a.label, a.score) for a in found] == [
+    results = model.predict(relation="r1", k=k, **query)
+    assert [(a.rank, a.label, a.score) for a in results] == [
         (a.rank, a.label, a.score) for a in expected
     ]
-    assert all(answer.known is None for answer in found)
+    assert all(answer.known is None for answer in results)
     by_id = {side: int(model.entity_labels.ids([label])[0]) for side, label in query.items()}
-    assert model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == found
+    assert (
+        model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == results
+    )
 
 
 MODELS = {
@@ -101,8 +103,8 @@ def test_biases_are_a_part_of_the_rows(tmp_path, run, table_format):
         assert rows[:, -2:].abs().max() > 0
         np.testing.assert_allclose(model.entities, rows, 1e-5)
         with torch.no_grad():
-            alone = scorer.inner.score_triples(rows[3, :8], torch.tensor(1), rows[5, :8])
-        expected = alone + rows[3, -2] + rows[5, -1]
+            single = scorer.inner.score_triples(rows[3, :8], torch.tensor(1), rows[5, :8])
+        expected = single + rows[3, -2] + rows[5, -1]
         assert model.score(3, 1, 5).item() == pytest.approx(expected.item(), rel=1e-4)
     description = model.description
     assert description["entities"]["row"].startswith("4 complex numbers, stored as re, im, re")
@@ -139,8 +141,8 @@ def test_equal_scores_come_by_id_and_nan_last(model, monkeypatch):
     table = np.zeros((200, D), np.float32)
     table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
     tied = type(model)(model.path, model.description, table, model.scorer)
-    found = tied.answering_model()
-    scores, ids = (x[0] for x in find_best(found, "tail", torch.tensor([[3, 0, 0]]), 200))
+    results = tied.answering_model()
+    scores, ids = (x[0] for x in find_best(results, "tail", torch.tensor([[3, 0, 0]]), 200))
     assert scores[0] == scores[1] == scores[2]
     ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
     order = [*ones, *zeros] if scores[0] > 0 else [*zeros, *ones]

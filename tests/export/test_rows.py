@@ -27,7 +27,7 @@ EDGES = {1: [0, N], 2: [0, 9, N], 4: [0, 0, 11, 11, N]}
 
 def collect(tables, edges):
     """Every table as rank 0 puts it together from chunks of 1, 5 and 100 rows; else nothing."""
-    found = []
+    results = []
     with processes("cpu") as ranks:
         for table in tables:
             for rows.CHUNK_ROWS in (1, 5, 100):
@@ -37,10 +37,10 @@ def collect(tables, edges):
                 ]
                 assert [first for first, _ in chunks] == list(range(0, N, rows.CHUNK_ROWS))
                 if ranks.is_first:
-                    found.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
+                    results.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
                 else:
                     assert all(chunk is None for _, chunk in chunks)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world_size", EDGES)
@@ -48,12 +48,12 @@ def test_every_bit_arrives_and_half_precision_as_float32(world_size):
     table = torch.randint(-(2**31), 2**31, (N, D)).int().view(torch.float32)  # NaNs among them
     table[3], table[12] = -0.0, torch.nan
     half = torch.randn(N, D).bfloat16()
-    found, *others = run_world(world_size, collect, [table, half], EDGES[world_size])
-    for whole in found[:3]:
+    results, *rest = run_world(world_size, collect, [table, half], EDGES[world_size])
+    for whole in results[:3]:
         assert torch.equal(whole.view(torch.int32), table.view(torch.int32))
-    for whole in found[3:]:
+    for whole in results[3:]:
         assert torch.equal(whole, half.float())
-    assert len(found) == 6 and others == [[]] * (world_size - 1)
+    assert len(results) == 6 and rest == [[]] * (world_size - 1)
 
 
 def memory(kind: str) -> int:

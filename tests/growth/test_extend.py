@@ -136,9 +136,9 @@ VARIANTS = {
 
 def rank_extends(run: Path, folder: Path, engines: dict[str, str]) -> None:
     for name, engine in engines.items():
-        given = {**VARIANTS[name]}
-        overrides = {"entities.engine": engine, **given.pop("overrides", {})}
-        extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **given)
+        inputs = {**VARIANTS[name]}
+        overrides = {"entities.engine": engine, **inputs.pop("overrides", {})}
+        extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **inputs)
 
 
 ENGINES = ("torchrec", "handrolled")
@@ -210,8 +210,8 @@ def test_sharded_dense_parameters_are_frozen_alike(tmp_path):
 
 
 def rank_freezes_parts(run: Path, folder: Path) -> None:
-    given = {"dense.wrapper": "fsdp", "train.weight_decay": 0.1}
-    extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=given)
+    inputs = {"dense.wrapper": "fsdp", "train.weight_decay": 0.1}
+    extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=inputs)
 
 
 def test_an_extended_run_is_a_run_like_others(tmp_path):
@@ -228,9 +228,9 @@ def test_an_extended_run_is_a_run_like_others(tmp_path):
 def test_what_cannot_be_extended_leaves_nothing(tmp_path):
     run = base_run()
 
-    def refused(match: str, triples=None, out="run", **given) -> None:
+    def refused(match: str, triples=None, out="run", **inputs) -> None:
         with pytest.raises(KGEError, match=match):
-            extend(run, triples or new_triples(), tmp_path / out, **given)
+            extend(run, triples or new_triples(), tmp_path / out, **inputs)
 
     refused("no checkpoint 'step-9'", checkpoint="step-9")
     refused(

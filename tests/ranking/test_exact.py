@@ -204,12 +204,12 @@ def test_training_mode_is_restored():
 
 
 def test_progress_counts_every_query():
-    seen = []
+    counts = []
     rank_triples(
         ColumnScorer(), whole(torch.zeros(4, 1)), torch.zeros(10, 3, dtype=torch.int64), None,
-        batch_size=4, progress=seen.append,
+        batch_size=4, progress=counts.append,
     )  # fmt: skip
-    assert seen == [4, 4, 2] * 2
+    assert counts == [4, 4, 2] * 2
 
 
 def test_low_precision_tables_are_ranked_in_float32():

@@ -43,13 +43,13 @@ def store(tmp_path_factory):
 
 
 def test_categories_by_hand(store):
-    found = cardinalities(store)
+    results = cardinalities(store)
     names = store.relations.labels(range(store.num_relations))
-    triples = dict(zip(names, found["triples"].tolist(), strict=True))
+    triples = dict(zip(names, results["triples"].tolist(), strict=True))
     assert triples == {"one": 2, "many_tails": 3, "many_heads": 3, "both": 4, "new": 0}
-    places = dict(zip(names, categories(found).tolist(), strict=True))
+    places = dict(zip(names, categories(results).tolist(), strict=True))
     assert places == {"one": 0, "many_tails": 1, "many_heads": 2, "both": 3, "new": 4}
-    assert found["tails_per_head"][names.index("many_tails")] == 1.5
+    assert results["tails_per_head"][names.index("many_tails")] == 1.5
     grouping = by_category(store, store.test)
     labels = [grouping.labels[place] for place in grouping.groups["head"]]
     assert labels == ["1-1", "1-N", "N-1", "N-N", "not in train", "1-1"]
@@ -77,22 +77,22 @@ def test_groups_add_up_to_the_whole(store, name):
     first = {side: random.integers(1, 40, size=500) for side in SIDES}
     last = {side: first[side] + random.integers(3, size=500) for side in SIDES}
     ranks, grouping = Ranks(first, last), GROUPINGS[name](store, triples)
-    found = grouped(ranks, grouping)
-    assert found["total"] == metrics(ranks)
+    results = grouped(ranks, grouping)
+    assert results["total"] == metrics(ranks)
     for side, number in (("head", 500), ("tail", 500), ("both", 1000)):
-        assert sum(group[side]["queries"] for group in found["groups"]) == number
+        assert sum(group[side]["queries"] for group in results["groups"]) == number
         for kind in ("optimistic", "realistic", "pessimistic"):
-            for metric, value in found["total"][side][kind].items():
+            for metric, value in results["total"][side][kind].items():
                 parts = [group[side]["queries"] * group[side][kind][metric]
-                         for group in found["groups"] if group[side]["queries"]]  # fmt: skip
+                         for group in results["groups"] if group[side]["queries"]]  # fmt: skip
                 assert sum(parts) == pytest.approx(number * value, rel=1e-12)
-    for group in found["groups"]:
+    for group in results["groups"]:
         place = grouping.labels.index(group["group"])
         own = {side: grouping.groups[side] == place for side in SIDES}
         if all(mask.any() for mask in own.values()):
-            alone = metrics(Ranks(*({s: of[s][own[s]] for s in SIDES} for of in (first, last))))
+            single = metrics(Ranks(*({s: of[s][own[s]] for s in SIDES} for of in (first, last))))
             for side in ("head", "tail", "both"):
-                for kind, expected in alone[side].items():
+                for kind, expected in single[side].items():
                     assert group[side][kind] == pytest.approx(expected, rel=1e-12)
 
 
@@ -118,9 +118,9 @@ def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monke
     expected = json.loads((run / "results.json").read_text())["test"]
     for name in names:
         assert f"by {name}: " in text
-        found = json.loads((run / f"evaluation-test-by-{name}.json").read_text())
-        assert found["total"] == expected  # of the ungrouped ranking, to the last bit
-        assert found["groups"] and (found["split"], found["by"]) == ("test", name)
+        results = json.loads((run / f"evaluation-test-by-{name}.json").read_text())
+        assert results["total"] == expected  # of the ungrouped ranking, to the last bit
+        assert results["groups"] and (results["split"], results["by"]) == ("test", name)
         assert (run / f"evaluation-test-by-{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert "more groups, in the file" in text and "all entities" in text
 
@@ -143,11 +143,11 @@ def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_ranks_group_alike(run, world_size):
-    """One of them groups and writes for all; each holds some of the rows alone."""
+    """Rank 0 groups and writes the files; each rank holds a part of the rows."""
     kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
     expected = api.evaluate(run, **kwargs)
-    for found in run_world(world_size, evaluate_here, run, kwargs):
-        assert found == expected
+    for results in run_world(world_size, evaluate_here, run, kwargs):
+        assert results == expected
 
 
 def evaluate_here(run, kwargs):

@@ -25,7 +25,7 @@ def case(seed=0):
 
 
 def top_k_on_my_shard(table, edges, anchors, relations, k):
-    """Of every scorer and side."""
+    """Return the top-k of every scorer and side."""
     exclude = answers_of(*EXCLUDE, len(anchors))
     return {
         (name, side): top_k(
@@ -50,8 +50,8 @@ def test_agrees_with_the_oracle_on_every_world_size(name, side):
     expected = oracle_top_k(scorer, table, anchors, relations, side, 7, pairs)
     dense = dense_scores(scorer, table, torch.stack([anchors, relations, anchors], 1), side)
     for world_size in EDGES:
-        for found in found_on(world_size):
-            scores, ids = found[name, side]
+        for results in found_on(world_size):
+            scores, ids = results[name, side]
             assert ids.tolist() == expected
             torch.testing.assert_close(scores, dense.gather(1, ids))
 
@@ -85,8 +85,8 @@ def test_order_of_special_values(data):
     pairs = {(0, entity) for entity in out}
     (best,) = oracle_top_k(ColumnScorer(), table, zero, zero, "tail", len(values), pairs)
     assert ids[0].tolist() == best + [-1] * len(out)
-    found = table[ids[0, : len(best)], 0]
-    assert torch.equal(scores[0, : len(best)], torch.where(found.isnan(), -torch.inf, found))
+    results = table[ids[0, : len(best)], 0]
+    assert torch.equal(scores[0, : len(best)], torch.where(results.isnan(), -torch.inf, results))
 
 
 def test_bad_arguments():

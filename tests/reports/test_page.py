@@ -132,16 +132,16 @@ def test_labels_are_text(tmp_path):
 def test_examples_and_map_are_of_the_model(runs):
     with api.open_run(runs / "one") as run:
         rows = run.session.backend.shard().rows.numpy()
-        found = entity_map(run)
+        results = entity_map(run)
         assert examples(run) == examples(run) and len(examples(run, 3)) == 3
         for example in examples(run, 3):
             assert example.answers == run.predict(example.head, example.relation, k=5)
-        order = run.session.store.entities.ids(found.labels)
+        order = run.session.store.entities.ids(results.labels)
     centred = rows[order] - rows[order].mean(0)
     values = np.linalg.eigvalsh(np.cov(centred.T))[::-1]
-    assert found.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
-    np.testing.assert_allclose(found.places.var(0, ddof=1), values[:2], rtol=1e-4)
-    assert (np.diff(found.degrees) <= 0).all()
+    assert results.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
+    np.testing.assert_allclose(results.places.var(0, ddof=1), values[:2], rtol=1e-4)
+    assert (np.diff(results.degrees) <= 0).all()
 
 
 def test_the_right_and_the_known_answers_of_an_example_are_marked():
@@ -154,7 +154,7 @@ def test_the_right_and_the_known_answers_of_an_example_are_marked():
 
 def test_names_and_differences(runs, tmp_path):
     assert names_of([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
-    with pytest.raises(ReportError, match="given twice"):
+    with pytest.raises(ReportError, match="named twice"):
         report([runs / "one", runs / "two" / ".." / "one"], tmp_path / "page.html")
     with pytest.raises(ConfigError, match="is no run folder"):
         report(tmp_path, tmp_path / "page.html")

@@ -38,11 +38,11 @@ def index(labels):
 )
 def test_labels_beginning_with(index, labels, text):
     expected = {label for label in labels if label.lower().startswith(text.lower())}
-    found, count = index.beginning_with(text, 0, 1000)
-    assert set(found) <= expected and len(set(found)) == min(1000, count) == len(found)
+    results, count = index.beginning_with(text, 0, 1000)
+    assert set(results) <= expected and len(set(results)) == min(1000, count) == len(results)
     assert count == len(expected)
-    assert [label.lower()[:200] for label in found] == sorted(x.lower()[:200] for x in found)
-    assert index.beginning_with(text, 2, 3)[0] == found[2:5]
+    assert [label.lower()[:200] for label in results] == sorted(x.lower()[:200] for x in results)
+    assert index.beginning_with(text, 2, 3)[0] == results[2:5]
 
 
 def test_labels_that_resemble(index, labels):
@@ -80,13 +80,13 @@ def test_labels_that_are_not_sorted_yet(model, monkeypatch):
     with TestClient(create_app(model, "tiny")) as client:
         assert client.get("/entities", params={"prefix": "e"}).status_code == 503
         assert client.get("/entities").status_code == 200
-        found = client.get("/nearest", params={"entity": "E7"})
-        assert (found.status_code, found.json()["suggestions"]) == (404, [])
+        results = client.get("/nearest", params={"entity": "E7"})
+        assert (results.status_code, results.json()["suggestions"]) == (404, [])
 
 
 def test_completions(client):
-    found = client.get("/entities", params={"prefix": "E1", "count": 3}).json()
-    assert found == {"labels": ["e1", "e10", "e11"], "count": 11}
+    results = client.get("/entities", params={"prefix": "E1", "count": 3}).json()
+    assert results == {"labels": ["e1", "e10", "e11"], "count": 11}
     assert client.get("/relations", params={"prefix": "r2"}).json() == {
         "labels": ["r2"],
         "count": 1,
@@ -115,5 +115,5 @@ def test_labels_with_control_characters(model):
 def test_probabilities(model):
     calibration = Calibration("platt", {"tail": Curve(2.0)}, 1, "", {})
     with TestClient(create_app(replace(model, calibration=calibration), "tiny")) as client:
-        found = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
-        assert all(0 < one["probability"] < 1 for one in found)
+        results = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
+        assert all(0 < one["probability"] < 1 for one in results)

@@ -118,11 +118,11 @@ def test_unread_replies_end_the_connection(server):
         client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         client.connect(server.socket.getsockname())
         client.setblocking(False)
-        asked = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
+        requests = b"GET /openapi.json HTTP/1.1\r\nHost: localhost\r\n\r\n" * 2000
         try:
-            while asked and server.connections.open < 2 and not server.connections.timed_out:
+            while requests and server.connections.open < 2 and not server.connections.timed_out:
                 try:
-                    asked = asked[client.send(asked) :]
+                    requests = requests[client.send(requests) :]
                 except BlockingIOError:
                     time.sleep(0.01)
         except ConnectionError:
@@ -138,10 +138,10 @@ def test_new_ones_while_all_are_busy(model, monkeypatch):
         return ours(*arguments)
 
     monkeypatch.setattr(batching, "answers", slowly)
-    asked = HEALTH.replace(b"/health", b"/nearest?entity=e1")
+    request = HEALTH.replace(b"/health", b"/nearest?entity=e1")
     with Server(model, most=2) as server:
         wait_for(lambda: server.uvicorn.started)
-        busy = [server.send(asked) for _ in range(2)]
+        busy = [server.send(request) for _ in range(2)]
         wait_for(lambda: server.connections.open == 2 and not server.connections.waiting)
         reply = server.ask()
         answered.set()

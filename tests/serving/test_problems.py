@@ -25,23 +25,26 @@ from kge_torchrec.serving.server import serve
 
 
 def test_an_unknown_label(client):
-    found = client.get("/predict", params={"head": "E7", "relation": "r1"})
-    assert found.status_code == 404
-    assert found.json() == {
+    reply = client.get("/predict", params={"head": "E7", "relation": "r1"})
+    assert reply.status_code == 404
+    assert reply.json() == {
         "detail": "unknown entity 'E7'",
         "kind": "entity",
         "given": "E7",
-        "suggestions": found.json()["suggestions"],
+        "suggestions": reply.json()["suggestions"],
     }
-    assert found.json()["suggestions"][0] == "e7"
+    assert reply.json()["suggestions"][0] == "e7"
     assert client.post("/nearest", json={"entity": 37}).json()["detail"] == "unknown entity 37"
     assert client.post("/predict", json={"head": 1, "relation": 3}).json()["kind"] == "relation"
 
 
 def test_a_number_in_an_address_is_a_label(client):
-    for path, asked in (("predict", {"head": "3", "relation": "r1"}), ("nearest", {"entity": "3"})):
-        assert client.get(f"/{path}", params=asked).json()["detail"] == "unknown entity '3'"
-        body = {name: int(value) if value == "3" else value for name, value in asked.items()}
+    for path, query in (
+        ("predict", {"head": "3", "relation": "r1"}),
+        ("nearest", {"entity": "3"}),
+    ):
+        assert client.get(f"/{path}", params=query).json()["detail"] == "unknown entity '3'"
+        body = {name: int(value) if value == "3" else value for name, value in query.items()}
         assert client.post(f"/{path}", json=body).status_code == 200
 
 
@@ -64,8 +67,8 @@ BAD = [
 
 @pytest.mark.parametrize("path, body, words", BAD)
 def test_what_makes_no_sense(client, path, body, words):
-    found = client.post(path, json=body)
-    assert found.status_code == 422 and words in found.json()["detail"]
+    reply = client.post(path, json=body)
+    assert reply.status_code == 422 and words in reply.json()["detail"]
 
 
 RAW = [b"", b"{", b"null", b"\xff\xfe", b'{"entity": "\\ud800"}', b'{"entity": NaN}',
@@ -74,14 +77,14 @@ RAW = [b"", b"{", b"null", b"\xff\xfe", b'{"entity": "\\ud800"}', b'{"entity": N
 
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
 def test_bodies_that_are_no_request(client, body):
-    found = client.post("/nearest", content=body, headers={"content-type": "application/json"})
-    assert 400 <= found.status_code < 500 and found.json()["detail"]
+    reply = client.post("/nearest", content=body, headers={"content-type": "application/json"})
+    assert 400 <= reply.status_code < 500 and reply.json()["detail"]
 
 
 def test_large_bodies_are_refused_before_they_are_read_as_json(client):
     many = {"triples": [["e1", "r1", "e2"]] * 1000}
-    found = client.post("/score", json=many)
-    assert (found.status_code, found.json()) == (
+    reply = client.post("/score", json=many)
+    assert (reply.status_code, reply.json()) == (
         413, {"detail": "the body has more than 10,000 bytes"},
     )  # fmt: skip
     pieces = (b" " * 4000 for _ in range(100))  # of no stated length
@@ -91,8 +94,8 @@ def test_large_bodies_are_refused_before_they_are_read_as_json(client):
 def test_an_export_does_not_know_the_data(store):
     app = create_app(model_of(store, with_data=False), "export")
     with TestClient(app) as client:
-        found = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
-        assert found.status_code == 422 and "needs the run" in found.json()["detail"]
+        reply = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
+        assert reply.status_code == 422 and "needs the run" in reply.json()["detail"]
         assert client.get("/health").json()["has_data"] is False
 
 
@@ -125,15 +128,15 @@ def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(stor
 
 def test_pages_load_nothing_from_elsewhere(client):
     for path in ("/", "/docs"):
-        found = client.get(path)
-        assert found.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in found.headers["content-security-policy"]
-        assert not re.findall(r"https?://|src=|@import|url\(", found.text)
+        reply = client.get(path)
+        assert reply.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert not re.findall(r"https?://|src=|@import|url\(", reply.text)
     paths = client.get("/openapi.json").json()["paths"]
     assert set(paths) == {"/predict", "/score", "/nearest", "/entities", "/relations", "/health"}
 
 
-# Requests from the OpenAPI: its addresses and names, with whatever values.
+# Requests from the OpenAPI: its addresses and names, with arbitrary values.
 NAMES = ["head", "relation", "tail", "k", "known", "triples", "side", "entity", "first", "count"]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -158,10 +161,10 @@ TYPES = st.sampled_from(["application/json", "text/plain", "multipart/form-data"
 
 def nothing_gets_a_500(client, method, path, query, body, kind):
     encoded = [(k.encode("utf-8", "replace"), v.encode("utf-8", "replace")) for k, v in query]
-    found = client.request(
+    reply = client.request(
         method, path, params=encoded, content=body, headers={"content-type": kind}
     )
-    assert found.status_code < 500, found.text
+    assert reply.status_code < 500, reply.text
 
 
 FUZZ = {
@@ -200,21 +203,21 @@ def run_path(tmp_path_factory):
 
 
 def test_runs_and_exports_are_served(run_path, monkeypatch):
-    asked = []
+    replies = []
 
     def ask(server, sockets):
         with TestClient(server.config.app, "http://localhost") as client:
-            asked.append((client.get("/health").json(), sockets[0].getsockname()))
+            replies.append((client.get("/health").json(), sockets[0].getsockname()))
         assert sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
-    told = []
+    messages = []
     for name in ("run", "export"):
-        serve(run_path.with_name(name), port=0, max_k=7, tell=told.append)
-    (of_run, address), (of_export, _) = asked
+        serve(run_path.with_name(name), port=0, max_k=7, tell=messages.append)
+    (of_run, address), (of_export, _) = replies
     assert of_run["has_data"] and not of_export["has_data"] and of_run["max_k"] == 7
     assert (of_run["model"], of_export["model"]) == ("run", "export")
-    assert f"http://127.0.0.1:{address[1]} " in told[0]
+    assert f"http://127.0.0.1:{address[1]} " in messages[0]
 
 
 def test_what_cannot_be_served(run_path, tmp_path, capsys, monkeypatch):

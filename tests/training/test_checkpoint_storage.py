@@ -62,7 +62,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(store, run, tmp_path, where
     content[place] ^= 1 << bit
     file.write_bytes(content)
     try:
-        found = restored(store, copy)
+        results = restored(store, copy)
     except CheckpointError as error:
         assert "step-" in str(error)
     else:
@@ -70,7 +70,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(store, run, tmp_path, where
         (unread,) = index["random.rank1"]["pieces"]
         assert file.name in ("manifest.json", unread["file"])
         assert file.name == "manifest.json" or place >= unread["start"]
-        assert largest_difference(expected, found) == 0
+        assert largest_difference(expected, results) == 0
 
 
 def test_the_checksum_of_a_piece_names_it(store, run, tmp_path):
@@ -111,7 +111,7 @@ def test_an_index_that_makes_no_sense(store, run, tmp_path, change):
 
 
 class Crafted:
-    """What unpickling it does is the attacker's choice."""
+    """An object whose unpickling runs code of an attacker."""
 
     def __reduce__(self):
         return print, ("THE CRAFTED FILE RAN",)
@@ -129,7 +129,7 @@ def test_a_crafted_checkpoint_of_the_old_format_is_refused(tmp_path, capsys):
 
 
 def test_only_tensors_are_taken_from_the_old_format(tmp_path, capsys):
-    """torch unpickles whatever is no tensor."""
+    """torch unpickles everything that is no tensor."""
     content = {"engine": {"model": Crafted()}}
     with processes("cpu") as ranks:
         torch.distributed.checkpoint.save(content, checkpoint_id=str(tmp_path / "step-1"))
@@ -194,9 +194,9 @@ def test_the_old_index_is_read_as_torch_reads_it(tmp_path):
     for folder in (run / "checkpoints").iterdir():
         with (folder / ".metadata").open("rb") as file:
             expected = pickle.load(file)
-        found = TorchReader(folder).read_metadata()
-        assert found.state_dict_metadata == expected.state_dict_metadata
-        assert found.storage_data == expected.storage_data
+        results = TorchReader(folder).read_metadata()
+        assert results.state_dict_metadata == expected.state_dict_metadata
+        assert results.storage_data == expected.storage_data
 
 
 def test_a_pickle_that_only_looks_like_an_index(tmp_path):

@@ -60,12 +60,12 @@ def test_the_best_is_kept_besides(store, tmp_path):
     with processes("cpu"):
         assert session.restore_parameters().epoch == 1
         assert session.restore().epoch == 4
-        found = session.checkpoints.find
-        assert [found(which).name for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
+        results = session.checkpoints.find
+        assert [results(which).name for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
         shutil.rmtree(tmp_path / "checkpoints" / FOUR[0])
-        assert found(BEST).name == FOUR[-1]
+        assert results(BEST).name == FOUR[-1]
         with pytest.raises(CheckpointError, match=f"no checkpoint '{FOUR[0]}'; it has {FOUR[-1]}"):
-            found(FOUR[0])
+            results(FOUR[0])
 
 
 def test_only_the_end_without_an_interval(store, tmp_path):
@@ -162,9 +162,9 @@ def test_damaged_ones_do_not_push_good_ones_out(store, tmp_path):
     fit(config)
     truncate(tmp_path, FOUR[-1])
     shorter = longer_config(store, tmp_path, checkpoint__keep=1, checkpoint__every_steps=3)
-    seen = []
-    fit(shorter, lambda loop: watch_saves(loop, lambda: seen.append(names(tmp_path))))
-    assert seen == [["step-000000000018"], [FOUR[-1]]]
+    stats = []
+    fit(shorter, lambda loop: watch_saves(loop, lambda: stats.append(names(tmp_path))))
+    assert stats == [["step-000000000018"], [FOUR[-1]]]
 
 
 def watch_saves(loop: Trainer, look) -> None:

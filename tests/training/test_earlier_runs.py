@@ -22,15 +22,17 @@ def rewrite(run: api.Run, change) -> None:
     run.close()
 
 
-@pytest.mark.parametrize("sides, asked", [("tail", "head"), ("head", "tail")])
-def test_one_side_is_not_trained_with_reciprocal_relations(tmp_path, sides, asked):
+@pytest.mark.parametrize("sides, query_side", [("tail", "head"), ("head", "tail")])
+def test_one_side_is_not_trained_with_reciprocal_relations(tmp_path, sides, query_side):
     keys = {"negatives__sides": sides, "train__epochs": 1}
-    with pytest.raises(ConfigError, match=f"negatives.sides {sides}: .* {asked} queries are asked"):
+    with pytest.raises(
+        ConfigError, match=f"negatives.sides {sides}: .* {query_side} queries are asked"
+    ):
         api.train(config_of("countries", tmp_path / "run", **keys))
     assert not (tmp_path / "run").exists()
     store = tiny_store(tmp_path / "store").path
-    alone = config_of(store, tmp_path / "run", model__reciprocal=False, **keys)
-    with api.train(alone) as run:  # the same relations answer both sides
+    single = config_of(store, tmp_path / "run", model__reciprocal=False, **keys)
+    with api.train(single) as run:  # the same relations answer both sides
         assert run.results["test"].keys() == {"head", "tail", "both"}
 
 

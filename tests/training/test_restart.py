@@ -161,12 +161,12 @@ def test_a_signal_to_any_rank_ends_all_after_a_checkpoint(
 
 
 def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
-    asked = 0
+    agreements = 0
 
     class Counting(StopSignal):
         def now(self) -> bool:
-            nonlocal asked
-            asked += 1
+            nonlocal agreements
+            agreements += 1
             return super().now()
 
     answers = []
@@ -177,14 +177,14 @@ def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
                 signal.raise_signal(signal.SIGTERM)
             answers.append(stop.after_step())
         answers.append(stop.now())
-    return answers, asked
+    return answers, agreements
 
 
 def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
-    found = run_world(2, rank_asks, 300, 0.005)
-    assert found[0] == found[1]
-    answers, asked = found[0]
-    assert answers[-1] and not any(answers[:150]) and asked < 20
+    results = run_world(2, rank_asks, 300, 0.005)
+    assert results[0] == results[1]
+    answers, agreements = results[0]
+    assert answers[-1] and not any(answers[:150]) and agreements < 20
     assert stop_signal.EXIT_CODE == 75
 
 

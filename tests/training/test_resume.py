@@ -48,7 +48,7 @@ def options(optimizer: str) -> dict:
 
 
 def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None = None) -> dict:
-    """Trains, or goes on; dies by SIGKILL in the middle of step ``killed_after`` + 1."""
+    """Train or resume; die by SIGKILL in the middle of step ``killed_after`` + 1."""
 
     def kill(loop: Trainer) -> None:
         progress = loop.pipeline.progress
@@ -79,8 +79,8 @@ def metrics(run: Path) -> list[dict]:
 def uninterrupted(store: Path, optimizer: str, world_size: int) -> tuple[dict, list[dict]]:
     """Parameters and metrics."""
     with tempfile.TemporaryDirectory() as run:
-        found = run_world(world_size, rank_trains, store, Path(run), options(optimizer))
-        return found[0], metrics(Path(run))
+        results = run_world(world_size, rank_trains, store, Path(run), options(optimizer))
+        return results[0], metrics(Path(run))
 
 
 def slow_but(few: tuple[str, ...]) -> list:

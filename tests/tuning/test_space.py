@@ -62,17 +62,17 @@ def test_a_space_survives_being_written():
     ("text", "words"),
     [
         ("train.rate: [1, 2]", "unknown key train.rate in search space; did you mean"),
-        ("data.path: [a, b]", "all trials of a study share it"),
-        ("train.epochs: [1, 2]", "all trials of a study share it"),
-        ("train.lr: {low: 1.0, hihg: 2.0}", "train.lr in search space: hihg is none of"),
+        ("data.path: [a, b]", "all trials of a study share this key"),
+        ("train.epochs: [1, 2]", "all trials of a study share this key"),
+        ("train.lr: {low: 1.0, hihg: 2.0}", "train.lr in search space: hihg is not one of"),
         ("train.lr: {low: 2.0, high: 1.0}", "train.lr in search space: "),
         ("train.lr: {low: 1e-4, high: 1.0}", "must be numbers, got '1e-4' .YAML: 1.0e-4"),
         ("train.lr: []", "give a list of choices"),
         ("train.lr: {low: 0.1, high: 1.0, when: {train.optimiser: adam}}", "which is no key"),
-        ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "each needs a `when`"),
+        ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "needs a `when`"),
         ("train.lr: {choices: [1], when: {train.eps: 1}}\n"
-         "train.eps: {choices: [1], when: {train.lr: 1}}", "conditions go in a circle"),
-        ("[train.lr]", "should hold keys"),
+         "train.eps: {choices: [1], when: {train.lr: 1}}", "conditions are circular"),
+        ("[train.lr]", "must map each key"),
     ],
 )  # fmt: skip
 def test_wrong_spaces_are_refused(text, words):
@@ -97,6 +97,6 @@ def test_default_spaces_hold_what_can_be_trained(scorer):
         whole = "1vsall" in values.get("negatives.regime", ())
         assert whole == (entities == 100 and not resolve("scorer", scorer).is_distance)
         # A study settles what depends on the graph before its trials change what they may.
-        picked = config.settled(GraphSize(entities, 50, 10 * entities), False, 1)
-        for chosen in drawn(SearchSpace(values), picked, 8):
-            with_values(picked, chosen).check_trainable()
+        resolved = config.settled(GraphSize(entities, 50, 10 * entities), False, 1)
+        for chosen in drawn(SearchSpace(values), resolved, 8):
+            with_values(resolved, chosen).check_trainable()

@@ -62,11 +62,11 @@ def test_a_core_is_a_store_of_its_own(graph, tmp_path, monkeypatch):
     core = write_core(store, cores, k, tmp_path / "core", seed=0)
     assert core.num_entities == len(inside) and len(core.test) == 0
     for split, rows in expected.items():
-        found = core.split(split)
-        columns = (core.entities.labels(found[:, 0]), core.relations.labels(found[:, 1]),
-                   core.entities.labels(found[:, 2]))  # fmt: skip
-        assert set(zip(*columns, strict=True)) == rows and len(found) == len(rows)
-        side = core.filter_index((split,)).answers("tail", found[:, 0], found[:, 1])
+        results = core.split(split)
+        columns = (core.entities.labels(results[:, 0]), core.relations.labels(results[:, 1]),
+                   core.entities.labels(results[:, 2]))  # fmt: skip
+        assert set(zip(*columns, strict=True)) == rows and len(results) == len(rows)
+        side = core.filter_index((split,)).answers("tail", results[:, 0], results[:, 1])
         assert (side.counts > 0).all()
 
 
