@@ -45,8 +45,8 @@ def answer_rows(
         lines: (B,) int64, the line of each query.
 
     Returns:
-        A table with the columns line, ``asked``, rank, head, relation, tail, score, probability (only
-        if calibrated) and known (only with data: the split that holds the triple).
+        A table with the columns line, ``asked``, rank, head, relation, tail, score, probability
+        (only if calibrated) and known (only with data: the split that holds the triple).
     """
     triples = queries[results.query].copy()
     triples[:, PARTS.index(missing)] = results.ids

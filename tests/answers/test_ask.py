@@ -98,7 +98,7 @@ NORMS = {
 @pytest.mark.parametrize(
     "t_norm, facts", [("product", "all"), ("min", "train"), ("product", "none")]
 )
-def test_degrees_are_those_of_a_dense_evaluation(run, t_norm, facts):
+def test_degrees_match_dense_evaluation(run, t_norm, facts):
     splits = {"all": ("train", "valid", "test"), "train": ("train",), "none": ()}[facts]
     chances = tables(run, splits)
     label = run.session.store.entities.labels(range(N))
@@ -112,7 +112,7 @@ def test_degrees_are_those_of_a_dense_evaluation(run, t_norm, facts):
         assert [m.rank for m in results] == list(range(1, len(results) + 1))
 
 
-def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
+def test_degrees_of_a_calibrated_run_are_probabilities(run):
     calibration = Calibration("platt", {"both": Curve(slope=3.0, intercept=-1.0)}, 0, "", {})
     plain = run.answering_model()
     model = answering.AnsweringModel(
@@ -127,7 +127,7 @@ def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
     assert [results[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_answers_of_one_probability_come_in_order_of_score(run):
+def test_equal_probabilities_sort_by_score(run):
     """Isotonic calibration gives many entities the same probability."""
     plain, curve = run.answering_model(), Curve(scores=(-0.1, 0.1), probabilities=(0.2, 0.2))
     model = replace(plain, calibration=Calibration("isotonic", {"both": curve}, 0, "", {}))
@@ -136,7 +136,7 @@ def test_answers_of_one_probability_come_in_order_of_score(run):
     assert [member.label for member in results] == [answer.label for answer in expected]
 
 
-def test_answers_that_are_certain_come_in_order_of_score(run):
+def test_certain_answers_sort_by_score(run):
     """Several expected numbers of answers are above 1, where probabilities end."""
     model = run.answering_model()
     for entity in range(N):
@@ -150,7 +150,7 @@ def test_answers_that_are_certain_come_in_order_of_score(run):
     assert fuzzy_answers._at_most_one(many).max() <= 1
 
 
-def test_the_way_there_is_told(run):
+def test_path_to_each_answer_is_returned(run):
     """Each step of the way, multiplied, is the degree."""
     query = {"relation": "r2", "from": {"relation": "r1", "to": NEIGHBOURS}}
     chances = tables(run, ("train", "valid", "test"))
@@ -165,7 +165,7 @@ def test_the_way_there_is_told(run):
     assert run.ask(NEIGHBOURS)[0].via == ()
 
 
-def test_a_beam_is_a_bound(run):
+def test_beam_bounds_the_search(run):
     """With a beam of 1, a step starts from the best entity only."""
     best = run.ask(NEIGHBOURS, k=1)[0]
     one = {m.label: m.score for m in run.ask(TWO_STEPS, k=N, beam=1)}
@@ -173,7 +173,7 @@ def test_a_beam_is_a_bound(run):
     assert one == pytest.approx({x: s * best.score for x, s in single.items()}, abs=1e-6)
 
 
-def test_an_export_answers_by_softmax(run, model):
+def test_export_answers_with_softmax(run, model):
     results, expected = model.ask(NEIGHBOURS, k=3), run.answering_model().scores
     ids = torch.tensor([[*model.entity_labels.ids(["e1"]), *model.relation_labels.ids(["r0"]), t]
                         for t in range(N)])  # fmt: skip
@@ -181,7 +181,7 @@ def test_an_export_answers_by_softmax(run, model):
     assert [m.score for m in results] == pytest.approx(chances.tolist(), rel=1e-4)
 
 
-def test_files_of_queries(run, tmp_path):
+def test_query_files_are_read(run, tmp_path):
     file = tmp_path / "query.json"
     file.write_text(json.dumps(TWO_STEPS))
     assert run.ask(file) == run.ask(str(file)) == run.ask(TWO_STEPS)
@@ -225,13 +225,13 @@ def test_unknown_labels_options_and_depth(model):
         model.ask(query)
 
 
-def test_nobody_is_a_member_of_nothing(run):
+def test_empty_query_has_no_members(run):
     nobody = {"and": ["e1", "e2"]}
     assert run.ask(nobody) == run.ask({"relation": "r0", "from": nobody}) == []
     assert np.isclose(run.ask({"and": ["e1", "e1"]})[0].score, 1)
 
 
-def test_json_nested_too_deeply_for_python(model, tmp_path):
+def test_deeply_nested_json_is_rejected(model, tmp_path):
     deep, query = 100_000, {"and": [["e1"]]}
     (tmp_path / "q").write_text('{"and": [' * deep + '"e1"' + "]}" * deep)
     with pytest.raises(QueryError, match="q: more than 50 steps inside each other"):

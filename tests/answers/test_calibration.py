@@ -36,7 +36,7 @@ def sample(count=20_000, seed=0):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_known_curve_is_found(method):
+def test_known_curve_is_recovered(method):
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     scores, labels, true = sample()
     curve = fit(method, scores, labels, np.ones(len(scores)))
@@ -55,7 +55,7 @@ def test_a_known_curve_is_found(method):
         assert (curve.slope, curve.intercept) == pytest.approx((2, -1), abs=0.1)
 
 
-def test_weights_count_as_repetitions():
+def test_weights_act_like_repetitions():
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     scores, labels, _ = sample(2000)
     weights = np.where(labels, 3.0, 1.0)
@@ -67,7 +67,7 @@ def test_weights_count_as_repetitions():
         np.testing.assert_allclose(curve.at(grid), other.at(grid), atol=2e-3)
 
 
-def test_errors_by_hand():
+def test_calibration_errors_match_hand_computation():
     probabilities, labels = np.array([0.9, 0.92, 0.1, 1.0]), np.array([True, False, False, True])
     weights = np.array([1.0, 1.0, 2.0, 1.0])
     # Bins of 1/15: 0.9 and 0.92 lie in one, 0.1 and 1.0 in others.
@@ -86,7 +86,7 @@ def own(run, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
+def test_calibrated_run_has_probabilities(own, tmp_path, method):
     before = own.predict("e1", "r0")
     assert {a.probability for a in before} == {None}
     made = own.calibrate(method=method)
@@ -114,7 +114,7 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
     ]
 
 
-def test_answers_are_those_that_predict_lists(own):
+def test_candidate_answers_match_predict(own):
     """Each distinct query of test lists its best answers, without those of train and valid."""
     model, store = own.answering_model(), own.session.store
     known = {name: {tuple(t) for t in store.split(name).tolist()} for name in SPLITS}
@@ -135,7 +135,7 @@ def test_answers_are_those_that_predict_lists(own):
         assert candidate_answers(model, "test", missing, 4, 3, 0).queries == 3
 
 
-def test_probabilities_are_the_share_of_true_answers(own):
+def test_probabilities_match_the_share_of_true_answers(own):
     """On the answers themselves to which the curves were fitted."""
     made = own.calibrate(method="isotonic", top=5)
     for missing, curve in made.curves.items():
@@ -157,7 +157,7 @@ def test_isotonic_is_the_default_for_many_scores(own, monkeypatch):
     assert own.calibrate().method == own.calibrate().about["method"] == "isotonic"
 
 
-def test_scores_of_one_step_keep_their_order():
+def test_isotonic_steps_keep_the_order_of_scores():
     curve = Curve(scores=(0.0, 1.0, 1.5, 3.0), probabilities=(0.0, 0.0, 1.0, 1.0))
     scores = np.array([-1e30, -50, -3, 0, 0.5, 1, 1.2, 1.5, 2, 3, 4])
     results = curve.at(scores).astype(np.float32)
@@ -167,7 +167,7 @@ def test_scores_of_one_step_keep_their_order():
     assert special[0] == special[1] == 0 and special[2] == 1
 
 
-def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
+def test_calibration_of_another_step_is_ignored(own, tmp_path, caplog):
     own.calibrate()
     file = own.path / FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 1}))
@@ -181,7 +181,7 @@ def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
         again.predict("e1", "r0")
 
 
-def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
+def test_bad_options_and_missing_data_are_rejected(run, tmp_path, monkeypatch):
     for options, words in (({"method": "beta"}, "method must be one of platt, isotonic"),
                            ({"corruptions": 0, "among": "all"}, "corruptions must be"),
                            ({"among": "types"}, "among must be one of listed, seen, all"),
@@ -201,7 +201,7 @@ def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
     assert not (run.path / FILE).exists()
 
 
-def test_a_triple_of_one_score_has_one_probability():
+def test_equal_scores_have_equal_probabilities():
     one = Calibration("platt", {"both": Curve(slope=1.0)}, 1, "", {})
     for missing in ("head", "relation", "tail"):
         assert one.probabilities(np.zeros(1), missing).tolist() == [0.5]
@@ -218,7 +218,7 @@ def store(tmp_path_factory):
 
 
 @pytest.mark.parametrize("among", ["seen", "all"])
-def test_corruptions_are_false_and_of_their_side(store, among):
+def test_corruptions_are_false_and_change_one_side(store, among):
     triples = np.asarray(store.valid, np.int64)
     known = {tuple(t) for s in ("train", "valid", "test") for t in store.split(s).tolist()}
     for part in labelled(store, "valid", 6, among, 3, 1000):
@@ -237,7 +237,7 @@ def test_corruptions_are_false_and_of_their_side(store, among):
         assert np.array_equal(again[part.side], part.triples)
 
 
-def test_what_cannot_be_corrupted_is_left_out(store):
+def test_uncorruptible_triples_are_left_out(store):
     """Everything that n links to c0 is true among the c's."""
     (n,), (c,) = store.relations.ids(["n"]), store.entities.ids(["c1"])
     random = np.random.default_rng(0)
@@ -247,7 +247,7 @@ def test_what_cannot_be_corrupted_is_left_out(store):
     assert corrupt(store, triple, "tail", 5, None, random).shape == (5, 3)
 
 
-def test_pools_are_samples_of_every_chunk(store, monkeypatch):
+def test_pools_sample_every_chunk(store, monkeypatch):
     from kge_torchrec.answers import corruptions
 
     monkeypatch.setattr(corruptions, "_CHUNK", 7)
@@ -262,6 +262,6 @@ def test_pools_are_samples_of_every_chunk(store, monkeypatch):
     assert len({tuple(t) for t in small}) == 10
 
 
-def test_a_sample_of_a_large_split(store):
+def test_large_split_is_sampled(store):
     for part in labelled(store, "train", 1, "all", 0, 7):
         assert part.labels.sum() == 7

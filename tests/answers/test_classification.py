@@ -14,7 +14,7 @@ from kge_torchrec.config import ConfigError
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
-def test_the_best_threshold_by_brute_force(pairs):
+def test_best_threshold_matches_brute_force(pairs):
     scores = np.array([s for s, _ in pairs], np.float32)
     labels = np.array([x for _, x in pairs])
     results = ((scores >= best_threshold(scores, labels)) == labels).mean()
@@ -22,7 +22,7 @@ def test_the_best_threshold_by_brute_force(pairs):
     assert results == max(((scores >= cut) == labels).mean() for cut in cuts)
 
 
-def test_a_threshold_for_each_relation():
+def test_each_relation_has_a_threshold():
     relations = np.array([0, 0, 2, 2, 0, 2])
     scores = np.float32([1, 3, 10, 30, 2.5, 25])
     labels = np.array([False, True, False, True, True, False])
@@ -31,7 +31,7 @@ def test_a_threshold_for_each_relation():
     assert of_all == best_threshold(scores, labels)
 
 
-def test_accuracy_is_what_the_thresholds_get_right(run):
+def test_accuracy_counts_correct_triples(run):
     results = run.classify()
     assert results["triples"] == 30 and results["among"] == "seen"
     parts = results["relations"].values()
@@ -43,7 +43,7 @@ def test_accuracy_is_what_the_thresholds_get_right(run):
         run.classify("types")
 
 
-def test_valid_and_test_have_corruptions_of_their_own(run, monkeypatch):
+def test_valid_and_test_have_different_corruptions(run, monkeypatch):
     seeds = {}
 
     def labelled(store, split, count, among, seed, limit):
@@ -56,7 +56,7 @@ def test_valid_and_test_have_corruptions_of_their_own(run, monkeypatch):
     assert sorted(len(splits) for splits in seeds.values()) == [1, 1, 1, 1]
 
 
-def test_a_limit_or_seed_that_makes_no_sense(run):
+def test_invalid_limit_or_seed_is_rejected(run):
     for options, words in (({"limit": -4}, "limit must be an integer >= 1, got -4"),
                            ({"seed": -1}, "seed must be an integer >= 0")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):

@@ -35,7 +35,7 @@ BY_HAND = {
     ("mure", False, "euclidean"), ("roth", True, "euclidean"), ("conve", False, "cosine"),
     ("rotate_l2", True, "euclidean"),
 ])  # fmt: skip
-def test_the_nearest_by_hand(name, biases, metric):
+def test_nearest_matches_hand_computation(name, biases, metric):
     columns = 2 * (biases or name == "mure")
     dim = 2 * D
     scorer = build_scorer(ModelConfig(scorer=name, dim=dim + columns, biases=biases), 3)
@@ -55,7 +55,7 @@ def test_the_nearest_by_hand(name, biases, metric):
     assert [n.rank for n in results] == list(range(1, 21))
 
 
-def test_a_run_and_its_export(run, model):
+def test_export_matches_run(run, model):
     assert run.nearest("e3", 4) == model.nearest("e3", 4)
     every = run.nearest("e3", 1000)
     assert len(every) == 36 and "e3" not in {n.label for n in every}

@@ -44,7 +44,7 @@ def ranks_by_hand(run, triples):
     return results
 
 
-def test_ranks_are_filtered_by_all_splits_and_by_the_triples(run, own, tmp_path):
+def test_ranks_are_filtered_by_splits_and_own_triples(run, own, tmp_path):
     expected = ranks_by_hand(run, own)
     results = run.evaluate(triples=own)
     assert results["both"]["realistic"]["mr"] == pytest.approx(np.mean(expected))
@@ -61,7 +61,7 @@ def test_ranks_are_filtered_by_all_splits_and_by_the_triples(run, own, tmp_path)
     assert grouped["total"] == {side: results[side] for side in ("head", "tail", "both")}
 
 
-def test_a_split_brought_along_is_ranked_as_the_split(run):
+def test_own_triples_rank_like_the_split(run):
     store = run.session.store
     heads, relations, tails = np.asarray(store.test).T
     labels = store.entities.labels(heads), store.relations.labels(relations), (
@@ -72,7 +72,7 @@ def test_a_split_brought_along_is_ranked_as_the_split(run):
     assert results == run.evaluate("test")
 
 
-def test_triples_that_cannot_be_ranked(run, tmp_path):
+def test_invalid_triples_are_rejected(run, tmp_path):
     (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\te11x\n\ne1\tr9\te2\ne1\tr0\n")
     (tmp_path / "none").write_text("")
     for inputs, words in (
@@ -90,7 +90,7 @@ def test_triples_that_cannot_be_ranked(run, tmp_path):
         run.evaluate([("e1", "r0", "e2")])
 
 
-def test_a_file_of_triples_on_the_command_line(run, own, tmp_path, capsys):
+def test_evaluate_ranks_a_file_of_triples(run, own, tmp_path, capsys):
     file = tmp_path / "own.tsv"
     file.write_text("".join(json.dumps(dict(zip(("head", "relation", "tail"), triple, strict=True)))
                             + "\n" for triple in own))  # fmt: skip

@@ -34,7 +34,7 @@ def without(triple, part):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_scores_of_answers_are_those_of_triples(run, model, part):
+def test_answer_scores_match_triple_scores(run, model, part):
     for triple in of_split(run, "test")[:5]:
         query, _ = without(triple, part)
         answers = run.predict(**query, k=100)
@@ -52,7 +52,7 @@ def test_scores_of_answers_are_those_of_triples(run, model, part):
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_what_is_known_is_marked_or_left_out(run, split, part):
+def test_known_answers_are_marked_or_left_out(run, split, part):
     where = {triple: name for name in ("test", "valid", "train") for triple in of_split(run, name)}
     for triple in of_split(run, split)[:4]:
         query, answer = without(triple, part)
@@ -66,7 +66,7 @@ def test_what_is_known_is_marked_or_left_out(run, split, part):
         assert [a.rank for a in new] == list(range(1, len(new) + 1))
 
 
-def test_ranks_equal_those_of_evaluation(run):
+def test_ranks_match_evaluation(run):
     """Filtered ranks of 1,000 queries, counted in the answers of predict; to the tie."""
     session = run.session
     store, model = session.store, run.answering_model()
@@ -103,19 +103,19 @@ def test_other_models(run, tmp_path, settings):
         assert other.score([("e1", "r1", a.label) for a in tails]) == [a.score for a in tails]
 
 
-def test_relations_in_blocks_are_the_same(run, monkeypatch):
+def test_relation_scores_do_not_depend_on_blocks(run, monkeypatch):
     expected = run.predict(head="e1", tail="e2")
     monkeypatch.setattr(predictions, "RELATIONS", 2)
     assert run.predict(head="e1", tail="e2") == expected
 
 
-def test_questions_that_need_the_data(model):
+def test_queries_that_need_data_are_rejected(model):
     for query in ({"head": "e1", "relation": "r0"}, {"head": "e1", "tail": "e2"}):
         with pytest.raises(KGEError, match=r"the data is no part of an export.*known"):
             model.predict(**query, known=False)
 
 
-def test_scores_of_nothing_and_of_many(run, monkeypatch):
+def test_scores_of_zero_and_many_triples(run, monkeypatch):
     from kge_torchrec.answers import model
 
     assert run.score([]) == []
@@ -128,7 +128,7 @@ def test_scores_of_nothing_and_of_many(run, monkeypatch):
         run.score(triples, "both")
 
 
-def test_splits_are_looked_up_for_the_found_answers_only():
+def test_splits_are_looked_up_only_for_listed_answers():
     """A query may have a million known answers; train comes before valid and test."""
     entities = 1_000_000
     every = np.arange(entities)

@@ -59,7 +59,7 @@ def names(record):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_number_of_ranks_answers_alike(trained, run, model, tmp_path, world_size):
+def test_answers_do_not_depend_on_number_of_ranks(trained, run, model, tmp_path, world_size):
     (tmp_path / "queries").write_text(FILE)
     lists, numbers, report = answers(run, tmp_path)
     written = (tmp_path / "out").read_text()

@@ -92,7 +92,7 @@ def oracle(layout: str) -> dict:
 
 @WORLDS
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_equal_the_dense_oracle(layout, world_size):
+def test_parameters_match_the_dense_oracle(layout, world_size):
     if layout not in layouts_for(world_size):
         pytest.skip("two replicas need two ranks")
     first, *rest = (results[layout] for results in trained(world_size))
@@ -102,7 +102,7 @@ def test_parameters_equal_the_dense_oracle(layout, world_size):
     assert (DTensor in first["kinds"]) == (layout != "ddp")
 
 
-def test_the_layout_names_the_part_of_every_rank():
+def test_layout_names_the_part_of_every_rank():
     results = trained(4)[0]
     assert "dense parameters: ddp, all of them on each of 4 ranks" in results["ddp"]["layout"]
     text = results["fsdp"]["layout"]
@@ -131,7 +131,7 @@ def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
 
 
 @WORLDS
-def test_a_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, world_size):
+def test_each_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, world_size):
     whole = 4 * 6 * 16 * 16  # value, gradient and two moments of six relation matrices
     per_rank = run_world(world_size, rank_weighs, the_store(), tmp_path)
     for layout in layouts_for(world_size):
@@ -164,7 +164,7 @@ def uninterrupted() -> dict:
         pytest.param(("hybrid", 4), ("offload", 2), marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_resumes_under_another_wrapper(tmp_path, before, after):
+def test_checkpoint_resumes_with_another_wrapper(tmp_path, before, after):
     for (layout, world_size), epochs in ((before, 2), (after, 4)):
         results = run_world(world_size, rank_trains, the_store(), tmp_path, layout, epochs)
     assert largest_difference(results[0], uninterrupted()) < 1e-5
@@ -186,7 +186,7 @@ def rank_asks_for(config: dict) -> str:
         ({"wrapper": "hybrid", "replicas": 3}, "dense.replicas: 4 ranks cannot form 3"),
     ],
 )
-def test_what_does_not_fit_the_world_is_refused_on_every_rank(config, words):
+def test_invalid_wrapper_is_rejected_on_every_rank(config, words):
     assert all(words in message for message in run_world(4, rank_asks_for, config))
 
 
@@ -198,12 +198,12 @@ def test_what_does_not_fit_the_world_is_refused_on_every_rank(config, words):
         ({"wrapper": "hybrid", "replicas": 0}, "dense.replicas must be an integer >= 1"),
     ],
 )
-def test_contradictions_name_the_key(config, words):
+def test_contradictory_keys_are_named(config, words):
     with pytest.raises(ConfigError, match=words):
         DenseConfig(**config)
 
 
-def test_one_rank_has_no_wrapper_unless_asked():
+def test_one_rank_has_no_wrapper_by_default():
     with processes("cpu") as ranks:
         assert dense_wrapper(DenseConfig(), ranks).name == "none"
         assert dense_wrapper(DenseConfig(wrapper="fsdp"), ranks).name == "fsdp"

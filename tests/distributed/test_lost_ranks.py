@@ -96,7 +96,7 @@ NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
         (2, "late 30 by gloo", r"another rank did not answer within 1 s: that rank is stuck"),
     ],
 )
-def test_survivors_name_the_rank_that_is_gone_in_a_bounded_time(ranks, point, words):
+def test_survivors_name_the_lost_rank_in_bounded_time(ranks, point, words):
     for message, seconds in survivors(
         ranks, point, 1 if "late" in point or point == "before" else 60
     ):
@@ -104,7 +104,7 @@ def test_survivors_name_the_rank_that_is_gone_in_a_bounded_time(ranks, point, wo
         assert seconds < 20  # by default a minute, or half an hour
 
 
-def test_a_late_rank_has_the_whole_timeout_once_all_have_joined():
+def test_late_rank_has_the_whole_timeout_after_joining():
     """The short time of connecting ends with it, in gloo as in memory."""
     for how in ("", " by gloo"):
         for message, _ in survivors(2, f"late 1.5{how}", connect=1):

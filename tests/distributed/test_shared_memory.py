@@ -72,7 +72,7 @@ def rank_exchanges(seed: int, times: int, largest: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_exchanges_are_those_of_gloo_in_any_order_of_waiting(ranks):
+def test_exchanges_match_gloo_in_any_order_of_waiting(ranks):
     run_world(ranks, rank_exchanges, 1, 60, 40)
     # larger than a new mailbox: it grows, while other messages are in it
     run_world(ranks, rank_exchanges, 2, 12, 9000)
@@ -87,7 +87,7 @@ def rank_sends_one_number() -> int:
     return int(results)
 
 
-def test_one_number_may_have_any_stride():
+def test_one_element_may_have_any_stride():
     assert run_world(2, rank_sends_one_number) == [8, 7]
 
 
@@ -101,7 +101,7 @@ def rank_forgets_many(count: int) -> float:
         return float(total)
 
 
-def test_more_under_way_than_there_are_entries():
+def test_more_exchanges_than_entries_work():
     assert run_world(2, rank_forgets_many, 3 * mailboxes._KEPT) == [2.0, 2.0]
 
 
@@ -129,11 +129,11 @@ def rank_leaves_one_more_than_fit() -> list[int]:
     return arrived
 
 
-def test_no_entry_is_written_again_before_it_was_read():
+def test_entries_are_not_reused_before_they_are_read():
     assert run_world(2, rank_leaves_one_more_than_fit) == [list(range(mailboxes._KEPT + 1))] * 2
 
 
-def test_memory_of_another_program_is_not_taken_for_a_mailbox():
+def test_memory_of_another_program_is_rejected():
     """A process id and a file number may be used again, by a file of the same size."""
     boxes = mailboxes.Mailboxes(0, 1, lambda text: [text], 1)
     (own,) = boxes._boxes
@@ -185,7 +185,7 @@ def rank_sums() -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_those_of_gloo_and_the_same_bits_on_all_ranks(ranks):
+def test_sums_match_gloo_and_are_bitwise_equal_on_all_ranks(ranks):
     first, *rest = run_world(ranks, rank_sums)
     for other in rest:
         assert all(torch.equal(other[name], first[name]) for name in first)
@@ -209,7 +209,7 @@ def rank_disagrees() -> str:
     return message
 
 
-def test_sizes_that_do_not_agree_are_told():
+def test_mismatched_sizes_are_reported():
     assert run_world(2, rank_disagrees) == ["", "rank 0 sent 8 bytes where 0 were expected"]
 
 
@@ -235,7 +235,7 @@ def rank_trains_by(store: Path, folder: Path, engine: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
-def test_parameters_are_the_same_bits_by_gloo_and_by_memory(engine, tmp_path):
+def test_parameters_are_bitwise_equal_with_gloo_and_shared_memory(engine, tmp_path):
     store = tiny_store(tmp_path / "store").path
     for ends in run_world(2, rank_trains_by, store, tmp_path, engine):
         assert largest_difference(ends["gloo"], ends["shared_memory"]) == 0
@@ -263,7 +263,7 @@ def rank_outlives(how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", ["dies", "dies in backward", "leaves"])
-def test_a_rank_that_is_gone_ends_the_other(how):
+def test_lost_rank_ends_the_other(how):
     (message, seconds), _ = run_world(2, rank_outlives, how, may_end=(1,), timeout=30)
     assert "another rank died or cannot be reached" in message and seconds < 5
 
@@ -287,7 +287,7 @@ def rank_is_interrupted() -> tuple[bool, float]:
     return interrupted, float(total)
 
 
-def test_signals_are_heard_while_a_rank_waits():
+def test_signals_interrupt_a_waiting_rank():
     assert run_world(2, rank_is_interrupted) == [(True, 2.0), (False, 2.0)]
 
 
@@ -312,7 +312,7 @@ def rank_looks_at_memory() -> tuple[bool, bool, set[str]]:
     return during, mapped(), names
 
 
-def test_memory_has_no_name_and_is_given_back():
+def test_memory_is_anonymous_and_released():
     assert run_world(2, rank_looks_at_memory) == [(True, False, set())] * 2
 
 
@@ -345,7 +345,7 @@ def rank_is_elsewhere() -> bool:
         return with_exchange(ranks, "auto").exchange is dist.group.WORLD
 
 
-def test_gloo_takes_over_on_all_ranks_where_one_has_no_memory():
+def test_all_ranks_fall_back_to_gloo_together():
     assert len(set(run_world(2, rank_has_no_memory, 1, timeout=20))) == 1
     assert run_world(2, rank_is_elsewhere, timeout=20) == [True, True]
 
@@ -366,12 +366,12 @@ def rank_names_groups() -> tuple[bool, bool]:
         return world is dist.group.WORLD, group.group_name != world.group_name
 
 
-def test_the_group_of_all_ranks_keeps_its_name():
+def test_group_of_all_ranks_keeps_its_name():
     """FSDP looks groups up by name."""
     assert run_world(2, rank_names_groups) == [(True, True)] * 2
 
 
-def test_no_collective_reaches_gloo_through_the_group():
+def test_no_collective_reaches_gloo_from_cpp():
     """By torch's C++ it would wait for gloo with the interpreter's lock held."""
     of_both = set(dir(dist.ProcessGroupGloo)) & set(dir(dist.ProcessGroup)) - WITHOUT_WORK
     collectives = {name for name in of_both if not name.startswith(("__", "_pybind11"))}

@@ -21,7 +21,7 @@ def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
 
 
 @pytest.mark.parametrize("engine", ["torchrec", pytest.param("handrolled", marks=pytest.mark.slow)])
-def test_any_pieces_resume_as_any_others(tmp_path, engine):
+def test_chunk_size_does_not_change_a_resume(tmp_path, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}
     all_epochs = changes | {"train__epochs": 4}
@@ -32,7 +32,7 @@ def test_any_pieces_resume_as_any_others(tmp_path, engine):
     assert largest_difference(results, whole) < 1e-5
 
 
-def test_no_piece_is_larger(tmp_path):
+def test_no_chunk_exceeds_the_limit(tmp_path):
     store = tiny_store(tmp_path / "store").path
     run_world(2, trains, store, tmp_path / "run", {"train__optimizer": "adam"}, 3 * ROW_BYTES + 1)
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -117,7 +117,7 @@ def trained(world_size: int) -> list[dict]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_equal_the_dense_table(name, size, world_size):
+def test_twenty_steps_match_the_dense_table(name, size, world_size):
     dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
     train_dense(dense, range(STEPS))
     assert_equals_dense([part[name, size] for part in trained(world_size)], dense)
@@ -174,7 +174,7 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
     )
 )
 @settings(max_examples=3, deadline=None)
-def test_any_sizes_and_ids_on_four_ranks(cases):
+def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)
     for number, (name, size, ids_per_rank) in enumerate(cases):
@@ -196,7 +196,7 @@ def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_unsorted_and_repeated_ids(world_size):
+def test_unsorted_and_repeated_ids_work(world_size):
     results = run_world(world_size, rank_asks_out_of_order)
     expected = start_values(10)
     for looked_up, _ in results:
@@ -207,7 +207,7 @@ def test_unsorted_and_repeated_ids(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_steps_keys_views_and_empty_batches(world_size):
+def test_keys_views_and_empty_batches_work(world_size):
     for rank, stats in enumerate(run_world(world_size, rank_looks_around)):
         assert stats["keys"] == [WEIGHT]
         assert stats["steps"] == [0, 1, 2, 7]
@@ -226,7 +226,7 @@ def rank_changes_learning_rate() -> Tensor:
     return entity_shard(model).rows.clone()
 
 
-def test_a_new_learning_rate_reaches_the_kernel():
+def test_new_learning_rate_reaches_the_kernel():
     (rows,) = run_world(1, rank_changes_learning_rate)
     assert torch.equal(rows, torch.full((4, DIM), -0.25))
 
@@ -265,7 +265,7 @@ def rank_loads_and_goes_on(folder: str, size: int) -> dict:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 5), (4, 1, 101))),
     ],
 )
-def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_on, size):
+def test_checkpoint_resumes_at_another_world_size(tmp_path, saved_on, loaded_on, size):
     run_world(saved_on, rank_saves, str(tmp_path), size)
     resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)
     for name in NAMES:
@@ -307,7 +307,7 @@ def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_fbgemms_table_is_saved_where_a_rank_has_one_row(tmp_path, world_size):
+def test_fbgemm_table_with_one_row_is_saved(tmp_path, world_size):
     run_world(world_size, rank_saves_fbgemms_table, str(tmp_path))
     for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):
         (results,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
@@ -320,7 +320,7 @@ def rank_asks_for_a_missing_entity() -> None:
     sharded_table(5, DIM, TableOptimizer())(torch.tensor([5]))
 
 
-def test_an_id_outside_the_table_is_an_error():
+def test_id_outside_the_table_raises():
     with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
         run_world(1, rank_asks_for_a_missing_entity)
 
@@ -329,17 +329,17 @@ def rank_builds_a_16_bit_table() -> None:
     sharded_table(5, DIM, TableOptimizer(), dtype=torch.bfloat16)
 
 
-def test_a_16_bit_table_on_cpu_is_refused_in_words():
+def test_16_bit_table_on_cpu_is_rejected():
     with pytest.raises(WorldError, match="16-bit tables run on CUDA only"):
         run_world(1, rank_builds_a_16_bit_table)
 
 
-def test_a_model_without_a_sharded_table_is_named():
+def test_model_without_sharded_table_is_rejected():
     with pytest.raises(ValueError, match="found 0"):
         entity_shard(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("rows", "dim", "dtype"), [(0, 4, None), (4, 0, None), (4, 4, torch.int8)])
-def test_a_senseless_collection_is_refused(rows, dim, dtype):
+def test_invalid_collection_is_rejected(rows, dim, dtype):
     with pytest.raises(ValueError):
         entity_collection(rows, dim, dtype or torch.float32)

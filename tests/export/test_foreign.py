@@ -37,7 +37,7 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name, scorer, reciprocal", MODELS)
-def test_a_program_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
+def test_foreign_format_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
     of, read = READERS[name]
     model = model_of(scorer, reciprocal)
     path, _ = written(tmp_path, of, model)
@@ -49,7 +49,7 @@ def test_a_program_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
 
 @pytest.mark.parametrize("normalization", ["unit", "layer"])
 @pytest.mark.parametrize("name", READERS)
-def test_normalised_rows_are_written_as_they_score(tmp_path, name, normalization):
+def test_normalized_rows_are_exported(tmp_path, name, normalization):
     of, read = READERS[name]
     model = model_of("distmult", False, normalization)
     path, _ = written(tmp_path, of, model)
@@ -60,7 +60,7 @@ def test_normalised_rows_are_written_as_they_score(tmp_path, name, normalization
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_program_reads_the_same_labels(tmp_path, name):
+def test_foreign_format_reads_the_same_labels(tmp_path, name):
     of, read = READERS[name]
     path, _ = written(
         tmp_path, of, model_of("distmult", False, entities=AWKWARD, relations=AWKWARD[::-1])
@@ -71,7 +71,7 @@ def test_a_program_reads_the_same_labels(tmp_path, name):
 
 
 @pytest.mark.parametrize("of", [libkge.FORMAT, dglke.FORMAT])
-def test_labels_that_would_become_one_line_are_refused(tmp_path, of):
+def test_labels_that_collide_in_one_line_are_rejected(tmp_path, of):
     with pytest.raises(ExportError, match=r"'a\\rb' and 'a b' would both be 'a b'.*pykeen"):
         written(tmp_path, of, model_of("distmult", False, entities=["a\rb", "c", "a b"]))
 
@@ -96,13 +96,13 @@ def of_torch(tmp_path, model):
 
 
 @pytest.mark.parametrize("name", ["complex", "rotate"])
-def test_a_program_scores_alike(tmp_path, name):
+def test_traced_program_scores_match(tmp_path, name):
     of_torch(tmp_path, model_of(name, True, biases=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=identify(case)) for case in CASES])
-def test_a_program_of_every_scorer(tmp_path, case):
+def test_every_scorer_can_be_traced(tmp_path, case):
     of_torch(tmp_path, model_of(None, True, "layer", case=case))
 
 
@@ -119,13 +119,13 @@ def test_a_program_of_every_scorer(tmp_path, case):
         (pykeen.FORMAT, {"scorer": "complex", "biases": True}, "no place for the biases"),
     ],
 )
-def test_what_a_layout_cannot_hold_is_refused(of, config, words):
+def test_unsupported_models_are_rejected_by_format(of, config, words):
     with pytest.raises(ExportError, match=words):
         of.check(ModelConfig(**{"dim": 16, "reciprocal": False, **config}))
 
 
 @pytest.mark.parametrize("name", ["pykeen", "libkge", "dglke", "torch"])
-def test_ours_does_not_read_them(run, tmp_path, name):
+def test_foreign_formats_are_rejected_by_load_model(run, tmp_path, name):
     if name == "dglke":
         with pytest.raises(ExportError, match="no inverse relations"):
             run.export(tmp_path / "out", name)

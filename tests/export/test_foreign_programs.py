@@ -102,7 +102,7 @@ def run(code: str, folders: list) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_program_itself_scores_alike(tmp_path, name):
+def test_foreign_program_scores_match(tmp_path, name):
     package, code = PROGRAMS[name]
     if not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed; docs/explanation/testing.md says how")

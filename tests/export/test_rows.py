@@ -44,7 +44,7 @@ def collect(tables, edges):
 
 
 @pytest.mark.parametrize("world_size", EDGES)
-def test_every_bit_arrives_and_half_precision_as_float32(world_size):
+def test_rows_arrive_bitwise_and_half_precision_as_float32(world_size):
     table = torch.randint(-(2**31), 2**31, (N, D)).int().view(torch.float32)  # NaNs among them
     table[3], table[12] = -0.0, torch.nan
     half = torch.randn(N, D).bfloat16()
@@ -81,7 +81,7 @@ def peak_of_writing(folder, table_format, count, dim):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_table_passes_in_the_memory_of_a_few_chunks(tmp_path, world_size):
+def test_export_needs_memory_for_a_few_chunks(tmp_path, world_size):
     count, dim = 400_000, 64
     peaks = run_world(world_size, peak_of_writing, str(tmp_path / "export"), "npy", count, dim)
     chunk, whole = rows.CHUNK_ROWS * dim * 4, count * dim * 4

@@ -24,7 +24,7 @@ def rank_places(run, folder) -> dict:
     return extend(run, new_triples(), folder, place=True).results["extended"]["placed"]
 
 
-def test_placing_moves_new_rows_alone_and_lowers_their_loss(tmp_path):
+def test_placement_moves_only_new_rows_and_lowers_their_loss(tmp_path):
     run = base_run()
     placed = extend(run, new_triples(), tmp_path / "one", place=True).results["extended"]["placed"]
     run_world(2, rank_places, run, tmp_path / "two")
@@ -74,7 +74,7 @@ def loss_of_new(
      pytest.param({"negatives__regime": "1vsall"}, marks=pytest.mark.slow)],
     ids=["softmax", "transe", "bce", "1vsall"],
 )  # fmt: skip
-def test_placed_towns_are_near_those_of_their_country(tmp_path, changes):
+def test_placed_towns_are_near_towns_of_their_country(tmp_path, changes):
     towns = [(f"t{i}", i % 4) for i in range(40)]
     located = [(town, "in", f"c{country}") for town, country in towns]
     near = [(a, "near", b) for a, i in towns for b, j in towns if i == j and a != b]
@@ -97,7 +97,7 @@ def test_placed_towns_are_near_those_of_their_country(tmp_path, changes):
     assert after > 0.8 * before  # a few more entities are right answers there by now
 
 
-def test_new_rows_start_at_the_mean_row_of_their_places(tmp_path, monkeypatch):
+def test_new_rows_start_at_the_mean_row_of_their_positions(tmp_path, monkeypatch):
     monkeypatch.setattr(placement._Placer, "_minimise", lambda *_: None)
     run = base_run()
     extend(run, new_triples(), tmp_path / "drawn", epochs=0)
@@ -116,7 +116,7 @@ def test_new_rows_start_at_the_mean_row_of_their_places(tmp_path, monkeypatch):
         assert (results[entity] - expected).abs().max() < TOLERANCE
 
 
-def test_the_rate_falls_to_nothing_and_old_relations_stand_still(tmp_path, monkeypatch):
+def test_learning_rate_decays_to_zero_and_old_relations_are_fixed(tmp_path, monkeypatch):
     rates = []
 
     class Adam(torch.optim.Adam):
@@ -142,7 +142,7 @@ def test_the_rate_falls_to_nothing_and_old_relations_stand_still(tmp_path, monke
     assert torch.allclose(falling, falling[0] * left[:, None])
 
 
-def test_new_relations_are_placed_by_the_entities_of_all_blocks(tmp_path, monkeypatch):
+def test_new_relations_are_placed_with_entities_of_all_blocks(tmp_path, monkeypatch):
     """A relation that the first block does not have, and one between two blocks."""
     names = [f"n{i}" for i in range(12)]
     new = [(name, "r0", f"e{i}") for i, name in enumerate(names)]

@@ -102,7 +102,7 @@ def rank_among(path, kind, types, scorer, table, edges):
 
 
 @pytest.mark.parametrize("kind", ["seen", "types"])
-def test_ranks_among_restricted_candidates_are_the_oracles(store, types_file, kind, monkeypatch):
+def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, kind, monkeypatch):
     monkeypatch.setattr(filter_index, "CHUNK", 7)
     scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)
     table = torch.randn(30, DIM, generator=generator).repeat(2, 1)  # everyone ties with another
@@ -126,7 +126,7 @@ def test_ranks_among_restricted_candidates_are_the_oracles(store, types_file, ki
             assert results == (expected, outside)
 
 
-def test_pairs_seen_do_not_depend_on_chunks(store, monkeypatch):
+def test_seen_pairs_do_not_depend_on_chunks(store, monkeypatch):
     for side, column in (("tail", 0), ("head", 2)):
         expected = sorted({(row[column], row[1]) for row in store.train.tolist()})
         for chunk in (1, 2, 7, 1000):
@@ -143,7 +143,7 @@ def test_pairs_seen_do_not_depend_on_chunks(store, monkeypatch):
             assert results == [pair for pair in expected if 11 <= pair[0] < 29]
 
 
-def test_minus_infinity_and_nan_among_few_candidates(store):
+def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):
     """Entities that are no candidates are not counted, even if the true score is minus infinity."""
     candidates = make_candidates("seen", None, store, (0, store.num_entities))
     for value in (-torch.inf, torch.nan):
@@ -171,7 +171,7 @@ def oracle_of_equal(store, value) -> dict:
     return results
 
 
-def test_what_is_restricted_says_so(store):
+def test_restricted_results_are_labeled(store):
     candidates = make_candidates("seen", None, store, (0, store.num_entities))
     table = torch.arange(float(store.num_entities))[:, None]
     ranks = rank_triples(
@@ -193,7 +193,7 @@ def test_what_is_restricted_says_so(store):
         (None, "no such file"),
     ],
 )
-def test_unusable_files_of_types_are_refused(store, tmp_path, text, words):
+def test_unusable_type_files_are_rejected(store, tmp_path, text, words):
     path = tmp_path / "types.tsv"
     if text is not None:
         path.write_text(text)

@@ -42,7 +42,7 @@ def store(tmp_path_factory):
     return prepare_triples({"train": TRAIN, "test": TEST}, path, allow_unseen_relations=True)
 
 
-def test_categories_by_hand(store):
+def test_categories_match_hand_counts(store):
     results = cardinalities(store)
     names = store.relations.labels(range(store.num_relations))
     triples = dict(zip(names, results["triples"].tolist(), strict=True))
@@ -55,7 +55,7 @@ def test_categories_by_hand(store):
     assert labels == ["1-1", "1-N", "N-1", "N-N", "not in train", "1-1"]
 
 
-def test_frequencies_are_those_of_the_answer(store):
+def test_frequency_groups_count_the_answer(store):
     degree = {
         label: sum(label in (h, t) for h, _, t in TRAIN) + sum(h == t == label for h, _, t in TRAIN)
         for label in "abcdefg"
@@ -104,7 +104,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monkeypatch):
+def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     ranked = []
     ranks_of = api.Session.ranks_of
     monkeypatch.setattr(
@@ -125,7 +125,7 @@ def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monke
     assert "more groups, in the file" in text and "all entities" in text
 
 
-def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
+def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
     arguments = ["evaluate", str(run), "--split", "valid", "--candidates", "seen"]
     assert main([*arguments, "--by", "category"]) == 0
     text = capsys.readouterr().out
@@ -142,7 +142,7 @@ def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_ranks_group_alike(run, world_size):
+def test_groups_do_not_depend_on_number_of_ranks(run, world_size):
     """Rank 0 groups and writes the files; each rank holds a part of the rows."""
     kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
     expected = api.evaluate(run, **kwargs)
@@ -154,7 +154,7 @@ def evaluate_here(run, kwargs):
     return api.evaluate(run, **kwargs)
 
 
-def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_path, capsys):
+def test_training_labels_restricted_candidates_in_log_and_results(tmp_path, capsys):
     folder = tmp_path / "run"
     config = config_of("countries", folder, model__dim=16, train__batch_size=256, train__epochs=1,
                        evaluation__every=1, evaluation__candidates="seen",
@@ -171,7 +171,7 @@ def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_pat
     assert "among candidates seen" in json.dumps(progress)
 
 
-def test_wrong_choices_are_refused(run, capsys):
+def test_invalid_choices_are_rejected(run, capsys):
     with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
         api.evaluate(run, by=["entity"])
     with pytest.raises(DataError, match="has no types of entities"):

@@ -70,7 +70,7 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
-def test_overlaps_and_leaks_are_the_oracles(tmp_path, monkeypatch, seed, threshold):
+def test_overlaps_and_leaks_match_the_oracle(tmp_path, monkeypatch, seed, threshold):
     monkeypatch.setattr(relation_overlap, "CHUNK", 32)
     splits = graph(seed)
     prepare_triples(splits, tmp_path / "store")
@@ -87,7 +87,7 @@ def test_overlaps_and_leaks_are_the_oracles(tmp_path, monkeypatch, seed, thresho
     assert results["loops"] == loops
 
 
-def test_repeats_unseen_and_degrees_by_hand(tmp_path, capsys):
+def test_repeats_unseen_and_degrees_match_hand_counts(tmp_path, capsys):
     (tmp_path / "train.tsv").write_text("a\tr\tb\na\tr\tb\nb\tr\tc\na\ts\tc\nc\ts\tc\n")
     (tmp_path / "valid.tsv").write_text("a\tr\tb\n")
     (tmp_path / "test.tsv").write_text("a\tr\tx\nb\tnew\ta\n")
@@ -117,7 +117,7 @@ def test_repeats_unseen_and_degrees_by_hand(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out) == results
 
 
-def test_training_is_told_of_the_same_leaks(tmp_path, monkeypatch):
+def test_training_reports_the_same_leaks(tmp_path, monkeypatch):
     pairs = [(f"e{i}", "knows", f"e{i + 1}") for i in range(40)]
     turned = [(t, r, h) for h, r, t in pairs]
     splits = {"train": pairs + turned[5:], "valid": turned[:2], "test": turned[2:5] + pairs[:1]}
@@ -138,7 +138,7 @@ def test_training_is_told_of_the_same_leaks(tmp_path, monkeypatch):
     assert relation_overlap.leak_notes(single) == []
 
 
-def test_data_check_reads_files_as_prepare_does(tmp_path, capsys):
+def test_data_check_reads_files_like_prepare(tmp_path, capsys):
     file, other = tmp_path / "train.csv", tmp_path / "test.csv"
     file.write_text("who,since,how,whom\na,1999,r,b\nb,2000,r,c\n")
     other.write_text("who,since,how,whom\nb,1,r,a\n")
@@ -158,7 +158,7 @@ def test_data_check_reads_files_as_prepare_does(tmp_path, capsys):
     assert "; --no-has-header reads it as a triple" in said
 
 
-def test_a_store_is_not_read_in_another_way(tmp_path, capsys):
+def test_reading_options_are_rejected_for_a_store(tmp_path, capsys):
     store = prepare_triples({"train": graph(0)["train"]}, tmp_path / "store")
     assert main(["data", "check", str(store.path), "--has-header", "--columns", "a,b,c"]) == 1
     assert "--columns has no effect here" in capsys.readouterr().err
@@ -166,7 +166,7 @@ def test_a_store_is_not_read_in_another_way(tmp_path, capsys):
         check_data(store.path, literals="keep")
 
 
-def test_bad_input_of_data_check_is_told(tmp_path, capsys):
+def test_bad_input_of_data_check_is_reported(tmp_path, capsys):
     assert main(["data", "check", str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="threshold must be in"):

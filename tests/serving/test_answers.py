@@ -27,7 +27,7 @@ PREDICT = [
 
 @pytest.mark.parametrize("queries", PREDICT)
 @pytest.mark.parametrize("known", [True, False])
-def test_predictions(client, python, queries, known):
+def test_predict_matches_python(client, python, queries, known):
     expected = [asdict(one) for one in python.predict(**queries, k=5, known=known)]
     by_address = client.get("/predict", params={**queries, "k": 5, "known": known})
     by_body = client.post("/predict", json={**queries, "k": 5, "known": known})
@@ -36,7 +36,7 @@ def test_predictions(client, python, queries, known):
     assert client.post("/predict", json={**ids, "k": 5, "known": known}).json() == by_body.json()
 
 
-def test_what_the_data_holds_is_marked(client, store):
+def test_known_answers_are_marked(client, store):
     splits = {}
     for head, relation, _ in store.train[:20].tolist():
         body = {"head": head, "relation": relation, "k": 20}
@@ -47,7 +47,7 @@ def test_what_the_data_holds_is_marked(client, store):
     assert held & splits.keys()
 
 
-def test_scores(client, python, store):
+def test_scores_match_python(client, python, store):
     entities, relations = (x.array.to_pylist() for x in (store.entities, store.relations))
     triples = [
         [entities[head], relations[relation], entities[tail]]
@@ -63,14 +63,14 @@ def test_scores(client, python, store):
     assert client.post("/score", json={"triples": ids}).json() == {"scores": python.score(triples)}
 
 
-def test_neighbours(client, python):
+def test_nearest_matches_python(client, python):
     expected = [asdict(one) for one in python.nearest("e5", 4)]
     results = client.get("/nearest", params={"entity": "e5", "k": 4}).json()
     assert results["neighbours"] == expected and results["metric"].startswith("cosine")
     assert client.post("/nearest", json={"entity": 5, "k": 4}).json() == results
 
 
-def test_labels_and_health(client, store):
+def test_labels_and_health_are_served(client, store):
     results = client.get("/entities", params={"first": 30, "count": 100}).json()
     assert results == {"labels": store.entities.array.to_pylist()[30:], "count": N}
     assert client.get("/relations").json()["labels"] == store.relations.array.to_pylist()
@@ -80,7 +80,7 @@ def test_labels_and_health(client, store):
     assert health["has_data"] and health["answered"] >= health["batches"]
 
 
-def test_scores_that_are_no_numbers_are_null(model):
+def test_nonfinite_scores_become_null(model):
     rows = model.shard.rows.clone()
     rows[4] = torch.nan
     broken = replace(model, shard=EntityShard(rows, 0, N, alone=True))
@@ -104,12 +104,12 @@ def questions():
         yield Nearest(f"e{i % N}", 1 + i % 5)
 
 
-def test_together_as_alone(model):
+def test_batched_answers_match_single_answers(model):
     queries = list(questions())
     assert answers(model, queries) == [answers(model, [one])[0] for one in queries]
 
 
-def test_one_cannot_spoil_another(model):
+def test_invalid_query_does_not_affect_others(model):
     good = Predict(Query("e1", "r0", None), 3, True)
     bad = Predict(Query("e1", "nobody", None), 3, True)
     (expected,) = answers(model, [good])
@@ -121,7 +121,7 @@ def test_one_cannot_spoil_another(model):
     assert isinstance(of_id, Unknown) and (of_id.kind, of_id.name) == ("relation", R)
 
 
-def test_what_arrives_together_is_answered_in_few_passes(model):
+def test_concurrent_queries_share_few_passes(model):
     queries = [one for one in questions() if isinstance(one, Predict)] * 3
     answerer = Answerer(model, most=64)
 
@@ -134,7 +134,7 @@ def test_what_arrives_together_is_answered_in_few_passes(model):
     assert answerer.answered == len(queries) and answerer.batches <= len(queries) // 4
 
 
-def test_too_many_are_told_to_wait(model, monkeypatch):
+def test_full_queue_raises_busy(model, monkeypatch):
     goes_on = threading.Event()
     ours = batching.answers
 
@@ -157,7 +157,7 @@ def test_too_many_are_told_to_wait(model, monkeypatch):
     assert 6 <= len(busy) <= 7 and len(results) - len(busy) >= 2
 
 
-def test_a_fault_is_told_and_the_next_is_answered(model, monkeypatch):
+def test_failed_batch_is_reported_and_next_query_answered(model, monkeypatch):
     app = create_app(model, "tiny")
     with TestClient(app, raise_server_exceptions=False) as client:
         with monkeypatch.context() as patch:

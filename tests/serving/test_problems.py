@@ -24,7 +24,7 @@ from kge_torchrec.serving.app import Limits, create_app
 from kge_torchrec.serving.server import serve
 
 
-def test_an_unknown_label(client):
+def test_unknown_label_gets_404_with_suggestions(client):
     reply = client.get("/predict", params={"head": "E7", "relation": "r1"})
     assert reply.status_code == 404
     assert reply.json() == {
@@ -38,7 +38,7 @@ def test_an_unknown_label(client):
     assert client.post("/predict", json={"head": 1, "relation": 3}).json()["kind"] == "relation"
 
 
-def test_a_number_in_an_address_is_a_label(client):
+def test_number_in_url_is_a_label(client):
     for path, query in (
         ("predict", {"head": "3", "relation": "r1"}),
         ("nearest", {"entity": "3"}),
@@ -66,7 +66,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("path, body, words", BAD)
-def test_what_makes_no_sense(client, path, body, words):
+def test_invalid_requests_get_422(client, path, body, words):
     reply = client.post(path, json=body)
     assert reply.status_code == 422 and words in reply.json()["detail"]
 
@@ -76,12 +76,12 @@ RAW = [b"", b"{", b"null", b"\xff\xfe", b'{"entity": "\\ud800"}', b'{"entity": N
 
 
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
-def test_bodies_that_are_no_request(client, body):
+def test_malformed_bodies_are_rejected(client, body):
     reply = client.post("/nearest", content=body, headers={"content-type": "application/json"})
     assert 400 <= reply.status_code < 500 and reply.json()["detail"]
 
 
-def test_large_bodies_are_refused_before_they_are_read_as_json(client):
+def test_large_bodies_are_rejected_before_json_parsing(client):
     many = {"triples": [["e1", "r1", "e2"]] * 1000}
     reply = client.post("/score", json=many)
     assert (reply.status_code, reply.json()) == (
@@ -91,7 +91,7 @@ def test_large_bodies_are_refused_before_they_are_read_as_json(client):
     assert client.post("/score", content=pieces).status_code == 413
 
 
-def test_an_export_does_not_know_the_data(store):
+def test_export_rejects_queries_that_need_data(store):
     app = create_app(model_of(store, with_data=False), "export")
     with TestClient(app) as client:
         reply = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
@@ -100,18 +100,18 @@ def test_an_export_does_not_know_the_data(store):
 
 
 @pytest.mark.parametrize("path", ["/predict", "/score", "/nearest", "/health", "/", "/entities"])
-def test_nothing_can_be_written(client, path):
+def test_server_is_read_only(client, path):
     for method in ("PUT", "DELETE", "PATCH"):
         assert client.request(method, path).status_code == 405
 
 
-def test_the_page_shows_labels_apart_and_suits_small_and_dark_screens(client):
+def test_page_isolates_labels_and_supports_small_and_dark_screens(client):
     page = client.get("/").text
     for words in ('element("bdi"', '"probability"', "prefix }", "max-width: 30rem", "scheme: dark"):
         assert words in page
 
 
-def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(store):
+def test_pages_work_without_scripts_and_escape_the_name(store):
     name = "kg & <i>"
     for model, has_data in ((model_of(store), True), (model_of(store, with_data=False), False)):
         with TestClient(create_app(model, name, Limits(k=77))) as client:
@@ -126,7 +126,7 @@ def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(stor
         assert words in addresses
 
 
-def test_pages_load_nothing_from_elsewhere(client):
+def test_pages_load_nothing_from_other_servers(client):
     for path in ("/", "/docs"):
         reply = client.get(path)
         assert reply.headers["content-type"].startswith("text/html")
@@ -179,14 +179,14 @@ FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 @settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
 @given(**FUZZ)
-def test_nothing_gets_a_500(client, method, path, query, body, kind):
+def test_random_requests_never_get_500(client, method, path, query, body, kind):
     nothing_gets_a_500(client, method, path, query, body, kind)
 
 
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None, suppress_health_check=FIXTURES)
 @given(**FUZZ)
-def test_nothing_of_thousands_gets_a_500(client, method, path, query, body, kind):
+def test_thousands_of_random_requests_never_get_500(client, method, path, query, body, kind):
     nothing_gets_a_500(client, method, path, query, body, kind)
 
 
@@ -220,7 +220,7 @@ def test_runs_and_exports_are_served(run_path, monkeypatch):
     assert f"http://127.0.0.1:{address[1]} " in messages[0]
 
 
-def test_what_cannot_be_served(run_path, tmp_path, capsys, monkeypatch):
+def test_unusable_folders_are_rejected(run_path, tmp_path, capsys, monkeypatch):
     def refused(*arguments):
         assert main(["serve", *map(str, arguments)]) == 1
         return capsys.readouterr().err
@@ -236,7 +236,7 @@ def test_what_cannot_be_served(run_path, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_ends_when_it_is_interrupted(run_path):
+def test_server_stops_on_interrupt(run_path):
     command = [sys.executable, "-m", "kge_torchrec", "serve", run_path, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         line = server.stdout.readline()

@@ -50,7 +50,7 @@ def restored(store: Path, run: Path) -> dict[str, torch.Tensor]:
     max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(where=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7), which=st.integers(0, 4))
-def test_a_flipped_bit_anywhere_is_found_or_harmless(store, run, tmp_path, where, bit, which):
+def test_flipped_bits_are_detected_or_harmless(store, run, tmp_path, where, bit, which):
     expected = restored(store, run)
     copy = tmp_path / "copy"
     shutil.rmtree(copy, ignore_errors=True)
@@ -73,7 +73,7 @@ def test_a_flipped_bit_anywhere_is_found_or_harmless(store, run, tmp_path, where
         assert largest_difference(expected, results) == 0
 
 
-def test_the_checksum_of_a_piece_names_it(store, run, tmp_path):
+def test_damaged_piece_is_named(store, run, tmp_path):
     shutil.copytree(run, tmp_path / "copy")
     (folder,) = (tmp_path / "copy" / "checkpoints").iterdir()
     file = folder / "rank-00001.bin"
@@ -94,7 +94,7 @@ def test_the_checksum_of_a_piece_names_it(store, run, tmp_path):
         {"size": "many"},
     ],
 )
-def test_an_index_that_makes_no_sense(store, run, tmp_path, change):
+def test_invalid_index_is_rejected(store, run, tmp_path, change):
     """With checksums that fit, as somebody would write them on purpose."""
     shutil.copytree(run, tmp_path / "copy")
     (folder,) = (tmp_path / "copy" / "checkpoints").iterdir()
@@ -117,7 +117,7 @@ class Crafted:
         return print, ("THE CRAFTED FILE RAN",)
 
 
-def test_a_crafted_checkpoint_of_the_old_format_is_refused(tmp_path, capsys):
+def test_crafted_checkpoint_of_format_1_is_rejected(tmp_path, capsys):
     run = unpack_old_run(tmp_path)
     for folder in (run / "checkpoints").iterdir():
         file = folder / ".metadata"
@@ -128,7 +128,7 @@ def test_a_crafted_checkpoint_of_the_old_format_is_refused(tmp_path, capsys):
     assert "CRAFTED" not in capsys.readouterr().out
 
 
-def test_only_tensors_are_taken_from_the_old_format(tmp_path, capsys):
+def test_format_1_reads_only_tensors(tmp_path, capsys):
     """torch unpickles everything that is no tensor."""
     content = {"engine": {"model": Crafted()}}
     with processes("cpu") as ranks:
@@ -185,11 +185,11 @@ def rank_unpickles_nothing(store: Path, run: Path) -> int:
     return rank()
 
 
-def test_several_ranks_unpickle_only_what_they_send_each_other(store, tmp_path):
+def test_ranks_unpickle_only_their_own_messages(store, tmp_path):
     assert run_world(2, rank_unpickles_nothing, store, tmp_path) == [0, 1]
 
 
-def test_the_old_index_is_read_as_torch_reads_it(tmp_path):
+def test_format_1_index_matches_torch(tmp_path):
     run = unpack_old_run(tmp_path)
     for folder in (run / "checkpoints").iterdir():
         with (folder / ".metadata").open("rb") as file:
@@ -199,7 +199,7 @@ def test_the_old_index_is_read_as_torch_reads_it(tmp_path):
         assert results.storage_data == expected.storage_data
 
 
-def test_a_pickle_that_only_looks_like_an_index(tmp_path):
+def test_pickle_that_resembles_an_index_is_rejected(tmp_path):
     """Attributes of admitted modules are not admitted with them."""
     for module, name in (("torch", "load"), ("torch.serialization", "load"), ("torch", "hub.load")):
         stream = io.BytesIO()

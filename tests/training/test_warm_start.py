@@ -78,7 +78,7 @@ FORMS = (".npy", ".safetensors", ".parquet", ".vec", ".w2v")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_starts_the_entities_that_it_has(tmp_path, form):
+def test_every_format_initializes_its_entities(tmp_path, form):
     file = write(tmp_path, form, some_vectors())
     results, drawn = start({"model__init_from": str(file)}), start({})
     ids, known = places()
@@ -93,7 +93,7 @@ def rank_starts(cases: list[dict]) -> list[dict]:
     return [start(case) for case in cases]
 
 
-def test_ranks_read_alike(tmp_path):
+def test_initial_vectors_do_not_depend_on_ranks(tmp_path):
     file = str(write(tmp_path, ".npy", some_vectors(12)))
     inputs = {"model__init_from": file}
     cases = [{**inputs, "model__init_width": how} for how in ("random", "pca")]
@@ -103,7 +103,7 @@ def test_ranks_read_alike(tmp_path):
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_projections(tmp_path):
+def test_projections_match_their_definition(tmp_path):
     ids, known = places()
     wide = some_vectors(40)
     inputs = {"model__init_from": str(write(tmp_path, ".npy", wide)), "model__biases": True}
@@ -131,7 +131,7 @@ def test_projections(tmp_path):
     assert torch.allclose(results @ results.T, narrow @ narrow.T, atol=1e-5)  # an isometry
 
 
-def test_frozen_vectors_stay_also_after_a_resume(tmp_path):
+def test_frozen_vectors_stay_after_resume(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
     inputs = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
     run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
@@ -151,7 +151,7 @@ def rows_of(run) -> torch.Tensor:
     return rows
 
 
-def test_vectors_are_read_by_the_first_rank_alone(tmp_path):
+def test_only_rank_0_reads_vectors(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
     results = run_world(2, rank_reads, str(file))
     assert results == [True, False]
@@ -165,7 +165,7 @@ def rank_reads(file: str) -> bool:
 
 
 @pytest.mark.parametrize("scorer, dim", [("complex", 8), ("conve", 12)])
-def test_a_warm_start_takes_entities_and_relations_by_label(tmp_path, scorer, dim):
+def test_warm_start_matches_labels(tmp_path, scorer, dim):
     model = {"model__scorer": scorer, "model__dim": dim, "model__reciprocal": True}
     old = config_of(the_store(), tmp_path / "old", train__epochs=1, **model)
     run = api.train(old, rank_test=False)
@@ -227,7 +227,7 @@ PROBLEMS = ("nan", "width", "narrow", "twice", "foreign", "labels", "ragged", "n
 
 
 @pytest.mark.parametrize("what", PROBLEMS)
-def test_what_is_wrong_with_vectors(tmp_path, what):
+def test_invalid_vectors_are_rejected(tmp_path, what):
     file, message = broken(tmp_path, what)
     inputs = {"model__init_from": str(file)}
     if what == "narrow":
@@ -238,7 +238,7 @@ def test_what_is_wrong_with_vectors(tmp_path, what):
     assert not (tmp_path / "run").exists()
 
 
-def test_an_export_is_a_start(tmp_path):
+def test_export_can_initialize_a_run(tmp_path):
     config = config_of(the_store(), tmp_path / "old", train__epochs=1)
     run = api.train(config, rank_test=False)
     for form in ("npy", "safetensors", "word2vec"):
@@ -246,7 +246,7 @@ def test_an_export_is_a_start(tmp_path):
         assert torch.equal(results["entities"], rows_of(run))
 
 
-def test_a_trainer_freezes_on_each_rank_its_own(tmp_path):
+def test_each_rank_freezes_its_own_rows(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
     assert run_world(2, rank_trains, str(file), tmp_path / "run") == [0, 0]
 
@@ -264,7 +264,7 @@ def rank_trains(file: str, folder: Path) -> int:
         return int((parameters(session)["entities"][ids].numpy() != some_vectors()[known]).sum())
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_from_the_vectors_again(tmp_path):
+def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
     vectors = write(tmp_path, ".npy", some_vectors())
     inputs = {"model__init_from": str(vectors), "train__epochs": 1}
     whole = api.train(config_of(the_store(), tmp_path / "whole", **inputs))
@@ -279,7 +279,7 @@ def test_a_run_killed_before_its_first_checkpoint_starts_from_the_vectors_again(
     assert torch.equal(rows_of(again), rows_of(whole))
 
 
-def test_frozen_vectors_stay_in_an_extended_run(tmp_path):
+def test_frozen_vectors_stay_in_extended_run(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
     inputs = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
     run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)

@@ -44,7 +44,7 @@ def study(tmp_path_factory) -> tuple[Path, dict]:
     return folder, results
 
 
-def test_a_study_writes_its_page_and_the_best_config(study):
+def test_study_writes_report_and_best_config(study):
     folder, results = study
     trials = results["trials"]
     assert [trial["number"] for trial in trials] == list(range(6))
@@ -69,7 +69,7 @@ def test_a_study_writes_its_page_and_the_best_config(study):
     assert [float(row[2]) for row in rows] == best.tolist() and len(rows) == len(done)
 
 
-def test_the_best_config_trains_to_the_value_that_won(study, tmp_path):
+def test_best_config_reproduces_the_best_value(study, tmp_path):
     folder, results = study
     run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
     assert run.results["valid"]["best"] == results["best"]["value"]
@@ -80,7 +80,7 @@ def with_folder(file: Path, folder: Path):
     return config_from_dict({**yaml.safe_load(file.read_text()), "run": {"dir": str(folder)}})
 
 
-def test_test_is_never_looked_at(study):
+def test_study_never_ranks_test(study):
     folder, _ = study
     runs = sorted(folder.glob("trials/0*"))
     assert len(runs) == 6
@@ -91,7 +91,7 @@ def test_test_is_never_looked_at(study):
         assert not list(run.glob("checkpoints/*"))
 
 
-def test_poor_trials_are_dropped_where_others_were_better(study):
+def test_poor_trials_are_pruned(study):
     """By the definition of asynchronous successive halving, from what each trial reported."""
     folder, _ = study
     opened = Study(folder)
@@ -111,7 +111,7 @@ def test_poor_trials_are_dropped_where_others_were_better(study):
             assert trial.state is TrialState.COMPLETE
 
 
-def test_more_trials_of_the_same_study(study, capsys):
+def test_study_can_be_extended_with_more_trials(study, capsys):
     folder, results = study
     assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
     text = capsys.readouterr().out
@@ -121,7 +121,7 @@ def test_more_trials_of_the_same_study(study, capsys):
 
 
 @pytest.mark.slow
-def test_halving_on_cores_of_the_graph(tmp_path):
+def test_halving_runs_on_cores_of_the_graph(tmp_path):
     config = config_of("countries", **SMALL)
     results = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
     assert results["best"] is not None
@@ -139,7 +139,7 @@ def test_halving_on_cores_of_the_graph(tmp_path):
         assert (trial["state"] == "complete") == (trial["reached"] == 9)
 
 
-def test_a_failed_trial_says_why_and_the_study_goes_on(tmp_path, capsys):
+def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
     space = {"train.weight_decay": [0.0, 0.1], "train.lr": [0.05, 1e30]}
     config = config_of("countries", **{**SMALL, "train.epochs": 1}, train__eps=1e-30)
     results = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
@@ -153,7 +153,7 @@ def test_a_failed_trial_says_why_and_the_study_goes_on(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_a_study_in_which_all_fails_ends_with_the_reason(tmp_path):
+def test_study_stops_if_the_first_trials_all_fail(tmp_path):
     space = {"train.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
     with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*FBGEMM's adagrad"):
@@ -171,7 +171,7 @@ def some_study(folder: Path, **changes) -> Study:
 
 
 @pytest.mark.parametrize(("metric", "best"), [("mrr", 0.5), ("mr", 0.25)])
-def test_the_best_is_the_largest_but_of_mean_rank_the_smallest(tmp_path, metric, best):
+def test_best_trial_is_largest_except_for_mean_rank(tmp_path, metric, best):
     study = some_study(tmp_path, metric=metric)
     for number, value in enumerate((0.375, 0.5, 0.25), 1):
         with study.next_trial(number) as (trial, _):
@@ -179,7 +179,7 @@ def test_the_best_is_the_largest_but_of_mean_rank_the_smallest(tmp_path, metric,
     assert study.best().value == study.optuna.best_trial.value == best
 
 
-def test_a_trial_of_a_killed_process_is_put_in_line_again(tmp_path, caplog):
+def test_trial_of_a_killed_process_is_retried(tmp_path, caplog):
     study = some_study(tmp_path)
     with study.next_trial(2) as taken:
         values = taken[1]
@@ -198,7 +198,7 @@ def test_a_trial_of_a_killed_process_is_put_in_line_again(tmp_path, caplog):
     ]
 
 
-def test_a_line_of_the_journal_that_a_kill_cut_short_is_dropped(tmp_path):
+def test_incomplete_journal_line_is_dropped(tmp_path):
     study = some_study(tmp_path)
     with study.next_trial(1) as (trial, _):
         study.optuna.tell(trial.number, 0.5)
@@ -210,7 +210,7 @@ def test_a_line_of_the_journal_that_a_kill_cut_short_is_dropped(tmp_path):
     assert [t.value for t in Study(tmp_path).ended()] == [0.5, 0.25]
 
 
-def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
+def test_signal_stops_the_study_and_keeps_the_trial(tmp_path, monkeypatch):
     study = some_study(tmp_path)
 
     def stopped(*_, **__):
@@ -224,7 +224,7 @@ def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
-def test_ctrl_c_ends_the_study_not_only_the_trial(tmp_path, monkeypatch, capsys, ctrl_c):
+def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     folder = some_study(tmp_path / "study").path
     with monkeypatch.context() as patched:
         patched.setattr(trials_of._Halving, "__call__", lambda *_: ctrl_c())
@@ -235,7 +235,7 @@ def test_ctrl_c_ends_the_study_not_only_the_trial(tmp_path, monkeypatch, capsys,
     assert [trial["state"] for trial in again["trials"]] == ["complete"]
 
 
-def test_another_study_in_the_folder_and_wrong_settings_are_refused(study, tmp_path, capsys):
+def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, capsys):
     folder, _ = study
     config = config_of("countries", **SMALL)
     for words, changes in (
@@ -277,7 +277,7 @@ def wait_for(condition, seconds: float = 120.0) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(tmp_path):
+def test_killed_study_resumes(tmp_path):
     """After a kill at any time, the study resumes and repeats the trial that was running."""
     folder = tmp_path / "study"
     for runs in (1, 3, 5):
@@ -297,7 +297,7 @@ def test_killed_and_resumed(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_and_jobs_share_a_study(tmp_path):
+def test_two_processes_share_a_study(tmp_path):
     folder = tmp_path / "study"
     processes = [command(folder, "--trials=8"), command(folder, "--trials=8", "--jobs=2")]
     assert [process.wait() for process in processes] == [0, 0]
@@ -311,7 +311,7 @@ def test_two_processes_and_jobs_share_a_study(tmp_path):
     assert len(single["trials"]) == 8
 
 
-def test_no_trials_are_refused_rather_than_thirty_run(tmp_path, capsys):
+def test_zero_trials_are_rejected(tmp_path, capsys):
     assert main(["tune", "demo", "--trials", "0", "--study", str(tmp_path / "study")]) == 1
     assert "trials must be an integer >= 1, got 0" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()
