@@ -48,11 +48,11 @@ class PackageSetError(KGEError, ImportError):
 
 def installed(names: Iterable[str]) -> dict[str, str]:
     """Return the versions of the packages that are installed, without importing them."""
-    found = {}
+    versions_of = {}
     for name in names:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found
+            versions_of[name] = metadata.version(name)
+    return versions_of
 
 
 def _short(version: str) -> str:
@@ -125,9 +125,9 @@ def check_packages() -> None:
 def _check_cuda(torch: str, fbgemm: str) -> None:
     """Raise PackageSetError if torch and FBGEMM were built for different CUDA versions."""
     tag = re.search(r"\+cu(\d+)\d$", fbgemm)  # only wheels from torch's own index have a tag
-    needed, found = tag[1] if tag else _CUDA, _torch_cuda()
-    if found is None or found.split(".")[0] != needed:
-        built = f"CUDA {found}" if found else "CPUs only"
+    needed, built_for = tag[1] if tag else _CUDA, _torch_cuda()
+    if built_for is None or built_for.split(".")[0] != needed:
+        built = f"CUDA {built_for}" if built_for else "CPUs only"
         raise PackageSetError(
             f"torch {torch} is built for {built}, but fbgemm-gpu {fbgemm} for CUDA {needed}: "
             f"{_HOW}."

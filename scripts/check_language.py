@@ -244,6 +244,8 @@ def _names(tree: ast.Module) -> Iterator[Finding]:
             yield Finding(node.lineno, "name", f"{node.arg}: write {NAMES[node.arg]}")
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             module = getattr(node, "module", None) or ""
+            if module == "hypothesis":  # its ``given``
+                continue
             for word in {*module.split("."), *(alias.name for alias in node.names)} & {*NAMES}:
                 yield Finding(node.lineno, "name", f"{word}: write {NAMES[word]}")
         elif isinstance(node, ast.ClassDef):

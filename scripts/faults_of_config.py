@@ -73,5 +73,5 @@ CONFIG_FAULTS = [
           'if verb.alone and ranks != "1":', "if False:", "tests/test_cli.py -k cannot_share"),
     Fault("a study of no trials runs thirty", "commands/tune.py",
           "trials = 30 if parsed.trials is None else parsed.trials",
-          "trials = parsed.trials or 30", "tests/tuning/test_studies.py -k no_trials"),
+          "trials = parsed.trials or 30", "tests/tuning/test_studies.py -k zero_trials"),
 ]  # fmt: skip

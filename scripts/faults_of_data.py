@@ -358,7 +358,7 @@ DATA_FAULTS = [
         "data/relation_overlap.py",
         'for split in ("valid", "test") if len(store.split(split))}',
         'for split in ("test",) if len(store.split(split))}',
-        "tests/reports/test_data_check.py -k told_of",
+        "tests/reports/test_data_check.py -k same_leaks",
     ),
     Fault(
         "a search is told of the data at every trial",
@@ -372,7 +372,7 @@ DATA_FAULTS = [
         "reports/data_check.py",
         "allow_unseen_relations=True, log_notes=False, **reading)",
         "allow_unseen_relations=True, log_notes=False)",
-        "tests/reports/test_data_check.py -k as_prepare_does",
+        "tests/reports/test_data_check.py -k like_prepare",
     ),
     Fault(
         "a store's counts are believed",
@@ -386,6 +386,6 @@ DATA_FAULTS = [
         "files.py",
         "    if path.is_dir():",
         "    if False:",
-        "tests/test_files.py -k place",
+        "tests/test_files.py -k invalid_paths",
     ),
 ]

@@ -93,8 +93,8 @@ def written(path: Path, of: ForeignFormat, model: WholeModel) -> tuple[Path, str
     return folder.path, text
 
 
-def same(found: Tensor, model: WholeModel, side: str) -> None:
-    torch.testing.assert_close(found.double(), our_scores(model, side), rtol=1e-6, atol=1e-6)
+def same(results: Tensor, model: WholeModel, side: str) -> None:
+    torch.testing.assert_close(results.double(), our_scores(model, side), rtol=1e-6, atol=1e-6)
 
 
 def one_line_each(labels: list[str]) -> list[str]:
@@ -107,7 +107,7 @@ Formula = Callable[[Any, Any, Any], Tensor]  # of the rows of heads, relations a
 
 @dataclass
 class Read:
-    """What another program has of an export.
+    """The contents of an export as another program reads them.
 
     entities, relations: its labels, in order of id.
     tables: the rows of entity ids, and of relation ids.
@@ -140,13 +140,13 @@ def read_pykeen(folder: Path) -> Read:
     state = torch.load(folder / "state_dict.pt", weights_only=True)
 
     def tables(side: str) -> list[Tensor]:
-        found = []
+        results = []
         for place, part in enumerate(settings[f"{side}_representations_kwargs"]):
             rows = state.pop(f"{side}_representations.{place}._embeddings.weight").double()
             if part["dtype"] == "cfloat":
                 rows = torch.view_as_complex(rows.unflatten(1, (-1, 2)))
-            found.append(rows.reshape(len(rows), *part["shape"]))
-        return found
+            results.append(rows.reshape(len(rows), *part["shape"]))
+        return results
 
     entities, relations = tables("entity"), tables("relation")
     name, options = settings["interaction"], settings["interaction_kwargs"]
@@ -301,9 +301,9 @@ def read_dglke(folder: Path) -> Read:
     labels = []
     for key, table in (("emap_file", entities), ("rmap_file", relations)):
         with (folder / config[key]).open() as lines:  # csv's quotes, tabs between the fields
-            found = {int(row[0]): row[1] for row in csv.reader(lines, delimiter="\t")}
-        assert sorted(found) == list(range(len(table)))
-        labels.append([found[i] for i in range(len(table))])
+            results = {int(row[0]): row[1] for row in csv.reader(lines, delimiter="\t")}
+        assert sorted(results) == list(range(len(table)))
+        labels.append([results[i] for i in range(len(table))])
     tables = [torch.from_numpy(table).double() for table in (entities, relations)]
     return Read(
         *labels,

@@ -1,4 +1,4 @@
-"""Parts that a config names by import path, for tests of the keys that are theirs alone."""
+"""Parts that a config names by import path, for tests of keys that only such parts have."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Words(Reader):
 
 
 class CrossEntropy(Loss):
-    """Over all entities, with float32 alone."""
+    """A loss over all entities that supports only float32."""
 
     needs_answers = True
 
@@ -69,21 +69,21 @@ class _OverAll:
     normalizes = True
 
     def observe(self, scores, answers):
-        seen = scores.new_zeros(3, len(scores))
-        seen[0] = scores.logsumexp(1)
+        stats = scores.new_zeros(3, len(scores))
+        stats[0] = scores.logsumexp(1)
         of_answers = scores[answers.query, answers.column] * answers.share
-        seen[1].index_add_(0, answers.query, of_answers)
-        return seen
+        stats[1].index_add_(0, answers.query, of_answers)
+        return stats
 
-    def join(self, seen):
-        return torch.stack([seen[:, 0].logsumexp(0), *seen[:, 1:].sum(0)])
+    def join(self, stats):
+        return torch.stack([stats[:, 0].logsumexp(0), *stats[:, 1:].sum(0)])
 
-    def values(self, seen):
-        return seen[0] - seen[1]
+    def values(self, stats):
+        return stats[0] - stats[1]
 
-    def finish(self, scores, seen, answers, weight):
+    def finish(self, scores, stats, answers, weight):
         place = answers.query, answers.column
-        slopes = (scores[place] - seen[0][answers.query]).exp() - answers.share
-        scores.sub_(seen[0][:, None]).exp_()
+        slopes = (scores[place] - stats[0][answers.query]).exp() - answers.share
+        scores.sub_(stats[0][:, None]).exp_()
         scores[place] = slopes  # which torch refuses to be of another type
         scores.mul_(weight[:, None])

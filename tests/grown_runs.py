@@ -30,9 +30,9 @@ def new_triples() -> dict[str, list[tuple[str, str, str]]]:
 
 
 def base_config(store: Path, folder: Path | None, **changes) -> Config:
-    given = {"model__scorer": "complex", "model__reciprocal": True, "train__epochs": 2,
+    inputs = {"model__scorer": "complex", "model__reciprocal": True, "train__epochs": 2,
              "train__eps": 1e-3, "checkpoint__every_epochs": 0, **changes}  # fmt: skip
-    return config_of(store, folder, **given)
+    return config_of(store, folder, **inputs)
 
 
 @functools.cache
@@ -43,18 +43,18 @@ def base_run(**changes) -> Path:
 
 
 def tensors(run: Path, name: str | None = None) -> dict[str, Tensor]:
-    """Of a run's newest checkpoint."""
+    """Return the tensors of a run's newest checkpoint."""
     checkpoint = (
         run / "checkpoints" / name if name else sorted((run / "checkpoints").glob("step*"))[-1]
     )
     index, _ = open_checkpoint(checkpoint)
-    found = {
+    results = {
         key: torch.empty(entry["size"], dtype=getattr(torch, entry["dtype"]))
         for key, entry in index.items()
         if not key.startswith("random")
     }
-    read_whole(checkpoint, index, found)
-    return found
+    read_whole(checkpoint, index, results)
+    return results
 
 
 FIRST = "step-000000000000"

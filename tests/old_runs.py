@@ -2,7 +2,7 @@
 
 ``fixtures/run_of_289f43d.tar.gz`` was made by commit 289f43d on two ranks: the files of a graph
 (data), a run of 2 epochs on it, an export of that run, and what it gave: metrics (expected.json)
-and the parameters after going on to 4 epochs.
+and the parameters after resuming to 4 epochs.
 """
 
 from __future__ import annotations

@@ -29,12 +29,12 @@ def oracle_top_k(scorer, table, anchors, relations, side, k, exclude=()):
     """Per query the ids of its best k entities, by score and then by smaller id."""
     pairs = set(exclude)
     queries = torch.stack([anchors, relations, anchors], 1)
-    found = []
+    results = []
     for query, row in enumerate(dense_scores(scorer, table, queries, side)):
         row = torch.where(row.isnan(), -torch.inf, row).tolist()
         order = sorted(range(len(row)), key=lambda entity: (-row[entity], entity))
-        found.append([entity for entity in order if (query, entity) not in pairs][:k])
-    return found
+        results.append([entity for entity in order if (query, entity) not in pairs][:k])
+    return results
 
 
 @torch.no_grad()
@@ -52,9 +52,9 @@ def _rank(row, target, removed):
     true = row[target]
     if true != true:
         return len(row), len(row)
-    others = [s for entity, s in enumerate(row) if entity != target and entity not in removed]
+    rest = [s for entity, s in enumerate(row) if entity != target and entity not in removed]
     # sorted() needs a total order: NaN candidates are taken as better than anything.
-    ordered = sorted([float("inf") if s != s else s for s in others], reverse=True)
-    better = sum(s > true for s in ordered) + sum(s != s and true == float("inf") for s in others)
-    ties = sum(s == true for s in others)
+    ordered = sorted([float("inf") if s != s else s for s in rest], reverse=True)
+    better = sum(s > true for s in ordered) + sum(s != s and true == float("inf") for s in rest)
+    ties = sum(s == true for s in rest)
     return 1 + better, 1 + better + ties

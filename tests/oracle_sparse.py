@@ -1,6 +1,6 @@
 """The table optimizers of all options one row after another, in float64, and what tests share.
 
-Shapes: N rows, D numbers a row, M gradients.
+Shapes: N rows, D elements per row, M gradients.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Written from the formulas, in float64 (except Adam's betas and their powers, which FBGEMM takes in
 float32), with no code shared with the package.
 
-Shapes: N rows, D numbers a row, M gradients.
+Shapes: N rows, D elements per row, M gradients.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from kge_torchrec.models.scorers import SCORERS, SIDES
 from kge_torchrec.models.scorers.base import Scorer
 
 # Those whose scores are a matrix product, distances and blocks of distances; that the others'
-# bits depend on query and row alone is in tests/models/test_scorers.py.
+# bits depend only on query and row is in tests/models/test_scorers.py.
 RANKED = ("transe_l1", "transe_l2", "distmult", "complex", "rotate")
 
 
@@ -24,7 +24,7 @@ def make_scorer(name, num_relations, dim, seed=0):
 
 
 class ColumnScorer(Scorer):
-    """Scores an entity by the first number of its row, whatever the query."""
+    """The score is the first element of the entity's row for every query."""
 
     def __init__(self):
         super().__init__(1, 1)

@@ -53,7 +53,7 @@ def installed(monkeypatch):
     return install
 
 
-def test_importing_changes_nothing_in_the_process():
+def test_import_does_not_change_the_process():
     """Neither warnings, nor loggers, nor the environment; nor does it load torch."""
     code = """
 import logging, os, sys, warnings
@@ -74,16 +74,16 @@ assert state() == before and "torch" not in sys.modules
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_type_checkers_see_the_public_names():
+def test_type_checkers_see_public_names():
     """The block that they read, and that is never run, imports what ``__all__`` has, as it does."""
     tree = ast.parse(Path(kge_torchrec.__file__).read_text(encoding="utf-8"))
     (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {name.asname: of.module for of in block.body for name in of.names}
+    stats = {name.asname: of.module for of in block.body for name in of.names}
     assert all(name.asname == name.name for of in block.body for name in of.names)  # public
-    assert seen == kge_torchrec._HOMES and set(seen) == set(kge_torchrec.__all__)
+    assert stats == kge_torchrec._HOMES and set(stats) == set(kge_torchrec.__all__)
 
 
-def test_training_from_python_leaves_warnings_and_loggers_as_they_are(tmp_path):
+def test_training_from_python_restores_warnings_and_loggers(tmp_path):
     def state() -> tuple:
         levels = {n: logging.getLogger(n).level for n in ("torchrec", "torch.fx._symbolic_trace")}
         return list(warnings.filters), levels
@@ -110,7 +110,7 @@ def test_training_from_python_is_quiet(tmp_path):
 @pytest.mark.parametrize(
     "load, ranks, spins", [(0.1, 1, "10000"), (64 * 1024, 1, "2000"), (0.1, 2, "2000")]
 )
-def test_a_program_of_ours_is_quiet_and_does_not_spin_for_long(load, ranks, spins):
+def test_command_is_quiet_and_limits_spinning(load, ranks, spins):
     code = f"""
 import os, warnings
 from kge_torchrec.environment import prepare_process
@@ -122,15 +122,15 @@ warnings.warn_explicit("a notice", UserWarning, "file", 1, module="torch.nn")
 warnings.warn_explicit("ours", UserWarning, "file", 1, module="kge_torchrec")
 print(os.environ["GOMP_SPINCOUNT"])
 """
-    others = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
+    rest = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP", "OMP"))}
     done = subprocess.run(
-        [sys.executable, "-c", code], env=others, capture_output=True, text=True, check=True
+        [sys.executable, "-c", code], env=rest, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == spins
     assert "ours" in done.stderr and "a notice" not in done.stderr
 
 
-def test_this_environment_is_good():
+def test_this_environment_passes():
     check_packages()
 
 
@@ -149,7 +149,7 @@ ALONE = {"torchrec": None, "fbgemm-gpu-cpu": None}  # torch without the others, 
         ALONE,
     ],
 )
-def test_sets_released_together_pass(installed, changes):
+def test_known_package_sets_pass(installed, changes):
     installed(changes)
     check_packages()
 
@@ -174,7 +174,7 @@ def test_sets_released_together_pass(installed, changes):
         ({"torch": "2.5.1"}, ["torch 2.5.1 is not among the supported ones", *KNOWN_SETS]),
     ],
 )
-def test_other_sets_are_refused_in_one_sentence(installed, changes, parts):
+def test_other_package_sets_are_rejected(installed, changes, parts):
     installed(changes)
     with pytest.raises(PackageSetError) as caught:
         check_packages()
@@ -185,7 +185,7 @@ def test_other_sets_are_refused_in_one_sentence(installed, changes, parts):
     assert len(re.findall(r"\.(?:\s|$)", message)) == 1
 
 
-def test_torchs_cuda_is_known_without_importing_it():
+def test_torch_cuda_version_is_read_without_import():
     code = "from kge_torchrec.environment import _torch_cuda; import sys; print(_torch_cuda());"
     code += "assert 'torch' not in sys.modules; import torch; print(torch.version.cuda)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -193,7 +193,7 @@ def test_torchs_cuda_is_known_without_importing_it():
     assert known == true
 
 
-def test_a_torch_without_its_files_is_told(monkeypatch):
+def test_torch_without_files_is_reported(monkeypatch):
     """Its metadata outlived it: what an interrupted uninstall leaves behind."""
     monkeypatch.setattr(environment, "installed", among(GOOD | CUDA))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
@@ -203,7 +203,7 @@ def test_a_torch_without_its_files_is_told(monkeypatch):
 
 @pytest.fixture
 def speaks_at_import(tmp_path):
-    """What fbgemm 1.6.0 does when it is imported, and another package whose name begins alike."""
+    """The import of fbgemm 1.6.0, and of a package whose name begins the same."""
     for name in ("fbgemm_gpu", "fbgemm_gpu_of_others"):
         (tmp_path / name).mkdir()
         text = "import logging; logging.warning('from %s'); logging.error('broken %s')"
@@ -214,7 +214,7 @@ def speaks_at_import(tmp_path):
 OTHERS = ["broken fbgemm_gpu", "from fbgemm_gpu_of_others", "broken fbgemm_gpu_of_others"]
 
 
-def test_fbgemm_does_not_speak_through_the_root_logger(speaks_at_import, caplog, monkeypatch):
+def test_fbgemm_root_messages_are_filtered(speaks_at_import, caplog, monkeypatch):
     root = logging.getLogger()
     monkeypatch.setattr(root, "filters", [])  # a program that ran before keeps its own
     before = root.filters[:], root.handlers[:]
@@ -227,7 +227,7 @@ def test_fbgemm_does_not_speak_through_the_root_logger(speaks_at_import, caplog,
     assert len(caplog.records) == 4
 
 
-def test_a_process_without_handlers_keeps_none(speaks_at_import, monkeypatch, capsys):
+def test_process_without_handlers_stays_without(speaks_at_import, monkeypatch, capsys):
     """A call of logging.warning gives the root logger a handler for good if it has none."""
     root = logging.getLogger()
     monkeypatch.setattr(root, "handlers", [])
@@ -245,7 +245,7 @@ def precision():
 
 
 def tf32() -> tuple:
-    """As older and as newer readers see it: of products and of convolutions."""
+    """Return TF32 of products and convolutions, read by torch's older and newer settings."""
     import torch
 
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
@@ -254,7 +254,7 @@ def tf32() -> tuple:
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_all_readers_agree_on_tf32(precision, allowed):
+def test_tf32_settings_agree(precision, allowed):
     import torch
 
     torch.backends.cuda.matmul.fp32_precision = "ieee" if allowed else "tf32"  # by somebody else
@@ -262,7 +262,7 @@ def test_all_readers_agree_on_tf32(precision, allowed):
     assert tf32() == (allowed,) * 4  # the first two raise where they disagree
 
 
-def test_without_tf32(precision):
+def test_without_tf32_restores_the_setting(precision):
     import torch
 
     allow_tf32(True)
@@ -277,7 +277,7 @@ def test_without_tf32(precision):
     assert torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
-def test_a_package_that_is_not_there():
+def test_missing_package_is_left_out():
     assert list(environment.installed(["no-such-package-as-this", "torch"])) == ["torch"]
 
 
@@ -316,8 +316,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc's")
-def test_large_blocks_are_kept():
-    """What a step frees and asks for again is not fetched from the kernel page by page."""
+def test_large_blocks_are_kept_by_malloc():
+    """Memory that a step frees and allocates again is not faulted in page by page."""
     settings = {k: v for k, v in os.environ.items() if not k.startswith("MALLOC_")}
     faults = {
         how: int(subprocess.check_output([sys.executable, "-c", PAGE_FAULTS, how], env=settings))
@@ -327,17 +327,17 @@ def test_large_blocks_are_kept():
 
 
 @pytest.mark.parametrize("name", ["MALLOC_MMAP_THRESHOLD_", "MALLOC_ARENA_MAX"])
-def test_settings_of_the_user_win(mallopt, monkeypatch, name):
+def test_environment_variables_win(mallopt, monkeypatch, name):
     monkeypatch.setenv(name, "1")
     assert keep_large_blocks() is False and not mallopt
 
 
-def test_other_systems_are_left_alone(mallopt, monkeypatch):
+def test_other_systems_are_not_changed(mallopt, monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
     assert keep_large_blocks() is False and not mallopt
 
 
-def test_a_c_library_without_mallopt(mallopt, monkeypatch):
+def test_c_library_without_mallopt_is_supported(mallopt, monkeypatch):
     monkeypatch.setattr(ctypes, "CDLL", lambda name: object())
     assert keep_large_blocks() is False
 
@@ -345,7 +345,7 @@ def test_a_c_library_without_mallopt(mallopt, monkeypatch):
 @pytest.mark.parametrize(
     ("requested", "ranks", "cores", "threads"), [(3, 4, 8, 3), (0, 4, 8, 2), (0, 16, 8, 1)]
 )
-def test_threads(monkeypatch, requested, ranks, cores, threads):
+def test_threads_are_shared_among_ranks(monkeypatch, requested, ranks, cores, threads):
     import torch
 
     taken = []
@@ -354,7 +354,7 @@ def test_threads(monkeypatch, requested, ranks, cores, threads):
     assert set_threads(requested, ranks) == threads and taken == [threads]
 
 
-def test_no_thread_of_our_programs_computes_with_denormal_numbers():
+def test_commands_flush_denormals_in_all_threads():
     code = """
 from kge_torchrec.environment import loading_torch
 with loading_torch():
@@ -372,7 +372,7 @@ print(torch.set_flush_denormal(True))
 
 @pytest.mark.parametrize("tiles, dots, rounds", [(True, True, True), (False, True, False),
                                                  (False, False, True)])  # fmt: skip
-def test_who_rounds_factors(monkeypatch, tiles, dots, rounds):
+def test_rounding_inside_products_depends_on_the_cpu(monkeypatch, tiles, dots, rounds):
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: tiles, raising=False)
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: dots, raising=False)
     assert environment.rounds_as_it_multiplies() == rounds
@@ -384,7 +384,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("place", [Terminal, io.StringIO])
-def test_what_takes_long_is_announced_on_a_terminal_and_removed(monkeypatch, place):
+def test_long_work_is_announced_on_a_terminal(monkeypatch, place):
     err, timer = place(), threading.Timer
     monkeypatch.setattr("sys.stderr", err)
     monkeypatch.setattr(threading, "Timer", lambda seconds, call: timer(0, call))

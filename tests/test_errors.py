@@ -25,23 +25,23 @@ def errors_defined(of: type[BaseException]) -> set[type[BaseException]]:
     return below | ({of} if is_ours else set())
 
 
-def test_every_error_of_the_package_is_one_for_people():
-    """So that the command line, which catches KGEError, forgets none."""
+def test_every_error_derives_from_kge_error():
+    """The command line catches KGEError, so every error must derive from it."""
     for module in pkgutil.walk_packages(kge_torchrec.__path__, "kge_torchrec."):
         if not module.name.endswith("__main__"):
             importlib.import_module(module.name)
-    found = errors_defined(BaseException)
+    results = errors_defined(BaseException)
     assert {"ConfigError", "ScaleTooSmall", "PackageSetError"} <= {
-        error.__name__ for error in found
+        error.__name__ for error in results
     }
     # A collective raises the first, and `processes` makes a RankLost of it; the command line
     # catches every KeyboardInterrupt.
     inside = {"RankGone", "TrainingInterrupted"}
-    others = {error.__name__ for error in found if not issubclass(error, KGEError)}
-    assert others <= inside
+    rest = {error.__name__ for error in results if not issubclass(error, KGEError)}
+    assert rest <= inside
 
 
-def test_settings_end_the_message_as_the_first_who_knows_says():
+def test_settings_are_spelled_by_the_first_interface():
     error = pickle.loads(pickle.dumps(KGEError("Keep them with", unseen=True, top=3)))
     assert str(error) == "Keep them with unseen=True top=3"
     error.spell(lambda name, value: f"--data.{name} {value}")
@@ -61,7 +61,7 @@ def data(tmp_path) -> Path:
 
 
 def advice(message: str, words: str = "with ") -> str:
-    """What the message says to type."""
+    """The setting that the message names works."""
     return message.strip().rpartition(words)[2]
 
 
@@ -71,7 +71,7 @@ def keywords(text: str) -> dict:
     return {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
 
 
-def test_what_python_is_told_to_pass_helps(data, tmp_path):
+def test_suggested_python_argument_works(data, tmp_path):
     with pytest.raises(KGEError, match="relations without a training triple: 'new'") as caught:
         prepare(data, tmp_path / "store")
     prepare(data, tmp_path / "store", **keywords(advice(str(caught.value))))
@@ -81,7 +81,7 @@ def test_what_python_is_told_to_pass_helps(data, tmp_path):
     prepare(data, tmp_path / "store", **unseen, **keywords(advice(str(caught.value))))
 
 
-def test_what_the_command_line_is_told_to_type_helps(data, tmp_path, capsys):
+def test_suggested_option_works(data, tmp_path, capsys):
     def refused(arguments: list[str]) -> list[str]:
         assert main(arguments) == 1
         return [*arguments, *advice(capsys.readouterr().err).split()]
@@ -102,7 +102,7 @@ def test_what_the_command_line_is_told_to_type_helps(data, tmp_path, capsys):
     assert main(refused(export)) == 0
 
 
-def test_a_run_of_python_is_told_the_key(data, tmp_path):
+def test_error_of_a_python_run_names_the_key(data, tmp_path):
     config = {**QUIET, "data.path": str(data), "run.dir": str(tmp_path / "run"), "train.epochs": 1}
     with pytest.raises(KGEError) as caught:
         api.train(config)
@@ -110,7 +110,7 @@ def test_a_run_of_python_is_told_the_key(data, tmp_path):
     assert api.train({**config, key: {"true": True}[value]}).results["test"] is not None
 
 
-def test_only_literals(tmp_path, capsys):
+def test_message_about_literals_names_the_option(tmp_path, capsys):
     """A graph of names and dates: what is left out by default is all there is."""
     (tmp_path / "train.nt").write_text('<a> <name> "Ann" .\n<b> <name> "Bob" .\n')
     with pytest.raises(KGEError, match="2 have a literal as object") as caught:

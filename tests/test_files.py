@@ -15,7 +15,7 @@ def folder(path: Path, content: str) -> Path:
     return path
 
 
-def test_a_folder_takes_the_place_of_another_and_nothing_else_stays(tmp_path):
+def test_folder_replaces_another_completely(tmp_path):
     made, target = folder(tmp_path / ".made", "new"), folder(tmp_path / "it", "before")
     folder(tmp_path / ".made.old", "of a program that was killed")
     files.put_in_place(made, target)
@@ -23,7 +23,7 @@ def test_a_folder_takes_the_place_of_another_and_nothing_else_stays(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["it"]
 
 
-def test_a_folder_that_cannot_take_its_name_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failed_rename_restores_the_old_folder(tmp_path, monkeypatch):
     made, target = folder(tmp_path / ".made", "new"), folder(tmp_path / "it", "before")
     rename = Path.rename
 
@@ -38,7 +38,7 @@ def test_a_folder_that_cannot_take_its_name_leaves_what_was_there(tmp_path, monk
     assert (target / "content").read_text() == "before"
 
 
-def test_a_symbolic_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
+def test_target_of_a_symbolic_link_is_replaced(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     link = tmp_path / "results.json"
     link.symlink_to(tmp_path / "elsewhere" / "there.json")
@@ -48,7 +48,7 @@ def test_a_symbolic_link_stays_and_what_it_leads_to_is_replaced(tmp_path):
     assert [path.name for path in tmp_path.joinpath("elsewhere").iterdir()] == ["there.json"]
 
 
-def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
+def test_failed_write_keeps_the_old_file(tmp_path, monkeypatch):
     file = tmp_path / "results.json"
     files.write_json(file, {"mrr": 0.5})
 
@@ -67,7 +67,7 @@ def test_a_file_that_cannot_be_written_leaves_what_was_there(tmp_path, monkeypat
     ("file/it", "file: this is, or lies in, a file, and a folder is needed"),
     ("folder", "folder: this is a folder, and a file is needed"),
 ])  # fmt: skip
-def test_a_place_where_no_file_can_be(tmp_path, monkeypatch, name, said):
+def test_invalid_paths_are_reported(tmp_path, monkeypatch, name, said):
     monkeypatch.chdir(tmp_path)
     Path("file").write_text("")
     Path("folder").mkdir()
@@ -79,6 +79,6 @@ def test_a_place_where_no_file_can_be(tmp_path, monkeypatch, name, said):
     assert files.in_words(OSError("a pipe")) == "a pipe"
 
 
-def test_nothing_can_lie_beside_the_root_folder():
+def test_root_folder_is_rejected():
     with pytest.raises(IsADirectoryError, match="the root folder; name a file in it"):
         files.partial_of(Path("/"))

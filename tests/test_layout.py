@@ -10,7 +10,7 @@ import kge_torchrec
 
 PACKAGE = Path(kge_torchrec.__file__).parent
 ROOMS = [
-    "kge_torchrec", "errors", "files", "environment", "charts", "pages", "config", "kernels",
+    "kge_torchrec", "errors", "files", "environment", "pages", "config", "kernels",
     "data", "models", "distributed", "embeddings", "ranking", "answers", "training", "planning",
     "export", "comparison", "trained_run", "reports", "api", "growth", "serving", "tuning",
     "commands", "cli", "__main__",

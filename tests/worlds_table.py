@@ -15,7 +15,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     entity_collection,
     entity_shard,
 )
-from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 
@@ -46,7 +46,7 @@ def sharded_table(
         model,
         env=ShardingEnv(world_size, rank, group, output_dtensor=True),
         device=torch.device("cpu"),
-        plan=plan_row_wise(model, sharder, world_size, world_size, "cpu", process_group=group),
+        plan=plan_row_wise(model, sharder, Ranks(world_size, world_size, "cpu")),
         sharders=[sharder],
     )
     if values is not None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kge_torchrec.answers.files_of_questions import FileReport, answer_file, score_file
+from kge_torchrec.answers.batch_inference import FileReport, answer_file, score_file
 from kge_torchrec.answers.model import AnsweringModel, Label, check_side
 from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of, nearest
 from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict

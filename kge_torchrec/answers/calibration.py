@@ -1,6 +1,6 @@
 """Curves that turn scores into probabilities, fitted to held-out true and false triples.
 
-    Platt     Platt 1999                p(s) = 1 / (1 + exp(-(slope s + intercept)))
+    Platt     Platt 1999                p(s) = 1 / (1 + exp(-(``slope`` s + ``intercept``)))
     isotonic  Zadrozny and Elkan 2002   the ascending step function nearest to the labels,
                                         with linear interpolation
 
@@ -82,14 +82,14 @@ class Calibration:
     data: str
     about: Mapping[str, Any]
 
-    def probabilities(self, scores: np.ndarray, asked: str) -> np.ndarray:
+    def probabilities(self, scores: np.ndarray, missing: str) -> np.ndarray:
         """Return the probabilities (M,) of the scores (M,) of answers.
 
         Args:
             scores: (M,).
-            asked: The part that the queries miss: "head", "relation" or "tail".
+            missing: The part that the queries miss: "head", "relation" or "tail".
         """
-        keys = (asked, "tail", BOTH)  # older calibrations have no curve for relations
+        keys = (missing, "tail", BOTH)  # older calibrations have no curve for relations
         curve = next((self.curves[key] for key in keys if key in self.curves), Curve())
         return curve.at(scores)
 
@@ -113,9 +113,9 @@ class Calibration:
         """
         file = folder / FILE
         try:
-            found = json.loads(file.read_text("utf-8"))
-            curves = {side: Curve(**values) for side, values in found.pop("curves").items()}
-            return cls(curves=curves, **found)
+            values = json.loads(file.read_text("utf-8"))
+            curves = {part: Curve(**curve) for part, curve in values.pop("curves").items()}
+            return cls(curves=curves, **values)
         except FileNotFoundError:
             return None
         except (ValueError, TypeError, AttributeError, KeyError) as error:
@@ -145,7 +145,7 @@ def fit(method: Method, scores: np.ndarray, labels: np.ndarray, weights: np.ndar
     """
     if labels.all() or not labels.any():
         raise KGEError(
-            "there is nothing to calibrate by: it takes true triples and false ones; train longer, "
+            "a calibration needs true and false triples, and there is only one kind; train longer, "
             "or calibrate more answers of each query (top)"
         )
     try:

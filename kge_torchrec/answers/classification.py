@@ -52,14 +52,16 @@ def classify(
     test = _scored(model, "test", among, 2 * seed + 1, limit)
     thresholds, of_others = thresholds_of(valid, model.num_relations)
     right = (test.scores >= thresholds[test.relations]) == test.labels
-    found = np.unique(test.relations)
+    relations = np.unique(test.relations)
     of_relation = {
         label: {
             "threshold": float(thresholds[relation]),
             "accuracy": float(right[test.relations == relation].mean()),
             "triples": int(test.labels[test.relations == relation].sum()) // 2,
         }
-        for label, relation in zip(model.relations.labels(found), found.tolist(), strict=True)
+        for label, relation in zip(
+            model.relations.labels(relations), relations.tolist(), strict=True
+        )
     }
     return {
         "accuracy": float(right.mean()),
@@ -85,8 +87,8 @@ def thresholds_of(valid: Scored, num_relations: int) -> tuple[np.ndarray, float]
     of_all = best_threshold(valid.scores, valid.labels)
     thresholds = np.full(num_relations, of_all)
     order = np.argsort(valid.relations, kind="stable")
-    found, starts = np.unique(valid.relations[order], return_index=True)
-    for relation, part in zip(found, np.split(order, starts[1:]), strict=True):
+    relations, starts = np.unique(valid.relations[order], return_index=True)
+    for relation, part in zip(relations, np.split(order, starts[1:]), strict=True):
         thresholds[relation] = best_threshold(valid.scores[part], valid.labels[part])
     return thresholds, of_all
 

@@ -67,12 +67,12 @@ def labelled(
     if len(triples) > limit:
         triples = triples[np.sort(random.choice(len(triples), limit, replace=False))]
     pools = Pools(store, np.unique(triples[:, 1]), random) if among == "seen" else None
-    found = []
+    by_side = []
     for side in SIDES:
         false = corrupt(store, triples, side, count, pools, random)
         labels = np.arange(len(triples) + len(false)) < len(triples)
-        found.append(Labelled(side, np.concatenate([triples, false]), labels))
-    return found
+        by_side.append(Labelled(side, np.concatenate([triples, false]), labels))
+    return by_side
 
 
 class Pools:
@@ -94,15 +94,15 @@ class Pools:
                 for relation, count in zip(relations, counts[relations], strict=True)
             ]
         )
-        found = [np.empty((0, 3), np.int64)]
-        seen = np.zeros_like(counts)
+        parts = [np.empty((0, 3), np.int64)]
+        earlier = np.zeros_like(counts)
         for chunk in _chunks(store.train):
             chunk = chunk[np.argsort(chunk[:, 1], kind="stable")]
             relation = chunk[:, 1]
-            number = np.arange(len(chunk)) - np.searchsorted(relation, relation) + seen[relation]
-            seen += np.bincount(relation, minlength=len(seen))
-            found.append(chunk[np.isin(relation * width + number, wanted)])
-        triples = np.concatenate(found)
+            number = np.arange(len(chunk)) - np.searchsorted(relation, relation) + earlier[relation]
+            earlier += np.bincount(relation, minlength=len(earlier))
+            parts.append(chunk[np.isin(relation * width + number, wanted)])
+        triples = np.concatenate(parts)
         self._triples = triples[np.argsort(triples[:, 1], kind="stable")]
         self._starts = np.searchsorted(self._triples[:, 1], np.arange(store.num_relations + 1))
 

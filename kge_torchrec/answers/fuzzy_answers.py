@@ -278,8 +278,8 @@ class _Asker:
             (M,) int64.
         """
         here = self._shard.holds(ids)
-        found = torch.zeros_like(ids)
-        found[here] = values[ids[here] - self._shard.first_row].long()
+        result = torch.zeros_like(ids)
+        result[here] = values[ids[here] - self._shard.first_row].long()
         if self._shard.ranks > 1:
-            dist.all_reduce(found)
-        return found
+            dist.all_reduce(result)
+        return result

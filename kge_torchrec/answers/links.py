@@ -93,22 +93,22 @@ def new_links(
     if candidates == "seen":
         only = on_all_ranks(model.processes, lambda: SeenCandidates(store, model.shard.row_range))
     best = _Best(limit, -np.inf if above is None else above)
-    seen = None if only is None else _seen_heads(model, number)
-    total = model.num_entities if seen is None else len(seen)
+    train_heads = None if only is None else _seen_heads(model, number)
+    total = model.num_entities if train_heads is None else len(train_heads)
     with scoring(model.scorer), model.bar(total, "pairs of all heads", "head") as bar:
         for first in range(0, total, HEADS):
             stop = min(first + HEADS, total)
-            heads = torch.arange(first, stop) if seen is None else seen[first:stop]
+            heads = torch.arange(first, stop) if train_heads is None else train_heads[first:stop]
             _score(model, heads, number, only, loops, best)
             bar.update(len(heads))
-    found = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], limit)
+    links = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], limit)
     (label,) = model.relations.labels([number])
     columns = (
-        model.entities.labels(found.heads),
-        [label] * len(found.heads),
-        model.entities.labels(found.tails),
-        found.scores.tolist(),
-        model.probabilities(found.scores, "tail"),
+        model.entities.labels(links.heads),
+        [label] * len(links.heads),
+        model.entities.labels(links.tails),
+        links.scores.tolist(),
+        model.probabilities(links.scores, "tail"),
     )
     return [Link(rank, *link) for rank, link in enumerate(zip(*columns, strict=True), 1)]
 
@@ -116,11 +116,11 @@ def new_links(
 def _seen_heads(model: AnsweringModel, relation: int) -> Tensor:
     """Return the heads of a relation in train: (M,) int64, ascending."""
     train = model.known("new links").train
-    found = [np.empty(0, np.int64)]
+    parts = [np.empty(0, np.int64)]
     for start in range(0, len(train), 1 << 20):
         chunk = np.asarray(train[start : start + (1 << 20)])
-        found.append(np.unique(chunk[chunk[:, 1] == relation, 0]).astype(np.int64))
-    return torch.from_numpy(np.unique(np.concatenate(found)))
+        parts.append(np.unique(chunk[chunk[:, 1] == relation, 0]).astype(np.int64))
+    return torch.from_numpy(np.unique(np.concatenate(parts)))
 
 
 def _score(
@@ -177,8 +177,8 @@ class _Best:
         if not len(row):
             return
         of_row = heads.numpy()[row.cpu().numpy()]
-        found = scores[row, column].cpu().numpy()
-        new = Triples(of_row, first + column.cpu().numpy(), found)
+        values = scores[row, column].cpu().numpy()
+        new = Triples(of_row, first + column.cpu().numpy(), values)
         self._parts.append(new)
 
     def _least(self, scores: Tensor) -> float:

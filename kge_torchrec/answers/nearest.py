@@ -84,8 +84,8 @@ def nearest(model: AnsweringModel, entity: Label, k: int = 10) -> list[Neighbour
         UnknownLabelError: The label is not in the data; the message has close matches.
         IndexError: The id is out of range.
     """
-    (found,) = nearest_of_each(model, model.entity_ids(entity).reshape(1), k)
-    return found
+    (neighbours,) = nearest_of_each(model, model.entity_ids(entity).reshape(1), k)
+    return neighbours
 
 
 def nearest_of_each(model: AnsweringModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
@@ -97,9 +97,9 @@ def nearest_of_each(model: AnsweringModel, entities: Tensor, k: int = 10) -> lis
     scores, ids = top_k(similarity, model.shard, entities, none, "tail", k, themselves)  # type: ignore[arg-type]
     neighbours = []
     for its_scores, its_ids in zip(scores.cpu(), ids.cpu(), strict=True):
-        found = its_ids >= 0
+        exists = its_ids >= 0
         pairs = zip(
-            model.entities.labels(its_ids[found].numpy()), its_scores[found].tolist(), strict=True
+            model.entities.labels(its_ids[exists].numpy()), its_scores[exists].tolist(), strict=True
         )
         neighbours.append([Neighbour(rank, *pair) for rank, pair in enumerate(pairs, 1)])
     return neighbours

@@ -44,19 +44,19 @@ class Query(NamedTuple):
     tail: Label | None
 
     @property
-    def asked(self) -> Part:
+    def missing(self) -> Part:
         """The missing part.
 
         Raises:
             ConfigError: Not exactly one part is missing.
         """
-        missing = [part for part, given in zip(PARTS, self, strict=True) if given is None]
-        if len(missing) != 1:
+        parts = [part for part, name in zip(PARTS, self, strict=True) if name is None]
+        if len(parts) != 1:
             raise ConfigError(
                 "predict takes two of head, relation and tail and finds the third, got "
-                f"{3 - len(missing)} of them"
+                f"{3 - len(parts)} of them"
             )
-        return missing[0]
+        return parts[0]
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def check_count(k: int | None) -> None:
         raise ConfigError(f"k must be an integer >= 1, got {k}")
 
 
-class Found(NamedTuple):
+class Results(NamedTuple):
     """M answers to B queries, grouped by query, each group best first."""
 
     query: np.ndarray  # (M,) int64, ascending: the index of the query in the batch
@@ -120,69 +120,73 @@ def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Predict
         IndexError: An id is out of range.
         KGEError: ``choice.known`` is False and the model is an export.
     """
-    asked = query.asked
+    missing = query.missing
     of_part = model.entity_ids, model.relation_ids, model.entity_ids
-    given = zip(of_part, query, strict=True)
+    parts = zip(of_part, query, strict=True)
     ids = torch.stack(
-        [torch.tensor(0) if part is None else ids_of(part) for ids_of, part in given]
+        [torch.tensor(0) if part is None else ids_of(part) for ids_of, part in parts]
     )[None]
-    return predictions(model, asked, ids, choice)[0]
+    return predictions(model, missing, ids, choice)[0]
 
 
 def predictions(
-    model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice
+    model: AnsweringModel, missing: Part, queries: Tensor, choice: Choice
 ) -> list[list[Prediction]]:
     """Return the answers to each of B queries that miss the same part. Collective.
 
     Args:
         model: The model.
-        asked: The missing part.
+        missing: The missing part.
         queries: (B, 3) int64; see ``find``.
         choice: Which candidates are answers.
     """
-    found = find(model, asked, queries, choice)
-    labels = (model.relations if asked == "relation" else model.entities).labels(found.ids)
-    known = splits(model, asked, queries.numpy(), found)
-    probabilities = model.probabilities(found.scores, asked)
-    columns = found.ranks.tolist(), labels, found.scores.tolist(), known, probabilities
+    results = find(model, missing, queries, choice)
+    labels = (model.relations if missing == "relation" else model.entities).labels(results.ids)
+    known = splits(model, missing, queries.numpy(), results)
+    probabilities = model.probabilities(results.scores, missing)
+    columns = results.ranks.tolist(), labels, results.scores.tolist(), known, probabilities
     answers: list[list[Prediction]] = [[] for _ in queries]
-    for query, *answer in zip(found.query.tolist(), *columns, strict=True):
+    for query, *answer in zip(results.query.tolist(), *columns, strict=True):
         answers[query].append(Prediction(*answer))
     return answers
 
 
-def find(model: AnsweringModel, asked: Part, queries: Tensor, choice: Choice) -> Found:
+def find(model: AnsweringModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
     """Return the answers to B queries that miss the same part. Collective.
 
     Memory holds one block of scores and the answers.
 
     Args:
         model: The model.
-        asked: The missing part.
+        missing: The missing part.
         queries: (B, 3) int64 ids; the value of the missing part is ignored.
         choice: Which candidates are answers.
     """
     exclude = None if choice.known else model.known("leaving out what is known").filter_index()
-    if asked != "relation" and choice.limit is None:
+    if missing != "relation" and choice.limit is None:
         assert choice.above is not None
-        return _all_above(model, asked, queries, exclude, choice.above)
+        return _all_above(model, missing, queries, exclude, choice.above)
     limit = model.num_relations if choice.limit is None else choice.limit
-    scores, ids = find_best(model, asked, queries, limit, exclude)
+    scores, ids = find_best(model, missing, queries, limit, exclude)
     wanted = ids >= 0
     if choice.above is not None:
         wanted &= scores >= choice.above
     query = wanted.nonzero()[:, 0]
-    return Found(query.numpy(), ids[wanted].numpy(), scores[wanted].numpy())
+    return Results(query.numpy(), ids[wanted].numpy(), scores[wanted].numpy())
 
 
 def find_best(
-    model: AnsweringModel, asked: Part, queries: Tensor, k: int, exclude: FilterIndex | None = None
+    model: AnsweringModel,
+    missing: Part,
+    queries: Tensor,
+    k: int,
+    exclude: FilterIndex | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the k best answers of each query. Collective.
 
     Args:
         model: The model.
-        asked: The missing part.
+        missing: The missing part.
         queries: (B, 3) int64; see ``find``.
         k: The number of answers; at most the number of candidates is returned.
         exclude: Triples that are not listed.
@@ -190,27 +194,27 @@ def find_best(
     Returns:
         Scores (B, k) float32, best first, and ids (B, k) int64. Missing answers have the id -1.
     """
-    if asked == "relation":
+    if missing == "relation":
         scores, ids = _relations(model, queries, exclude)
         return scores[:, :k], ids[:, :k]
-    anchors, relations = _asked_with(queries, asked)
-    left_out = _answers(exclude, asked, anchors, relations)
+    anchors, relations = _anchors_and_relations(queries, missing)
+    left_out = _answers(exclude, missing, anchors, relations)
     k = min(k, model.num_entities)
-    scores, ids = top_k(model.scorer, model.shard, anchors, relations, asked, k, left_out)
+    scores, ids = top_k(model.scorer, model.shard, anchors, relations, missing, k, left_out)
     return scores.cpu(), ids.cpu()
 
 
 def _all_above(
     model: AnsweringModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
-) -> Found:
+) -> Results:
     """Return all heads or tails that score at least ``above``. Collective."""
     assert side != "relation"
-    anchors, relations = _asked_with(queries, side)
+    anchors, relations = _anchors_and_relations(queries, side)
     left_out = _answers(exclude, side, anchors, relations)
     device = model.shard.rows.device
     # Growing buffers instead of one small array per block: small arrays between the blocks would
     # fragment the heap.
-    found = tuple(bytearray() for _ in Found._fields)
+    buffers = tuple(bytearray() for _ in Results._fields)
     with scoring(model.scorer):
         anchor, relation = model.shard.fetch(anchors.to(device)), relations.to(device)
         for first, scores in local_scores(model.scorer, model.shard, anchor, relation, side):
@@ -218,17 +222,17 @@ def _all_above(
                 erase(scores, first, left_out, torch.nan)  # NaN passes no threshold
             query, column = (scores >= above).nonzero(as_tuple=True)
             columns = query, column + first, scores[query, column]
-            for buffer, values in zip(found, columns, strict=True):
+            for buffer, values in zip(buffers, columns, strict=True):
                 buffer += values.cpu().numpy().tobytes()
     types = np.int64, np.int64, np.float32
-    mine = [np.frombuffer(*part) for part in zip(found, types, strict=True)]
+    mine = [np.frombuffer(*part) for part in zip(buffers, types, strict=True)]
     gathered = model.processes.gather(mine)
-    every = Found(*(np.concatenate(part) for part in zip(*gathered, strict=True)))
+    every = Results(*(np.concatenate(part) for part in zip(*gathered, strict=True)))
     order = np.lexsort((every.ids, -every.scores, every.query))
-    return Found(*(column[order] for column in every))
+    return Results(*(column[order] for column in every))
 
 
-def _asked_with(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]:
+def _anchors_and_relations(queries: Tensor, side: Part) -> tuple[Tensor, Tensor]:
     """Return the anchors (B,) and relations (B,) of queries for heads or tails."""
     return queries[:, 0 if side == "tail" else 2], queries[:, 1]
 
@@ -249,8 +253,8 @@ def _relations(
         for row, (head, _, tail) in zip(left_out, queries.tolist(), strict=True):
             row[exclude.relations_between(head, tail)] = True
     order = np.lexsort((-scores.numpy(), left_out), axis=1)  # stable: ties stay in order of id
-    found = np.where(np.take_along_axis(left_out, order, 1), -1, order)
-    return scores.gather(1, torch.from_numpy(order)), torch.from_numpy(found)
+    ids = np.where(np.take_along_axis(left_out, order, 1), -1, order)
+    return scores.gather(1, torch.from_numpy(order)), torch.from_numpy(ids)
 
 
 def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
@@ -270,35 +274,35 @@ def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
 
 
 def splits(
-    model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found
+    model: AnsweringModel, missing: Part, queries: np.ndarray, results: Results
 ) -> list[str | None]:
     """Return the split that holds each of M answers.
 
     Args:
         model: The model.
-        asked: The missing part of the queries.
+        missing: The missing part of the queries.
         queries: (B, 3) int64.
-        found: The answers.
+        results: The answers.
 
     Returns:
         M names. An answer in several splits gets train before valid before test. An unknown
         answer gets None, and so does every answer of an export.
     """
-    names = np.full(len(found.ids), None, object)
+    names = np.full(len(results.ids), None, object)
     if model.store is None:
         return names.tolist()
     for split in ("test", "valid", "train"):
         index = model.store.filter_index((split,))
-        ends = np.searchsorted(found.query, np.arange(len(queries) + 1))
+        ends = np.searchsorted(results.query, np.arange(len(queries) + 1))
         for query, start, stop in zip(queries, ends[:-1], ends[1:], strict=True):
-            holds = _holds(index, asked, query, found.ids[start:stop])
+            holds = _holds(index, missing, query, results.ids[start:stop])
             names[start:stop][holds] = split
     return names.tolist()
 
 
-def _holds(index: FilterIndex, asked: Part, query: np.ndarray, ids: np.ndarray) -> np.ndarray:
+def _holds(index: FilterIndex, missing: Part, query: np.ndarray, ids: np.ndarray) -> np.ndarray:
     """Return whether the index holds a query (3,) completed by each of the ids (K,): (K,) bool."""
-    if asked == "relation":
+    if missing == "relation":
         return np.isin(ids, index.relations_between(query[0], query[2]))
-    anchor = query[0 if asked == "tail" else 2]
-    return index.contains(asked, anchor[None], query[1][None], ids)[0]
+    anchor = query[0 if missing == "tail" else 2]
+    return index.contains(missing, anchor[None], query[1][None], ids)[0]

@@ -1,13 +1,18 @@
 """Calibrates a run on valid, and measures its probabilities on test.
 
-Shapes: M scores.
+The labeled scores are those of the answers that ``predict`` lists for the queries of a held-out
+split, or of triples and their corruptions. A query is a triple of the split without its head,
+relation or tail. Its candidates are all entities, or all relations, except the answers that other
+splits hold. A listed candidate is true if the split holds the completed triple.
+
+Shapes: M scores, B queries per batch, k listed candidates per query.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,18 +27,22 @@ from kge_torchrec.answers.calibration import (
     fit,
     sigmoid,
 )
-from kge_torchrec.answers.candidate_answers import candidate_answers
 from kge_torchrec.answers.corruptions import labelled
 from kge_torchrec.answers.model import AnsweringModel
-from kge_torchrec.answers.predictions import FEW, PARTS
+from kge_torchrec.answers.predictions import FEW, PARTS, Part, find_best
 from kge_torchrec.config import ConfigError
+from kge_torchrec.data.store import SPLITS
+from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
+from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import SIDES
 
 Among = Literal["listed", "seen", "all"]
 AMONG = ("listed", "seen", "all")
 STEPS_FROM = 1000  # labeled scores per curve from which isotonic is the default
+QUERIES = 512  # queries per batch
+RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
 
 
 @dataclass(frozen=True)
@@ -131,9 +140,9 @@ def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> 
             fewest = min(len(labels) for _, labels in valid.values())
             method = "isotonic" if fewest >= STEPS_FROM else "platt"
         curves = {
-            asked: fit(method, scores, labels, _weights(labels, options.positive_share))
-            for asked, (scores, labels) in valid.items()
-            if asked != "relation" or _has_both(labels)
+            part: fit(method, scores, labels, _weights(labels, options.positive_share))
+            for part, (scores, labels) in valid.items()
+            if part != "relation" or _has_both(labels)
         }
         about = asdict(replace(options, method=method)) | used
         made = Calibration(method, curves, step, store.fingerprint, about)
@@ -153,27 +162,27 @@ def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> 
 
 
 def _listed(
-    model: AnsweringModel, split: str, options: CalibrationOptions, part: int
+    model: AnsweringModel, split: str, options: CalibrationOptions, stream: int
 ) -> tuple[int, dict[str, Scored]]:
     """Return the number of queries of a split, and their listed answers by missing part."""
-    found = {
-        asked: candidate_answers(
-            model, split, asked, options.top or FEW, options.limit, 2 * options.seed + part
+    candidates = {
+        missing: candidate_answers(
+            model, split, missing, options.top or FEW, options.limit, 2 * options.seed + stream
         )
-        for asked in PARTS
+        for missing in PARTS
     }
     scored: dict[str, Scored] = {
-        asked: (answers.scores, answers.labels) for asked, answers in found.items()
+        missing: (answers.scores, answers.labels) for missing, answers in candidates.items()
     }
-    return sum(answers.queries for answers in found.values()), scored
+    return sum(answers.queries for answers in candidates.values()), scored
 
 
 def _corrupted(
-    model: AnsweringModel, split: str, options: CalibrationOptions, part: int
+    model: AnsweringModel, split: str, options: CalibrationOptions, stream: int
 ) -> dict[str, Scored]:
     """Return the scored triples of a split and their corruptions, by side."""
     assert options.corruptions is not None and options.among != "listed"
-    store, seed = model.known("calibrating"), 2 * options.seed + part
+    store, seed = model.known("calibrating"), 2 * options.seed + stream
     parts = labelled(store, split, options.corruptions, options.among, seed, options.limit)
     return {
         side: (model.scores(torch.from_numpy(triples), side).numpy(), labels)
@@ -184,7 +193,7 @@ def _corrupted(
 def _joined(scored: dict[str, Scored]) -> dict[str, Scored]:
     """Merge both sides into one entry; keep the entry for relations."""
     scores, labels = zip(*(scored[side] for side in SIDES), strict=True)
-    rest = {asked: found for asked, found in scored.items() if asked not in SIDES}
+    rest = {part: entry for part, entry in scored.items() if part not in SIDES}
     return {BOTH: (np.concatenate(scores), np.concatenate(labels)), **rest}
 
 
@@ -208,9 +217,9 @@ def _errors(
     weights = _weights(labels, positive_share)
     before = np.concatenate([sigmoid(scores.astype(np.float64)) for scores, _ in scored.values()])
     after = np.concatenate(
-        [made.probabilities(scores, asked) for asked, (scores, _) in scored.items()]
+        [made.probabilities(scores, part) for part, (scores, _) in scored.items()]
     )
-    found: dict[str, Any] = {
+    errors: dict[str, Any] = {
         "candidates": len(labels),
         "true": float(np.average(labels, weights=weights)),
     }
@@ -219,7 +228,65 @@ def _errors(
         ("expected_calibration_error", expected_calibration_error),
         ("brier_score", brier_score),
     ):
-        found[name] = {
+        errors[name] = {
             "before": measure(before, labels, weights), "after": measure(after, labels, weights)
         }  # fmt: skip
-    return found
+    return errors
+
+
+class CandidateAnswers(NamedTuple):
+    """The M listed candidates of all distinct queries of a split."""
+
+    queries: int
+    scores: np.ndarray  # (M,) float32
+    labels: np.ndarray  # (M,) bool, True for true answers
+
+
+def candidate_answers(
+    model: AnsweringModel, split: str, missing: Part, top: int, limit: int, seed: int
+) -> CandidateAnswers:
+    """Return the best candidates of each query of a split. Collective.
+
+    Args:
+        model: The model, with its data.
+        split: The held-out split.
+        missing: The part that the queries miss.
+        top: The number of candidates per query.
+        limit: The number of queries; a split with more is sampled. Relation queries have the
+            additional limit ``RELATION_QUERIES``.
+        seed: The seed of the sample.
+
+    Raises:
+        DataError: The split has no triples.
+    """
+    store = model.known("calibrating")
+    triples = np.array(store.split(split), np.int64)
+    if not len(triples):
+        raise DataError(f"{store.path} has no {split} triples")
+    triples[:, PARTS.index(missing)] = 0
+    queries = np.unique(triples, axis=0)
+    limit = min(limit, RELATION_QUERIES) if missing == "relation" else limit
+    if len(queries) > limit:
+        chosen = np.random.default_rng(seed).choice(len(queries), limit, replace=False)
+        queries = queries[np.sort(chosen)]
+    own = store.filter_index((split,))
+    other_splits = store.filter_index([name for name in SPLITS if name != split])
+    scores, labels = [], []
+    with model.bar(len(queries), f"{split}: {missing}s", "query") as bar:
+        for batch in np.array_split(queries, range(QUERIES, len(queries), QUERIES)):
+            best, ids = find_best(model, missing, torch.from_numpy(batch), top, other_splits)
+            is_listed = ((ids >= 0) & best.isfinite()).numpy()
+            scores.append(best.numpy()[is_listed])
+            labels.append(_are_known(own, missing, batch, ids.numpy())[is_listed])
+            bar.update(len(batch))
+    return CandidateAnswers(len(queries), np.concatenate(scores), np.concatenate(labels))
+
+
+def _are_known(
+    index: FilterIndex, missing: Part, queries: np.ndarray, ids: np.ndarray
+) -> np.ndarray:
+    """Return whether the index holds the queries (B, 3) completed by ids (B, k): (B, k) bool."""
+    if missing == "relation":
+        known = [index.relations_between(head, tail) for head, _, tail in queries.tolist()]
+        return np.stack([np.isin(row, some) for row, some in zip(ids, known, strict=True)])
+    return index.contains(missing, queries[:, 0 if missing == "tail" else 2], queries[:, 1], ids)

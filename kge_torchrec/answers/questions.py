@@ -81,29 +81,29 @@ def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Ite
         raise DataError(f"{path} is empty: write lines of {kind}")
 
 
-def read_triples(given: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
+def read_triples(source: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
     """Return the ids (T, 3) int64 of triples of labels, from a file or from memory. Collective.
 
     Raises:
         DataError: A triple is invalid. The message names the first one by its line, or by its
             index from 0 for triples in memory.
     """
-    return on_first_rank(model.processes, lambda: _triples(given, model))
+    return on_first_rank(model.processes, lambda: _triples(source, model))
 
 
-def _triples(given: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
-    if isinstance(given, str | Path):
-        place, batches = f"{given}:", read_questions(given, model, 0)
+def _triples(source: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
+    if isinstance(source, str | Path):
+        place, batches = f"{source}:", read_questions(source, model, 0)
     else:
-        place, batches = "triples: triple ", _in_memory(given, model)
-    found, problems = [np.empty((0, 3), np.int64)], []
+        place, batches = "triples: triple ", _in_memory(source, model)
+    parts, problems = [np.empty((0, 3), np.int64)], []
     for batch in batches:
-        found.append(batch.ids)
+        parts.append(batch.ids)
         problems += batch.problems
     if problems:
-        others = f" ({len(problems) - 1:,} more like this)" if len(problems) > 1 else ""
-        raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{others}")
-    triples = np.concatenate(found)
+        more = f" ({len(problems) - 1:,} more like this)" if len(problems) > 1 else ""
+        raise DataError(f"{place}{problems[0].line}: {problems[0].reason}{more}")
+    triples = np.concatenate(parts)
     if not len(triples):
         raise DataError("triples: there are none to rank")
     return triples
@@ -185,8 +185,8 @@ def _looked_up(
                 suggests = len(problems) < suggestions
                 problems.append(Problem(line.number, _unknown(vocabulary, part, label, suggests)))
                 break
-    given = np.array([[part is not None for part in line.parts] for line in parsed], bool)
-    return np.where(given.reshape(-1, 3), ids, -1), problems
+    is_present = np.array([[part is not None for part in line.parts] for line in parsed], bool)
+    return np.where(is_present.reshape(-1, 3), ids, -1), problems
 
 
 def _unknown(vocabulary: Vocabulary, part: str, label: str, suggests: bool) -> str:

@@ -22,7 +22,7 @@ import pyarrow as pa
 
 from kge_torchrec import files
 from kge_torchrec.answers.model import AnsweringModel
-from kge_torchrec.answers.predictions import PARTS, Found, Part, splits
+from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
 from kge_torchrec.config import ConfigError
 
 FORMATS = ("table", "tsv", "json", "parquet")
@@ -33,32 +33,32 @@ _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
 
 def answer_rows(
-    model: AnsweringModel, asked: Part, queries: np.ndarray, found: Found, lines: np.ndarray
+    model: AnsweringModel, missing: Part, queries: np.ndarray, results: Results, lines: np.ndarray
 ) -> pa.Table:
     """Return M answers to B queries as completed triples.
 
     Args:
         model: Provides labels, probabilities and data.
-        asked: The missing part of the queries.
+        missing: The missing part of the queries.
         queries: (B, 3) int64.
-        found: The answers.
+        results: The answers.
         lines: (B,) int64, the line of each query.
 
     Returns:
-        A table with the columns line, asked, rank, head, relation, tail, score, probability (only
-        if calibrated) and known (only with data: the split that holds the triple).
+        A table with the columns line, ``asked``, rank, head, relation, tail, score, probability
+        (only if calibrated) and known (only with data: the split that holds the triple).
     """
-    triples = queries[found.query].copy()
-    triples[:, PARTS.index(asked)] = found.ids
+    triples = queries[results.query].copy()
+    triples[:, PARTS.index(missing)] = results.ids
     columns = {
-        "line": lines[found.query],
-        "asked": pa.array([asked] * len(triples), pa.string()),
-        "rank": found.ranks,
+        "line": lines[results.query],
+        "asked": pa.array([missing] * len(triples), pa.string()),
+        "rank": results.ranks,
         **_labels(model, triples),
-        **_scores(model, found.scores, asked),
+        **_scores(model, results.scores, missing),
     }
     if model.store is not None:
-        columns["known"] = pa.array(splits(model, asked, queries, found), pa.string())
+        columns["known"] = pa.array(splits(model, missing, queries, results), pa.string())
     return pa.table(columns)
 
 
@@ -99,10 +99,10 @@ def _labels(model: AnsweringModel, triples: np.ndarray) -> dict[str, pa.Array]:
     }
 
 
-def _scores(model: AnsweringModel, scores: np.ndarray, asked: str) -> dict[str, Any]:
+def _scores(model: AnsweringModel, scores: np.ndarray, missing: str) -> dict[str, Any]:
     columns = {"score": pa.array(scores, pa.float32())}
     if model.calibration is not None:
-        columns["probability"] = pa.array(model.probabilities(scores, asked), pa.float64())
+        columns["probability"] = pa.array(model.probabilities(scores, missing), pa.float64())
     return columns
 
 

@@ -113,8 +113,8 @@ class Replicated(DenseWrapper):
         super().wrap(model)
         device = self.processes.device
         dense = {f"objective.{name}" for name, _ in model.objective.named_parameters()}
-        others = [name for name, _ in model.named_parameters() if name not in dense]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, others)
+        not_dense = [name for name, _ in model.named_parameters() if name not in dense]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, not_dense)
         self._model = DistributedDataParallel(
             model,
             device_ids=None if device.type == "cpu" else [device],
@@ -232,7 +232,7 @@ def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
     replicas = config.replicas or max(1, ranks // processes.local_world_size)
     if ranks % replicas:
         raise ConfigError(
-            f"dense.replicas: {ranks} ranks cannot be dealt to {replicas} groups of equal size; "
+            f"dense.replicas: {ranks} ranks cannot form {replicas} groups of equal size; "
             "use a divisor of the number of ranks, or dense.wrapper fsdp"
         )
     sizes, names = (replicas, ranks // replicas), ("replicate", "shard")

@@ -72,10 +72,10 @@ class Mailboxes:
             address = f"{os.getpid()} {own.file} {own.words[_TOKEN]}"
         except OSError as error:
             problem = str(error)
-        told = exchange(address)
+        addresses = exchange(address)
         try:
-            if own is not None and all(told):
-                for process, text in enumerate(told):
+            if own is not None and all(addresses):
+                for process, text in enumerate(addresses):
                     mine = process == self.rank
                     self._places.append(f"process {text.split()[0]} on {socket.gethostname()}")
                     self._boxes.append(own if mine else self._open(*map(int, text.split())))

@@ -41,7 +41,7 @@ class Processes:
     local_world_size: int
     device: torch.device
     timeout: float = Config.timeout  # seconds to wait for another rank
-    of_rows: dist.ProcessGroup | None = None  # see ``exchange``
+    exchange_group: dist.ProcessGroup | None = None  # see ``exchange``
 
     @property
     def is_first(self) -> bool:
@@ -62,7 +62,7 @@ class Processes:
     @property
     def exchange(self) -> dist.ProcessGroup:
         """The process group of all ranks that exchanges rows and gradients in each step."""
-        return self.of_rows or self.group
+        return self.exchange_group or self.group
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -88,9 +88,9 @@ class Processes:
         """Return the elementwise maximum over the ranks, on every rank.  Collective, on the CPU."""
         if self.world_size == 1:
             return list(values)
-        found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return found.tolist()
+        maxima = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+        return maxima.tolist()
 
 
 def world_size() -> int:
@@ -137,8 +137,8 @@ def on_first_rank(processes: Processes, work: Callable[[], T]) -> T:
         except Exception as caught:
             error = raised_alike(caught)
     if processes.world_size > 1:
-        result, told = processes.broadcast((result, _sendable(error)))
-        error = error or told
+        result, remote_error = processes.broadcast((result, _sendable(error)))
+        error = error or remote_error
     if error is not None:
         raise error
     return cast(T, result)
@@ -158,12 +158,12 @@ def on_all_ranks(processes: Processes, work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    told = processes.gather(None if error is None else f"{error}" or type(error).__name__)
-    failed = [rank for rank, text in enumerate(told) if text is not None]
+    messages = processes.gather(None if error is None else f"{error}" or type(error).__name__)
+    failed = [rank for rank, text in enumerate(messages) if text is not None]
     if error is not None:
         raise raised_alike(error)
     if failed:
-        raise OtherRankFailed(f"rank {failed[0]}: {told[failed[0]]}")
+        raise OtherRankFailed(f"rank {failed[0]}: {messages[failed[0]]}")
     return cast(T, result)
 
 
@@ -237,15 +237,15 @@ def _explained(error: BaseException, timeout: float | None) -> str:
         names = _shared.ended_ranks()
         timed_out = not names and bool(re.search(_TIMED_OUT, str(error), re.IGNORECASE))
     who = f" ({'; '.join(names)})" if names else ""
-    go_on = "`train --resume` goes on from the last checkpoint, on any number of ranks."
+    resume = "`train --resume` continues from the last checkpoint, on any number of ranks."
     if timed_out and timeout is not None:
         return (
-            f"another rank did not answer within {timeout:g} s{who}: it is stuck, cannot be "
-            f"reached, or needs longer, for which set `timeout` (in seconds). {go_on}"
+            f"another rank did not answer within {timeout:g} s{who}: that rank is stuck, cannot be "
+            f"reached, or needs more time; for the latter set `timeout` (in seconds). {resume}"
         )
     return (
         f"another rank died or cannot be reached{who}: the first message of the other ranks says "
-        f"why (none: it was killed, often for memory). {go_on}"
+        f"why (no message: that rank was killed, often for memory). {resume}"
     )
 
 
@@ -316,7 +316,7 @@ def _has_ended(process: int) -> bool:
 
 def _device(name: str, local_rank: int) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda was asked for, but torch finds no CUDA device")
+        raise ConfigError("device is cuda, but torch finds no CUDA device; use cpu or auto")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
@@ -348,7 +348,7 @@ def _start(device: torch.device, number: int, timeout: float, places: list[str])
     except (dist.DistStoreError, dist.DistNetworkError) as error:
         place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
         raise RankLost(
-            f"not all {os.environ['WORLD_SIZE']} ranks came to {place} within {timeout:g} s "
+            f"not all {os.environ['WORLD_SIZE']} ranks connected to {place} within {timeout:g} s "
             f"(`timeout`): {str(error).splitlines()[0]}"
         ) from error
     # The store outlives groups: without a prefix, a group would find addresses of an older one.
@@ -384,7 +384,7 @@ def _check_in(store: dist.Store, rank: int, world: int, timeout: float) -> list[
             missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
             raise RankLost(
                 f"rank {', '.join(missing)} of {world} did not start within {timeout:g} s "
-                "(`timeout`): its own messages say why, or the program that starts the ranks does"
+                "(`timeout`): see the messages of that rank or of the program that starts the ranks"
             )
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 NAME = "shared_memory"
 # all_reduce up to this size takes one exchange, in which every rank sums everything.  Larger
 # tensors take two: every rank sums its part, then the ranks exchange the sums.
-_SUMMED_AT_ONCE = 1 << 20  # bytes
+_MAX_SUM_AT_ONCE = 1 << 20  # bytes
 _REDUCED: dict[Any, Callable[[Tensor, Tensor], Any]] = {
     dist.ReduceOp.SUM: lambda total, term: total.add_(term),
     dist.ReduceOp.MAX: lambda total, term: torch.maximum(total, term, out=total),
@@ -72,7 +72,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._under_way = deque[_Exchange]()
         self._lock = threading.RLock()
         # torch keeps the name of a group in its backend, so that two groups must not share one:
-        # FSDP looks the group of all ranks up by its name.  This backend is asked for nothing else.
+        # FSDP looks the group of all ranks up by its name.  This backend serves no other purpose.
         named = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=1))
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, named)
         self._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
@@ -92,8 +92,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """
         opts = opts or dist.AllToAllOptions()
         if self.is_watched:
-            given = output, input, list(output_split_sizes), list(input_split_sizes)
-            return dist.all_to_all_single(*given, async_op=True)
+            arguments = output, input, list(output_split_sizes), list(input_split_sizes)
+            return dist.all_to_all_single(*arguments, async_op=True)
         if not (_is_plain(output) and _is_plain(input)):
             sizes = list(output_split_sizes), list(input_split_sizes)
             return self._gloo.alltoall_base(output, input, *sizes, opts)
@@ -136,7 +136,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         if not (_is_plain(total) and total.is_contiguous()):
             return self._gloo.allreduce(tensors, opts)
         flat = total.detach().view(-1)
-        if self.size() > 2 and flat.nbytes > _SUMMED_AT_ONCE:
+        if self.size() > 2 and flat.nbytes > _MAX_SUM_AT_ONCE:
             return self._reduce_in_parts(flat, reduce, tensors)
 
         def receive(parts: list[np.ndarray]) -> None:
@@ -275,16 +275,16 @@ _BY_GLOO = (
 )  # fmt: skip
 
 
-def _handed_on(name: str) -> Callable[..., Any]:
-    def call(self: SharedMemoryGroup, *given: Any, **named: Any) -> Any:
-        return getattr(self._gloo, name)(*given, **named)
+def _forwarded_to_gloo(name: str) -> Callable[..., Any]:
+    def call(self: SharedMemoryGroup, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self._gloo, name)(*args, **kwargs)
 
     call.__name__ = name
     return call
 
 
 for _name in _BY_GLOO:
-    setattr(SharedMemoryGroup, _name, _handed_on(_name))
+    setattr(SharedMemoryGroup, _name, _forwarded_to_gloo(_name))
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -383,22 +383,22 @@ def with_exchange(processes: Processes, transport: str) -> Processes:
     if transport == "gloo" or processes.world_size == 1:
         return processes
     if processes.group not in _made:
-        _made[processes.group] = _through_memory(processes)
-    of_rows = _made[processes.group]
-    if of_rows is None and transport == "shared_memory":
+        _made[processes.group] = _shared_memory_group(processes)
+    exchange_group = _made[processes.group]
+    if exchange_group is None and transport == "shared_memory":
         raise ConfigError(
             "transport shared_memory: the ranks do not share memory (CUDA, several hosts or "
             "containers, or no Linux); use auto or gloo"
         )
-    return replace(processes, of_rows=of_rows)
+    return replace(processes, exchange_group=exchange_group)
 
 
-def _through_memory(processes: Processes) -> dist.ProcessGroup | None:
+def _shared_memory_group(processes: Processes) -> dist.ProcessGroup | None:
     """Return a SharedMemoryGroup, or None on every rank if the ranks cannot share memory."""
     if processes.device.type != "cpu":
         return None
     try:
         return dist.new_group(backend=NAME, timeout=timedelta(seconds=processes.timeout))
     except OSError as error:
-        log.info("rows travel by gloo: %s", error)
+        log.info("ranks exchange rows with gloo: %s", error)
         return None

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kge_torchrec.config import ModelConfig
 from kge_torchrec.embeddings.backend import EntityShard
 
 CHUNK_ROWS = 1 << 16
@@ -57,6 +58,11 @@ class EntityInit:
             raise ValueError(f"distribution: {self.distribution!r} is none of {', '.join(_DRAWS)}")
         if not (math.isfinite(self.scale) and self.scale >= 0):
             raise ValueError(f"scale: {self.scale} is not a finite number >= 0")
+
+    @classmethod
+    def of(cls, model: ModelConfig, zero_columns: int) -> EntityInit:
+        """Return the distribution that model.init and model.init_scale name."""
+        return cls(model.init, model.init_scale, zero_columns)
 
     def draw(self, stream: np.random.Generator, out: np.ndarray) -> None:
         """Fill ``out``, (..., D) float32, with random values from the stream."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import yaml
 
-from kge_torchrec.config import ModelConfig
 from kge_torchrec.pages import render
 
 CARD, HUB_CONFIG = "README.md", "config.json"
@@ -28,43 +27,35 @@ class Licences:
     data: str = UNKNOWN
 
 
-@dataclass(frozen=True)
-class Facts:
-    """The contents of a card.
+def card(
+    description: dict[str, Any],
+    data: str,
+    triples: dict[str, int],
+    licences: Licences,
+    loading: str,
+) -> str:
+    """Return the text of README.md.
 
-    Attributes:
-        model: The model section of the config.
+    Args:
         description: The contents of model.json, with results if they belong to this model.
         data: The name of the graph.
         triples: The number of triples per split.
         licences: The licenses of model and data.
         loading: How to load the files, as Markdown.
     """
-
-    model: ModelConfig
-    description: dict[str, Any]
-    data: str
-    triples: dict[str, int]
-    licences: Licences
-    loading: str
-
-
-def card(facts: Facts) -> str:
-    """Return the text of README.md."""
-    found = facts.description
-    title = f"{found['scorer']} (dim {found['dim']}) of {facts.data}"
-    test = (found.get("results") or {}).get("test")
+    title = f"{description['scorer']} (dim {description['dim']}) of {data}"
+    test = (description.get("results") or {}).get("test")
     front: dict[str, Any] = {
         "library_name": "kge-torchrec",
-        "license": facts.licences.model,
+        "license": licences.model,
         "pipeline_tag": "graph-ml",
-        "tags": ["knowledge-graph-embeddings", "link-prediction", found["scorer"]],
+        "tags": ["knowledge-graph-embeddings", "link-prediction", description["scorer"]],
     }
     if test:
         values = test["both"]["realistic"]
         result = {
             "task": {"type": "graph-ml", "name": "Link prediction"},
-            "dataset": {"name": facts.data, "type": facts.data, "split": "test"},
+            "dataset": {"name": data, "type": data, "split": "test"},
             "metrics": [
                 {"type": metric, "name": name, "value": round(values[metric], 6)}
                 for metric, name in _METRICS.items()
@@ -76,24 +67,23 @@ def card(facts: Facts) -> str:
         "card.md",
         head=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         title=title,
-        found=found,
-        loading=facts.loading.strip(),
+        model=description,
+        loading=loading.strip(),
         test=test,
         metrics=_METRICS,
-        data=facts.data,
-        triples=facts.triples,
-        licences=facts.licences,
+        data=data,
+        triples=triples,
+        licences=licences,
     )
 
 
-def hub_config(facts: Facts) -> str:
-    """Return the text of config.json."""
-    found = facts.description
+def hub_config(description: dict[str, Any], options: dict[str, Any]) -> str:
+    """Return the text of config.json, from model.json and ``model.options`` of the config."""
     config = {
         "model_type": "kge-torchrec",
-        "architectures": [found["scorer"]],
-        **{key: found[key] for key in ("dim", "reciprocal", "num_entities", "num_relations")},
-        "options": facts.model.options,
+        "architectures": [description["scorer"]],
+        **{key: description[key] for key in ("dim", "reciprocal", "num_entities", "num_relations")},
+        "options": options,
         "torch_dtype": "float32",
     }
     return json.dumps(config, indent=1) + "\n"

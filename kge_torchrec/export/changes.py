@@ -92,15 +92,15 @@ class Earlier:
         Raises:
             ExportError: The checkpoint has another width or cannot be read.
         """
-        found = [on_first_rank(ranks, partial(self._changed, *chunk)) for chunk in chunks]
-        return np.concatenate(found)
+        parts = [on_first_rank(ranks, partial(self._changed, *chunk)) for chunk in chunks]
+        return np.concatenate(parts)
 
     def _changed(self, first: int, rows: np.ndarray | None) -> np.ndarray:
         assert rows is not None  # true on rank 0, where this runs
-        found = np.ones(len(rows), bool)
+        changed = np.ones(len(rows), bool)
         stop = min(first + len(rows), self.entities)
         if first >= stop:
-            return found
+            return changed
         try:
             before = torch.cat(list(entity_rows(self.checkpoint, stop, first))).float().numpy()
         except (OSError, Damaged) as error:
@@ -111,8 +111,8 @@ class Earlier:
                 f"{rows.shape[1]}: export the whole run"
             )
         same = before.view(np.int32) == rows[: stop - first].view(np.int32)
-        found[: stop - first] = ~same.all(1)
-        return found
+        changed[: stop - first] = ~same.all(1)
+        return changed
 
     def describe(self, changed: np.ndarray) -> dict[str, Any]:
         """Return the section of model.json about an export of changed rows."""

@@ -19,7 +19,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.config.registry import canonical, resolve
 from kge_torchrec.environment import installed
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.formats import FORMATS
+from kge_torchrec.export.table_files import FORMATS
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.models.scorers.base import BIASES
 from kge_torchrec.models.scorers.biased import with_biases

@@ -1,9 +1,10 @@
-"""Input and capabilities of the layouts of other programs.
+"""Formats of other programs: what they hold, and a program of torch.export as one of them.
 
-Those programs hold a whole model in memory, and so does rank 0 while it writes their files.
+The other programs hold a whole model in memory, and so does rank 0 while it writes their files.
+PyTorch runs the program of torch.export without this package.
 
 Shapes: N entities, D elements per entity row, R relation rows (inverses included), W elements per
-relation row.
+relation row, n triples.
 """
 
 from __future__ import annotations
@@ -15,13 +16,17 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
+from kge_torchrec.export.table_files import label_lines
 from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.pages import render
+
+PROGRAM = "scores.pt2"
 
 
 @dataclass(frozen=True)
@@ -115,16 +120,16 @@ def single_lines(vocabulary: Vocabulary, program: str) -> list[str]:
     Raises:
         ExportError: Two labels would become the same.
     """
-    seen: dict[str, str] = {}
+    label_of: dict[str, str] = {}
     for label in labels_of(vocabulary):
         line = label.replace("\r", " ").replace("\n", " ")
-        other = seen.setdefault(line, label)
+        other = label_of.setdefault(line, label)
         if other != label:
             raise ExportError(
                 f"the labels {other!r} and {label!r} would both be {line!r} for {program}, which "
                 "has no line breaks within a label; pykeen, npy and safetensors hold them"
             )
-    return list(seen)
+    return list(label_of)
 
 
 def saved(value: Any) -> memoryview:
@@ -136,3 +141,45 @@ def saved(value: Any) -> memoryview:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getbuffer()
+
+
+class TripleScores(nn.Module):
+    """Scores triples of ids: (n,), (n,), (n,) int64 -> (n,) float32.
+
+    With reciprocal relations the ids of inverses follow those of relations.
+    """
+
+    def __init__(self, scorer: Scorer, rows: Tensor):
+        super().__init__()
+        self.scorer = scorer
+        self.entities = nn.Parameter(rows, requires_grad=False)
+
+    def forward(self, head: Tensor, relation: Tensor, tail: Tensor) -> Tensor:
+        anchor, target = self.entities[head], self.entities[tail]
+        return self.scorer.score_triples(anchor, relation, target, "tail")
+
+
+def program_of(model: WholeModel) -> torch.export.ExportedProgram:
+    """Return the traced module, for any number of triples."""
+    for parameter in model.scorer.parameters():
+        parameter.requires_grad_(False)
+    module = TripleScores(model.scorer, model.rows).eval()
+    ids = torch.zeros(3, dtype=torch.int64)
+    count = {0: torch.export.Dim("triples", min=1)}
+    return torch.export.export(
+        module, (ids, ids.clone(), ids.clone()), dynamic_shapes=(count, count, count)
+    )
+
+
+def write_program(folder: ExportFolder, model: WholeModel) -> str:
+    """Write scores.pt2 and the labels; return how to load them, as Markdown."""
+    buffer = io.BytesIO()  # see ``saved``
+    torch.export.save(program_of(model), buffer)
+    folder.append(PROGRAM, [buffer.getbuffer()])
+    folder.append(ENTITIES, label_lines(model.entity_labels))
+    folder.append(RELATIONS, label_lines(model.relation_labels))
+    count = len(model.relation_labels)
+    return render("load_torch.md", count=count, reciprocal=model.config.reciprocal)
+
+
+PROGRAM_FORMAT = ForeignFormat("torch.export", None, True, True, write_program)

@@ -104,9 +104,9 @@ def _config(
 
 def _dataset_part(dataset: dict[str, Any], meta: dict[str, Any]) -> dict[str, Any]:
     """Return the dataset entries twice: newer LibKGE versions prefix keys with ``dataset.``."""
-    found = {"num_entities": dataset["num_entities"], "num_relations": dataset["num_relations"]}
-    found["meta"] = meta
-    return found | {f"dataset.{key}": value for key, value in found.items()}
+    part = {"num_entities": dataset["num_entities"], "num_relations": dataset["num_relations"]}
+    part["meta"] = meta
+    return part | {f"dataset.{key}": value for key, value in part.items()}
 
 
 @contextmanager

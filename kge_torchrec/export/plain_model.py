@@ -30,8 +30,7 @@ from kge_torchrec.export.description import (
     model_config,
     read_description,
 )
-from kge_torchrec.export.formats import FORMATS, open_table
-from kge_torchrec.export.text import read_labels
+from kge_torchrec.export.table_files import FORMATS, open_table, read_labels
 from kge_torchrec.models.scorers import Scorer, Side, build_scorer
 
 

@@ -159,19 +159,19 @@ INTERACTIONS: dict[str, Callable[[WholeModel], Interaction]] = {
 
 def write(folder: ExportFolder, model: WholeModel) -> str:
     """Write pykeen.json, ids.json and state_dict.pt; return how to load them, as Markdown."""
-    found = INTERACTIONS[model.config.scorer](model)
+    interaction = INTERACTIONS[model.config.scorer](model)
     settings = {
         "create_inverse_triples": model.config.reciprocal,
-        "interaction": found.name,
-        "interaction_kwargs": found.settings,
-        "entity_representations_kwargs": [x.settings for x in found.entities],
-        "relation_representations_kwargs": [x.settings for x in found.relations],
+        "interaction": interaction.name,
+        "interaction_kwargs": interaction.settings,
+        "entity_representations_kwargs": [x.settings for x in interaction.entities],
+        "relation_representations_kwargs": [x.settings for x in interaction.relations],
     }
     folder.append(SETTINGS, [f"{json.dumps(settings, indent=1)}\n".encode()])
     ids = {"entities": _ids(model.entity_labels), "relations": _ids(model.relation_labels)}
     folder.append("ids.json", [json.dumps(ids, ensure_ascii=False).encode()])
-    state = {f"interaction.{name}": values for name, values in found.parameters.items()}
-    for side, tables in (("entity", found.entities), ("relation", found.relations)):
+    state = {f"interaction.{name}": values for name, values in interaction.parameters.items()}
+    for side, tables in (("entity", interaction.entities), ("relation", interaction.relations)):
         for place, table in enumerate(tables):
             weight = table.weight
             if side == "relation" and model.config.reciprocal:

@@ -31,8 +31,8 @@ from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import dglke, libkge, program, pykeen
-from kge_torchrec.export.card import CARD, HUB_CONFIG, Facts, Licences, hub_config
+from kge_torchrec.export import dglke, libkge, pykeen
+from kge_torchrec.export.card import CARD, HUB_CONFIG, Licences, hub_config
 from kge_torchrec.export.card import card as text_of_card
 from kge_torchrec.export.changes import Earlier, write_ids
 from kge_torchrec.export.description import (
@@ -43,11 +43,9 @@ from kge_torchrec.export.description import (
     describe,
     describe_foreign,
 )
-from kge_torchrec.export.foreign import WholeModel
-from kge_torchrec.export.formats import FORMATS
+from kge_torchrec.export.foreign import PROGRAM_FORMAT, WholeModel
 from kge_torchrec.export.plain_model import load_scorer
-from kge_torchrec.export.table_files import npy_file, parquet_file
-from kge_torchrec.export.text import label_lines
+from kge_torchrec.export.table_files import FORMATS, label_lines, npy_file, parquet_file
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.pages import render
 from kge_torchrec.training.checkpoints import name_of
@@ -59,7 +57,7 @@ FOREIGN = {
     "pykeen": pykeen.FORMAT,
     "libkge": libkge.FORMAT,
     "dglke": dglke.FORMAT,
-    "torch": program.FORMAT,
+    "torch": PROGRAM_FORMAT,
 }
 _TABLES = {"huggingface": "safetensors"}  # table format, where it has another name
 
@@ -68,7 +66,7 @@ def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> N
     """Raise ConfigError if the format does not exist, ExportError if it cannot hold the model."""
     if only_changes and name not in FORMATS:
         raise ConfigError(
-            f"format {name} is of a whole model; changes alone are written as {', '.join(FORMATS)}"
+            f"format {name} holds whole models; changes can be exported to {', '.join(FORMATS)}"
         )
     if name in FOREIGN:
         FOREIGN[name].check(model)
@@ -123,7 +121,7 @@ class Export:
             if isinstance(error, OSError):
                 raise ExportError(
                     f"{folder.path} could not be written: {error} ({folder.free()} free on that "
-                    "disk); nothing is left of it"
+                    "disk); the incomplete export was removed"
                 ) from error
             raise
 
@@ -203,10 +201,10 @@ class Export:
         if self.licences is not None or self.format not in FORMATS:
             model, triples = session.config.model, store.report["triples"]
             licences = self.licences or Licences()
-            facts = Facts(model, description, _data(session), triples, licences, loading)
-            folder.append(CARD, [text_of_card(facts).encode()])
+            text = text_of_card(description, _data(session), triples, licences, loading)
+            folder.append(CARD, [text.encode()])
             if self.format == "huggingface":
-                folder.append(HUB_CONFIG, [hub_config(facts).encode()])
+                folder.append(HUB_CONFIG, [hub_config(description, model.options).encode()])
         folder.finish(description)
 
 

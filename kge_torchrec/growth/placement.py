@@ -209,19 +209,24 @@ class _Placer:
         """Yield the queries of sampled old triples, per side."""
         count, seed = self.old.triples, self.session.config.seed
         stream = np.random.Generator(np.random.SFC64([seed, _STREAM]))
-        picked = np.sort(stream.choice(count, min(count, OLD_TRIPLES), replace=False))
+        sample = np.sort(stream.choice(count, min(count, OLD_TRIPLES), replace=False))
         head, relation, tail = torch.from_numpy(
-            np.ascontiguousarray(np.asarray(self.store.train[picked], np.int64).T)
+            np.ascontiguousarray(np.asarray(self.store.train[sample], np.int64).T)
         ).to(self.device)
         drawn = torch.from_numpy(stream.integers(self.old.entities, size=self.candidates))
-        others = self.shard.fetch(drawn.to(self.device))
+        candidates = self.shard.fetch(drawn.to(self.device))
         missing = math.log(self.store.num_entities / len(drawn)) if self.estimates_all else 0.0
         for side in self.objective.sides:
             ids = (head, tail) if side == "tail" else (tail, head)
             anchor, target = (self.shard.fetch(x) for x in ids)
             positive, log_sum = [], []
             for part in torch.arange(len(relation), device=self.device).split(BATCH):
-                rows = anchor[None, part], relation[None, part], target[None, part], others[None]
+                rows = (
+                    anchor[None, part],
+                    relation[None, part],
+                    target[None, part],
+                    candidates[None],
+                )
                 own, negative = self.objective.scorer.score_contrast(*rows, side)
                 positive.append(own[0])
                 log_sum.append(torch.logaddexp(own[0], negative[0].logsumexp(-1) + missing))
@@ -262,7 +267,7 @@ class _Placer:
         sums, counts = torch.zeros_like(drawn), drawn.new_zeros(len(drawn), 1)
         for side, means in self.places.items():
             ids, relations = torch.from_numpy(triples[:, [0 if side == "head" else 2, 1]].T)
-            known = (ids >= first) & (ids < first + len(drawn)) & means.seen[relations]
+            known = (ids >= first) & (ids < first + len(drawn)) & means.exists[relations]
             own = (ids[known] - first).to(self.device)
             sums.index_add_(0, own, means.rows[relations[known]])
             counts.index_add_(0, own, counts.new_ones(len(own), 1))
@@ -274,7 +279,7 @@ class _Placer:
         every = max(1, -(-count // _SAMPLE))
         triples = np.asarray(self.store.train[:count:every], np.int64)
         relations = torch.from_numpy(triples[:, 1].copy())
-        found: dict[Side, _Means] = {}
+        mean_rows: dict[Side, _Means] = {}
         for side in SIDES:
             ids = torch.from_numpy(triples[:, 0 if side == "head" else 2].copy())
             here = self.shard.holds(ids)
@@ -287,8 +292,8 @@ class _Placer:
                 dist.all_reduce(sums)
             counts = torch.bincount(relations, minlength=self.store.num_relations)
             means = sums / counts.clamp_min(1)[:, None].to(self.device)
-            found[side] = _Means(means, counts > 0)
-        return found
+            mean_rows[side] = _Means(means, counts > 0)
+        return mean_rows
 
     def _scale(self) -> float:
         """Return the root mean square of a sample of old rows."""
@@ -312,7 +317,7 @@ class _Means:
     """Mean rows by relation, and the relations that have one."""
 
     rows: Tensor  # (R, D)
-    seen: Tensor  # (R,) bool
+    exists: Tensor  # (R,) bool
 
 
 def _objective(config: Config, session: Session) -> TripleObjective:

@@ -16,7 +16,7 @@ from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
 from kge_torchrec.embeddings.torchrec.planned import MODULE, Shard, shards_of
-from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, UNLIMITED, Bytes, plan_table
+from kge_torchrec.embeddings.torchrec.planner import SHARDINGS, UNLIMITED, Bytes, Ranks, plan_table
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.planning import memory, step
 from kge_torchrec.planning.cost import Cost, full_cost, objective_cost
@@ -263,15 +263,11 @@ def _shards(setup: Setup) -> list[Shard]:
     plan = plan_table(
         model,
         sharder,
-        size,
-        min(size, cluster.local_world_size),
-        cluster.device.kind,
-        sharding=setup.layout.sharding,
-        kernel=setup.form.kernel,
-        cache_load_factor=setup.form.cache_ratio or None,
         # The plan checks later whether the shards fit, together with everything else.
-        device_bytes=UNLIMITED,
-        host_bytes=UNLIMITED,
+        Ranks(size, min(size, cluster.local_world_size), cluster.device.kind, UNLIMITED, UNLIMITED),
+        setup.layout.sharding,
+        setup.form.kernel,
+        setup.form.cache_ratio,
     )
     first = shards_of(plan, workload.num_entities, workload.dim)
     return [

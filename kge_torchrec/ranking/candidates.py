@@ -74,10 +74,10 @@ class SeenCandidates:
         [first, stop) must lie within ``rows``.
         """
         indptr, entities = self._seen[side]
-        seen = entities[indptr[relation] : indptr[relation + 1]]
-        low, high = np.searchsorted(seen, (first, stop))
+        in_train = entities[indptr[relation] : indptr[relation + 1]]
+        low, high = np.searchsorted(in_train, (first, stop))
         mask = np.zeros(stop - first, bool)
-        mask[seen[low:high] - first] = True
+        mask[in_train[low:high] - first] = True
         return mask
 
     def contain(self, side: Side, relations: np.ndarray, entities: np.ndarray) -> np.ndarray:
@@ -108,11 +108,11 @@ class TypedCandidates(SeenCandidates):
         }  # per side (M,) ascending: relation * K + type
 
     def _pairs_of_types(self, store: TripleStore, side: Side) -> np.ndarray:
-        found = np.empty(0, np.int64)
+        pairs = np.empty(0, np.int64)
         for entities, relations in seen_pairs(store.side_index("train", OTHER[side])):
             which, types = self._types.of(entities)
-            found = np.union1d(found, relations[which] * len(self._types) + types)
-        return found
+            pairs = np.union1d(pairs, relations[which] * len(self._types) + types)
+        return pairs
 
     def mask(self, side: Side, relation: int, first: int, stop: int) -> np.ndarray:
         """Return which of the entities [first, stop) are candidates: (n,) bool.
@@ -133,9 +133,9 @@ class TypedCandidates(SeenCandidates):
         """Return whether each entity (B,) is a candidate of its query: (B,) bool."""
         which, types = self._types.of(entities)
         allowed, wanted = self._allowed[side], relations[which] * len(self._types) + types
-        found = super().contain(side, relations, entities)
-        found[which[np.isin(wanted, allowed)]] = True
-        return found
+        are_candidates = super().contain(side, relations, entities)
+        are_candidates[which[np.isin(wanted, allowed)]] = True
+        return are_candidates
 
 
 def make_candidates(

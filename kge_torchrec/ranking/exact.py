@@ -13,6 +13,7 @@ Shapes: T triples, B queries per batch, n rows of a block, N entities, D element
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -100,22 +101,17 @@ def _slices(total: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, max(total, 1), size)]
 
 
+@dataclass(frozen=True)
 class _Counter:
     """Counts the candidates that score below the true answer or tie with it, batch by batch."""
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        shard: EntityShard,
-        known: FilterIndex | None,
-        candidates: Candidates | None,
-        block_bytes: int | None,
-        batch_size: int,
-        progress: Callable[[int], object] | None,
-    ):
-        self.scorer, self.shard, self.known = scorer, shard, known
-        self.candidates = candidates
-        self.block_bytes, self.batch_size, self.progress = block_bytes, batch_size, progress
+    scorer: Scorer
+    shard: EntityShard
+    known: FilterIndex | None
+    candidates: Candidates | None
+    block_bytes: int | None
+    batch_size: int
+    progress: Callable[[int], object] | None
 
     def count(self, triples: Tensor, side: Side) -> np.ndarray:
         """Return the counts of lower and equal scores over all ranks: (2, T) int64. Collective.
@@ -162,9 +158,14 @@ class _Counter:
             )
 
     def _count_batch(
-        self, queries: Tensor, anchor: Tensor, target: Tensor, side: Side, less: Tensor,
+        self,
+        queries: Tensor,
+        anchor: Tensor,
+        target: Tensor,
+        side: Side,
+        less: Tensor,
         equal: Tensor,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add the counts of this rank's rows to less and equal, both (B,)."""
         relation = queries[:, 1].to(anchor.device)
         # Every rank computes the true scores with the same product as the blocks. Ties are thus
@@ -186,9 +187,9 @@ class _Counter:
         """
         if self.candidates is None:
             return
-        found, sizes = relations.unique_consecutive(return_counts=True)
+        distinct, sizes = relations.unique_consecutive(return_counts=True)
         stop = first + scores.shape[1]
-        for relation, rows in zip(found.tolist(), scores.split(sizes.tolist()), strict=True):
+        for relation, rows in zip(distinct.tolist(), scores.split(sizes.tolist()), strict=True):
             mask = torch.from_numpy(self.candidates.mask(side, relation, first, stop))
             rows.masked_fill_(~mask.to(rows.device), -torch.inf)
 

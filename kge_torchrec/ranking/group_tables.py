@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kge_torchrec import files
-from kge_torchrec.charts import chart_label, draw_bars, new_figure, short_label
+from kge_torchrec.pages import chart_label, draw_bars, new_figure, short_label
 from kge_torchrec.ranking.metrics import ranked_among
 
 LINES = 30  # groups in a table or a chart; the file has all groups
@@ -19,23 +19,23 @@ _CELLS = [
 _WIDEST = 48  # characters per label
 
 
-def table(name: str, found: dict[str, Any]) -> str:
+def table(name: str, results: dict[str, Any]) -> str:
     """Return a table of the realistic metrics of head and tail prediction, one line per group.
 
     The table fits the terminal, or 80 columns without one. Long labels are cut at the start.
 
     Args:
         name: The name of the grouping.
-        found: The result of ``grouped``.
+        results: The result of ``grouped``.
     """
-    shown = found["groups"][:LINES]
+    shown = results["groups"][:LINES]
     widest = max([len(group["group"]) for group in shown] + [len(name)])
     room = shutil.get_terminal_size().columns - 9 * len(_CELLS)
     width = min(widest, max(room, 12), _WIDEST)
     sides = [side for side, _ in _CELLS]
     titles = [column.replace("hits@", "H@").replace("mrr", "MRR") for _, column in _CELLS]
     lines = [
-        f"by {name}: {found['about']}; {ranked_among(found['total'])}",
+        f"by {name}: {results['about']}; {ranked_among(results['total'])}",
         " " * width + "".join(f"{side:>9}" for side in sides),
         f"{name:<{width}}" + "".join(f"{title:>9}" for title in titles),
         "-" * (width + 9 * len(_CELLS)),
@@ -44,8 +44,8 @@ def table(name: str, found: dict[str, Any]) -> str:
         cells = [_cell(group[side], column) for side, column in _CELLS]
         label = short_label(group["group"], width)
         lines.append(f"{label:<{width}}" + "".join(f"{cell:>9}" for cell in cells))
-    if len(found["groups"]) > LINES:
-        lines.append(f"and {len(found['groups']) - LINES:,} more groups, in the file")
+    if len(results["groups"]) > LINES:
+        lines.append(f"and {len(results['groups']) - LINES:,} more groups, in the file")
     return "\n".join(lines)
 
 
@@ -65,15 +65,15 @@ def write(folder: Path, split: str, candidates: str, by: dict[str, dict[str, Any
         by: The results of ``grouped`` by the name of the grouping.
     """
     ending = "" if candidates == "all" else f"-{candidates}-candidates"
-    for name, found in by.items():
+    for name, results in by.items():
         file = folder / f"evaluation-{split}-by-{name}{ending}.json"
-        files.write_json(file, {"split": split, "by": name, **found})
-        _draw(f"{split}, by {name}", found, file.with_suffix(".png"))
+        files.write_json(file, {"split": split, "by": name, **results})
+        _draw(f"{split}, by {name}", results, file.with_suffix(".png"))
 
 
-def _draw(title: str, found: dict[str, Any], file: Path) -> None:
-    groups = found["groups"][:LINES]
-    total = found["total"]["both"]["realistic"]["mrr"]
+def _draw(title: str, results: dict[str, Any], file: Path) -> None:
+    groups = results["groups"][:LINES]
+    total = results["total"]["both"]["realistic"]["mrr"]
     figure, (axes,) = new_figure(8, 1.8 + 0.34 * len(groups))
     labels = [f"{chart_label(group['group'])}  ({group['both']['queries']:,})" for group in groups]
     series = {
@@ -83,9 +83,9 @@ def _draw(title: str, found: dict[str, Any], file: Path) -> None:
     draw_bars(axes, labels, series)
     axes.axvline(total, color="#666666", lw=1, label=f"all queries, {total:.4f}")
     notes = [title]
-    if len(found["groups"]) > LINES:
-        notes.append(f"first {LINES} of {len(found['groups'])}")
-    if "candidates" in found["total"]:
+    if len(results["groups"]) > LINES:
+        notes.append(f"first {LINES} of {len(results['groups'])}")
+    if "candidates" in results["total"]:
         notes.append("RESTRICTED candidates")
     axes.set_title("; ".join(notes), fontsize="medium")
     axes.set(xlabel="filtered MRR (realistic); in brackets: queries of both sides")

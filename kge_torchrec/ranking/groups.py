@@ -14,10 +14,15 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec.config.checks import one_of
+from kge_torchrec.data.sort import CHUNK
 from kge_torchrec.data.store import TripleStore
+from kge_torchrec.data.store.filter_index import seen_pairs
 from kge_torchrec.models.scorers.base import SIDES, Side
-from kge_torchrec.ranking.cardinality import CATEGORIES, cardinalities, categories
 from kge_torchrec.ranking.metrics import HITS, KINDS, Ranks, metrics
+
+THRESHOLD = 1.5  # mean entities from which a side is "N" (Bordes et al. 2013)
+CATEGORIES = ("1-1", "1-N", "N-1", "N-N")
+UNSEEN = len(CATEGORIES)  # the category of a relation without a training triple
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,7 @@ def grouped(ranks: Ranks, grouping: Grouping) -> dict[str, Any]:
         for name in sums[ranks.sides[0]]
     }
     groups = [
-        {"group": label, **{side: _metrics(found, place) for side, found in sums.items()}}
+        {"group": label, **{side: _metrics(its_sums, place) for side, its_sums in sums.items()}}
         for place, label in enumerate(grouping.labels)
         if sums["both"]["queries"][place]
     ]
@@ -118,11 +123,51 @@ def _sums(ranks: Ranks, side: Side, groups: np.ndarray, size: int) -> dict[Any, 
 
 def _metrics(sums: dict[Any, np.ndarray], place: int) -> dict[str, Any]:
     queries = int(sums["queries"][place])
-    found: dict[str, Any] = {"queries": queries}
+    means: dict[str, Any] = {"queries": queries}
     for name, values in sums.items():
         if name == "answers_outside":
-            found[name] = int(values[place])
+            means[name] = int(values[place])
         elif isinstance(name, tuple) and queries:
             kind, metric = name
-            found.setdefault(kind, {})[metric] = float(values[place] / queries)
-    return found
+            means.setdefault(kind, {})[metric] = float(values[place] / queries)
+    return means
+
+
+def cardinalities(store: TripleStore) -> dict[str, np.ndarray]:
+    """Count the training triples of each relation, and the entities that it links on average.
+
+    Returns:
+        "triples" (R,) int64; the means "heads_per_tail" and "tails_per_head" (R,) float64, NaN for
+        relations without a training triple.
+    """
+    relations = store.num_relations
+    pairs, triples = {}, np.zeros(relations, np.int64)
+    for side in ("tail", "head"):
+        pairs[side] = np.zeros(relations, np.int64)
+        for _, of_pairs in seen_pairs(store.side_index("train", side)):
+            pairs[side] += np.bincount(of_pairs, minlength=relations)
+    for start in range(0, len(store.train), CHUNK):
+        column = np.asarray(store.train[start : start + CHUNK, 1])
+        triples += np.bincount(column, minlength=relations)
+    with np.errstate(invalid="ignore"):  # 0 / 0 of unseen relations
+        return {
+            "triples": triples,
+            "tails_per_head": triples / pairs["tail"],
+            "heads_per_tail": triples / pairs["head"],
+        }
+
+
+def categories(means: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the index in ``CATEGORIES`` of each relation, or ``UNSEEN``: (R,) int8.
+
+    A relation is 1-N if it links a head to at least 1.5 tails on average, but a tail to fewer
+    heads (Bordes et al. 2013, Translating Embeddings).
+
+    Args:
+        means: The result of ``cardinalities``.
+    """
+    many_tails = means["tails_per_head"] >= THRESHOLD
+    many_heads = means["heads_per_tail"] >= THRESHOLD
+    place = (2 * many_heads + many_tails).astype(np.int8)
+    place[means["triples"] == 0] = UNSEEN
+    return place

@@ -68,10 +68,10 @@ def metrics(ranks: Ranks) -> dict[str, Any]:
     if not ranks.sides or any(len(ranks.optimistic[side]) == 0 for side in ranks.sides):
         raise ValueError("no metrics without ranks: the set of triples is empty")
     sides: tuple[Side | Literal["both"], ...] = (*ranks.sides, "both")
-    found = _restriction_of(ranks)
+    results = _restriction_of(ranks)
     for side in sides:
-        found[side] = {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
-    return found
+        results[side] = {kind: _summary(ranks.values(side, kind)) for kind in KINDS}
+    return results
 
 
 def _restriction_of(ranks: Ranks) -> dict[str, Any]:

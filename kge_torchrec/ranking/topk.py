@@ -18,7 +18,6 @@ from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 
 ID_LIMIT = 2**32 - 1  # the largest id; ids use the lower half of a key
-COLUMNS = 1 << 20  # entities whose keys are in memory at once
 NOTHING = torch.iinfo(torch.int64).min  # the key of an excluded or missing answer
 
 

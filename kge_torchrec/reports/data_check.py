@@ -1,7 +1,7 @@
-"""What a graph of triples is like and what is wrong with it, before anything is trained.
+"""A check of a graph before training: sizes, repeats, leaks between splits and degrees.
 
-Every figure is a sort or a count over arrays of ids, so that hundreds of millions of triples take
-minutes and a few times their memory.
+Every figure is a sort or a count over arrays of ids. Hundreds of millions of triples take minutes
+and a few times their own memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 
 from kge_torchrec import files
-from kge_torchrec.charts import COLORS, new_figure
 from kge_torchrec.config.checks import check
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import SPLITS, Sources
@@ -31,9 +30,10 @@ from kge_torchrec.data.relation_overlap import (
 from kge_torchrec.data.report import Spell, reading_notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import DataError
-from kge_torchrec.ranking.cardinality import CATEGORIES, cardinalities, categories
+from kge_torchrec.pages import COLORS, new_figure
+from kge_torchrec.ranking.groups import CATEGORIES, cardinalities, categories
 
-LINES = 10  # of relations in a table
+MAX_LINES = 10  # relations per table
 
 
 def check_data(
@@ -44,24 +44,31 @@ def check_data(
     spell: Spell = "{}={!r}".format,
     **reading: Any,
 ) -> dict[str, Any]:
-    """Counts, repeats, leaks between splits and degrees of a graph of triples.
+    """Return sizes, repeats, leaks between splits and degrees of a graph of triples.
 
-    path: a prepared store, or what `prepare` takes: a directory, a file, several, countries.
-    output: a folder that gets ``data-check.json`` and ``degrees.png``; None writes nothing.
-    threshold: share of the triples of either that makes two relations duplicates or inverses.
-    spell: how the notes write a setting of ``reading``, by (name, value).
-    reading: how files are read, as `prepare` takes it: has_header, columns, ratio, seed, ...
+    Args:
+        path: A prepared store, or an input of ``prepare``: a folder, a file, several files or the
+            name of a dataset.
+        output: A folder for ``data-check.json`` and ``degrees.png``. None writes nothing.
+        threshold: Two relations are duplicates or inverses if they share at least this share of
+            the triples of either.
+        spell: Formats a setting of ``reading`` for the notes, from (name, value).
+        reading: Options of ``prepare`` for reading files: has_header, columns, ratio, seed, ...
 
-    Returns "notes" (how first lines were read, ...), "entities", "relations", "triples" by split,
-    "repeated" triples by split and by pair of splits, "unseen" entities and relations, "loops",
-    "overlaps" (relations that are duplicates, inverses or symmetric), "leaks" of valid and test,
-    "categories" of relations and "degrees".
-    Raises DataError on bad input, ConfigError for a threshold outside (0, 1].
+    Returns:
+        "notes" (such as how first lines were read), "entities", "relations", "triples" by split,
+        "repeated" triples by split and by pair of splits, "unseen" entities and relations,
+        "loops", "overlaps" (relations that are duplicates, inverses or symmetric), "leaks" of valid
+        and test, "categories" of relations, and "degrees".
+
+    Raises:
+        DataError: The input cannot be used.
+        ConfigError: ``threshold`` is outside (0, 1].
     """
     check(0 < threshold <= 1, "threshold", "in (0, 1]", threshold)
     with _opened(path, reading, spell) as store:
         remedies = None if _is_store(path) else spell
-        found = {
+        results = {
             "data": str(path) if isinstance(path, str | Path) else ", ".join(map(str, path)),
             "notes": reading_notes(store, remedies),
             **_check(store, threshold),
@@ -69,9 +76,9 @@ def check_data(
     if output is not None:
         folder = Path(output)
         folder.mkdir(parents=True, exist_ok=True)
-        files.write_json(folder / "data-check.json", found)
-        _draw(found, folder / "degrees.png")
-    return found
+        files.write_json(folder / "data-check.json", results)
+        _draw(results, folder / "degrees.png")
+    return results
 
 
 def _is_store(path: Sources) -> bool:
@@ -80,11 +87,13 @@ def _is_store(path: Sources) -> bool:
 
 @contextmanager
 def _opened(path: Sources, reading: Mapping[str, Any], spell: Spell) -> Iterator[TripleStore]:
-    """The store there, or one made of the files there for as long as it is looked at."""
+    """Yield the store at a path, or a temporary store made from the files at the path."""
     if isinstance(path, str | Path) and _is_store(path):
         if reading:
             options = " ".join(spell(name, value) for name, value in reading.items())
-            raise DataError(f"{path} is a store, whose files have been read: leave out {options}")
+            raise DataError(
+                f"{path} is a prepared store, which is not read again: leave out {options}"
+            )
         yield TripleStore.open(path)
         return
     with tempfile.TemporaryDirectory() as folder:
@@ -94,10 +103,10 @@ def _opened(path: Sources, reading: Mapping[str, Any], spell: Spell) -> Iterator
 
 
 def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
-    found = cardinalities(store)
+    counts_of = cardinalities(store)
     index = PairIndex(store.train, store.num_entities, store.num_relations)
     loops = loops_of(store.train, store.num_relations)
-    overlaps = find_overlaps(index, found["triples"], loops, threshold)
+    overlaps = find_overlaps(index, counts_of["triples"], loops, threshold)
     names = store.relations.labels
 
     def named(overlap: Overlap) -> dict[str, Any]:
@@ -110,7 +119,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
             counts = {k: int(v.sum()) for k, v in leaking(index, overlaps, triples).items()}
             shares = {f"{name}_share": count / len(triples) for name, count in counts.items()}
             leaks[split] = {**counts, **shares}
-    place, report = categories(found), store.report
+    place, report = categories(counts_of), store.report
     return {
         "entities": store.num_entities,
         "relations": store.num_relations,
@@ -133,7 +142,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
         "categories": {
             name: {
                 "relations": int((place == i).sum()),
-                "triples": int(found["triples"][place == i].sum()),
+                "triples": int(counts_of["triples"][place == i].sum()),
             }
             for i, name in enumerate(CATEGORIES)
         },
@@ -142,7 +151,7 @@ def _check(store: TripleStore, threshold: float) -> dict[str, Any]:
 
 
 def _degrees(store: TripleStore) -> dict[str, Any]:
-    """Of the entities in train: how many triples have them as head or tail."""
+    """Return statistics of the number of training triples that each entity is in."""
     degrees, entities = store.degrees().histogram()
     below = np.cumsum(entities)
 
@@ -159,25 +168,25 @@ def _degrees(store: TripleStore) -> dict[str, Any]:
     }
 
 
-def table(found: dict[str, Any]) -> str:
-    """What ``check_data`` found, for people."""
-    triples = found["triples"]
+def table(results: dict[str, Any]) -> str:
+    """Return the results of ``check_data`` as text."""
+    triples = results["triples"]
     lines = [
-        f"{found['data']}: {found['entities']:,} entities, {found['relations']:,} relations; "
+        f"{results['data']}: {results['entities']:,} entities, {results['relations']:,} relations; "
         + ", ".join(f"{split} {count:,}" for split, count in triples.items()),
-        *(f"note: {note}" for note in found["notes"]),
+        *(f"note: {note}" for note in results["notes"]),
         "",
-        _line("triples repeated within a split", _counts(found["repeated"]["within"])),
-        _line("triples in two splits", _counts(found["repeated"]["across"])),
-        _line("loops (an entity with itself) in train", f"{found['loops']:,}"),
+        _line("triples repeated within a split", _counts(results["repeated"]["within"])),
+        _line("triples in two splits", _counts(results["repeated"]["across"])),
+        _line("loops (an entity with itself) in train", f"{results['loops']:,}"),
     ]
     for split in ("valid", "test"):
-        unseen = found["unseen"]["entities"].get(split)
-        of = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
-        lines.append(_line(f"entities of {split} not in train", of))
-        relations = found["unseen"]["relations"].get(split)
+        unseen = results["unseen"]["entities"].get(split)
+        text = f"{unseen['entities']:,} in {unseen['triples']:,} triples" if unseen else "none"
+        lines.append(_line(f"entities of {split} not in train", text))
+        relations = results["unseen"]["relations"].get(split)
         lines.append(_line(f"relations of {split} not in train", _counts(relations or {})))
-    degrees = found["degrees"]
+    degrees = results["degrees"]
     lines.append(
         _line(
             "training triples per entity",
@@ -186,18 +195,18 @@ def table(found: dict[str, Any]) -> str:
     )
     percentiles = "90% {p90:,}, 99% {p99:,}, most {max:,}".format(**degrees)
     lines.append(_line("training triples per entity, percentiles", percentiles))
-    for name, of in found["categories"].items():
-        many = f"{of['relations']:,} with {of['triples']:,} triples of train"
+    for name, category in results["categories"].items():
+        many = f"{category['relations']:,} with {category['triples']:,} triples of train"
         lines.append(_line(f"relations {name}", many))
-    lines += ["", *_leaks(found)]
+    lines += ["", *_leaks(results)]
     for kind in ("symmetric", "inverses", "duplicates"):
-        lines += _relations(kind, found["overlaps"][kind], found["threshold"])
+        lines += _relations(kind, results["overlaps"][kind], results["threshold"])
     return "\n".join(lines)
 
 
-def _leaks(found: dict[str, Any]) -> list[str]:
-    lines = [] if found["leaks"] else ["no valid or test triples to leak"]
-    for split, leak in found["leaks"].items():
+def _leaks(results: dict[str, Any]) -> list[str]:
+    lines = [] if results["leaks"] else ["no valid or test triples to leak"]
+    for split, leak in results["leaks"].items():
         for name, what in (
             ("redundant", "leaks by inverse, duplicate or symmetry"),
             ("linked", "entities linked in train, same direction"),
@@ -209,14 +218,14 @@ def _leaks(found: dict[str, Any]) -> list[str]:
 
 def _relations(kind: str, overlaps: list[dict[str, Any]], threshold: float) -> list[str]:
     lines = ["", f"{kind} (at least {threshold:g} of the triples of either): {len(overlaps):,}"]
-    for overlap in overlaps[:LINES]:
+    for overlap in overlaps[:MAX_LINES]:
         if kind == "symmetric":
             lines.append(f"  {overlap['first']}: {overlap['share_of_first']:.1%}")
         else:
             shares = f"{overlap['share_of_first']:.1%} / {overlap['share_of_second']:.1%}"
             lines.append(f"  {overlap['first']}  {overlap['second']}: {shares}")
-    if len(overlaps) > LINES:
-        lines.append(f"  and {len(overlaps) - LINES:,} more, in the JSON")
+    if len(overlaps) > MAX_LINES:
+        lines.append(f"  and {len(overlaps) - MAX_LINES:,} more, in the JSON")
     return lines
 
 
@@ -224,22 +233,24 @@ def _line(what: str, value: str) -> str:
     return f"{what:<49} {value}"
 
 
-def _counts(of: dict[str, int]) -> str:
-    return ", ".join(f"{name} {count:,}" for name, count in of.items()) or "none"
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none"
 
 
-def _draw(found: dict[str, Any], file: Path) -> None:
-    """How many entities are in so many triples of train, on logarithmic axes."""
-    histogram = found["degrees"]["histogram"]
+def _draw(results: dict[str, Any], file: Path) -> None:
+    """Draw the numbers of entities by their number of training triples, on log axes."""
+    histogram = results["degrees"]["histogram"]
     degrees, entities = (np.array(histogram[name]) for name in ("degrees", "entities"))
     figure, (axes,) = new_figure(6.5, 4.5)
     some = degrees > 0
     above = np.cumsum(entities[::-1])[::-1]
-    axes.loglog(degrees[some], entities[some], ".", ms=4, color=COLORS[0], label="exactly so many")
-    axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="so many or more")
+    axes.loglog(
+        degrees[some], entities[some], ".", ms=4, color=COLORS[0], label="exactly this number"
+    )
+    axes.loglog(degrees[some], above[some], "-", color=COLORS[1], label="this number or more")
     none = int(entities[~some].sum())
     axes.set_title(
-        f"{Path(found['data']).name}: {found['entities']:,} entities, {none:,} not in train",
+        f"{Path(results['data']).name}: {results['entities']:,} entities, {none:,} not in train",
         fontsize="medium",
     )
     axes.set(xlabel="triples of train that an entity is in", ylabel="entities")

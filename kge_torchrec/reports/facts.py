@@ -1,4 +1,4 @@
-"""What the folder of a run says without its model: config, curves, results, layout, times."""
+"""The contents of a run folder without the model: config, curves, results, layout, times."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from kge_torchrec.training.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
-# Keys that differ between any two runs, and say nothing about them.
-_OF_A_START = ("run.", "threads", "device")
+# Keys that describe where a run ran, not what it trained.
+_PLACE_KEYS = ("run.", "threads", "device")
 
 
 class ReportError(KGEError):
-    """Raised for a report that cannot be made."""
+    """A report cannot be written."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class RunFacts:
 
     Attributes:
         metrics: The lines of metrics.jsonl.
-        results: results.json; None while the run trains, or where the file is damaged.
-        damaged: Says why results.json cannot be read; empty if it can, or is not there.
+        results: results.json; None while the run trains, or if the file is damaged.
+        damaged: The reason why results.json cannot be read; empty if it can, or does not exist.
         layout: plan.txt.
-        resolved: resolved.json, the values that null stood for, by key.
+        resolved: resolved.json: by key, the values that replaced null.
     """
 
     name: str
@@ -56,7 +56,7 @@ class RunFacts:
         except ConfigError as error:
             if folder.results.is_file():
                 damaged = str(error)
-                log.warning("the report goes without the results: %s", error)
+                log.warning("the report leaves out the results: %s", error)
         return cls(
             name=name,
             path=folder.path,
@@ -74,11 +74,11 @@ class RunFacts:
         return Path(self.config.data.path).name
 
     def was_resolved(self, key: str) -> bool:
-        """Return whether null stood for the key's value, and nobody has changed it since."""
+        """Return whether the key's value replaced null and has not been changed since."""
         return key in self.resolved and self.resolved[key] == attrgetter(key)(self.config)
 
     def of_kind(self, kind: str) -> list[dict[str, Any]]:
-        """Return lines of "step", "epoch" or "valid"; the last one of an epoch trained twice."""
+        """Return lines of "step", "epoch" or "valid"; of an epoch trained twice, the last line."""
         return list({line["step"]: line for line in self.metrics if line["kind"] == kind}.values())
 
     def losses(self) -> tuple[list[float], list[float]]:
@@ -92,26 +92,26 @@ class RunFacts:
         return [x["epoch"] for x in lines], [x["both"]["realistic"]["mrr"] for x in lines]
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds of training, and of validation where the log has them."""
+        """Return the seconds of training, and of validation if the log has them."""
         return {
             "training": sum(line["seconds"] for line in self.of_kind("epoch")),
             "validation": sum(line.get("seconds", 0.0) for line in self.of_kind("valid")),
         }
 
     def groups(self, by: str) -> dict[str, Any] | None:
-        """Return what ``evaluate --by`` has written about test, or None."""
+        """Return the file of ``evaluate --by`` on test, or None."""
         file = self.path / f"evaluation-test-by-{by}.json"
         try:
             return json.loads(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return None
         except ValueError as error:
-            log.warning("%s is damaged (%s); the report does without it", file, error)
+            log.warning("%s is damaged (%s); the report leaves it out", file, error)
             return None
 
 
 def names_of(paths: list[Path]) -> list[str]:
-    """Return different names of folders: as many of their last parts as that takes.
+    """Return a distinct name per folder: as many of its last parts as needed.
 
     Raises:
         ReportError: A folder is named twice.
@@ -119,7 +119,7 @@ def names_of(paths: list[Path]) -> list[str]:
     resolved = [path.resolve() for path in paths]
     for path in resolved:
         if resolved.count(path) > 1:
-            raise ReportError(f"{path} is given twice; name each run once")
+            raise ReportError(f"{path} is named twice; name each run once")
     longest = max(len(path.parts) for path in resolved)
     for length in range(1, longest + 1):
         names = ["/".join(path.parts[-length:]) for path in resolved]
@@ -133,9 +133,9 @@ def differences(runs: list[RunFacts]) -> list[tuple[str, list[Any]]]:
     configs = [run.config for run in runs]
     if len(runs) == 1:
         configs.append(Config())
-    found = []
+    changed = []
     for key in all_keys():
         values = [attrgetter(key)(config) for config in configs]
-        if not key.startswith(_OF_A_START) and any(value != values[0] for value in values):
-            found.append((key, values))
-    return found
+        if not key.startswith(_PLACE_KEYS) and any(value != values[0] for value in values):
+            changed.append((key, values))
+    return changed

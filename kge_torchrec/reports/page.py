@@ -1,4 +1,4 @@
-"""``report(runs)``: one self-contained HTML page about one run, or several side by side."""
+"""A self-contained HTML page about one run, or several runs side by side."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def report(
     """
     paths = [Path(run) for run in ([runs] if isinstance(runs, str | Path) else runs)]
     if not paths:
-        raise ReportError("a report needs the folder of a run")
+        raise ReportError("a report needs at least one run folder")
     facts = [RunFacts.read(*one) for one in zip(paths, names_of(paths), strict=True)]
     files.check_place(Path(output))
     has_curves = any(run.losses()[0] or run.valid_mrr()[0] for run in facts)
@@ -60,7 +60,7 @@ def report(
         times=run_charts.times(facts) if has_times else "",
         **_results(facts),
         **_settings(facts),
-        **_of_models(facts, with_models),
+        **_model_parts(facts, with_models),
     )
     files.write_text(Path(output), text)
     return Path(output)
@@ -80,9 +80,9 @@ def _results(runs: list[RunFacts]) -> dict[str, Any]:
         for side in ("head", "tail", "both"):
             metrics = test[side]["realistic"]
             values = [f"{metrics[m]:,.1f}" if m == "mr" else f"{metrics[m]:.4f}" for m in _METRICS]
-            of_run = [train["epochs"], f"{train['seconds']:,.1f}", memory]
+            run_cells = [train["epochs"], f"{train['seconds']:,.1f}", memory]
             rows.append(
-                [isolated(run.name), side, *values, *(of_run if side == "both" else [""] * 3)]
+                [isolated(run.name), side, *values, *(run_cells if side == "both" else [""] * 3)]
             )
     return {"results": rows, "notes": notes}
 
@@ -113,7 +113,7 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _of_models(runs: list[RunFacts], with_models: bool) -> dict[str, Any]:
+def _model_parts(runs: list[RunFacts], with_models: bool) -> dict[str, Any]:
     """Return the charts by relation and of the entities, and the rows of examples."""
     by_relation: dict[str, dict[str, Any]] = {}
     first: dict[str, Any] = {"map": "", "examples": []}
@@ -128,7 +128,7 @@ def _of_models(runs: list[RunFacts], with_models: bool) -> dict[str, Any]:
                         first["map"] = run_charts.entity_map(entities) if entities else ""
                         first["examples"] = [_cells(example) for example in examples(run)]
             except KGEError as error:  # such as a run that keeps no checkpoint
-                log.warning("%s: the report goes without its model: %s", facts.path, error)
+                log.warning("%s: the report leaves out the model: %s", facts.path, error)
         if groups is not None:
             by_relation[facts.name] = groups
     chart = run_charts.by_relation(by_relation) if by_relation else ""

@@ -10,12 +10,12 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.colors import ListedColormap, LogNorm
 
-from kge_torchrec.charts import add_legend, chart_label, color_of, draw_bars, new_figure, svg
+from kge_torchrec.pages import add_legend, chart_label, color_of, draw_bars, new_figure, svg
 from kge_torchrec.reports.facts import RunFacts
-from kge_torchrec.reports.trained import NAMED, EntityMap
+from kge_torchrec.reports.trained import MAX_NAMED, EntityMap
 
-RELATIONS = 15  # of the chart by relation, those with most test triples
-# The part of viridis that can be seen on white and on black; many triples are dark on white.
+MAX_RELATIONS = 15  # relations with the most test triples
+# The part of viridis that is visible on white and on black; entities with many triples are dark.
 _SHADES = ListedColormap(matplotlib.colormaps["viridis"](np.linspace(0.85, 0.3, 256)))
 
 
@@ -40,13 +40,13 @@ def by_relation(groups_of: Mapping[str, dict[str, Any]]) -> Markup:
     """Draw the MRR of both sides for the relations with most test triples, a bar per run.
 
     Args:
-        groups_of: What ``evaluate --by relation`` returns, by the name of the run.
+        groups_of: The results of ``evaluate --by relation``, by the name of the run.
     """
     mrr = {
         name: {one["group"]: one["both"]["realistic"]["mrr"] for one in groups["groups"]}
         for name, groups in groups_of.items()
     }
-    first = next(iter(groups_of.values()))["groups"][:RELATIONS]
+    first = next(iter(groups_of.values()))["groups"][:MAX_RELATIONS]
     shown = [one["group"] for one in first]
     figure, (axes,) = new_figure(10, 1.2 + 0.3 * len(shown) * max(1, len(mrr) / 2))
     labels = [f"{chart_label(one['group'])}  ({one['both']['queries']:,})" for one in first]
@@ -67,19 +67,19 @@ def by_relation(groups_of: Mapping[str, dict[str, Any]]) -> Markup:
     )
 
 
-def entity_map(found: EntityMap) -> Markup:
+def entity_map(points: EntityMap) -> Markup:
     """Draw the entities with most triples, some of them with labels; color: training triples."""
     figure, (axes,) = new_figure(10, 6)
-    shades = LogNorm(vmin=max(1, found.degrees.min()), vmax=max(2, found.degrees.max()))
-    across, up = found.places.T
-    shown = axes.scatter(across, up, c=found.degrees.clip(1), norm=shades, s=9, cmap=_SHADES, lw=0)
-    for (x, y), label in zip(found.places[:NAMED], found.labels[:NAMED], strict=False):
+    shades = LogNorm(vmin=max(1, points.degrees.min()), vmax=max(2, points.degrees.max()))
+    across, up = points.places.T
+    shown = axes.scatter(across, up, c=points.degrees.clip(1), norm=shades, s=9, cmap=_SHADES, lw=0)
+    for (x, y), label in zip(points.places[:MAX_NAMED], points.labels[:MAX_NAMED], strict=False):
         axes.annotate(chart_label(label), (x, y), fontsize="x-small", alpha=0.8)
     bar = figure.colorbar(shown, ax=axes, label="training triples", shrink=0.6)
     bar.ax.set_facecolor("none")
     title = (
-        f"The {len(found.labels):,} entities with most triples on the first two principal axes "
-        f"({found.explained:.0%} of the variance)"
+        f"The {len(points.labels):,} entities with most triples on the first two principal axes "
+        f"({points.explained:.0%} of the variance)"
     )
     axes.set(xticks=[], yticks=[], title=title)
     return svg(figure, title)
@@ -95,7 +95,7 @@ def times(runs: Sequence[RunFacts]) -> Markup:
         start += values
     axes.set_yticks(range(len(runs)), [chart_label(run.name) for run in runs], fontsize="small")
     axes.invert_yaxis()
-    axes.set(xlabel="seconds, without start-up and the ranking of test")
+    axes.set(xlabel="seconds, without start-up and without ranking test")
     add_legend(figure, axes)
     seconds = "; ".join(
         f"{run.name}: training {run.seconds()['training']:,.1f} s, validation "

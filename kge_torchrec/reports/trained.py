@@ -1,6 +1,6 @@
-"""What a report says of a run's model: examples of answers, a map of entities, ranks by relation.
+"""The parts of a report that need the model: example answers, entity map, ranks by relation.
 
-Shapes: N entities, M of them on the map, D numbers an entity.
+Shapes: N entities, M of them on the map, D elements per entity.
 """
 
 from __future__ import annotations
@@ -14,17 +14,16 @@ import torch
 from kge_torchrec.answers.predictions import Prediction
 from kge_torchrec.trained_run import Run
 
-ON_MAP = 2000  # entities, those with most triples
-NAMED = 25  # of those, with their labels
+MAX_ON_MAP = 2000  # entities with the most triples
+MAX_NAMED = 25  # entities on the map with a label
 EXAMPLES = 6
 TOP = 5
-# Scores up to which ranking test again is a matter of seconds.
-_QUICK = 2e9
+_MAX_SCORES = 2e9  # up to this number of scores, ranking test takes seconds
 
 
 @dataclass(frozen=True)
 class Example:
-    """A test triple, and what the model answers when asked for its tail."""
+    """A test triple, and the model's answers to the query for its tail."""
 
     head: str
     relation: str
@@ -34,10 +33,13 @@ class Example:
 
 @dataclass(frozen=True)
 class EntityMap:
-    """The entities with most triples, on the two principal axes of their rows.
+    """The entities with the most triples, on the first two principal axes of their rows.
 
-    places: (M, 2); degrees: (M,) training triples; labels: (M,), most triples first.
-    explained: the share of the rows' variance that both axes have.
+    Attributes:
+        places: (M, 2).
+        degrees: (M,), the training triples of each entity.
+        labels: M labels, most triples first.
+        explained: The share of the rows' variance along both axes.
     """
 
     places: np.ndarray
@@ -47,29 +49,29 @@ class EntityMap:
 
 
 def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
-    """Answers to some test triples, drawn by a seed."""
+    """Return answers to some test triples, drawn with a seed."""
     store = run.session.store
     triples = np.asarray(store.test, np.int64)
     drawn = np.random.default_rng(seed).permutation(len(triples))[:count]
-    found = []
+    results = []
     for head, relation, tail in triples[np.sort(drawn)]:
         head_label, tail_label = store.entities.labels([head, tail])
         (relation_label,) = store.relations.labels([relation])
         answers = run.predict(head=head_label, relation=relation_label, k=TOP)
-        found.append(Example(head_label, relation_label, tail_label, answers))
-    return found
+        results.append(Example(head_label, relation_label, tail_label, answers))
+    return results
 
 
 def entity_map(run: Run) -> EntityMap | None:
-    """By principal components; None for a graph of fewer than three entities."""
+    """Return the entity map by principal components; None for fewer than three entities."""
     session = run.session
     degrees = session.store.degrees().of(np.arange(session.store.num_entities))
-    chosen = np.argsort(-degrees, kind="stable")[:ON_MAP]
+    chosen = np.argsort(-degrees, kind="stable")[:MAX_ON_MAP]
     if len(chosen) < 3:
         return None
     rows = session.backend.shard().fetch(torch.from_numpy(chosen)).float().cpu()
     rows = rows - rows.mean(0)
-    # The sign of an axis is nobody's choice; this one is the same on every machine.
+    # The sign of an axis is arbitrary; choose one that is the same on every machine.
     left, spread, _ = torch.linalg.svd(rows.double(), full_matrices=False)
     places = (left * spread)[:, :2]
     places = places * torch.sign(places.gather(0, places.abs().argmax(0, keepdim=True)))
@@ -79,8 +81,8 @@ def entity_map(run: Run) -> EntityMap | None:
 
 
 def ranks_by_relation(run: Run) -> dict[str, Any] | None:
-    """As ``evaluate --by relation`` has it; None where ranking test again would take long."""
+    """Return the result of ``evaluate --by relation``; None if ranking test would take long."""
     store = run.session.store
-    if not len(store.test) or 2.0 * len(store.test) * store.num_entities > _QUICK:
+    if not len(store.test) or 2.0 * len(store.test) * store.num_entities > _MAX_SCORES:
         return None
     return run.evaluate("test", by=["relation"])["by"]["relation"]

@@ -41,20 +41,20 @@ from kge_torchrec.serving.metrics import RequestMetrics
 from kge_torchrec.serving.middleware import Entrance, SafeJSON, SmallBodies, problem
 
 KINDS = ("entity", "relation")
-MOST_SUGGESTING = 64  # requests that may wait for suggestions; later ones get a 404 without them
+MAX_SUGGESTING = 64  # requests that may wait for suggestions; later ones get a 404 without them
 _ABOUT = """\
-Answers of a trained knowledge-graph embedding. An entity or relation is given as its label, or in
-the body of a POST also as its id. Nothing here changes anything.
+Answers queries with a trained knowledge-graph embedding. Name an entity or relation by its label;
+the body of a POST may also have its id. No request changes the model.
 """
 _PROBLEMS: dict[int | str, dict[str, Any]] = {
-    404: {"model": form.NotThere, "description": "an unknown label, with those like it"},
-    413: {"model": form.Problem, "description": "the body is too large"},
-    421: {"model": form.Problem, "description": "the server does not answer for this host"},
-    422: {"model": form.Problem, "description": "the request makes no sense"},
-    503: {"model": form.Problem, "description": "too many requests wait"},
+    404: {"model": form.UnknownName, "description": "unknown label or id, with similar labels"},
+    413: {"model": form.Problem, "description": "request body too large"},
+    421: {"model": form.Problem, "description": "the server does not accept this Host header"},
+    422: {"model": form.Problem, "description": "invalid request"},
+    503: {"model": form.Problem, "description": "too many requests are waiting"},
 }
 # The pages load nothing from other servers and send requests only to this one.
-_WHOLE = {
+_PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
     "script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 }
@@ -119,7 +119,7 @@ def create_app(
     app.add_middleware(SmallBodies, most=limits.body)
     app.add_middleware(Entrance, hosts=hosts, metrics=metrics)
     _handle_problems(app, indexes)
-    _add_questions(app, answerer, limits)
+    _add_queries(app, answerer, limits)
     _add_labels(app, model, indexes)
     _add_descriptions(app, answerer, name, limits)
     _add_metrics(app, answerer, metrics, connections)
@@ -127,65 +127,65 @@ def create_app(
     return app
 
 
-def _add_questions(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
+def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
     async def ask(question: Question) -> Any:
         k = getattr(question, "k", 1)
         if k > limits.k:
             raise ConfigError(f"k must be at most {limits.k} here, got {k}")
         return await answerer.ask(question)
 
-    @app.post("/predict", summary="The best answers to a triple with one part missing")
-    async def predict(asked: Annotated[form.PredictAsked, Body()]) -> form.Answers:
-        query = Triple(asked.head, asked.relation, asked.tail)
-        found = await ask(Predict(query, asked.k, asked.known))
-        return form.Answers.model_validate({"answers": [asdict(one) for one in found]})
+    @app.post("/predict", summary="The best answers to a triple with one missing part")
+    async def predict(body: Annotated[form.PredictRequest, Body()]) -> form.Answers:
+        query = Triple(body.head, body.relation, body.tail)
+        results = await ask(Predict(query, body.k, body.known))
+        return form.Answers.model_validate({"answers": [asdict(one) for one in results]})
 
     @app.get("/predict", summary="The best answers, by labels")
-    async def predict_by_address(asked: Annotated[form.PredictAsked, Query()]) -> form.Answers:
-        return await predict(asked)
+    async def predict_get(body: Annotated[form.PredictRequest, Query()]) -> form.Answers:
+        return await predict(body)
 
     @app.post("/score", summary="The scores of triples")
-    async def score(asked: Annotated[form.ScoreAsked, Body()]) -> form.Scores:
-        found = await ask(Score(tuple(asked.triples), asked.side))
-        return form.Scores(scores=[form.finite(one) for one in found])
+    async def score(body: Annotated[form.ScoreRequest, Body()]) -> form.Scores:
+        results = await ask(Score(tuple(body.triples), body.side))
+        return form.Scores(scores=[form.finite(one) for one in results])
 
     @app.get("/score", summary="The score of one triple, by labels")
-    async def score_by_address(asked: Annotated[form.TripleAsked, Query()]) -> form.Scores:
-        triple = asked.head, asked.relation, asked.tail
-        return await score(form.ScoreAsked(triples=[triple], side=asked.side))
+    async def score_get(body: Annotated[form.TripleRequest, Query()]) -> form.Scores:
+        triple = body.head, body.relation, body.tail
+        return await score(form.ScoreRequest(triples=[triple], side=body.side))
 
     @app.post("/nearest", summary="The entities nearest to one")
-    async def nearest(asked: Annotated[form.NearestAsked, Body()]) -> form.Neighbours:
-        found = await ask(Nearest(asked.entity, asked.k))
-        values = {"neighbours": [asdict(one) for one in found]}
+    async def nearest(body: Annotated[form.NearestRequest, Body()]) -> form.Neighbours:
+        results = await ask(Nearest(body.entity, body.k))
+        values = {"neighbours": [asdict(one) for one in results]}
         metric = MEANINGS[metric_of(answerer.model.scorer)]
         return form.Neighbours.model_validate({"metric": metric, **values})
 
     @app.get("/nearest", summary="The nearest entities, by label")
-    async def nearest_by_address(asked: Annotated[form.NearestAsked, Query()]) -> form.Neighbours:
-        return await nearest(asked)
+    async def nearest_get(body: Annotated[form.NearestRequest, Query()]) -> form.Neighbours:
+        return await nearest(body)
 
 
 def _add_labels(app: FastAPI, model: AnsweringModel, indexes: dict[str, LabelIndex]) -> None:
-    def labels(kind: str, asked: form.LabelsAsked) -> form.Labels:
-        if asked.prefix:
+    def labels(kind: str, query: form.LabelsRequest) -> form.Labels:
+        if query.prefix:
             if not indexes[kind].ready:
-                raise Busy("the labels are being sorted; ask again in a moment")
-            some, count = indexes[kind].beginning_with(asked.prefix, asked.first, asked.count)
+                raise Busy("the labels are still being sorted; try again in a moment")
+            some, count = indexes[kind].beginning_with(query.prefix, query.first, query.count)
             return form.Labels(labels=some, count=count)
         array = vocabulary_of(model, kind).array
         return form.Labels(
-            labels=array[asked.first : asked.first + asked.count].to_pylist(), count=len(array)
+            labels=array[query.first : query.first + query.count].to_pylist(), count=len(array)
         )
 
     # Not async, since they may read a file: FastAPI runs them in threads.
     @app.get("/entities", summary="Labels of entities")
-    def entities(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
-        return labels("entity", asked)
+    def entities(query: Annotated[form.LabelsRequest, Query()]) -> form.Labels:
+        return labels("entity", query)
 
     @app.get("/relations", summary="Labels of relations")
-    def relations(asked: Annotated[form.LabelsAsked, Query()]) -> form.Labels:
-        return labels("relation", asked)
+    def relations(query: Annotated[form.LabelsRequest, Query()]) -> form.Labels:
+        return labels("relation", query)
 
 
 def _add_metrics(
@@ -205,7 +205,7 @@ def _add_metrics(
 def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limits) -> None:
     model, scorer = answerer.model, answerer.model.scorer
 
-    @app.get("/health", summary="That the server answers, and what of")
+    @app.get("/health", summary="Status of the server and facts about its model")
     async def health() -> form.Health:
         return form.Health(
             status="ok",
@@ -228,11 +228,11 @@ def _add_descriptions(app: FastAPI, answerer: Answerer, name: str, limits: Limit
 
     @app.get("/", include_in_schema=False)
     async def page() -> HTMLResponse:
-        return HTMLResponse(text_of("serve.html"), headers=_WHOLE)
+        return HTMLResponse(text_of("serve.html"), headers=_PAGE_HEADERS)
 
     @app.get("/docs", include_in_schema=False)
     async def addresses() -> HTMLResponse:
-        return HTMLResponse(text_of("addresses.html"), headers=_WHOLE)
+        return HTMLResponse(text_of("addresses.html"), headers=_PAGE_HEADERS)
 
 
 def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:
@@ -242,11 +242,11 @@ def _handle_problems(app: FastAPI, indexes: dict[str, LabelIndex]) -> None:
     async def unknown(_: Request, error: Unknown) -> JSONResponse:
         close: list[str] = []
         waiting = one_at_a_time.statistics().tasks_waiting
-        if isinstance(error.given, str) and waiting < MOST_SUGGESTING:
+        if isinstance(error.name, str) and waiting < MAX_SUGGESTING:
             close_to = indexes[error.kind].close_to
-            close = await to_thread.run_sync(close_to, error.given, limiter=one_at_a_time)
-        told = {"kind": error.kind, "given": error.given, "suggestions": close}
-        return problem(404, str(error), **told)
+            close = await to_thread.run_sync(close_to, error.name, limiter=one_at_a_time)
+        details = {"kind": error.kind, "given": error.name, "suggestions": close}
+        return problem(404, str(error), **details)
 
     @app.exception_handler(Busy)
     async def busy(_: Request, error: Busy) -> JSONResponse:

@@ -45,12 +45,12 @@ class Unknown(KGEError):
 
     Attributes:
         kind: "entity" or "relation".
-        given: The label or id.
+        name: The label or id.
     """
 
-    def __init__(self, kind: str, given: Label):
-        super().__init__(f"unknown {kind} {given!r}")
-        self.kind, self.given = kind, given
+    def __init__(self, kind: str, name: Label):
+        super().__init__(f"unknown {kind} {name!r}")
+        self.kind, self.name = kind, name
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Predict:
     @property
     def labels(self) -> list[tuple[str, Label]]:
         parts = zip(PARTS, self.query, strict=True)
-        return [(KIND_OF[part], given) for part, given in parts if given is not None]
+        return [(KIND_OF[part], name) for part, name in parts if name is not None]
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Answerer:
             KGEError: The model cannot answer the query.
         """
         if self.waiting >= self.room:
-            raise Busy(f"{self.room} questions wait already; ask again in a moment")
+            raise Busy(f"{self.room} queries are waiting already; try again in a moment")
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._waiting.put((question, future))
         return await future
@@ -155,20 +155,20 @@ class Answerer:
 
     def _answer(self, batch: list[Waiting]) -> None:
         try:
-            found = answers(self.model, [question for question, _ in batch])
+            results = answers(self.model, [question for question, _ in batch])
         except Exception as error:  # the error goes to the clients, and the thread continues
-            found = [error] * len(batch)
+            results = [error] * len(batch)
         self.batches, self.answered = self.batches + 1, self.answered + len(batch)
         self.sizes.add(len(batch))
         futures = [future for _, future in batch]
         try:
-            futures[0].get_loop().call_soon_threadsafe(_hand_over, futures, found)
+            futures[0].get_loop().call_soon_threadsafe(_deliver, futures, results)
         except RuntimeError:  # the event loop is closed, since the server ends
-            log.info("%d answers came after the server's end", len(futures))
+            log.info("%d answers came after the end of the server", len(futures))
 
 
-def _hand_over(futures: list[asyncio.Future[Any]], found: list[Any]) -> None:
-    for future, result in zip(futures, found, strict=True):
+def _deliver(futures: list[asyncio.Future[Any]], results: list[Any]) -> None:
+    for future, result in zip(futures, results, strict=True):
         if future.done():  # the client has disconnected
             continue
         if isinstance(result, Exception):
@@ -182,27 +182,27 @@ def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
 
     An invalid query does not affect the other queries.
     """
-    found: list[Any] = [None] * len(questions)
+    results: list[Any] = [None] * len(questions)
     ids = _Ids(model, [pair for question in questions for pair in question.labels])
     groups: dict[Any, list[int]] = defaultdict(list)
     for place, question in enumerate(questions):
         try:
-            for kind, given in question.labels:
-                ids.of(kind, given)
+            for kind, name in question.labels:
+                ids.of(kind, name)
             groups[_group(question)].append(place)
         except Unknown as error:
-            found[place] = error
+            results[place] = error
     for (of, *_), places in groups.items():
-        asked = [questions[place] for place in places]
+        group = [questions[place] for place in places]
         try:
-            results = _TOGETHER[of](model, asked, ids)
+            group_results = _ANSWER_GROUP[of](model, group, ids)
         except Exception as error:  # must not end the thread
             if not isinstance(error, KGEError):
-                log.exception("a batch of %d questions failed", len(asked))
-            results = [error] * len(asked)
-        for place, result in zip(places, results, strict=True):
-            found[place] = result
-    return found
+                log.exception("a batch of %d queries failed", len(group))
+            group_results = [error] * len(group)
+        for place, result in zip(places, group_results, strict=True):
+            results[place] = result
+    return results
 
 
 class _Ids:
@@ -211,30 +211,30 @@ class _Ids:
     def __init__(self, model: AnsweringModel, pairs: Iterable[tuple[str, Label]]):
         self._counts = {"entity": model.num_entities, "relation": model.num_relations}
         wanted: dict[str, dict[str, int]] = {"entity": {}, "relation": {}}
-        for kind, given in pairs:
-            if isinstance(given, str):
-                wanted[kind][given] = -1
+        for kind, name in pairs:
+            if isinstance(name, str):
+                wanted[kind][name] = -1
         for kind, labels in wanted.items():
             if labels:
-                found = vocabulary_of(model, kind).find(list(labels)).tolist()
-                labels.update(zip(labels, found, strict=True))
+                ids = vocabulary_of(model, kind).find(list(labels)).tolist()
+                labels.update(zip(labels, ids, strict=True))
         self._ids = wanted
 
-    def of(self, kind: str, given: Label) -> int:
+    def of(self, kind: str, name: Label) -> int:
         """Return the id of a label, or a valid id itself.
 
         Raises:
             Unknown: The model does not have the label or id.
         """
-        number = self._ids[kind][given] if isinstance(given, str) else given
+        number = self._ids[kind][name] if isinstance(name, str) else name
         if not 0 <= number < self._counts[kind]:
-            raise Unknown(kind, given)
+            raise Unknown(kind, name)
         return number
 
     def of_triple(self, triple: Iterable[Label | None]) -> list[int]:
         """Return the three ids of a triple; a part that is None gets 0."""
         parts = zip(PARTS, triple, strict=True)
-        return [0 if given is None else self.of(KIND_OF[part], given) for part, given in parts]
+        return [0 if name is None else self.of(KIND_OF[part], name) for part, name in parts]
 
 
 def vocabulary_of(model: AnsweringModel, kind: str) -> Vocabulary:
@@ -245,30 +245,30 @@ def vocabulary_of(model: AnsweringModel, kind: str) -> Vocabulary:
 def _group(question: Question) -> tuple[Any, ...]:
     """Return a key that is equal for queries that one pass can answer."""
     if isinstance(question, Predict):
-        return Predict, question.query.asked, question.known
+        return Predict, question.query.missing, question.known
     return (Score, question.side) if isinstance(question, Score) else (Nearest,)
 
 
-def _predict(model: AnsweringModel, asked: list[Predict], ids: _Ids) -> list[list[Prediction]]:
-    queries = torch.tensor([ids.of_triple(one.query) for one in asked], dtype=torch.int64)
-    choice = Choice(max(one.k for one in asked), asked[0].known)
-    found = predictions(model, asked[0].query.asked, queries, choice)
-    return [answers[: one.k] for one, answers in zip(asked, found, strict=True)]
+def _predict(model: AnsweringModel, group: list[Predict], ids: _Ids) -> list[list[Prediction]]:
+    queries = torch.tensor([ids.of_triple(one.query) for one in group], dtype=torch.int64)
+    choice = Choice(max(one.k for one in group), group[0].known)
+    results = predictions(model, group[0].query.missing, queries, choice)
+    return [answers[: one.k] for one, answers in zip(group, results, strict=True)]
 
 
-def _score(model: AnsweringModel, asked: list[Score], ids: _Ids) -> list[list[float]]:
-    triples = [ids.of_triple(triple) for one in asked for triple in one.triples]
+def _score(model: AnsweringModel, group: list[Score], ids: _Ids) -> list[list[float]]:
+    triples = [ids.of_triple(triple) for one in group for triple in one.triples]
     of_all = torch.tensor(triples, dtype=torch.int64).view(-1, 3)
-    scores = model.scores(of_all, asked[0].side)
-    sizes = [len(one.triples) for one in asked]
+    scores = model.scores(of_all, group[0].side)
+    sizes = [len(one.triples) for one in group]
     return [part.tolist() for part in scores.split(sizes)]
 
 
-def _nearest(model: AnsweringModel, asked: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
-    entities = torch.tensor([ids.of("entity", one.entity) for one in asked], dtype=torch.int64)
-    found = nearest_of_each(model, entities, max(one.k for one in asked))
-    return [neighbours[: one.k] for one, neighbours in zip(asked, found, strict=True)]
+def _nearest(model: AnsweringModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
+    entities = torch.tensor([ids.of("entity", one.entity) for one in group], dtype=torch.int64)
+    results = nearest_of_each(model, entities, max(one.k for one in group))
+    return [neighbours[: one.k] for one, neighbours in zip(group, results, strict=True)]
 
 
-_Together = Callable[[AnsweringModel, list[Any], _Ids], list[Any]]
-_TOGETHER: dict[type, _Together] = {Predict: _predict, Score: _score, Nearest: _nearest}
+_AnswerGroup = Callable[[AnsweringModel, list[Any], _Ids], list[Any]]
+_ANSWER_GROUP: dict[type, _AnswerGroup] = {Predict: _predict, Score: _score, Nearest: _nearest}

@@ -70,14 +70,14 @@ class LabelIndex:
         cuts = range(min(len(key), VARIANTS))
         variants = [key[:i] + key[i + 1 :] for i in cuts]
         variants += [key[:i] + key[i + 1 : i + 2] + key[i] + key[i + 2 :] for i in cuts]
-        place, *others = by_beginning.places([key, *variants]).tolist()
+        place, *near_variants = by_beginning.places([key, *variants]).tolist()
         wide = np.arange(place - NEIGHBORS, place + NEIGHBORS)
-        near = np.unique(np.concatenate([wide, *(np.arange(x - 1, x + 2) for x in others)]))
+        near = np.unique(np.concatenate([wide, *(np.arange(x - 1, x + 2) for x in near_variants)]))
         place = int(by_end.places([key[::-1]])[0])
-        found = by_beginning.labels(near)
-        found += by_end.labels(np.arange(place - NEIGHBORS, place + NEIGHBORS))
+        candidates = by_beginning.labels(near)
+        candidates += by_end.labels(np.arange(place - NEIGHBORS, place + NEIGHBORS))
         spelled: dict[str, str] = {}
-        for candidate in found:
+        for candidate in candidates:
             if len(candidate) <= COMPARED:
                 spelled.setdefault(candidate.lower(), candidate)
         return [

@@ -14,66 +14,72 @@ MAX_LABEL = 4_096  # characters
 
 Name = Annotated[str, Field(strict=True, max_length=MAX_LABEL, description="a label")]
 Id = Annotated[int, Field(strict=True, ge=0, lt=2**62, description="an id, from 0")]
-Given = Name | Id
-Count = Annotated[int, Field(ge=1, lt=2**31, description="answers wanted")]
-SideAsked = Literal["head", "tail"]
+NameOrId = Name | Id
+Count = Annotated[int, Field(ge=1, lt=2**31, description="the number of answers")]
+SideName = Literal["head", "tail"]
 
 
-class Asked(BaseModel):
+class StrictRequest(BaseModel):
     """Base of requests. Unknown keys are rejected, so misspelled keys are noticed."""
 
     model_config = ConfigDict(extra="forbid")
 
 
-class PredictAsked(Asked):
+class PredictRequest(StrictRequest):
     """Two parts of a triple; the reply has the best answers for the third."""
 
-    head: Given | None = None
-    relation: Given | None = None
-    tail: Given | None = None
+    head: NameOrId | None = None
+    relation: NameOrId | None = None
+    tail: NameOrId | None = None
     k: Count = 10
-    known: Annotated[bool, Field(description="list what the data holds already, too")] = True
+    known: Annotated[
+        bool, Field(description="whether to list answers that the data already holds")
+    ] = True
 
     @model_validator(mode="after")
-    def _two_parts(self) -> PredictAsked:
-        given = [part is not None for part in (self.head, self.relation, self.tail)]
-        if sum(given) != 2:
-            raise ValueError("give two of head, relation and tail; the third is looked for")
+    def _two_parts(self) -> PredictRequest:
+        is_set = [part is not None for part in (self.head, self.relation, self.tail)]
+        if sum(is_set) != 2:
+            raise ValueError("send two of head, relation and tail; the reply has the third")
         return self
 
 
-class ScoreAsked(Asked):
+class ScoreRequest(StrictRequest):
     """Triples to score."""
 
     triples: Annotated[
-        list[tuple[Given, Given, Given]],
+        list[tuple[NameOrId, NameOrId, NameOrId]],
         Field(min_length=1, max_length=MAX_TRIPLES, description="head, relation, tail each"),
     ]
-    side: Annotated[SideAsked, Field(description="the end that is asked for")] = "tail"
+    side: Annotated[
+        SideName, Field(description="the missing end of the query that scores the triples")
+    ] = "tail"
 
 
-class TripleAsked(Asked):
+class TripleRequest(StrictRequest):
     """One triple to score."""
 
-    head: Given
-    relation: Given
-    tail: Given
-    side: SideAsked = "tail"
+    head: NameOrId
+    relation: NameOrId
+    tail: NameOrId
+    side: SideName = "tail"
 
 
-class NearestAsked(Asked):
+class NearestRequest(StrictRequest):
     """An entity whose nearest entities are returned."""
 
-    entity: Given
+    entity: NameOrId
     k: Count = 10
 
 
-class LabelsAsked(Asked):
+class LabelsRequest(StrictRequest):
     """A range of all labels, or of the labels with a prefix."""
 
     first: Annotated[int, Field(ge=0, lt=2**62)] = 0
     count: Annotated[int, Field(ge=1, le=1000)] = 100
-    prefix: Annotated[str, Field(max_length=COMPARED, description="in either case")] = ""
+    prefix: Annotated[
+        str, Field(max_length=COMPARED, description="a prefix, in upper or lower case")
+    ] = ""
 
 
 class Scored(BaseModel):
@@ -134,9 +140,9 @@ class Health(BaseModel):
     dim: int
     entities: int
     relations: int
-    has_data: Annotated[bool, Field(description="whether known answers can be told apart")]
-    answered: Annotated[int, Field(description="questions so far")]
-    batches: Annotated[int, Field(description="passes in which they were answered")]
+    has_data: Annotated[bool, Field(description="whether known answers can be marked")]
+    answered: Annotated[int, Field(description="queries answered since the start")]
+    batches: Annotated[int, Field(description="passes over the entities that answered them")]
     max_k: int
 
 
@@ -146,11 +152,11 @@ class Problem(BaseModel):
     detail: str
 
 
-class NotThere(Problem):
+class UnknownName(Problem):
     """A label or id that the model does not have."""
 
     kind: Literal["entity", "relation"]
-    given: str | int
+    name: Annotated[str | int, Field(alias="given")]
     suggestions: list[str]
 
 

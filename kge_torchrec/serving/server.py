@@ -22,7 +22,7 @@ from kge_torchrec.export.plain_model import load_model
 from kge_torchrec.trained_run import open_run
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
-ANY_ADDRESS = ("0.0.0.0", "::", "")
+ALL_ADDRESSES = ("0.0.0.0", "::", "")
 RECORDS = 20  # log records per minute
 LONGEST = 4000  # characters per log record
 
@@ -92,7 +92,7 @@ def serve(
             "`pip install 'kge-torchrec[serve]'`"
         ) from error
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("serve is one process; start it without torchrun")
+        raise ConfigError("serve runs as one process; start it without torchrun")
     limits = Limits(k=max_k, body=max_body)
     connections = Connections(max_connections, timeout)
     hosts = [host, *LOCAL, *allow_hosts]
@@ -107,8 +107,10 @@ def serve(
             log_config=log_config(),
             access_log=access_log,
         )
-        if host in ANY_ADDRESS and not allow_hosts:
-            tell(f"it answers for the hosts {', '.join(LOCAL)} alone; --allow-host adds names")
+        if host in ALL_ADDRESSES and not allow_hosts:
+            tell(
+                f"the server accepts requests for {', '.join(LOCAL)} only; --allow-host adds names"
+            )
         at = f"[{host}]" if ":" in host else host
         tell(f"serving {path} at http://{at}:{listener.getsockname()[1]} (Ctrl-C ends it)")
         try:
@@ -153,7 +155,7 @@ class CappedLog(logging.Filter):
         if len(text) > LONGEST:  # keep the end, where a traceback has its error
             text = f"{text[:200]} ... {text[-LONGEST:]}"
         if self._records == RECORDS:
-            text += "\n(the log leaves out what follows in this minute)"
+            text += "\n(more messages of this minute are not logged)"
         record.msg, record.args, record.exc_info = printable(text), (), None
         record.__dict__.pop("color_message", None)
         return True

@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,8 +29,7 @@ from kge_torchrec.data.batches.triples import TripleBatches
 from kge_torchrec.data.negatives import InBatchSampler, NegativeSampler, check_sampler
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.typed_negatives import typed_sampler
-from kge_torchrec.distributed.dense import dense_wrapper
-from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
+from kge_torchrec.distributed.processes import Processes, on_all_ranks
 from kge_torchrec.distributed.shared_memory import with_exchange
 from kge_torchrec.embeddings.all_to_all.backend import AllToAllBackend
 from kge_torchrec.embeddings.backend import EmbeddingBackend
@@ -47,9 +46,6 @@ from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.step import Pipeline
-
-if TYPE_CHECKING:
-    from torchrec.distributed.types import ShardingPlan
 
 log = logging.getLogger(__name__)
 
@@ -101,41 +97,17 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     train = config.train
     _notice_of_precision(train.precision, processes)
     as_feature(torch.empty(0, dtype=torch.int64))  # the first call prints a notice of torch.fx
-    objective, init = start_objective(config, store.num_relations)
+    objective, _ = start_objective(config, store.num_relations)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
         objective.compile_parts(processes.device.type, config.dense.compile_mode)
     table = table_optimizer(train)
-    dense, scales_loss = dense_wrapper(config.dense, processes), train.precision == "fp16"
+    kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
         from kge_torchrec.embeddings.torchrec.backend import TorchRecBackend
 
-        return TorchRecBackend(
-            store.num_entities,
-            objective,
-            table,
-            dense_optimizer(train),
-            processes,
-            dense=dense,
-            init=init,
-            seed=config.seed,
-            scales_loss=scales_loss,
-            plan=planned_sharding(config, store, processes),
-            ascending_ids=config.entities.deduplicate,
-            deferred=train.steps_on_sums or config.freezes,
-        )
-    return AllToAllBackend(
-        store.num_entities,
-        objective,
-        table,
-        config.entities.sparse_options(train.optimizer),
-        dense_optimizer(train),
-        processes,
-        dense=dense,
-        init=init,
-        seed=config.seed,
-        scales_loss=scales_loss,
-    )
+        kind = TorchRecBackend
+    return kind(config, store.num_entities, objective, table, dense_optimizer(train), processes)
 
 
 def start_objective(config: Config, num_relations: int) -> tuple[Objective, EntityInit]:
@@ -144,8 +116,7 @@ def start_objective(config: Config, num_relations: int) -> tuple[Objective, Enti
     The initial values depend on the seed only.
     """
     objective = build_objective(config, num_relations)
-    zeros = objective.scorer.zero_columns
-    init = EntityInit(config.model.init, config.model.init_scale, zeros)
+    init = EntityInit.of(config.model, objective.scorer.zero_columns)
     stream = np.random.Generator(np.random.SFC64([config.seed, _SCORER_STREAM]))
     objective.scorer.reset_parameters(init.draw, stream)
     return objective, init
@@ -181,44 +152,20 @@ def _notice_of_precision(precision: str, processes: Processes) -> None:
         log.warning("train.precision bf16: this CPU has no such products; fp32 is faster here")
 
 
-def planned_sharding(
-    config: Config, store: TripleStore, processes: Processes
-) -> ShardingPlan | None:
-    """Return the sharding of the plan file run.plan, or None without one.  Collective.
-
-    Raises:
-        ConfigError: The plan is for another run.  Raised on every rank.
-    """
-    file = config.run.plan
-    if file is None:
-        return None
-    from kge_torchrec.embeddings.torchrec.planned import read_plan
-
-    def read() -> ShardingPlan:
-        plan = read_plan(file)
-        plan.check(
-            num_entities=store.num_entities,
-            dim=config.model.dim,
-            optimizer=config.train.optimizer,
-            world_size=processes.world_size,
-            local_world_size=processes.local_world_size,
-            device_type=processes.device.type,
-        )
-        return plan.sharding_plan()
-
-    return on_first_rank(processes, read)
-
-
 def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -> Config:
     """Return the config, without run.plan if the plan is missing or for other ranks.
 
     Collective.
     """
+    if config.run.plan is None:
+        return config
+    from kge_torchrec.embeddings.torchrec.planned import planned_sharding
+
     try:
-        planned_sharding(config, store, processes)
+        planned_sharding(config, store.num_entities, processes)
     except (ConfigError, OSError) as error:
         if processes.is_first:
-            log.warning("%s; going on without run.plan", error)
+            log.warning("%s; continuing without run.plan", error)
         return replace(config, run=replace(config.run, plan=None))
     return config
 

@@ -38,7 +38,7 @@ def dtype_of(entry: dict[str, Any]) -> torch.dtype:
     """
     dtype = getattr(torch, entry["dtype"])
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"{entry['dtype']} is no type of numbers")
+        raise ValueError(f"{entry['dtype']} is no dtype")
     return dtype
 
 
@@ -50,7 +50,7 @@ def pieces_of(entry: dict[str, Any]) -> list[dict[str, Any]]:
     """
     for piece in entry["pieces"]:
         if Path(piece["file"]).name != piece["file"]:
-            raise ValueError(f"{piece['file']} is no file of the checkpoint")
+            raise ValueError(f"{piece['file']} is outside the checkpoint")
     return entry["pieces"]
 
 
@@ -94,13 +94,13 @@ def read_whole(folder: Path, index: Index, tensors: dict[str, Tensor]) -> None:
     work = []
     for name, tensor in tensors.items():
         if name not in index:
-            raise Damaged(f"it has no {name}")
+            raise Damaged(f"the checkpoint has no {name}")
         try:
             entry = index[name]
             dtype, pieces, size = dtype_of(entry), pieces_of(entry), list(entry["size"])
             held = sum(prod(piece["size"]) for piece in pieces)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"its index makes no sense of {name} ({error!r})") from error
+            raise Damaged(f"the index entry of {name} is not valid ({error!r})") from error
         if size != list(tensor.shape) or held != tensor.numel():
             raise Damaged(f"{name} has the size {size} instead of {list(tensor.shape)}")
         work += [(tensor.detach(), name, dtype, piece) for piece in pieces]

@@ -67,7 +67,7 @@ class RankFailed(KGEError, RuntimeError):
     """A rank could not write or read its pieces; the message says which rank and why."""
 
 
-def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
+def save(state: dict[str, Any], folder: Path, single_rank: bool) -> Index | None:
     """Write the tensors of all ranks into ``folder``; return their index on rank 0.
 
     Collective.
@@ -75,18 +75,18 @@ def save(state: dict[str, Any], folder: Path, alone: bool) -> Index | None:
     Args:
         state: Nested dictionaries of tensors.
         folder: An empty folder.
-        alone: Whether there is only one rank.
+        single_rank: Whether there is only one rank.
 
     Raises:
         RankFailed: A rank could not write.
     """
     writer = RawWriter(folder)
     with _plain_failures():
-        dcp.save(in_chunks(state), storage_writer=writer, no_dist=alone)
+        dcp.save(in_chunks(state), storage_writer=writer, no_dist=single_rank)
     return writer.index
 
 
-def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) -> None:
+def load(state: dict[str, Any], folder: Path, index: Index | None, single_rank: bool) -> None:
     """Fill the tensors of ``state`` in place, from a checkpoint of any number of ranks.
 
     Collective.
@@ -95,14 +95,16 @@ def load(state: dict[str, Any], folder: Path, index: Index | None, alone: bool) 
         state: Nested dictionaries of tensors.
         folder: The checkpoint.
         index: Its index; None for format 1.
-        alone: Whether there is only one rank.
+        single_rank: Whether there is only one rank.
 
     Raises:
         RankFailed: A rank could not read.
     """
     reader = _reader(folder, index)
     with _plain_failures():
-        dcp.load(in_chunks(state), storage_reader=reader, planner=TensorsOnly(), no_dist=alone)
+        dcp.load(
+            in_chunks(state), storage_reader=reader, planner=TensorsOnly(), no_dist=single_rank
+        )
 
 
 def names(folder: Path, index: Index | None) -> Iterable[str]:
@@ -208,7 +210,7 @@ class RawReader(StorageReader):
         try:
             stored = {name: self._tensor(name, entry) for name, entry in self.index.items()}
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise Damaged(f"its index makes no sense ({error!r})") from error
+            raise Damaged(f"the index is not valid ({error!r})") from error
         return Metadata({**stored})
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> TensorStorageMetadata:
@@ -261,10 +263,10 @@ class TorchReader(FileSystemReader):
         except Damaged:
             raise
         except Exception as error:
-            raise Damaged(f"its index cannot be read ({error})") from error
+            raise Damaged(f"the index cannot be read ({error})") from error
         for name, place in metadata.storage_data.items():
             if Path(place.relative_path).name != place.relative_path:
-                raise Damaged(f"{place.relative_path} of {name.fqn} is no file of the checkpoint")
+                raise Damaged(f"{place.relative_path} of {name.fqn} is outside the checkpoint")
         return metadata
 
 
@@ -289,7 +291,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        raise Damaged(f"its index names {module}.{name}, which no index of ours does")
+        raise Damaged(f"the index names {module}.{name}, which a checkpoint index cannot contain")
 
 
 class TensorsOnly(DefaultLoadPlanner):
@@ -322,7 +324,7 @@ def _entry(
 
 def _bytes_of(item: WriteItem) -> int:
     if item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds tensors only")
+        raise TypeError(f"{item.index.fqn} is no tensor; a checkpoint holds only tensors")
     return prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
 
 

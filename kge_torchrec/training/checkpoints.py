@@ -50,8 +50,8 @@ def no_checkpoint(run: Path, keep: int) -> CheckpointError:
     if keep:
         return CheckpointError(f"{run} has no checkpoint yet: train it first")
     return CheckpointError(
-        f"{run} has no checkpoint, since checkpoint.keep 0 writes none; train it anew with 1 or "
-        "more"
+        f"{run} has no checkpoint, since checkpoint.keep 0 writes none; train the run again with "
+        "checkpoint.keep 1 or more"
     )
 
 
@@ -90,10 +90,10 @@ class Checkpoints:
         state = {"engine": engine_state, "random": {self._random_key: torch.get_rng_state()}}
         try:
             on_first_rank(ranks, lambda: make_empty(partial))
-            index = storage.save(state, partial, alone=ranks.world_size == 1)
+            index = storage.save(state, partial, single_rank=ranks.world_size == 1)
             on_first_rank(ranks, lambda: finish(partial, target, index, progress))
         except Exception as error:
-            _pass_on_lost_ranks(error)
+            _raise_if_rank_lost(error)
             raise CheckpointError(self._not_written(name, partial, error)) from error
 
         def record_and_prune() -> None:
@@ -123,7 +123,7 @@ class Checkpoints:
         except StoreError:
             raise
         except Exception as error:
-            _pass_on_lost_ranks(error)
+            _raise_if_rank_lost(error)
             raise CheckpointError(
                 f"checkpoint {name} in {self.folder} cannot be read: {first_line(error)}"
             ) from error
@@ -137,7 +137,7 @@ class Checkpoints:
         has_random = f"random.{self._random_key}" in storage.names(folder, index)
         if has_random:  # absent if the run had fewer ranks
             state["random"] = {self._random_key: torch.get_rng_state()}
-        storage.load(state, folder, index, alone=self.processes.world_size == 1)
+        storage.load(state, folder, index, single_rank=self.processes.world_size == 1)
         if has_random:
             torch.set_rng_state(state["random"][self._random_key])
 
@@ -178,8 +178,8 @@ class Checkpoints:
             The names, or None if the run has written no checkpoint.
         """
         try:
-            found = json.loads((run / _RECORD).read_text(encoding="utf-8"))
-            return {"newest": str(found["newest"]), "best": found["best"]}
+            record = json.loads((run / _RECORD).read_text(encoding="utf-8"))
+            return {"newest": str(record["newest"]), "best": record["best"]}
         except (FileNotFoundError, ValueError, KeyError, TypeError):
             pass
         try:
@@ -219,8 +219,8 @@ class Checkpoints:
             recorded = on_first_rank(self.processes, lambda: self.recorded(run))
             if recorded and self.keep:
                 raise CheckpointError(
-                    f"all checkpoints of {run} are gone, the newest of which was "
-                    f"{recorded['newest']}: put them back, or train the run anew"
+                    f"all checkpoints of {run} are missing (the newest was "
+                    f"{recorded['newest']}): restore them, or train the run again"
                 )
             raise no_checkpoint(run, self.keep)
         if which not in (BEST, NEWEST):
@@ -232,13 +232,13 @@ class Checkpoints:
         recorded = on_first_rank(self.processes, lambda: self.recorded(self.folder.parent))
         best, newest = self.best(), max(names[-1], recorded["newest"] if recorded else "")
         wanted = (best or newest) if which == BEST else newest
-        found = wanted if wanted in names else names[-1]
-        if self.processes.is_first and found != wanted:
+        first = wanted if wanted in names else names[-1]
+        if self.processes.is_first and first != wanted:
             log.warning(
-                "the %s checkpoint of %s, %s, is gone; %s takes its place",
-                BEST if wanted == best else NEWEST, self.folder.parent, wanted, found,
+                "the %s checkpoint of %s, %s, is missing; using %s instead",
+                BEST if wanted == best else NEWEST, self.folder.parent, wanted, first,
             )  # fmt: skip
-        return [found, *(name for name in reversed(names) if name != found)]
+        return [first, *(name for name in reversed(names) if name != first)]
 
     def find(self, which: str) -> Path:
         """Return the path of the first checkpoint of ``order``, with its warnings and errors."""
@@ -248,7 +248,7 @@ class Checkpoints:
         if self.data and progress.data and progress.data != self.data:
             raise StoreError(
                 f"the triples at hand are not the ones that {self.folder.parent} was trained on, "
-                "so its ids mean something else; give it the old ones back"
+                "so its ids mean something else; restore the old triples"
             )
 
     def _names(self) -> list[str]:
@@ -263,7 +263,7 @@ class Checkpoints:
         return (
             f"checkpoint {name} could not be written to {self.folder}: {first_line(error)} "
             f"({files.free_space(self.folder)} free on that disk); earlier checkpoints are intact: "
-            f"{kept}. Make room, then train --resume."
+            f"{kept}. Free some disk space, then run `train --resume`."
         )
 
     @property
@@ -327,13 +327,13 @@ def open_checkpoint(path: Path) -> tuple[Index | None, TrainState]:
         version, files = manifest["format"], dict(manifest["files"])
         checksums = dict(manifest.get("crc32", {}))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{_MANIFEST} makes no sense ({error})") from error
+        raise Damaged(f"{_MANIFEST} is not valid ({error})") from error
     if version not in (1, FORMAT_VERSION):
-        raise Damaged(f"it has format {version}, this version reads up to {FORMAT_VERSION}")
+        raise Damaged(f"the checkpoint has format {version}; the latest known is {FORMAT_VERSION}")
     for name, size in files.items():
-        found = (path / name).stat().st_size if (path / name).is_file() else None
-        if found != size:
-            has = "is missing" if found is None else f"has {found:,} bytes instead of {size:,}"
+        actual = (path / name).stat().st_size if (path / name).is_file() else None
+        if actual != size:
+            has = "is missing" if actual is None else f"has {actual:,} bytes instead of {size:,}"
             raise Damaged(f"{name} {has}")
     progress = TrainState.from_dict(_read_json(path / _PROGRESS, checksums.get(_PROGRESS)))
     if version == 1:
@@ -353,7 +353,7 @@ def _read_json(file: Path, checksum: int | None) -> Any:
     try:
         return json.loads(content)
     except ValueError as error:
-        raise Damaged(f"{file.name} makes no sense ({error})") from error
+        raise Damaged(f"{file.name} is not valid ({error})") from error
 
 
 def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor] | None:
@@ -362,21 +362,21 @@ def _whole_tensors(state: dict[str, Any], prefix: str = "") -> dict[str, Tensor]
     Returns:
         The tensors, or None if any of them is sharded.
     """
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for key, value in state.items():
         if isinstance(value, dict):
             below = _whole_tensors(value, f"{prefix}{key}.")
             if below is None:
                 return None
-            found |= below
+            tensors |= below
         elif type(value) in (Tensor, nn.Parameter):
-            found[prefix + key] = value
+            tensors[prefix + key] = value
         else:
             return None
-    return found
+    return tensors
 
 
-def _pass_on_lost_ranks(error: BaseException) -> None:
+def _raise_if_rank_lost(error: BaseException) -> None:
     """Raise the error again if the cause is a lost rank rather than the checkpoint."""
     if is_lost_connection(error):
         raise error

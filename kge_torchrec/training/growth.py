@@ -126,9 +126,9 @@ class GrownCheckpoint:
             if self._before_growth[f"{_MODEL}objective.{name}"]["size"] != [*values.shape]
         }
         for name, entry in self._index.items():
-            found = _parameter_of(name, grown)
-            if found is not None:
-                self._grow(name, entry, grown[found], is_state=name.startswith(_STATE))
+            parameter = _parameter_of(name, grown)
+            if parameter is not None:
+                self._grow(name, entry, grown[parameter], is_state=name.startswith(_STATE))
         if self._end:
             files.sync(self._file)
         finish(
@@ -316,10 +316,10 @@ def freeze(session: Session) -> None:
     start, stop = backend.shard().row_range
     rows = torch.zeros(stop - start, dtype=torch.bool)
     if config.model.init_frozen:
-        found = on_all_ranks(
+        own = on_all_ranks(
             session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
         )
-        rows |= torch.from_numpy(np.array(found))
+        rows |= torch.from_numpy(np.array(own))
     if config.train.freeze == "old":
         assert base is not None
         rows[: max(0, base.entities - start)] = True
@@ -349,10 +349,10 @@ def old_rows(
     Returns:
         (rows,) bool by parameter name.
     """
-    of_relations, found = relation_parameters(model), {}
+    of_relations, are_old = relation_parameters(model), {}
     for name, parameter in parameters.items():
         rows = torch.ones(parameter.shape[0], dtype=torch.bool)
         if name in of_relations:  # relations, then inverses
             rows.view(-1, new)[:, old:] = False
-        found[name] = rows
-    return found
+        are_old[name] = rows
+    return are_old

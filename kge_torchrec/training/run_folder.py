@@ -195,10 +195,12 @@ class RunFolder:
             ConfigError: The file is missing or damaged.
         """
         try:
-            found = json.loads(self.results.read_text(encoding="utf-8"))
-            if not isinstance(found, dict) or not isinstance(found.get("test", {}), dict | None):
+            results = json.loads(self.results.read_text(encoding="utf-8"))
+            if not isinstance(results, dict) or not isinstance(
+                results.get("test", {}), dict | None
+            ):
                 raise ValueError("it holds no results")
-            return found
+            return results
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path} has no results yet: its training has not ended"
@@ -212,11 +214,11 @@ class RunFolder:
         """Return the lines of metrics.jsonl, without a line that a kill cut short."""
         if not self.metrics.is_file():
             return []
-        found = []
+        values = []
         for line in self.metrics.read_text(encoding="utf-8").splitlines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return found
+                values.append(json.loads(line))
+        return values
 
     def save_frozen(self, frozen: np.ndarray) -> None:
         """Write frozen.npy, (N,) bool, atomically."""

@@ -54,7 +54,7 @@ class StopSignal:
         self._interrupted_at: float | None = None
         self._handlers: dict[int, Any] = {}  # the old handlers
         self._steps_left = self._steps_between = 1
-        self._asked_at = time.monotonic()
+        self._agreed_at = time.monotonic()
 
     def __enter__(self) -> StopSignal:
         if threading.current_thread() is threading.main_thread():
@@ -82,11 +82,11 @@ class StopSignal:
 
     def now(self) -> bool:
         """Return whether any rank received a signal.  Collective."""
-        seconds = time.monotonic() - self._asked_at
+        seconds = time.monotonic() - self._agreed_at
         received, seconds = self._processes.largest([self._received, seconds])
         steps = self._steps_between * SECONDS_BETWEEN / max(seconds, 1e-3)
         self._steps_left = self._steps_between = min(max(1, int(steps)), _MOST_STEPS)
-        self._asked_at = time.monotonic()
+        self._agreed_at = time.monotonic()
         self._agreed = int(received)
         return self._agreed != _NOTHING
 

@@ -205,8 +205,8 @@ class _Reading:
             self.summary += "; relations are drawn, since its scorer is another"
             return {}
         index = open_checkpoint(checkpoint)[0] or {}
-        found = pc.index_in(self.store.relations.array, value_set=self.old_store.relations.array)
-        before_of = pc.fill_null(found, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+        old_ids = pc.index_in(self.store.relations.array, value_set=self.old_store.relations.array)
+        before_of = pc.fill_null(old_ids, -1).to_numpy(zero_copy_only=False).astype(np.int64)
         now = torch.from_numpy(np.flatnonzero(before_of >= 0))
         then = torch.from_numpy(before_of)[now]
         of_relations, taken = relation_parameters(model), {}

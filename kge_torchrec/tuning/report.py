@@ -19,8 +19,7 @@ from matplotlib.ticker import MaxNLocator
 from optuna.trial import FrozenTrial, TrialState
 
 from kge_torchrec import files
-from kge_torchrec.charts import COLORS, add_legend, draw_bars, new_figure, svg
-from kge_torchrec.pages import render
+from kge_torchrec.pages import COLORS, add_legend, draw_bars, new_figure, render, svg
 from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import Study, retries_of, seconds_of
 
@@ -37,7 +36,7 @@ Described = dict[str, Any]  # the entry of a trial in trials.json
 def write_report(study: Study) -> dict[str, Any]:
     """Write all files of a study's report; return the content of trials.json."""
     trials, best = study.ended(), study.best()
-    found = {
+    results = {
         "metric": study.settings.metric,
         "halving": study.settings.halving,
         "best": None if best is None else _described(study, best),
@@ -47,9 +46,9 @@ def write_report(study: Study) -> dict[str, Any]:
     with study.locked():
         if best is not None:
             files.write_text(study.path / "best.yaml", _best_yaml(study, best))
-        files.write_json(study.path / "trials.json", found)
-        files.write_text(study.path / "report.html", _page(study, found))
-    return found
+        files.write_json(study.path / "trials.json", results)
+        files.write_text(study.path / "report.html", _page(study, results))
+    return results
 
 
 def importances(study: Study, trials: list[FrozenTrial]) -> dict[str, float]:
@@ -69,21 +68,21 @@ def importances(study: Study, trials: list[FrozenTrial]) -> dict[str, float]:
             for t in trials
             if t.intermediate_values
         }
-    seen = [trial for trial in trials if values.get(trial.number) is not None and trial.params]
-    if len(seen) < FEWEST:
+    compared = [trial for trial in trials if values.get(trial.number) is not None and trial.params]
+    if len(compared) < FEWEST:
         return {}
     sign = 1.0 if study.settings.metric == "mr" else -1.0
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         again = optuna.create_study()  # minimizes, hence the sign
-        for trial in seen:
+        for trial in compared:
             value = sign * values[trial.number]  # type: ignore[operator]
             space, params = trial.distributions, trial.params
             again.add_trial(optuna.create_trial(params=params, distributions=space, value=value))
         evaluator = optuna.importance.PedAnovaImportanceEvaluator(target_quantile=0.2)
-        found = optuna.importance.get_param_importances(again, evaluator=evaluator)
-    return {name: float(share) for name, share in found.items()}
+        shares = optuna.importance.get_param_importances(again, evaluator=evaluator)
+    return {name: float(share) for name, share in shares.items()}
 
 
 def _described(study: Study, trial: FrozenTrial) -> Described:
@@ -112,28 +111,29 @@ def _best_yaml(study: Study, best: FrozenTrial) -> str:
     return head + yaml.safe_dump(config, sort_keys=False)
 
 
-def _page(study: Study, found: dict[str, Any]) -> str:
-    counts = Counter(trial["state"] for trial in found["trials"])
+def _page(study: Study, results: dict[str, Any]) -> str:
+    counts = Counter(trial["state"] for trial in results["trials"])
     of_state = {
-        state: [trial for trial in found["trials"] if trial["state"] == state] for state in _STATES
+        state: [trial for trial in results["trials"] if trial["state"] == state]
+        for state in _STATES
     }
-    best = found["best"]["values"].items() if found["best"] else ()
-    shares = found["importance"]
+    best = results["best"]["values"].items() if results["best"] else ()
+    shares = results["importance"]
     return render(
         "study.html",
         title=study.path.name,
-        found=found,
+        results=results,
         config=study.config,
         counts=", ".join(f"{n} {_STATES[state][0].lower()}" for state, n in counts.items()),
         best=[[_code(key), _cell(value)] for key, value in best],
         best_yaml=study.path / "best.yaml",
-        history=_history(of_state["complete"], of_state["pruned"], found["metric"]),
+        history=_history(of_state["complete"], of_state["pruned"], results["metric"]),
         importance=[[_code(name), f"{share:.1%}"] for name, share in shares.items()],
         chart=_importance_chart(shares) if shares else "",
         fewest=FEWEST,
         tables=[
             # One table per state, since values of dropped and completed trials don't compare.
-            (_STATES[state][0], *_table(trials, state, found["metric"]))
+            (_STATES[state][0], *_table(trials, state, results["metric"]))
             for state, trials in of_state.items()
             if trials
         ],

@@ -51,7 +51,7 @@ _FIXED = (
     "device",
     "threads",
 )
-_HOLD_ANY = ("model.options", "loss.options", "negatives.options", "entities.options",
+_FREE_GROUPS = ("model.options", "loss.options", "negatives.options", "entities.options",
              "train.optimizer_options")  # fmt: skip
 
 
@@ -82,26 +82,26 @@ class SearchSpace:
 
     def __init__(self, values: Any, where: str = "search space"):
         if not isinstance(values, dict) or not values:
-            raise ConfigError(f"{where} should hold keys with a range or a list of values each")
+            raise ConfigError(f"{where} must map each key to a range or a list of values")
         self.values = values
-        found: dict[str, list[Parameter]] = {}
-        for name, given in values.items():
+        by_key: dict[str, list[Parameter]] = {}
+        for name, ranges in values.items():
             key = current_name(str(name))
             _check_key(key, where)
-            several = isinstance(given, list) and any(isinstance(one, dict) for one in given)
-            parts = given if several else [given]
-            found[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
+            several = isinstance(ranges, list) and any(isinstance(one, dict) for one in ranges)
+            parts = ranges if several else [ranges]
+            by_key[key] = [_parameter(key, part, len(parts) > 1, where) for part in parts]
         needs = {
-            key: {other for part in parts for other in part.when if other in found}
-            for key, parts in found.items()
+            key: {other for part in parts for other in part.when if other in by_key}
+            for key, parts in by_key.items()
         }
         try:
             order = list(TopologicalSorter(needs).static_order())
         except CycleError as error:
             raise ConfigError(
-                f"{where}: conditions go in a circle: {' -> '.join(error.args[1])}"
+                f"{where}: conditions are circular: {' -> '.join(error.args[1])}"
             ) from None
-        self.parameters = [part for key in order for part in found[key]]
+        self.parameters = [part for key in order for part in by_key[key]]
 
     @classmethod
     def read(cls, path: str | Path) -> SearchSpace:
@@ -132,7 +132,7 @@ class SearchSpace:
 
     def of_trial(self, config: Config, trial: Trial) -> dict[str, Any]:
         """Return the values that Optuna suggests for a trial."""
-        return self.suggest(config, partial(_ask, trial))
+        return self.suggest(config, partial(_suggest, trial))
 
     def of_config(self, config: Config) -> dict[str, Any]:
         """Return the config's own values that lie in the space, by Optuna's names."""
@@ -170,58 +170,57 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def _check_key(key: str, where: str) -> None:
     keys = all_keys()
-    if key not in keys and not key.startswith(tuple(f"{name}." for name in _HOLD_ANY)):
+    if key not in keys and not key.startswith(tuple(f"{name}." for name in _FREE_GROUPS)):
         close = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.6)
         raise ConfigError(
             f"unknown key {key} in {where}{f'; did you mean {close[0]}?' if close else ''}"
         )
     if key.startswith(_FIXED):
         raise ConfigError(
-            f"{key} in {where}: all trials of a study share it, or they could not be compared; "
-            "set it in the config"
+            f"{key} in {where}: all trials of a study share this key; set it in the config"
         )
 
 
-def _parameter(key: str, given: Any, conditional: bool, where: str) -> Parameter:
-    if not isinstance(given, dict):
-        given = {"choices": given}
-    unknown = set(given) - _OPTIONS
+def _parameter(key: str, entry: Any, conditional: bool, where: str) -> Parameter:
+    if not isinstance(entry, dict):
+        entry = {"choices": entry}
+    unknown = set(entry) - _OPTIONS
     if unknown:
         raise ConfigError(
-            f"{key} in {where}: {sorted(unknown)[0]} is none of {', '.join(sorted(_OPTIONS))}"
+            f"{key} in {where}: {sorted(unknown)[0]} is not one of {', '.join(sorted(_OPTIONS))}"
         )
     when = {
         current_name(str(other)): tuple(values) if isinstance(values, list) else (values,)
-        for other, values in (given.get("when") or {}).items()
+        for other, values in (entry.get("when") or {}).items()
     }
     for other in when:
-        if other not in all_keys() and not other.startswith(tuple(f"{n}." for n in _HOLD_ANY)):
-            raise ConfigError(f"{key} in {where}: its condition names {other}, which is no key")
+        if other not in all_keys() and not other.startswith(tuple(f"{n}." for n in _FREE_GROUPS)):
+            raise ConfigError(f"{key} in {where}: the condition names {other}, which is no key")
     if conditional and not when:
-        raise ConfigError(f"{key} in {where}: where there are several, each needs a `when`")
+        raise ConfigError(f"{key} in {where}: each of several ranges needs a `when`")
     condition = ", ".join(f"{k}={'|'.join(map(str, v))}" for k, v in when.items())
     name = f"{key} ({condition})" if conditional else key
     try:
-        return Parameter(key, name, _distribution(given), when)
+        return Parameter(key, name, _distribution(entry), when)
     except (ValueError, TypeError) as error:
         raise ConfigError(f"{key} in {where}: {error}") from None
 
 
-def _distribution(given: dict[str, Any]) -> BaseDistribution:
-    if "choices" in given:
-        choices = given["choices"]
-        if not isinstance(choices, list) or not choices or {"low", "high"} & set(given):
+def _distribution(entry: dict[str, Any]) -> BaseDistribution:
+    if "choices" in entry:
+        choices = entry["choices"]
+        if not isinstance(choices, list) or not choices or {"low", "high"} & set(entry):
             raise ValueError("give a list of choices, or low and high")
         return CategoricalDistribution(choices)
-    low: Any = given.get("low")
-    high: Any = given.get("high")
-    step = given.get("step")
+    low: Any = entry.get("low")
+    high: Any = entry.get("high")
+    step = entry.get("step")
     for value in (low, high):
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise ValueError(
                 f"low and high must be numbers, got {value!r} (YAML: 1.0e-4, not 1e-4)"
             )
-    log = given.get("log", False)
+    log = entry.get("log", False)
     if isinstance(low, int) and isinstance(high, int):
         return IntDistribution(low, high, log=log, step=1 if step is None else step)
     return FloatDistribution(float(low), float(high), log=log, step=step)
@@ -235,7 +234,7 @@ def _contains(distribution: BaseDistribution, value: Any) -> bool:
     return is_number and distribution.low <= value <= distribution.high
 
 
-def _ask(trial: Trial, name: str, of: BaseDistribution) -> Any:
+def _suggest(trial: Trial, name: str, of: BaseDistribution) -> Any:
     if isinstance(of, CategoricalDistribution):
         return trial.suggest_categorical(name, of.choices)
     if isinstance(of, IntDistribution):

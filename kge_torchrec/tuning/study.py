@@ -78,10 +78,10 @@ class Study:
     def __init__(self, path: Path):
         self.path = path
         if not (path / "study.json").is_file():
-            raise ConfigError(f"{path} is no study: it has no study.json")
+            raise ConfigError(f"{path} is no study: the folder has no study.json")
         values = json.loads((path / "study.json").read_text(encoding="utf-8"))
         if values.get("version") != VERSION:
-            raise ConfigError(f"{path} is a study of another version of this program")
+            raise ConfigError(f"{path} is a study of a different program version; start a new one")
         self.settings = Settings(**values)
         self.config = read_config(path / "config.yaml", drops_unknown=True)
         self.space = SearchSpace.read(path / "space.yaml")
@@ -114,7 +114,7 @@ class Study:
             if not (path / "study.json").is_file():
                 if not len(store.valid):
                     raise ConfigError(
-                        "data.path: tune compares trials by valid, and there are no valid triples"
+                        "data.path: tune compares trials on valid, which has no triples"
                     )
                 for note in data_notes(config.data, store):
                     log.warning(note)
@@ -139,8 +139,8 @@ class Study:
             differing = "search space"
         if differing is not None:
             raise ConfigError(
-                f"study: {self.path} holds a study of another {differing}; go on with that by "
-                f"`tune --resume {self.path}`, or name another folder"
+                f"study: the study in {self.path} has a different {differing}; resume that study "
+                f"with `tune --resume {self.path}`, or name another folder"
             )
 
     def store(self) -> TripleStore:
@@ -177,9 +177,9 @@ class Study:
         """
         with ExitStack() as held:
             with self.locked():
-                self._put_killed_in_line()
+                self._retry_killed()
                 taken = None
-                if self._counted() < limit:
+                if self._count_trials() < limit:
                     number = len(self.optuna.get_trials(deepcopy=False))
                     self.optuna.sampler = self._sampler(number)
                     with _quiet():
@@ -207,16 +207,16 @@ class Study:
                 if own:
                     self.optuna.enqueue_trial(own, user_attrs={"from": "the config"})
 
-    def _put_killed_in_line(self) -> None:
+    def _retry_killed(self) -> None:
         """End the trials whose process is gone, and enqueue their values again."""
         # Copy the trials, since Optuna's callback changes them.
         for trial in self.optuna.get_trials(deepcopy=True, states=(TrialState.RUNNING,)):
             with suppress(Timeout), self._lock_of(trial.number).acquire(blocking=False):
                 with _quiet():
                     RetryHeartbeatStaleTrialCallback(max_retry=RETRIES)(self.optuna, trial)
-                words = "its process was killed; its values were put in line again"
+                words = "the process was killed; the values are tried again"
                 if trial.number not in self._retried():
-                    words = f"its process was killed {RETRIES + 1} times with these values"
+                    words = f"the process was killed {RETRIES + 1} times with these values"
                 self.storage.set_trial_user_attr(trial._trial_id, "error", words)
                 self.optuna.tell(trial.number, state=TrialState.FAIL)
                 log.warning("trial %d: %s", trial.number, words)
@@ -226,7 +226,7 @@ class Study:
         trials = self.optuna.get_trials(deepcopy=False)
         return {number for trial in trials for number in retries_of(trial)}
 
-    def _counted(self) -> int:
+    def _count_trials(self) -> int:
         """Count the ended and running trials, except those that a later trial repeats."""
         retried = self._retried()
         return sum(
@@ -300,7 +300,7 @@ def _check(config: Config, settings: Settings) -> None:
     if settings.trials < 1:
         raise ConfigError(f"trials must be an integer >= 1, got {settings.trials}")
     if (config.train.epochs or 1) < 1:
-        raise ConfigError("train.epochs: with 0 there is nothing to tune")
+        raise ConfigError("train.epochs must be at least 1 to tune, got 0")
 
 
 def _comparable(config: Config, settings: Settings) -> Config:
@@ -323,8 +323,8 @@ def _write(path: Path, config: Config, space: SearchSpace, settings: Settings) -
 def _store(path: Path, config: Config) -> TripleStore:
     if (Path(config.data.path) / META).is_file():
         return TripleStore.open(config.data.path)
-    alone = Processes(0, 1, 1, torch.device("cpu"))
-    return open_store(config.data, config.seed, path / "store", alone, progress=False)
+    one_rank = Processes(0, 1, 1, torch.device("cpu"))
+    return open_store(config.data, config.seed, path / "store", one_rank, progress=False)
 
 
 def _lock(file: Path) -> BaseFileLock:

@@ -57,9 +57,9 @@ def _core_numbers(
     for turn in range(size):
         entity = order[turn]
         for part in range(2):
-            ptr, others = (head_ptr, tails) if part == 0 else (tail_ptr, heads)
+            ptr, neighbors = (head_ptr, tails) if part == 0 else (tail_ptr, heads)
             for row in range(ptr[entity], ptr[entity + 1]):
-                other = others[row]
+                other = neighbors[row]
                 if degree[other] > degree[entity]:
                     # Move it to the front of its degree, then start that degree one later.
                     first = starts[degree[other]]
@@ -118,10 +118,10 @@ def write_core(store: TripleStore, cores: np.ndarray, k: int, path: Path, seed: 
     number = np.full(store.num_entities, -1, np.int32), np.full(store.num_relations, -1, np.int32)
     number[0][entities] = np.arange(len(entities))
     number[1][relations] = np.arange(len(relations))
-    asked = number[1][valid[:, 1]] >= 0
-    valid = valid[asked]
+    inside_relation = number[1][valid[:, 1]] >= 0
+    valid = valid[inside_relation]
     if "valid" in weights:
-        weights["valid"] = weights["valid"][asked]
+        weights["valid"] = weights["valid"][inside_relation]
     train, valid = (
         np.stack([number[0][part[:, 0]], number[1][part[:, 1]], number[0][part[:, 2]]], 1)
         for part in (train, valid)

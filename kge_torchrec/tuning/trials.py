@@ -99,7 +99,7 @@ class Worker:
             )
             trial.set_user_attr("error", words)
             tell(number, state=TrialState.FAIL)
-            _say(number, f"failed: {words}", values)
+            _report(number, f"failed: {words}", values)
             return
         else:
             tell(number, value)
@@ -109,7 +109,7 @@ class Worker:
         how = "" if value is not None else ", dropped"
         if value is None and self.study.settings.halving == "subgraphs":
             how = " on a smaller graph, dropped"
-        _say(
+        _report(
             number, f"valid {self.study.settings.metric} {shown:.4f}{how}, {seconds:.1f} s", values
         )
 
@@ -168,7 +168,7 @@ class Worker:
         ended = self.study.ended()
         if len(ended) >= FIRST_FAILURES and all(t.state is TrialState.FAIL for t in ended):
             raise ConfigError(
-                f"the first {len(ended)} trials all failed, the last of them like this: "
+                f"the first {len(ended)} trials all failed; error of the last one: "
                 f"{ended[-1].user_attrs.get('error')}"
             )
 
@@ -217,7 +217,7 @@ def _smaller(study: Study, store: TripleStore, epochs: int) -> Iterator[Rung]:
         yield Rung(core, max(1, min(epochs, round(epochs * cost / share))), entities)
 
 
-def _say(number: int, what: str, values: dict[str, Any]) -> None:
+def _report(number: int, what: str, values: dict[str, Any]) -> None:
     shown = ", ".join(f"{key} {_short(value)}" for key, value in values.items())
     print(f"trial {number}: {what}; {shown}", file=sys.stderr, flush=True)
 

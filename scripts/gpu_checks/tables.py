@@ -26,7 +26,7 @@ from kge_torchrec.embeddings.torchrec.collection import (
     set_table_step,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 
 STEPS, ROWS, DIM = 8, 300, 16
@@ -51,12 +51,11 @@ class _TableModel(nn.Module):
 def sharded(rows: int, dim: int, optimizer: TableOptimizer, ranks: Processes) -> nn.Module:
     """Return the table as training builds it, on one rank."""
     sharder, model = EntitySharder(fused_params=fused_params(optimizer)), _TableModel(rows, dim)
-    kind = ranks.device.type
     return DistributedModelParallel(
         model,
         env=ShardingEnv(1, 0, ranks.group, output_dtensor=True),
         device=ranks.device,
-        plan=plan_row_wise(model, sharder, 1, 1, kind, process_group=ranks.group),
+        plan=plan_row_wise(model, sharder, Ranks(1, 1, ranks.device.type)),
         sharders=[sharder],
     )
 

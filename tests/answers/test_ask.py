@@ -17,7 +17,6 @@ from kge_torchrec.answers.logical_queries import DEEPEST, QueryError, parse_quer
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError, UnknownLabelError
 from kge_torchrec.models.scorers import SIDES
-from kge_torchrec.ranking import topk
 
 N = 37
 NEIGHBOURS = {"relation": "r0", "from": "e1"}
@@ -38,7 +37,7 @@ QUERIES = {
 def tables(run, facts, calibration=None):
     """{(relation, side): (N, N) float64 of anchor and answer}, all probabilities."""
     model, store = run.answering_model(), run.session.store
-    found = {}
+    results = {}
     every = torch.cartesian_prod(torch.arange(N), torch.arange(N))
     for relation in range(store.num_relations):
         for side in SIDES:
@@ -58,8 +57,8 @@ def tables(run, facts, calibration=None):
                     if r == relation:
                         anchor, answer = (h, t) if side == "tail" else (t, h)
                         chance[anchor, answer] = 1
-            found[relation, side] = chance
-    return found
+            results[relation, side] = chance
+    return results
 
 
 def dense(run, query, chances, both, either):
@@ -96,30 +95,24 @@ NORMS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def few_columns(monkeypatch):
-    """So that the best of a shard are found block by block."""
-    monkeypatch.setattr(topk, "COLUMNS", 10)
-
-
 @pytest.mark.parametrize(
     "t_norm, facts", [("product", "all"), ("min", "train"), ("product", "none")]
 )
-def test_degrees_are_those_of_a_dense_evaluation(run, t_norm, facts):
+def test_degrees_match_dense_evaluation(run, t_norm, facts):
     splits = {"all": ("train", "valid", "test"), "train": ("train",), "none": ()}[facts]
     chances = tables(run, splits)
     label = run.session.store.entities.labels(range(N))
     for name, query in QUERIES.items():
         expected = dense(run, query, chances, *NORMS[t_norm])
-        found = run.ask(query, k=N, beam=N, t_norm=t_norm, facts=facts)
-        degrees = dict.fromkeys(label, 0.0) | {m.label: m.score for m in found}
+        results = run.ask(query, k=N, beam=N, t_norm=t_norm, facts=facts)
+        degrees = dict.fromkeys(label, 0.0) | {m.label: m.score for m in results}
         assert [degrees[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5), name
-        scores = [m.score for m in found]
+        scores = [m.score for m in results]
         assert scores == sorted(scores, reverse=True) and min(scores) > 0
-        assert [m.rank for m in found] == list(range(1, len(found) + 1))
+        assert [m.rank for m in results] == list(range(1, len(results) + 1))
 
 
-def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
+def test_degrees_of_a_calibrated_run_are_probabilities(run):
     calibration = Calibration("platt", {"both": Curve(slope=3.0, intercept=-1.0)}, 0, "", {})
     plain = run.answering_model()
     model = answering.AnsweringModel(
@@ -129,35 +122,35 @@ def test_degrees_of_a_calibrated_run_are_its_probabilities(run):
     chances = tables(run, ("train",), calibration)
     expected = dense(run, TWO_STEPS, chances, *NORMS["product"])
     options = AskOptions(k=N, beam=N, facts="train")
-    found = {m.label: m.score for m in ask(model, parse_query(TWO_STEPS, model), options)}
+    results = {m.label: m.score for m in ask(model, parse_query(TWO_STEPS, model), options)}
     label = run.session.store.entities.labels(range(N))
-    assert [found[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
+    assert [results[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
-def test_answers_of_one_probability_come_in_order_of_score(run):
+def test_equal_probabilities_sort_by_score(run):
     """Isotonic calibration gives many entities the same probability."""
     plain, curve = run.answering_model(), Curve(scores=(-0.1, 0.1), probabilities=(0.2, 0.2))
     model = replace(plain, calibration=Calibration("isotonic", {"both": curve}, 0, "", {}))
-    found = ask(model, parse_query(NEIGHBOURS, model), AskOptions(k=N, facts="none"))
+    results = ask(model, parse_query(NEIGHBOURS, model), AskOptions(k=N, facts="none"))
     expected = run.predict("e1", "r0", k=N)
-    assert [member.label for member in found] == [answer.label for answer in expected]
+    assert [member.label for member in results] == [answer.label for answer in expected]
 
 
-def test_answers_that_are_certain_come_in_order_of_score(run):
+def test_certain_answers_sort_by_score(run):
     """Several expected numbers of answers are above 1, where probabilities end."""
     model = run.answering_model()
     for entity in range(N):
         for relation in range(3):
             query = {"relation": f"r{relation}", "from": f"e{entity}"}
-            found = ask(model, parse_query(query, model), AskOptions(k=N, facts="none"))
+            results = ask(model, parse_query(query, model), AskOptions(k=N, facts="none"))
             expected = run.predict(f"e{entity}", f"r{relation}", k=N)
-            assert [member.label for member in found] == [answer.label for answer in expected]
+            assert [member.label for member in results] == [answer.label for answer in expected]
     many = torch.tensor([0.5, 1.5, 2.5, 1e9], dtype=torch.float64)
     assert fuzzy_answers._at_most_one(many).diff().min() > 0
     assert fuzzy_answers._at_most_one(many).max() <= 1
 
 
-def test_the_way_there_is_told(run):
+def test_path_to_each_answer_is_returned(run):
     """Each step of the way, multiplied, is the degree."""
     query = {"relation": "r2", "from": {"relation": "r1", "to": NEIGHBOURS}}
     chances = tables(run, ("train", "valid", "test"))
@@ -172,23 +165,23 @@ def test_the_way_there_is_told(run):
     assert run.ask(NEIGHBOURS)[0].via == ()
 
 
-def test_a_beam_is_a_bound(run):
-    """With one entity in it, a step is taken from the best one alone."""
+def test_beam_bounds_the_search(run):
+    """With a beam of 1, a step starts from the best entity only."""
     best = run.ask(NEIGHBOURS, k=1)[0]
     one = {m.label: m.score for m in run.ask(TWO_STEPS, k=N, beam=1)}
-    alone = {m.label: m.score for m in run.ask({"relation": "r1", "to": best.label}, k=N)}
-    assert one == pytest.approx({x: s * best.score for x, s in alone.items()}, abs=1e-6)
+    single = {m.label: m.score for m in run.ask({"relation": "r1", "to": best.label}, k=N)}
+    assert one == pytest.approx({x: s * best.score for x, s in single.items()}, abs=1e-6)
 
 
-def test_an_export_answers_by_softmax(run, model):
-    found, expected = model.ask(NEIGHBOURS, k=3), run.answering_model().scores
+def test_export_answers_with_softmax(run, model):
+    results, expected = model.ask(NEIGHBOURS, k=3), run.answering_model().scores
     ids = torch.tensor([[*model.entity_labels.ids(["e1"]), *model.relation_labels.ids(["r0"]), t]
                         for t in range(N)])  # fmt: skip
     chances = expected(ids).softmax(0).sort(descending=True).values[:3]
-    assert [m.score for m in found] == pytest.approx(chances.tolist(), rel=1e-4)
+    assert [m.score for m in results] == pytest.approx(chances.tolist(), rel=1e-4)
 
 
-def test_files_of_queries(run, tmp_path):
+def test_query_files_are_read(run, tmp_path):
     file = tmp_path / "query.json"
     file.write_text(json.dumps(TWO_STEPS))
     assert run.ask(file) == run.ask(str(file)) == run.ask(TWO_STEPS)
@@ -232,13 +225,13 @@ def test_unknown_labels_options_and_depth(model):
         model.ask(query)
 
 
-def test_nobody_is_a_member_of_nothing(run):
+def test_empty_query_has_no_members(run):
     nobody = {"and": ["e1", "e2"]}
     assert run.ask(nobody) == run.ask({"relation": "r0", "from": nobody}) == []
     assert np.isclose(run.ask({"and": ["e1", "e1"]})[0].score, 1)
 
 
-def test_json_nested_too_deeply_for_python(model, tmp_path):
+def test_deeply_nested_json_is_rejected(model, tmp_path):
     deep, query = 100_000, {"and": [["e1"]]}
     (tmp_path / "q").write_text('{"and": [' * deep + '"e1"' + "]}" * deep)
     with pytest.raises(QueryError, match="q: more than 50 steps inside each other"):

@@ -19,8 +19,8 @@ from kge_torchrec.answers.calibration import (
     expected_calibration_error,
     fit,
 )
-from kge_torchrec.answers.candidate_answers import candidate_answers
 from kge_torchrec.answers.corruptions import Pools, corrupt, labelled
+from kge_torchrec.answers.probabilities import candidate_answers
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import SPLITS
@@ -36,26 +36,26 @@ def sample(count=20_000, seed=0):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_known_curve_is_found(method):
+def test_known_curve_is_recovered(method):
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     scores, labels, true = sample()
     curve = fit(method, scores, labels, np.ones(len(scores)))
     fresh, labels, true = sample(seed=1)
-    found = curve.at(fresh)
-    assert np.abs(found - true).mean() < 0.015
+    results = curve.at(fresh)
+    assert np.abs(results - true).mean() < 0.015
     assert np.all(np.diff(curve.at(np.sort(fresh))) >= 0)
     ones = np.ones(len(fresh))
     raw = 1 / (1 + np.exp(-fresh.astype(np.float64)))
-    assert expected_calibration_error(found, labels, ones) < 0.02
+    assert expected_calibration_error(results, labels, ones) < 0.02
     assert expected_calibration_error(raw, labels, ones) > 0.08
-    assert brier_score(found, labels, ones) < brier_score(raw, labels, ones)
+    assert brier_score(results, labels, ones) < brier_score(raw, labels, ones)
     special = curve.at(np.array([np.inf, -np.inf, np.nan, 1e30]))
     assert special[0] > 0.99 and special[3] > 0.99 and special[1] == special[2] < 0.01
     if method == "platt":
         assert (curve.slope, curve.intercept) == pytest.approx((2, -1), abs=0.1)
 
 
-def test_weights_count_as_repetitions():
+def test_weights_act_like_repetitions():
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     scores, labels, _ = sample(2000)
     weights = np.where(labels, 3.0, 1.0)
@@ -67,7 +67,7 @@ def test_weights_count_as_repetitions():
         np.testing.assert_allclose(curve.at(grid), other.at(grid), atol=2e-3)
 
 
-def test_errors_by_hand():
+def test_calibration_errors_match_hand_computation():
     probabilities, labels = np.array([0.9, 0.92, 0.1, 1.0]), np.array([True, False, False, True])
     weights = np.array([1.0, 1.0, 2.0, 1.0])
     # Bins of 1/15: 0.9 and 0.92 lie in one, 0.1 and 1.0 in others.
@@ -86,7 +86,7 @@ def own(run, tmp_path):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
+def test_calibrated_run_has_probabilities(own, tmp_path, method):
     before = own.predict("e1", "r0")
     assert {a.probability for a in before} == {None}
     made = own.calibrate(method=method)
@@ -95,9 +95,9 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
     assert 0 <= errors["after"] < errors["before"] < 1
     for side, query in (("tail", ("e1", "r0", None)), ("head", (None, "r0", "e1")),
                         ("relation", ("e1", None, "e2"))):  # fmt: skip
-        found = own.predict(*query)
-        expected = made.curves[side].at(np.array([a.score for a in found], np.float32))
-        assert [a.probability for a in found] == expected.tolist()
+        results = own.predict(*query)
+        expected = made.curves[side].at(np.array([a.score for a in results], np.float32))
+        assert [a.probability for a in results] == expected.tolist()
     assert [(a.label, a.score) for a in own.predict("e1", "r0")] == [
         (a.label, a.score) for a in before
     ]
@@ -114,34 +114,34 @@ def test_a_calibrated_run_has_probabilities(own, tmp_path, method):
     ]
 
 
-def test_answers_are_those_that_predict_lists(own):
-    """Of each distinct query of test: the best ones without what train and valid hold."""
+def test_candidate_answers_match_predict(own):
+    """Each distinct query of test lists its best answers, without those of train and valid."""
     model, store = own.answering_model(), own.session.store
     known = {name: {tuple(t) for t in store.split(name).tolist()} for name in SPLITS}
-    for asked, place in (("head", 0), ("relation", 1), ("tail", 2)):
+    for missing, place in (("head", 0), ("relation", 1), ("tail", 2)):
         expected = []
         for query in sorted({(*t[:place], None, *t[place + 1 :]) for t in known["test"]}, key=str):
             ids = [x if x is None else int(x) for x in query]
             answers = own.predict(*ids, k=50)
-            vocabulary = model.relations if asked == "relation" else model.entities
+            vocabulary = model.relations if missing == "relation" else model.entities
             numbers = vocabulary.ids([a.label for a in answers]).tolist()
             whole = [tuple(n if x is None else x for x in ids) for n in numbers]
             left = [(a.score, t in known["test"]) for a, t in zip(answers, whole, strict=True)
                     if t not in known["train"] | known["valid"]]  # fmt: skip
             expected += left[:4]
-        found = candidate_answers(model, "test", asked, 4, 1000, 0)
-        pairs = zip(found.scores.tolist(), found.labels.tolist(), strict=True)
-        assert sorted(pairs) == sorted(expected) and found.queries > 5
-        assert candidate_answers(model, "test", asked, 4, 3, 0).queries == 3
+        results = candidate_answers(model, "test", missing, 4, 1000, 0)
+        pairs = zip(results.scores.tolist(), results.labels.tolist(), strict=True)
+        assert sorted(pairs) == sorted(expected) and results.queries > 5
+        assert candidate_answers(model, "test", missing, 4, 3, 0).queries == 3
 
 
-def test_probabilities_are_the_share_of_true_answers(own):
+def test_probabilities_match_the_share_of_true_answers(own):
     """On the answers themselves to which the curves were fitted."""
     made = own.calibrate(method="isotonic", top=5)
-    for asked, curve in made.curves.items():
-        answers = candidate_answers(own.answering_model(), "valid", asked, 5, 1000, 0)
-        found = curve.at(answers.scores)
-        assert found.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
+    for missing, curve in made.curves.items():
+        answers = candidate_answers(own.answering_model(), "valid", missing, 5, 1000, 0)
+        results = curve.at(answers.scores)
+        assert results.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
     own_share = made.about["test"]["mean_probability"]["after"]
     assert abs(own_share - made.about["test"]["true"]) < 0.1
     other = own.calibrate(among="seen", positive_share=0.5, method="isotonic").about
@@ -157,17 +157,17 @@ def test_isotonic_is_the_default_for_many_scores(own, monkeypatch):
     assert own.calibrate().method == own.calibrate().about["method"] == "isotonic"
 
 
-def test_scores_of_one_step_keep_their_order():
+def test_isotonic_steps_keep_the_order_of_scores():
     curve = Curve(scores=(0.0, 1.0, 1.5, 3.0), probabilities=(0.0, 0.0, 1.0, 1.0))
     scores = np.array([-1e30, -50, -3, 0, 0.5, 1, 1.2, 1.5, 2, 3, 4])
-    found = curve.at(scores).astype(np.float32)
-    assert np.all(np.diff(found) > 0) and found[0] >= 0 and found[-1] <= 1
-    assert np.abs(found - np.interp(scores, curve.scores, curve.probabilities)).max() <= 1e-4
+    results = curve.at(scores).astype(np.float32)
+    assert np.all(np.diff(results) > 0) and results[0] >= 0 and results[-1] <= 1
+    assert np.abs(results - np.interp(scores, curve.scores, curve.probabilities)).max() <= 1e-4
     special = curve.at(np.array([-np.inf, np.nan, np.inf]))
     assert special[0] == special[1] == 0 and special[2] == 1
 
 
-def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
+def test_calibration_of_another_step_is_ignored(own, tmp_path, caplog):
     own.calibrate()
     file = own.path / FILE
     file.write_text(json.dumps(json.loads(file.read_text()) | {"step": 1}))
@@ -181,7 +181,7 @@ def test_a_calibration_of_other_steps_is_not_used(own, tmp_path, caplog):
         again.predict("e1", "r0")
 
 
-def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
+def test_bad_options_and_missing_data_are_rejected(run, tmp_path, monkeypatch):
     for options, words in (({"method": "beta"}, "method must be one of platt, isotonic"),
                            ({"corruptions": 0, "among": "all"}, "corruptions must be"),
                            ({"among": "types"}, "among must be one of listed, seen, all"),
@@ -193,7 +193,7 @@ def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
                            ({"seed": -1}, "seed must be")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             run.calibrate(**options)
-    with pytest.raises(KGEError, match="nothing to calibrate by"):
+    with pytest.raises(KGEError, match="needs true and false triples"):
         fit("platt", np.zeros(3), np.ones(3, bool), np.ones(3))
     monkeypatch.setitem(__import__("sys").modules, "sklearn.isotonic", None)
     with pytest.raises(KGEError, match=r"needs scikit-learn: pip install 'kge-torchrec\[calib"):
@@ -201,15 +201,15 @@ def test_bad_options_and_missing_data(run, tmp_path, monkeypatch):
     assert not (run.path / FILE).exists()
 
 
-def test_a_triple_of_one_score_has_one_probability():
+def test_equal_scores_have_equal_probabilities():
     one = Calibration("platt", {"both": Curve(slope=1.0)}, 1, "", {})
-    for asked in ("head", "relation", "tail"):
-        assert one.probabilities(np.zeros(1), asked).tolist() == [0.5]
+    for missing in ("head", "relation", "tail"):
+        assert one.probabilities(np.zeros(1), missing).tolist() == [0.5]
 
 
 @pytest.fixture(scope="module")
 def store(tmp_path_factory):
-    """Relation r links 40 a's to 3 b's; s is seen in valid alone, n links all to all."""
+    """Relation r links 40 a's to 3 b's, s occurs only in valid, and n links all to all."""
     triples = [(f"a{i}", "r", f"b{i % 3}") for i in range(40)]
     every = [(f"c{i}", "n", f"c{j}") for i in range(3) for j in range(3)]
     splits = {"train": [*triples[:36], *every], "valid": [*triples[36:], ("a1", "n", "c0")],
@@ -218,7 +218,7 @@ def store(tmp_path_factory):
 
 
 @pytest.mark.parametrize("among", ["seen", "all"])
-def test_corruptions_are_false_and_of_their_side(store, among):
+def test_corruptions_are_false_and_change_one_side(store, among):
     triples = np.asarray(store.valid, np.int64)
     known = {tuple(t) for s in ("train", "valid", "test") for t in store.split(s).tolist()}
     for part in labelled(store, "valid", 6, among, 3, 1000):
@@ -227,8 +227,8 @@ def test_corruptions_are_false_and_of_their_side(store, among):
         assert part.labels.tolist() == [True] * 5 + [False] * (len(part.labels) - 5)
         false = part.triples[~part.labels]
         assert len(false) > 6 and not known & {tuple(t) for t in false.tolist()}
-        others = np.delete(false, column, 1).tolist()
-        assert all(one in np.delete(triples, column, 1).tolist() for one in others)
+        rest = np.delete(false, column, 1).tolist()
+        assert all(one in np.delete(triples, column, 1).tolist() for one in rest)
         if among == "seen":
             labels = store.entities.labels(false[:, column])
             of_r = {x for x, t in zip(labels, false, strict=True) if t[1] == triples[0, 1]}
@@ -237,7 +237,7 @@ def test_corruptions_are_false_and_of_their_side(store, among):
         assert np.array_equal(again[part.side], part.triples)
 
 
-def test_what_cannot_be_corrupted_is_left_out(store):
+def test_uncorruptible_triples_are_left_out(store):
     """Everything that n links to c0 is true among the c's."""
     (n,), (c,) = store.relations.ids(["n"]), store.entities.ids(["c1"])
     random = np.random.default_rng(0)
@@ -247,7 +247,7 @@ def test_what_cannot_be_corrupted_is_left_out(store):
     assert corrupt(store, triple, "tail", 5, None, random).shape == (5, 3)
 
 
-def test_pools_are_samples_of_every_chunk(store, monkeypatch):
+def test_pools_sample_every_chunk(store, monkeypatch):
     from kge_torchrec.answers import corruptions
 
     monkeypatch.setattr(corruptions, "_CHUNK", 7)
@@ -262,6 +262,6 @@ def test_pools_are_samples_of_every_chunk(store, monkeypatch):
     assert len({tuple(t) for t in small}) == 10
 
 
-def test_a_sample_of_a_large_split(store):
+def test_large_split_is_sampled(store):
     for part in labelled(store, "train", 1, "all", 0, 7):
         assert part.labels.sum() == 7

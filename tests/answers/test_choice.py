@@ -1,4 +1,4 @@
-"""Which answers are listed: above a score, so many, new ones; and new links of a whole relation."""
+"""Options of listed answers (above, k, known), and new links of a whole relation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PARTS = ("head", "relation", "tail")
 
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize("query", [("e1", "r1", None), (None, "r1", "e4"), ("e1", None, "e4")])
-def test_everything_above_a_score(run, query, known, monkeypatch):
+def test_above_lists_every_answer(run, query, known, monkeypatch):
     every = run.predict(*query, k=100, known=known)
     middle = every[(len(every) - 1) // 2].score
     wanted = [a for a in every if a.score >= middle]
@@ -32,7 +32,7 @@ def test_everything_above_a_score(run, query, known, monkeypatch):
     ]
 
 
-def test_ten_unless_one_says_otherwise(run):
+def test_default_is_ten_answers(run):
     assert len(run.predict("e1", "r1")) == 10
     with pytest.raises(ConfigError, match="above must be a number"):
         run.predict("e1", "r1", above=float("nan"))
@@ -59,19 +59,19 @@ def brute_force(run, relation, heads=None, tails=None, loops=False):
     return [(label[pairs[i][0]], label[pairs[i][2]], scores[i]) for i in order]
 
 
-def as_tuples(found):
-    return [(link.head, link.tail, link.score) for link in found]
+def as_tuples(results):
+    return [(link.head, link.tail, link.score) for link in results]
 
 
 @pytest.mark.parametrize("heads", [512, 5])
 @pytest.mark.parametrize("loops", [False, True])
-def test_new_links_by_brute_force(run, monkeypatch, heads, loops):
+def test_new_links_match_brute_force(run, monkeypatch, heads, loops):
     monkeypatch.setattr(links, "HEADS", heads)
     expected = brute_force(run, "r1", loops=loops)
-    found = run.new_links("r1", 30, loops=loops)
-    assert as_tuples(found) == expected[:30]
-    assert [link.rank for link in found] == list(range(1, 31))
-    assert {link.relation for link in found} == {"r1"}
+    results = run.new_links("r1", 30, loops=loops)
+    assert as_tuples(results) == expected[:30]
+    assert [link.rank for link in results] == list(range(1, 31))
+    assert {link.relation for link in results} == {"r1"}
     every = run.new_links("r1", 5000, loops=loops)
     assert as_tuples(every) == expected
     middle = expected[100][2]
@@ -80,7 +80,7 @@ def test_new_links_by_brute_force(run, monkeypatch, heads, loops):
     assert as_tuples(run.new_links("r1", loops=loops)) == expected[:10]
 
 
-def test_new_links_among_those_seen(run):
+def test_new_links_among_seen_candidates(run):
     store = run.session.store
     (number,) = store.relations.ids(["r2"])
     train = np.asarray(store.train)
@@ -91,7 +91,7 @@ def test_new_links_among_those_seen(run):
         run.new_links("r2", 40, "types")
 
 
-def test_ties_between_links_come_by_head_and_tail():
+def test_equal_links_sort_by_head_and_tail():
     best = links._Best(3, -np.inf)
     nan = torch.nan
     best.offer(torch.tensor([4, 7]), 10, torch.tensor([[1.0, 1.0], [2.0, nan]]))

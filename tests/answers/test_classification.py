@@ -14,15 +14,15 @@ from kge_torchrec.config import ConfigError
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(-3, 3), st.booleans()), min_size=1, max_size=12))
-def test_the_best_threshold_by_brute_force(pairs):
+def test_best_threshold_matches_brute_force(pairs):
     scores = np.array([s for s, _ in pairs], np.float32)
     labels = np.array([x for _, x in pairs])
-    found = ((scores >= best_threshold(scores, labels)) == labels).mean()
+    results = ((scores >= best_threshold(scores, labels)) == labels).mean()
     cuts = [-10, *(s - 0.5 for s in scores), 10]
-    assert found == max(((scores >= cut) == labels).mean() for cut in cuts)
+    assert results == max(((scores >= cut) == labels).mean() for cut in cuts)
 
 
-def test_a_threshold_for_each_relation():
+def test_each_relation_has_a_threshold():
     relations = np.array([0, 0, 2, 2, 0, 2])
     scores = np.float32([1, 3, 10, 30, 2.5, 25])
     labels = np.array([False, True, False, True, True, False])
@@ -31,19 +31,19 @@ def test_a_threshold_for_each_relation():
     assert of_all == best_threshold(scores, labels)
 
 
-def test_accuracy_is_what_the_thresholds_get_right(run):
-    found = run.classify()
-    assert found["triples"] == 30 and found["among"] == "seen"
-    parts = found["relations"].values()
+def test_accuracy_counts_correct_triples(run):
+    results = run.classify()
+    assert results["triples"] == 30 and results["among"] == "seen"
+    parts = results["relations"].values()
     assert sum(part["triples"] for part in parts) == 30
-    assert 0.3 < found["accuracy"] <= 1
-    assert run.classify(among="all") != found
-    assert run.classify(seed=1) != found
+    assert 0.3 < results["accuracy"] <= 1
+    assert run.classify(among="all") != results
+    assert run.classify(seed=1) != results
     with pytest.raises(ConfigError, match="among must be one of seen, all"):
         run.classify("types")
 
 
-def test_valid_and_test_have_corruptions_of_their_own(run, monkeypatch):
+def test_valid_and_test_have_different_corruptions(run, monkeypatch):
     seeds = {}
 
     def labelled(store, split, count, among, seed, limit):
@@ -56,7 +56,7 @@ def test_valid_and_test_have_corruptions_of_their_own(run, monkeypatch):
     assert sorted(len(splits) for splits in seeds.values()) == [1, 1, 1, 1]
 
 
-def test_a_limit_or_seed_that_makes_no_sense(run):
+def test_invalid_limit_or_seed_is_rejected(run):
     for options, words in (({"limit": -4}, "limit must be an integer >= 1, got -4"),
                            ({"seed": -1}, "seed must be an integer >= 0")):  # fmt: skip
         with pytest.raises(ConfigError, match=words):

@@ -26,7 +26,7 @@ def say(capsys):
     return call
 
 
-def test_any_part_may_be_missing(trained, say):
+def test_any_part_can_be_predicted(trained, say):
     for query, count in ((("--head", "e1", "--relation", "r0"), 4), (("--tail", "e1", "--relation",
                          "r0"), 4), (("--head", "e1", "--tail", "e2"), 3)):  # fmt: skip
         for folder in trained:  # the run and its export
@@ -35,13 +35,13 @@ def test_any_part_may_be_missing(trained, say):
             assert out.split()[:4] == ["rank", "label", "score", "known"]
 
 
-def test_above_and_new(trained, run, say, tmp_path):
+def test_above_and_new_options(trained, run, say, tmp_path):
     answers = run.predict("e1", "r0", k=100, known=False)
     score = answers[11].score
     query = ("predict", trained[0], "--head", "e1", "--relation", "r0", "--above", score, "--new")
-    found = json.loads(say(*query, "--format", "json")[1])
-    assert [a["label"] for a in found["answers"]] == [a.label for a in answers[:12]]
-    assert set(found["answers"][0]) == {"rank", "label", "score", "known"}
+    results = json.loads(say(*query, "--format", "json")[1])
+    assert [a["label"] for a in results["answers"]] == [a.label for a in answers[:12]]
+    assert set(results["answers"][0]) == {"rank", "label", "score", "known"}
     code, out, _ = say(*query, "--top", 3, "--format", "parquet", "-o", tmp_path / "out")
     assert code == 0 and out == ""
     assert pq.read_table(tmp_path / "out").to_pylist() == [
@@ -49,7 +49,7 @@ def test_above_and_new(trained, run, say, tmp_path):
     ]
 
 
-def test_a_file_of_queries_or_triples(trained, say, tmp_path):
+def test_files_of_queries_and_triples_are_answered(trained, say, tmp_path):
     file = tmp_path / "questions"
     file.write_text("e1\tr0\t?\nnobody\tr0\t?\ne1\tr0\te2\n")
     for folder in trained:
@@ -63,16 +63,16 @@ def test_a_file_of_queries_or_triples(trained, say, tmp_path):
     assert say("score", trained[0], file)[0] == 0
 
 
-def test_new_links_of_a_relation(trained, run, say):
+def test_new_links_are_listed(trained, run, say):
     query = ("predict", trained[0], "--relation", "r1", "--format", "json")
-    found = [json.loads(line) for line in say(*query)[1].splitlines()]
+    results = [json.loads(line) for line in say(*query)[1].splitlines()]
     expected = run.new_links("r1", 10)
-    assert [(x["head"], x["tail"]) for x in found] == [(x.head, x.tail) for x in expected]
+    assert [(x["head"], x["tail"]) for x in results] == [(x.head, x.tail) for x in expected]
     above = expected[-1].score - 1
     every = say(*query, "--above", above)[1].splitlines()
     assert len(every) == len(run.new_links("r1", 5000, above=above)) > 10
-    seen = say(*query, "--candidates", "seen", "--top", 2, "--loops")[1].splitlines()
-    assert [json.loads(line)["tail"] for line in seen] == [
+    stats = say(*query, "--candidates", "seen", "--top", 2, "--loops")[1].splitlines()
+    assert [json.loads(line)["tail"] for line in stats] == [
         x.tail for x in run.new_links("r1", 2, "seen", loops=True)
     ]
 
@@ -87,25 +87,25 @@ def test_neighbours(trained, say, tmp_path):
     assert code == 0 and out.startswith("37 entities, inner product")
 
 
-def test_a_question_of_several_steps(trained, run, say, tmp_path):
+def test_logical_query_is_answered(trained, run, say, tmp_path):
     query = {"relation": "r0", "from": {"relation": "r1", "to": "e4"}}
     (tmp_path / "q").write_text(json.dumps(query))
     flags = ("--top", 3, "--beam", 5, "--t-norm", "min", "--facts", "train")
     code, out, _ = say("ask", trained[0], tmp_path / "q", *flags, "--format", "json")
-    found = run.ask(query, k=3, beam=5, t_norm="min", facts="train")
+    results = run.ask(query, k=3, beam=5, t_norm="min", facts="train")
     assert code == 0
     assert [json.loads(line) for line in out.splitlines()] == [
-        {"rank": m.rank, "label": m.label, "score": m.score, "via": list(m.via)} for m in found
+        {"rank": m.rank, "label": m.label, "score": m.score, "via": list(m.via)} for m in results
     ]
     table = say("ask", trained[0], tmp_path / "q", *flags)[1].splitlines()
-    assert table[1].endswith(found[0].via[0])
+    assert table[1].endswith(results[0].via[0])
     for kind in ("tsv", "parquet"):
         assert (
             say("ask", trained[1], tmp_path / "q", "--format", kind, "-o", tmp_path / kind)[0] == 0
         )
 
 
-def test_calibrate_then_predict(trained, say, tmp_path):
+def test_calibrated_predictions_have_probabilities(trained, say, tmp_path):
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     run = shutil.copytree(trained[0], tmp_path / "run")
     code, out, _ = say("calibrate", run, "--method", "isotonic")
@@ -122,12 +122,12 @@ def test_calibrate_then_predict(trained, say, tmp_path):
     assert "probability" in json.loads(say(*query, "--format", "json")[1])["answers"][0]
 
 
-def test_classify(trained, say):
+def test_classify_prints_accuracy(trained, say):
     code, out, _ = say("classify", trained[0], "--among", "all", "--limit", 20)
     assert code == 0 and "of 20 test triples" in out.splitlines()[-2]
     assert max(map(len, out.splitlines())) <= 80
-    found = json.loads(say("classify", trained[0], "--format", "json")[1])
-    assert found["triples"] == 30 and len(found["relations"]) == 3
+    results = json.loads(say("classify", trained[0], "--format", "json")[1])
+    assert results["triples"] == 30 and len(results["relations"]) == 3
 
 
 def test_what_makes_no_sense(trained, say):
@@ -153,7 +153,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_tables_fit_the_terminal(monkeypatch):
+def test_tables_fit_the_terminal_width(monkeypatch):
     from kge_torchrec.answers.links import Link
     from kge_torchrec.answers.tables import record_rows, written
 
@@ -171,7 +171,7 @@ def test_tables_fit_the_terminal(monkeypatch):
 
 
 @pytest.mark.parametrize("verb", ["predict", "links", "calibrate", "ask", "classify", "nearest"])
-def test_what_takes_long_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
+def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys, verb):
     """With a second that is over at once, for announcements and for bars."""
     pytest.importorskip("sklearn", reason="calibrating needs scikit-learn")
     run = shutil.copytree(trained[0], tmp_path / "run")

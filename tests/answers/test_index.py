@@ -19,7 +19,7 @@ from kge_torchrec.errors import KGEError
 
 
 @pytest.mark.parametrize("scorer", ["distmult", "transe_l1", "transe_l2"])
-def test_an_exact_index_finds_what_nearest_finds(run, tmp_path, monkeypatch, scorer):
+def test_exact_index_matches_nearest(run, tmp_path, monkeypatch, scorer):
     faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
     monkeypatch.setattr(index, "ROWS", 10)
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1,
@@ -31,12 +31,12 @@ def test_an_exact_index_finds_what_nearest_finds(run, tmp_path, monkeypatch, sco
         read = faiss.read_index(str(tmp_path / "i.faiss"))
         labels = Vocabulary.open(tmp_path / about["labels"])
         ((place,),) = (labels.ids(["e3"]),)
-        _, found = read.search(read.reconstruct(int(place))[None], 6)
+        _, results = read.search(read.reconstruct(int(place))[None], 6)
         nearest = [n.label for n in other.nearest("e3", 5)]
-        assert [x for x in labels.labels(found[0]) if x != "e3"][:5] == nearest
+        assert [x for x in labels.labels(results[0]) if x != "e3"][:5] == nearest
 
 
-def test_kinds_that_are_trained_or_refused(model, tmp_path):
+def test_trained_kinds_work_and_unknown_kinds_are_rejected(model, tmp_path):
     faiss = pytest.importorskip("faiss", reason="indices need faiss-cpu")
     model.write_index(tmp_path / "hnsw")
     model.write_index(tmp_path / "ivf", "IVF2,Flat")
@@ -50,7 +50,7 @@ def test_kinds_that_are_trained_or_refused(model, tmp_path):
     assert np.isfinite(faiss.read_index(str(tmp_path / "hnsw")).reconstruct(3)).all()
 
 
-def test_a_symbolic_link_to_an_index_stays(model, tmp_path, monkeypatch):
+def test_symbolic_link_to_an_index_is_kept(model, tmp_path, monkeypatch):
     """With a stand-in for FAISS, which is not installed everywhere."""
     faiss = SimpleNamespace(write_index=lambda index, file: Path(file).write_text(index))
     monkeypatch.setitem(sys.modules, "faiss", faiss)
@@ -67,7 +67,7 @@ def test_a_symbolic_link_to_an_index_stays(model, tmp_path, monkeypatch):
     assert len(list((tmp_path / "disk").iterdir())) == 1
 
 
-def test_without_faiss(model, tmp_path, monkeypatch):
+def test_missing_faiss_is_reported(model, tmp_path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
     with pytest.raises(KGEError, match=r"pip install 'kge-torchrec\[index\]'"):
         model.write_index(tmp_path / "x")

@@ -35,7 +35,7 @@ BY_HAND = {
     ("mure", False, "euclidean"), ("roth", True, "euclidean"), ("conve", False, "cosine"),
     ("rotate_l2", True, "euclidean"),
 ])  # fmt: skip
-def test_the_nearest_by_hand(name, biases, metric):
+def test_nearest_matches_hand_computation(name, biases, metric):
     columns = 2 * (biases or name == "mure")
     dim = 2 * D
     scorer = build_scorer(ModelConfig(scorer=name, dim=dim + columns, biases=biases), 3)
@@ -47,15 +47,15 @@ def test_the_nearest_by_hand(name, biases, metric):
         points = scorer.eval().entity(table)[:, :dim]
     scores = BY_HAND[metric](points[5], points)
     scores[5] = -torch.inf
-    found = nearest(model, "e5", 20)
-    assert [n.label for n in found] == [f"e{i}" for i in scores.argsort(descending=True)[:20]]
-    assert [n.score for n in found] == pytest.approx(
+    results = nearest(model, "e5", 20)
+    assert [n.label for n in results] == [f"e{i}" for i in scores.argsort(descending=True)[:20]]
+    assert [n.score for n in results] == pytest.approx(
         scores.sort(descending=True)[0][:20].tolist(), rel=1e-4
     )
-    assert [n.rank for n in found] == list(range(1, 21))
+    assert [n.rank for n in results] == list(range(1, 21))
 
 
-def test_a_run_and_its_export(run, model):
+def test_export_matches_run(run, model):
     assert run.nearest("e3", 4) == model.nearest("e3", 4)
     every = run.nearest("e3", 1000)
     assert len(every) == 36 and "e3" not in {n.label for n in every}

@@ -29,53 +29,53 @@ def own(run):
 
 def ranks_by_hand(run, triples):
     """Ranks of heads and tails among what neither the splits nor the triples hold."""
-    found = []
+    results = []
     for head, relation, tail in triples:
         for query, truth in (((None, relation, tail), head), ((head, relation, None), tail)):
             whole = {"head": None, "tail": None}
-            others = 0
+            better = 0
             answers = run.predict(*query, k=37)
             score = next(a.score for a in answers if a.label == truth)
             for a in answers:
                 whole = (a.label, relation, tail) if query[0] is None else (head, relation, a.label)
                 is_filtered = a.known is not None or whole in triples
-                others += a.score > score and not is_filtered
-            found.append(others + 1)
-    return found
+                better += a.score > score and not is_filtered
+            results.append(better + 1)
+    return results
 
 
-def test_ranks_are_filtered_by_all_splits_and_by_the_triples(run, own, tmp_path):
+def test_ranks_are_filtered_by_splits_and_own_triples(run, own, tmp_path):
     expected = ranks_by_hand(run, own)
-    found = run.evaluate(triples=own)
-    assert found["both"]["realistic"]["mr"] == pytest.approx(np.mean(expected))
-    assert found["both"]["realistic"]["mrr"] == pytest.approx(np.mean(1 / np.array(expected)))
-    assert found["triples"] == {"count": 3, "train": 1, "valid": 0, "test": 0}
+    results = run.evaluate(triples=own)
+    assert results["both"]["realistic"]["mr"] == pytest.approx(np.mean(expected))
+    assert results["both"]["realistic"]["mrr"] == pytest.approx(np.mean(1 / np.array(expected)))
+    assert results["triples"] == {"count": 3, "train": 1, "valid": 0, "test": 0}
     (tmp_path / "own").write_text("head\trelation\ttail\n" + "".join(
         "\t".join(triple) + "\n" for triple in own
     ))  # fmt: skip
     columns = dict(zip(("head", "relation", "tail"), zip(*own, strict=True), strict=True))
-    for given in (tmp_path / "own", str(tmp_path / "own"), iter(own), np.array(own),
+    for inputs in (tmp_path / "own", str(tmp_path / "own"), iter(own), np.array(own),
                   pa.table({name: list(column) for name, column in columns.items()})):  # fmt: skip
-        assert run.evaluate(triples=given) == found
+        assert run.evaluate(triples=inputs) == results
     grouped = run.evaluate(triples=own, by=["relation"])["by"]["relation"]
-    assert grouped["total"] == {side: found[side] for side in ("head", "tail", "both")}
+    assert grouped["total"] == {side: results[side] for side in ("head", "tail", "both")}
 
 
-def test_a_split_brought_along_is_ranked_as_the_split(run):
+def test_own_triples_rank_like_the_split(run):
     store = run.session.store
     heads, relations, tails = np.asarray(store.test).T
     labels = store.entities.labels(heads), store.relations.labels(relations), (
         store.entities.labels(tails)
     )  # fmt: skip
-    found = run.evaluate(triples=list(zip(*labels, strict=True)))
-    assert found.pop("triples") == {"count": 30, "train": 0, "valid": 0, "test": 30}
-    assert found == run.evaluate("test")
+    results = run.evaluate(triples=list(zip(*labels, strict=True)))
+    assert results.pop("triples") == {"count": 30, "train": 0, "valid": 0, "test": 30}
+    assert results == run.evaluate("test")
 
 
-def test_triples_that_cannot_be_ranked(run, tmp_path):
+def test_invalid_triples_are_rejected(run, tmp_path):
     (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\te11x\n\ne1\tr9\te2\ne1\tr0\n")
     (tmp_path / "none").write_text("")
-    for given, words in (
+    for inputs, words in (
         (tmp_path / "t", r"t:2: unknown entity 'e11x'; did you mean 'e11'.*\(2 more like this\)"),
         (tmp_path / "none", "none is empty: write lines of triples"),
         (tmp_path / "nowhere", "nowhere"),
@@ -85,12 +85,12 @@ def test_triples_that_cannot_be_ranked(run, tmp_path):
         ([(1, 0, 2)], "triples: labels must be strings"),
     ):
         with pytest.raises(DataError, match=words):
-            run.evaluate(triples=given)
+            run.evaluate(triples=inputs)
     with pytest.raises(ConfigError, match=r"split must be one of .* evaluate\(triples=...\)"):
         run.evaluate([("e1", "r0", "e2")])
 
 
-def test_a_file_of_triples_on_the_command_line(run, own, tmp_path, capsys):
+def test_evaluate_ranks_a_file_of_triples(run, own, tmp_path, capsys):
     file = tmp_path / "own.tsv"
     file.write_text("".join(json.dumps(dict(zip(("head", "relation", "tail"), triple, strict=True)))
                             + "\n" for triple in own))  # fmt: skip

@@ -13,7 +13,7 @@ from training_runs import config_of
 
 from kge_torchrec import api
 from kge_torchrec.answers import predictions
-from kge_torchrec.answers.predictions import Found, find_best
+from kge_torchrec.answers.predictions import Results, find_best
 from kge_torchrec.errors import KGEError
 
 PARTS = ("head", "relation", "tail")
@@ -34,7 +34,7 @@ def without(triple, part):
 
 
 @pytest.mark.parametrize("part", PARTS)
-def test_scores_of_answers_are_those_of_triples(run, model, part):
+def test_answer_scores_match_triple_scores(run, model, part):
     for triple in of_split(run, "test")[:5]:
         query, _ = without(triple, part)
         answers = run.predict(**query, k=100)
@@ -44,15 +44,15 @@ def test_scores_of_answers_are_those_of_triples(run, model, part):
         assert run.score(triples, side) == [a.score for a in answers]
         assert model.score(triples, side=side) == run.score(triples, side)
         assert [a.score for a in answers] == sorted((a.score for a in answers), reverse=True)
-        found = model.predict(**query, k=100)
-        assert [(a.rank, a.label, a.score) for a in found] == [
+        results = model.predict(**query, k=100)
+        assert [(a.rank, a.label, a.score) for a in results] == [
             (a.rank, a.label, a.score) for a in answers
         ]
 
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("split", ["train", "valid", "test"])
-def test_what_is_known_is_marked_or_left_out(run, split, part):
+def test_known_answers_are_marked_or_left_out(run, split, part):
     where = {triple: name for name in ("test", "valid", "train") for triple in of_split(run, name)}
     for triple in of_split(run, split)[:4]:
         query, answer = without(triple, part)
@@ -66,7 +66,7 @@ def test_what_is_known_is_marked_or_left_out(run, split, part):
         assert [a.rank for a in new] == list(range(1, len(new) + 1))
 
 
-def test_ranks_equal_those_of_evaluation(run):
+def test_ranks_match_evaluation(run):
     """Filtered ranks of 1,000 queries, counted in the answers of predict; to the tie."""
     session = run.session
     store, model = session.store, run.answering_model()
@@ -82,9 +82,9 @@ def test_ranks_equal_those_of_evaluation(run):
         own = ids.numpy() == answers[:, None]
         score = scores.numpy()
         true = score[own][:, None]
-        others = ~known
-        optimistic = ((score > true) & others).sum(1) + 1
-        pessimistic = ((score >= true) & others).sum(1) + 1
+        rest = ~known
+        optimistic = ((score > true) & rest).sum(1) + 1
+        pessimistic = ((score >= true) & rest).sum(1) + 1
         assert optimistic.tolist() == ranks.optimistic[side].tolist()
         assert pessimistic.tolist() == ranks.pessimistic[side].tolist()
 
@@ -103,19 +103,19 @@ def test_other_models(run, tmp_path, settings):
         assert other.score([("e1", "r1", a.label) for a in tails]) == [a.score for a in tails]
 
 
-def test_relations_in_blocks_are_the_same(run, monkeypatch):
+def test_relation_scores_do_not_depend_on_blocks(run, monkeypatch):
     expected = run.predict(head="e1", tail="e2")
     monkeypatch.setattr(predictions, "RELATIONS", 2)
     assert run.predict(head="e1", tail="e2") == expected
 
 
-def test_questions_that_need_the_data(model):
+def test_queries_that_need_data_are_rejected(model):
     for query in ({"head": "e1", "relation": "r0"}, {"head": "e1", "tail": "e2"}):
         with pytest.raises(KGEError, match=r"the data is no part of an export.*known"):
             model.predict(**query, known=False)
 
 
-def test_scores_of_nothing_and_of_many(run, monkeypatch):
+def test_scores_of_zero_and_many_triples(run, monkeypatch):
     from kge_torchrec.answers import model
 
     assert run.score([]) == []
@@ -128,8 +128,8 @@ def test_scores_of_nothing_and_of_many(run, monkeypatch):
         run.score(triples, "both")
 
 
-def test_splits_are_looked_up_for_the_found_answers_only():
-    """Of a query with a million known ones; train comes before valid and test."""
+def test_splits_are_looked_up_only_for_listed_answers():
+    """A query may have a million known answers; train comes before valid and test."""
     entities = 1_000_000
     every = np.arange(entities)
     splits = {
@@ -139,11 +139,11 @@ def test_splits_are_looked_up_for_the_found_answers_only():
     }
     model = SimpleNamespace(store=SimpleNamespace(filter_index=lambda names: splits[names[0]]))
     query, ids = np.array([[0, 0, 0]]), np.array([9, 2, 3, 5, 4, 0])
-    found = Found(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
-    predictions.splits(model, "tail", query, found)  # compiles
+    results = Results(np.zeros(6, np.int64), ids, np.zeros(6, np.float32))
+    predictions.splits(model, "tail", query, results)  # compiles
     tracemalloc.start()
-    told = predictions.splits(model, "tail", query, found)
+    names = predictions.splits(model, "tail", query, results)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert told == [None, "train", "valid", "test", "train", "train"]
+    assert names == [None, "train", "valid", "test", "train", "train"]
     assert peak < 1 << 20

@@ -1,4 +1,4 @@
-"""Whatever is asked, every number of ranks answers alike; no rank has all rows."""
+"""Answers do not depend on the number of ranks, of which none holds all rows."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def answers(run, folder):
 
 
 def on_ranks(path, export, folder):
-    """Of this rank, and what an error of the first rank and an export are like."""
+    """Return this rank's answers, an error of rank 0, curves, and answers of an export."""
     with api.open_run(path) as run:
-        found = answers(run, folder)
+        results = answers(run, folder)
         errors = []
         for work in (lambda: run.answer_file(folder / "queries", folder / "nowhere" / "out"),
                      lambda: run.answer_file(folder / "nothing", folder / "other")):  # fmt: skip
@@ -50,8 +50,8 @@ def on_ranks(path, export, folder):
         else:
             curves = run.calibrate().curves
             assert run.predict("e1", "r0")[0].probability is not None
-        alone = load_model(export).predict("e1", "r0", k=5)  # which has all rows
-    return found, errors, curves, alone
+        single = load_model(export).predict("e1", "r0", k=5)  # which has all rows
+    return results, errors, curves, single
 
 
 def names(record):
@@ -59,13 +59,13 @@ def names(record):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_every_number_of_ranks_answers_alike(trained, run, model, tmp_path, world_size):
+def test_answers_do_not_depend_on_number_of_ranks(trained, run, model, tmp_path, world_size):
     (tmp_path / "queries").write_text(FILE)
     lists, numbers, report = answers(run, tmp_path)
     written = (tmp_path / "out").read_text()
     path = shutil.copytree(run.path, tmp_path / "run")
     results = run_world(world_size, on_ranks, path, trained[1], Path(tmp_path))
-    for (its_lists, its_numbers, its_report), errors, curves, alone in results:
+    for (its_lists, its_numbers, its_report), errors, curves, single in results:
         for name, expected in lists.items():
             assert list(map(names, its_lists[name])) == list(map(names, expected)), name
             scores = [record.score for record in expected]
@@ -75,7 +75,7 @@ def test_every_number_of_ranks_answers_alike(trained, run, model, tmp_path, worl
         assert its_report == report and len(report.problems) == 2
         assert errors == ["FileNotFoundError", "DataError"]
         assert curves == results[0][2]
-        assert [a.label for a in alone] == [a.label for a in model.predict("e1", "r0", k=5)]
+        assert [a.label for a in single] == [a.label for a in model.predict("e1", "r0", k=5)]
     columns = [
         [line.split("\t")[:6] for line in text.splitlines()]
         for text in (written, (tmp_path / "out").read_text())

@@ -63,19 +63,19 @@ def without_checkpoints(loop: Trainer) -> None:
 
 def rank_trains_all(store: Path, folder: Path) -> dict[str, dict]:
     """Start, end and layout of a run with each wrapper; ranking valid in between."""
-    found = {}
+    results = {}
     for layout in layouts_for(dist.get_world_size()):
         config = variant(store, layout, folder / layout)
         with processes("cpu") as ranks:
             start = parameters(Session(config, RunFolder(folder), ranks))
         session = fit(config, without_checkpoints)
-        found[layout] = {
+        results[layout] = {
             "start": start,
             "end": session.parameters,
             "layout": session.backend.layout,
             "kinds": [type(p) for p in session.scorer.parameters()],
         }
-    return found
+    return results
 
 
 @functools.cache
@@ -92,29 +92,29 @@ def oracle(layout: str) -> dict:
 
 @WORLDS
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_parameters_equal_the_dense_oracle(layout, world_size):
+def test_parameters_match_the_dense_oracle(layout, world_size):
     if layout not in layouts_for(world_size):
         pytest.skip("two replicas need two ranks")
-    first, *others = (found[layout] for found in trained(world_size))
-    assert all(largest_difference(first["end"], other["end"]) == 0 for other in others)
+    first, *rest = (results[layout] for results in trained(world_size))
+    assert all(largest_difference(first["end"], other["end"]) == 0 for other in rest)
     assert largest_difference(first["start"], oracle(layout)) > 0.05
     assert largest_difference(first["end"], oracle(layout)) < 1e-5
     assert (DTensor in first["kinds"]) == (layout != "ddp")
 
 
-def test_the_layout_names_the_part_of_every_rank():
-    found = trained(4)[0]
-    assert "dense parameters: ddp, all of them on each of 4 ranks" in found["ddp"]["layout"]
-    text = found["fsdp"]["layout"]
+def test_layout_names_the_part_of_every_rank():
+    results = trained(4)[0]
+    assert "dense parameters: ddp, all of them on each of 4 ranks" in results["ddp"]["layout"]
+    text = results["fsdp"]["layout"]
     assert "objective.scorer.relations: 6 x 8, rows 0 to 2, 2 to 4, 4 to 6, 6 to 6" in text
-    text = found["hybrid"]["layout"]
+    text = results["hybrid"]["layout"]
     assert "hybrid, full, ranks replicas x parts, 2 x 2" in text
     assert "relations: 6 x 8, rows 0 to 3, 3 to 6" in text
 
 
 def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
     """Numbers of the dense parameters, their gradients and optimizer state on this rank."""
-    found = {}
+    results = {}
     for layout in layouts_for(dist.get_world_size()):
         changes = {"train__optimizer": "adam", "model__scorer": "rescal", "model__dim": 16}
         config = variant(store, layout, folder / layout, train__epochs=1, evaluation__every=0,
@@ -124,21 +124,21 @@ def rank_weighs(store: Path, folder: Path) -> dict[str, int]:
         for parameter in session.backend.dense.parameters():
             states = session.backend._dense.state[parameter].values()
             tensors += [parameter, parameter.grad, *(s for s in states if s.dim())]
-        found[layout] = sum(
+        results[layout] = sum(
             (t.to_local() if isinstance(t, DTensor) else t).numel() for t in tensors
         )
-    return found
+    return results
 
 
 @WORLDS
-def test_a_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, world_size):
+def test_each_rank_holds_its_part_of_parameters_gradients_and_state(tmp_path, world_size):
     whole = 4 * 6 * 16 * 16  # value, gradient and two moments of six relation matrices
     per_rank = run_world(world_size, rank_weighs, the_store(), tmp_path)
     for layout in layouts_for(world_size):
-        together = sum(found[layout] for found in per_rank)
+        together = sum(results[layout] for results in per_rank)
         copies = {"ddp": world_size, "hybrid": 2}.get(layout, 1)
         assert together == whole * copies
-        largest = max(found[layout] for found in per_rank)
+        largest = max(results[layout] for results in per_rank)
         parts = 1 if layout == "ddp" else world_size // copies
         assert largest == whole // 6 * -(-6 // parts)
 
@@ -164,10 +164,10 @@ def uninterrupted() -> dict:
         pytest.param(("hybrid", 4), ("offload", 2), marks=pytest.mark.slow),
     ],
 )
-def test_a_checkpoint_resumes_under_another_wrapper(tmp_path, before, after):
+def test_checkpoint_resumes_with_another_wrapper(tmp_path, before, after):
     for (layout, world_size), epochs in ((before, 2), (after, 4)):
-        found = run_world(world_size, rank_trains, the_store(), tmp_path, layout, epochs)
-    assert largest_difference(found[0], uninterrupted()) < 1e-5
+        results = run_world(world_size, rank_trains, the_store(), tmp_path, layout, epochs)
+    assert largest_difference(results[0], uninterrupted()) < 1e-5
 
 
 def rank_asks_for(config: dict) -> str:
@@ -183,10 +183,10 @@ def rank_asks_for(config: dict) -> str:
     "config, words",
     [
         ({"wrapper": "none"}, "dense.wrapper none would let the relations of 4 ranks drift"),
-        ({"wrapper": "hybrid", "replicas": 3}, "dense.replicas: 4 ranks cannot be dealt to 3"),
+        ({"wrapper": "hybrid", "replicas": 3}, "dense.replicas: 4 ranks cannot form 3"),
     ],
 )
-def test_what_does_not_fit_the_world_is_refused_on_every_rank(config, words):
+def test_invalid_wrapper_is_rejected_on_every_rank(config, words):
     assert all(words in message for message in run_world(4, rank_asks_for, config))
 
 
@@ -198,12 +198,12 @@ def test_what_does_not_fit_the_world_is_refused_on_every_rank(config, words):
         ({"wrapper": "hybrid", "replicas": 0}, "dense.replicas must be an integer >= 1"),
     ],
 )
-def test_contradictions_name_the_key(config, words):
+def test_contradictory_keys_are_named(config, words):
     with pytest.raises(ConfigError, match=words):
         DenseConfig(**config)
 
 
-def test_one_rank_has_no_wrapper_unless_asked():
+def test_one_rank_has_no_wrapper_by_default():
     with processes("cpu") as ranks:
         assert dense_wrapper(DenseConfig(), ranks).name == "none"
         assert dense_wrapper(DenseConfig(wrapper="fsdp"), ranks).name == "fsdp"

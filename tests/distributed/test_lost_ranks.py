@@ -42,12 +42,12 @@ def rank_outlives(port: int, point: str, timeout: float, connect: float) -> tupl
     started, init = time.monotonic(), dist.init_process_group
     where, detail, how = [*point.split(" ", 2), "", ""][:3]
 
-    def init_and_die(*given, **named):
-        """Dies so many milliseconds after the group's creation began."""
+    def init_and_die(*args, **named):
+        """Die a number of milliseconds after the creation of the group begins."""
         if float(detail) == 0:
             die()
         threading.Timer(float(detail) / 1000, die).start()
-        init(*given, **named)
+        init(*args, **named)
         time.sleep(60)
 
     if victim and where == "connecting":
@@ -75,10 +75,10 @@ def rank_outlives(port: int, point: str, timeout: float, connect: float) -> tupl
 def survivors(ranks: int, point: str, timeout: float = 60, connect: float = 1):
     """(message, seconds) of each rank but the victim."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    found = run_world(
+    results = run_world(
         ranks, rank_outlives, store.port, point, timeout, connect, may_end=(VICTIM,), timeout=90
     )
-    return [result for rank, result in enumerate(found) if rank != VICTIM]
+    return [result for rank, result in enumerate(results) if rank != VICTIM]
 
 
 NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
@@ -92,11 +92,11 @@ NAMED = rf"\(rank 1, process \d+ on {socket.gethostname()}\)"
         (2, "between", rf"died or cannot be reached {NAMED}: the first message"),
         (4, "meeting _create", rf"died or cannot be reached {NAMED}: the first message"),
         (2, "meeting _open", rf"died or cannot be reached {NAMED}: the first message"),
-        (2, "late 30", rf"did not answer within 1 s {NAMED}: it is stuck"),
-        (2, "late 30 by gloo", r"another rank did not answer within 1 s: it is stuck"),
+        (2, "late 30", rf"did not answer within 1 s {NAMED}: that rank is stuck"),
+        (2, "late 30 by gloo", r"another rank did not answer within 1 s: that rank is stuck"),
     ],
 )
-def test_survivors_name_the_rank_that_is_gone_in_a_bounded_time(ranks, point, words):
+def test_survivors_name_the_lost_rank_in_bounded_time(ranks, point, words):
     for message, seconds in survivors(
         ranks, point, 1 if "late" in point or point == "before" else 60
     ):
@@ -104,7 +104,7 @@ def test_survivors_name_the_rank_that_is_gone_in_a_bounded_time(ranks, point, wo
         assert seconds < 20  # by default a minute, or half an hour
 
 
-def test_a_late_rank_has_the_whole_timeout_once_all_have_joined():
+def test_late_rank_has_the_whole_timeout_after_joining():
     """The short time of connecting ends with it, in gloo as in memory."""
     for how in ("", " by gloo"):
         for message, _ in survivors(2, f"late 1.5{how}", connect=1):

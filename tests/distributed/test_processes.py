@@ -1,4 +1,4 @@
-"""The process group lasts as long as its last user, and groups of others are left alone."""
+"""The process group lasts as long as its last user; groups of other programs are untouched."""
 
 import gc
 
@@ -13,7 +13,7 @@ from kge_torchrec.embeddings.backend import ENTITY_WEIGHT
 from kge_torchrec.embeddings.trained import TrainedModel
 
 
-def test_a_group_of_one_is_made_and_ended():
+def test_group_of_one_is_created_and_destroyed():
     assert not dist.is_initialized()
     with processes("cpu") as ranks:
         assert (ranks.rank, ranks.world_size, ranks.is_first) == (0, 1, True)
@@ -21,15 +21,15 @@ def test_a_group_of_one_is_made_and_ended():
     assert not dist.is_initialized()
 
 
-def test_a_process_outside_any_group_reads_a_model_but_has_no_group():
-    alone = Processes(0, 1, 1, torch.device("cpu"))
-    model = TrainedModel(ModelConfig(dim=4), 5, 2, alone)
+def test_process_without_group_can_read_a_model():
+    one_rank = Processes(0, 1, 1, torch.device("cpu"))
+    model = TrainedModel(ModelConfig(dim=4), 5, 2, one_rank)
     assert model.parameter_state()[ENTITY_WEIGHT].shape == (5, 4)
     with pytest.raises(RuntimeError, match="no process group: join one"):
-        _ = alone.group
+        _ = one_rank.group
 
 
-def test_the_group_outlives_whoever_made_it():
+def test_group_outlives_its_creator():
     first, second = processes("cpu"), processes("cpu")
     first.__enter__()
     second.__enter__()
@@ -39,7 +39,7 @@ def test_the_group_outlives_whoever_made_it():
     assert not dist.is_initialized()
 
 
-def test_an_abandoned_user_does_not_end_the_group_of_another():
+def test_abandoned_user_does_not_destroy_the_group():
     abandoned = processes("cpu")
     abandoned.__enter__()
     with processes("cpu"):
@@ -55,5 +55,5 @@ def group_left_alone() -> bool:
     return dist.is_initialized()
 
 
-def test_a_group_of_others_is_left_alone():
+def test_foreign_group_is_not_destroyed():
     assert run_world(2, group_left_alone) == [True, True]

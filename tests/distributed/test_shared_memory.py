@@ -43,12 +43,12 @@ def random_exchange(random: np.random.Generator, group: dist.ProcessGroup, large
     dtype = DTYPES[random.integers(len(DTYPES))]
     send, receive = rows[rank].tolist(), rows[:, rank].tolist()
     mine = torch.Generator().manual_seed(int(random.integers(1 << 30)) + rank)
-    given = torch.randint(0, 100, (sum(send), *shape), generator=mine).to(dtype)
+    inputs = torch.randint(0, 100, (sum(send), *shape), generator=mine).to(dtype)
     if random.random() < 0.2 and shape:
-        given = given.transpose(0, -1).contiguous().transpose(0, -1)
+        inputs = inputs.transpose(0, -1).contiguous().transpose(0, -1)
     output, expected = (torch.empty(sum(receive), *shape, dtype=dtype) for _ in range(2))
-    work = dist.all_to_all_single(output, given, receive, send, group=group, async_op=True)
-    dist.all_to_all_single(expected, given.contiguous(), receive, send)
+    work = dist.all_to_all_single(output, inputs, receive, send, group=group, async_op=True)
+    dist.all_to_all_single(expected, inputs.contiguous(), receive, send)
     return work, output, expected
 
 
@@ -72,7 +72,7 @@ def rank_exchanges(seed: int, times: int, largest: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_exchanges_are_those_of_gloo_in_any_order_of_waiting(ranks):
+def test_exchanges_match_gloo_in_any_order_of_waiting(ranks):
     run_world(ranks, rank_exchanges, 1, 60, 40)
     # larger than a new mailbox: it grows, while other messages are in it
     run_world(ranks, rank_exchanges, 2, 12, 9000)
@@ -80,14 +80,14 @@ def test_exchanges_are_those_of_gloo_in_any_order_of_waiting(ranks):
 
 def rank_sends_one_number() -> int:
     rank = dist.get_rank()
-    to_other, found = [rank, 1 - rank], torch.empty(1, dtype=torch.int64)
+    to_other, results = [rank, 1 - rank], torch.empty(1, dtype=torch.int64)
     with shared_group() as group:
-        given = torch.tensor([7 + rank]).as_strided((1,), (0,))  # as of an expanded number
-        dist.all_to_all_single(found, given, to_other, to_other, group=group)
-    return int(found)
+        inputs = torch.tensor([7 + rank]).as_strided((1,), (0,))  # as of an expanded number
+        dist.all_to_all_single(results, inputs, to_other, to_other, group=group)
+    return int(results)
 
 
-def test_one_number_may_have_any_stride():
+def test_one_element_may_have_any_stride():
     assert run_world(2, rank_sends_one_number) == [8, 7]
 
 
@@ -101,7 +101,7 @@ def rank_forgets_many(count: int) -> float:
         return float(total)
 
 
-def test_more_under_way_than_there_are_entries():
+def test_more_exchanges_than_entries_work():
     assert run_world(2, rank_forgets_many, 3 * mailboxes._KEPT) == [2.0, 2.0]
 
 
@@ -129,11 +129,11 @@ def rank_leaves_one_more_than_fit() -> list[int]:
     return arrived
 
 
-def test_no_entry_is_written_again_before_it_was_read():
+def test_entries_are_not_reused_before_they_are_read():
     assert run_world(2, rank_leaves_one_more_than_fit) == [list(range(mailboxes._KEPT + 1))] * 2
 
 
-def test_memory_of_another_program_is_not_taken_for_a_mailbox():
+def test_memory_of_another_program_is_rejected():
     """A process id and a file number may be used again, by a file of the same size."""
     boxes = mailboxes.Mailboxes(0, 1, lambda text: [text], 1)
     (own,) = boxes._boxes
@@ -147,7 +147,7 @@ def test_memory_of_another_program_is_not_taken_for_a_mailbox():
 
 
 def rank_sums() -> dict[str, torch.Tensor]:
-    found = {}
+    results = {}
     rank, size = dist.get_rank(), dist.get_world_size()
     with shared_group() as group:
         for op in ("SUM", "MAX", "MIN", "PRODUCT"):  # the last is gloo's
@@ -156,43 +156,43 @@ def rank_sums() -> dict[str, torch.Tensor]:
                     if op == "PRODUCT" and count > 1:
                         continue
                     mine = torch.Generator().manual_seed(rank)
-                    given = (torch.randn(count, generator=mine) * 100).to(dtype)
-                    expected = given.clone()
+                    inputs = (torch.randn(count, generator=mine) * 100).to(dtype)
+                    expected = inputs.clone()
                     dist.all_reduce(expected, getattr(dist.ReduceOp, op))
-                    terms = [torch.empty_like(given) for _ in range(size)]
-                    dist.all_gather(terms, given)
-                    work = dist.all_reduce(given, getattr(dist.ReduceOp, op), group, async_op=True)
+                    terms = [torch.empty_like(inputs) for _ in range(size)]
+                    dist.all_gather(terms, inputs)
+                    work = dist.all_reduce(inputs, getattr(dist.ReduceOp, op), group, async_op=True)
                     work.wait()
                     if op != "SUM" or dtype != torch.bfloat16:  # whose sums depend on the order
-                        torch.testing.assert_close(given, expected, atol=1e-3, rtol=1e-5)
+                        torch.testing.assert_close(inputs, expected, atol=1e-3, rtol=1e-5)
                     if op == "SUM":
                         ordered = terms[0].clone()
                         for term in terms[1:]:
                             ordered += term
-                        assert torch.equal(given, ordered)  # in order of rank
-                    found[f"{op} {dtype} {count}"] = given
+                        assert torch.equal(inputs, ordered)  # in order of rank
+                    results[f"{op} {dtype} {count}"] = inputs
         apart = torch.arange(12.0).view(3, 4).t()
         dist.all_reduce(apart, group=group)
         assert torch.equal(apart, size * torch.arange(12.0).view(3, 4).t())
-        for value in dist.get_rank(group), "text":  # all else is gloo's
+        for value in dist.get_rank(group), "text":  # gloo handles other tensors
             box = [value]
             dist.broadcast_object_list(box, src=0, group=group)
             assert box == ([0] if value != "text" else ["text"])
         with pytest.raises(ValueError, match="3 rows cannot be split"):
             dist.all_to_all_single(torch.empty(3), torch.empty(3), [1] * size, [3], group=group)
         dist.barrier(group)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_sums_are_those_of_gloo_and_the_same_bits_on_all_ranks(ranks):
-    first, *others = run_world(ranks, rank_sums)
-    for other in others:
+def test_sums_match_gloo_and_are_bitwise_equal_on_all_ranks(ranks):
+    first, *rest = run_world(ranks, rank_sums)
+    for other in rest:
         assert all(torch.equal(other[name], first[name]) for name in first)
 
 
 def rank_disagrees() -> str:
-    """Rank 1 expects less than rank 0 sends it; whatever comes after is unharmed."""
+    """Rank 1 expects less than rank 0 sends; later collectives still work."""
     rank = dist.get_rank()
     with shared_group() as group:
         output = torch.empty(1 if rank else 2)
@@ -209,7 +209,7 @@ def rank_disagrees() -> str:
     return message
 
 
-def test_sizes_that_do_not_agree_are_told():
+def test_mismatched_sizes_are_reported():
     assert run_world(2, rank_disagrees) == ["", "rank 0 sent 8 bytes where 0 were expected"]
 
 
@@ -235,7 +235,7 @@ def rank_trains_by(store: Path, folder: Path, engine: str) -> dict[str, dict]:
 
 
 @pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
-def test_parameters_are_the_same_bits_by_gloo_and_by_memory(engine, tmp_path):
+def test_parameters_are_bitwise_equal_with_gloo_and_shared_memory(engine, tmp_path):
     store = tiny_store(tmp_path / "store").path
     for ends in run_world(2, rank_trains_by, store, tmp_path, engine):
         assert largest_difference(ends["gloo"], ends["shared_memory"]) == 0
@@ -245,7 +245,7 @@ def test_parameters_are_the_same_bits_by_gloo_and_by_memory(engine, tmp_path):
 
 
 def rank_outlives(how: str) -> tuple[str, float]:
-    """What the rank that is left hears, and after how many seconds."""
+    """Return the error of the surviving rank, and the seconds until it."""
     started = time.monotonic()
     linear = torch.nn.Linear(3, 3)
     with pytest.raises(RankLost) as caught, shared_group() as group:
@@ -263,13 +263,13 @@ def rank_outlives(how: str) -> tuple[str, float]:
 
 
 @pytest.mark.parametrize("how", ["dies", "dies in backward", "leaves"])
-def test_a_rank_that_is_gone_ends_the_other(how):
+def test_lost_rank_ends_the_other(how):
     (message, seconds), _ = run_world(2, rank_outlives, how, may_end=(1,), timeout=30)
     assert "another rank died or cannot be reached" in message and seconds < 5
 
 
 def rank_is_interrupted() -> tuple[bool, float]:
-    """Whether an alarm's KeyboardInterrupt came while it waited; and the sum, asked for again."""
+    """Return whether an alarm's KeyboardInterrupt interrupted the wait, and the sum afterwards."""
     interrupted, total = False, torch.ones(())
     with shared_group() as group:
         dist.barrier()
@@ -287,7 +287,7 @@ def rank_is_interrupted() -> tuple[bool, float]:
     return interrupted, float(total)
 
 
-def test_signals_are_heard_while_a_rank_waits():
+def test_signals_interrupt_a_waiting_rank():
     assert run_world(2, rank_is_interrupted) == [(True, 2.0), (False, 2.0)]
 
 
@@ -312,7 +312,7 @@ def rank_looks_at_memory() -> tuple[bool, bool, set[str]]:
     return during, mapped(), names
 
 
-def test_memory_has_no_name_and_is_given_back():
+def test_memory_is_anonymous_and_released():
     assert run_world(2, rank_looks_at_memory) == [(True, False, set())] * 2
 
 
@@ -345,7 +345,7 @@ def rank_is_elsewhere() -> bool:
         return with_exchange(ranks, "auto").exchange is dist.group.WORLD
 
 
-def test_gloo_takes_over_on_all_ranks_where_one_has_no_memory():
+def test_all_ranks_fall_back_to_gloo_together():
     assert len(set(run_world(2, rank_has_no_memory, 1, timeout=20))) == 1
     assert run_world(2, rank_is_elsewhere, timeout=20) == [True, True]
 
@@ -366,12 +366,12 @@ def rank_names_groups() -> tuple[bool, bool]:
         return world is dist.group.WORLD, group.group_name != world.group_name
 
 
-def test_the_group_of_all_ranks_keeps_its_name():
+def test_group_of_all_ranks_keeps_its_name():
     """FSDP looks groups up by name."""
     assert run_world(2, rank_names_groups) == [(True, True)] * 2
 
 
-def test_no_collective_reaches_gloo_through_the_group():
+def test_no_collective_reaches_gloo_from_cpp():
     """By torch's C++ it would wait for gloo with the interpreter's lock held."""
     of_both = set(dir(dist.ProcessGroupGloo)) & set(dir(dist.ProcessGroup)) - WITHOUT_WORK
     collectives = {name for name in of_both if not name.startswith(("__", "_pybind11"))}

@@ -21,17 +21,17 @@ def table() -> CpuFusedTable:
     return table
 
 
-def test_lookup_gives_rows_in_the_order_asked(table):
+def test_lookup_returns_rows_in_order_of_ids(table):
     assert torch.equal(table(torch.tensor([5, 0, 5]))[:, 0].detach(), torch.tensor([20.0, 0, 20]))
 
 
-def test_int32_ids_look_up_and_train(table):
+def test_int32_ids_work(table):
     table(torch.tensor([5, 0, 5], dtype=torch.int32)).sum().backward()
     table.step()
     assert table.rows[:, 0].tolist() == [-1, 4, 8, 12, 16, 18]
 
 
-def test_lookup_is_a_copy_that_the_step_leaves_alone(table):
+def test_lookup_is_a_copy_that_steps_do_not_change(table):
     out = table(torch.tensor([1]))
     before = out.detach().clone()
     out.sum().backward()
@@ -40,7 +40,7 @@ def test_lookup_is_a_copy_that_the_step_leaves_alone(table):
     assert torch.equal(table.rows[1], before[0] - 1)
 
 
-def test_only_steps_after_a_backward_count_as_iterations(table):
+def test_only_steps_after_backward_count(table):
     with torch.no_grad():
         table(torch.tensor([1]))
     table(torch.tensor([1]))
@@ -53,7 +53,7 @@ def test_only_steps_after_a_backward_count_as_iterations(table):
     assert table.iteration == 1
 
 
-def test_several_backwards_are_one_sum_and_zero_grad_forgets(table):
+def test_backward_passes_accumulate_and_zero_grad_clears(table):
     for ids in ([5, 0], [5], [2]):
         table(torch.tensor(ids)).sum().backward()
     assert table.rows[:, 0].tolist() == [0, 4, 8, 12, 16, 20]
@@ -66,12 +66,12 @@ def test_several_backwards_are_one_sum_and_zero_grad_forgets(table):
 
 
 @pytest.mark.parametrize("bad", [6, -1])
-def test_an_id_outside_the_table_is_an_error(table, bad):
+def test_id_outside_the_table_raises(table, bad):
     with pytest.raises((IndexError, RuntimeError)):
         table(torch.tensor([bad]))
 
 
-def test_a_gradient_that_is_not_contiguous_or_expanded(table):
+def test_noncontiguous_and_expanded_gradients_work(table):
     out = table(torch.tensor([0, 1]))
     out.backward(torch.tensor([[1.0], [2.0]]).expand(2, 4))
     table.step()
@@ -79,7 +79,7 @@ def test_a_gradient_that_is_not_contiguous_or_expanded(table):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_table_without_rows_and_a_lookup_without_ids(name):
+def test_empty_table_and_empty_lookup_work(name):
     table = CpuFusedTable(0, 4, TableOptimizer(**optimizer_settings(name)))
     out = table(torch.tensor([], dtype=torch.int64))
     assert out.shape == (0, 4)
@@ -89,7 +89,7 @@ def test_a_table_without_rows_and_a_lookup_without_ids(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_fused_params_and_back(name):
+def test_fused_params_round_trip(name):
     optimizer = TableOptimizer(**optimizer_settings(name))
     params = fused_params(optimizer) | {"cache_load_factor": 0.1}  # a key that is not ours
     restored = from_fused_params(params)
@@ -112,12 +112,12 @@ def test_fused_params_and_back(name):
         ("betas", (0.9,)),
     ],
 )
-def test_a_senseless_value_is_named(field, value):
+def test_invalid_value_is_named(field, value):
     with pytest.raises(ValueError, match=field):
         TableOptimizer(**{field: value})
 
 
 @pytest.mark.parametrize("name", ["adagrad", "sgd"])
-def test_weight_decay_that_fbgemm_does_not_have_is_refused(name):
+def test_unsupported_weight_decay_is_rejected(name):
     with pytest.raises(ValueError, match="rowwise_adagrad"):
         TableOptimizer(name, weight_decay=0.1)

@@ -1,6 +1,6 @@
 """The hand-rolled table on 1, 2 and 4 ranks against an index into a dense table.
 
-Shapes: N rows, D numbers a row, W ranks, M ids of a rank.
+Shapes: N rows, D elements per row, W ranks, M ids of a rank.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def check(world_size: int, *cases: Case) -> None:
         check_case(num_rows, wanted, [results[number] for results in ranks])
 
 
-def check_case(num_rows: int, wanted: list[list[int]], found: list) -> None:
+def check_case(num_rows: int, wanted: list[list[int]], results: list) -> None:
     before = values(num_rows)
     expected = before.double().clone()
     for rank, ids in enumerate(wanted):
         grad = gradient(len(ids), rank).double() / len(wanted)
         expected.index_add_(0, torch.tensor(ids, dtype=torch.int64), -LR * grad)
-    for (rows, after, _), ids in zip(found, wanted, strict=True):
+    for (rows, after, _), ids in zip(results, wanted, strict=True):
         assert torch.equal(rows, before[torch.tensor(ids, dtype=torch.int64)])
         assert float((after.double() - expected).abs().max()) < 1e-6
-        assert torch.equal(after, found[0][1])
-    assert sum(count for *_, count in found) == num_rows
+        assert torch.equal(after, results[0][1])
+    assert sum(count for *_, count in results) == num_rows
 
 
 def cases(world_size: int) -> st.SearchStrategy[Case]:
@@ -105,12 +105,12 @@ def cases(world_size: int) -> st.SearchStrategy[Case]:
 @WORLDS
 @settings(max_examples=4, deadline=None)
 @given(data=st.data())
-def test_rows_out_and_gradients_home(world_size, data):
+def test_rows_and_gradients_are_exchanged(world_size, data):
     check(world_size, *data.draw(st.lists(cases(world_size), min_size=10, max_size=20)))
 
 
 @WORLDS
-def test_nobody_asks_for_anything(world_size):
+def test_empty_requests_work(world_size):
     check(world_size, (6, [[]] * world_size))
 
 
@@ -118,7 +118,7 @@ def test_fewer_rows_than_ranks():
     check(4, *((rows, [[0], [], [0, rows - 1, 0], [rows - 1]]) for rows in (1, 3)))
 
 
-def test_a_rank_nobody_asks_and_one_that_asks_nothing():
+def test_one_sided_requests_work():
     check(2, (10, [[7, 8, 9], []]))
 
 
@@ -137,7 +137,7 @@ def gradients_of_two_batches() -> tuple[Tensor, Tensor]:
 
 
 @WORLDS
-def test_several_backwards_make_one_step(world_size):
+def test_backward_passes_make_one_step(world_size):
     for apart, together in run_world(world_size, gradients_of_two_batches):
         assert (apart - values(9)).abs().max() > 0.1
         assert torch.allclose(apart, together, atol=1e-6)
@@ -154,7 +154,7 @@ def what_does_not_step() -> tuple[int, Tensor]:
     return table.optimizer.steps, whole(table)
 
 
-def test_a_lookup_without_gradients_and_forgotten_ones_do_not_step():
+def test_lookups_without_gradients_do_not_step():
     ((steps, table),) = run_world(1, what_does_not_step)
     assert steps == 0 and torch.equal(table, values(5))
 
@@ -169,7 +169,7 @@ def in_a_thread(asynchronous: bool) -> Tensor:
 
 
 @WORLDS
-def test_the_asynchronous_step_changes_nothing(world_size):
+def test_asynchronous_step_matches_synchronous_step(world_size):
     waited, ahead = (run_world(world_size, in_a_thread, flag) for flag in (False, True))
     for one, other in zip(waited, ahead, strict=True):
         assert torch.equal(one, other)
@@ -196,7 +196,7 @@ def failing_step(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["lookup", "shard"])
-def test_an_exception_in_the_thread_surfaces_at_the_next_join(how):
+def test_thread_exception_is_raised_at_next_join(how):
     assert run_world(1, failing_step, how) == ["no room"]
 
 
@@ -212,7 +212,7 @@ def mean_of_places() -> Tensor:
 
 
 @WORLDS
-def test_mean_over_all_places_of_all_ranks(world_size):
+def test_mean_covers_occurrences_on_all_ranks(world_size):
     for table in run_world(world_size, mean_of_places):
         moved = (values(4) - table)[2]
         assert torch.allclose(moved, torch.full((DIM,), LR / world_size))

@@ -34,7 +34,7 @@ def filled(start: int, stop: int, dim: int = 2, seed: int = 0, dtype=torch.float
     count=st.integers(0, 200),
 )
 @settings(max_examples=30, deadline=None)
-def test_any_slice_is_a_slice_of_the_whole(distribution, start, count):
+def test_any_slice_matches_the_whole_table(distribution, start, count):
     whole = filled(0, CHUNK_ROWS + 300, distribution=distribution)
     part = filled(start, start + count, distribution=distribution)
     assert torch.equal(part, whole[start : start + count])
@@ -49,7 +49,7 @@ def threads():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_any_number_of_threads_draws_the_same(threads, dtype, monkeypatch):
+def test_initial_values_do_not_depend_on_threads(threads, dtype, monkeypatch):
     drawn, stream = set(), np.random.Generator
 
     def watched(bits):
@@ -69,13 +69,13 @@ def test_any_number_of_threads_draws_the_same(threads, dtype, monkeypatch):
     assert torch.equal(*tables) and tables[0].isfinite().all()
 
 
-def test_an_error_in_a_thread_is_raised(monkeypatch):
+def test_thread_errors_are_raised(monkeypatch):
     monkeypatch.setattr(EntityInit, "draw", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         filled(0, 3)
 
 
-def test_seeds_and_chunks_have_streams_of_their_own():
+def test_seeds_and_chunks_have_separate_streams():
     first = filled(0, 2 * CHUNK_ROWS, seed=0)
     assert not torch.equal(first[:CHUNK_ROWS], first[CHUNK_ROWS:])
     assert not torch.equal(first, filled(0, 2 * CHUNK_ROWS, seed=1))
@@ -90,14 +90,14 @@ def test_seeds_and_chunks_have_streams_of_their_own():
         ("xavier_uniform", 0.5 * math.sqrt(2 / 16), 0.5 * math.sqrt(6 / 16)),
     ],
 )
-def test_spread(distribution, deviation, bound):
+def test_initial_values_have_the_expected_spread(distribution, deviation, bound):
     rows = filled(0, 20_000, dim=16, distribution=distribution, scale=0.5)
     assert rows.std().item() == pytest.approx(deviation, rel=0.01)
     assert rows.mean().abs() < 0.01 * deviation
     assert rows.abs().max() <= bound
 
 
-def test_16_bit_tables_get_the_rounded_float32_values():
+def test_16_bit_tables_get_rounded_float32_values():
     assert torch.equal(filled(3, 50, dtype=torch.bfloat16), filled(3, 50).bfloat16())
 
 
@@ -108,7 +108,7 @@ def rank_initializes() -> torch.Tensor:
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_any_world_starts_equal(world_size):
+def test_initial_values_do_not_depend_on_world_size(world_size):
     rows = torch.cat(run_world(world_size, rank_initializes))
     assert torch.equal(rows, filled(0, 11, dim=4, seed=5))
 
@@ -116,6 +116,6 @@ def test_any_world_starts_equal(world_size):
 @pytest.mark.parametrize(
     ("field", "value"), [("distribution", "xavier"), ("scale", -1.0), ("scale", math.nan)]
 )
-def test_a_senseless_value_is_named(field, value):
+def test_invalid_value_is_named(field, value):
     with pytest.raises(ValueError, match=field):
         EntityInit(**{field: value})

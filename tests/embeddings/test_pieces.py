@@ -21,18 +21,18 @@ def trains(store: Path, run: Path, changes: dict, chunk_bytes: int) -> dict:
 
 
 @pytest.mark.parametrize("engine", ["torchrec", pytest.param("handrolled", marks=pytest.mark.slow)])
-def test_any_pieces_resume_as_any_others(tmp_path, engine):
+def test_chunk_size_does_not_change_a_resume(tmp_path, engine):
     store = tiny_store(tmp_path / "store").path
     changes = {"train__optimizer": "rowwise_adam", "entities__engine": engine}
     all_epochs = changes | {"train__epochs": 4}
     whole = run_world(1, trains, store, tmp_path / "whole", all_epochs, 1 << 20)[0]
     for ranks, epochs, rows in ((2, 1, 3), (4, 2, 5), (1, 3, 1), (2, 4, 1000)):
         more = changes | {"train__epochs": epochs}
-        found = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]
-    assert largest_difference(found, whole) < 1e-5
+        results = run_world(ranks, trains, store, tmp_path / "run", more, rows * ROW_BYTES)[0]
+    assert largest_difference(results, whole) < 1e-5
 
 
-def test_no_piece_is_larger(tmp_path):
+def test_no_chunk_exceeds_the_limit(tmp_path):
     store = tiny_store(tmp_path / "store").path
     run_world(2, trains, store, tmp_path / "run", {"train__optimizer": "adam"}, 3 * ROW_BYTES + 1)
     newest = max((tmp_path / "run" / "checkpoints").glob("step-*"))

@@ -19,7 +19,7 @@ def neighbours(values):
     return ((bits >> 16 << 16) + bump for bump in (0, 1 << 16))
 
 
-def test_random_bits_are_splitmix64():
+def test_random_bits_match_splitmix64():
     mask = (1 << 64) - 1
 
     def split_mix(start, index):
@@ -44,13 +44,13 @@ def test_random_bits_are_uniform_and_differ_by_step_state_row_and_column():
     expected = bits.numel() / 256
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert abs(chi_square - 255) < 5 * math.sqrt(2 * 255)
-    others = [
+    rest = [
         random_bits(rows, 64, step=4, state=0),
         random_bits(rows, 64, step=3, state=1),
         random_bits(rows + 1, 64, step=3, state=0),
         bits.roll(1, dims=1),
     ]
-    for other in others:
+    for other in rest:
         pair = torch.stack([bits.flatten(), other.flatten()]).double()
         assert abs(torch.corrcoef(pair)[0, 1].item()) < 5 / math.sqrt(bits.numel())
 
@@ -61,7 +61,7 @@ def test_random_bits_are_uniform_and_differ_by_step_state_row_and_column():
     first_row=st.integers(0, 2**40),
 )
 @settings(max_examples=200, deadline=None)
-def test_rounding_gives_a_neighbour(values, step, first_row):
+def test_rounding_returns_a_neighbor(values, step, first_row):
     values = torch.tensor([values], dtype=torch.float32)
     rows = torch.tensor([first_row])
     rounded = round_stochastically(values, rows, step, 0)
@@ -79,14 +79,14 @@ def test_rounding_gives_a_neighbour(values, step, first_row):
 
 
 @pytest.mark.parametrize("bits", [0x7F800001, 0x7FFFFFFF, -1, -(0x80000000 - 0x7F800001)])
-def test_every_nan_stays_nan(bits):
+def test_nan_stays_nan(bits):
     values = torch.full((64, 8), bits, dtype=torch.int32).view(torch.float32)
     assert values.isnan().all()
     assert round_stochastically(values, torch.arange(64), 1, 0).isnan().all()
 
 
 @pytest.mark.parametrize("value", [1.001, -1.001, 3e-5, -7.7e8])
-def test_the_mean_of_rounded_numbers_is_the_number(value):
+def test_rounding_is_unbiased(value):
     values = torch.full((1 << 14, 16), value)
     rounded = round_stochastically(values, torch.arange(1 << 14), 5, 0).double()
     low, high = rounded.abs().aminmax()
@@ -96,7 +96,7 @@ def test_the_mean_of_rounded_numbers_is_the_number(value):
 
 
 @pytest.mark.gpu
-def test_random_bits_of_a_gpu_are_those_of_a_cpu():
+def test_random_bits_match_on_gpu_and_cpu():
     rows = torch.arange(1000) * 10**9
     expected = random_bits(rows, 37, step=9, state=1)
     assert torch.equal(random_bits(rows.cuda(), 37, step=9, state=1).cpu(), expected)

@@ -14,7 +14,7 @@ SIZES = st.integers(1, 300), st.integers(1, 70)
 
 
 @given(*SIZES)
-def test_every_row_has_one_rank_and_ranks_differ_by_one_row(num_rows, world_size):
+def test_rows_are_split_evenly_over_ranks(num_rows, world_size):
     ranges = RowRanges(num_rows, world_size)
     runs = [ranges.range_of(rank) for rank in range(world_size)]
     assert [row for start, stop in runs for row in range(start, stop)] == list(range(num_rows))
@@ -23,14 +23,14 @@ def test_every_row_has_one_rank_and_ranks_differ_by_one_row(num_rows, world_size
 
 
 @pytest.mark.parametrize("num_rows, world_size", [(5, 4), (135, 64), (1, 8), (10**10, 7)])
-def test_sizes_that_break_ceil_division(num_rows, world_size):
+def test_row_ranges_handle_small_tables(num_rows, world_size):
     ranges = RowRanges(num_rows, world_size)
     sizes = [stop - start for start, stop in map(ranges.range_of, range(world_size))]
     assert min(sizes) >= 0 and sum(sizes) == num_rows
 
 
 @given(*SIZES, st.data())
-def test_the_owner_of_an_id_holds_it(num_rows, world_size, data):
+def test_owners_hold_their_ids(num_rows, world_size, data):
     ranges = RowRanges(num_rows, world_size)
     ids = data.draw(st.lists(st.integers(0, num_rows - 1), max_size=30))
     for i, owner in zip(ids, ranges.owners(torch.tensor(ids, dtype=torch.int64)), strict=True):
@@ -39,7 +39,7 @@ def test_the_owner_of_an_id_holds_it(num_rows, world_size, data):
 
 
 @given(st.integers(1, 50), st.data())
-def test_alone_the_route_is_the_ids(num_rows, data):
+def test_route_of_one_rank_is_the_ids(num_rows, data):
     ids = torch.tensor(data.draw(st.lists(st.integers(0, num_rows - 1))), dtype=torch.int64)
     route = make_route(ids, RowRanges(num_rows, 1), None, ascending=False)
     assert torch.equal(route.ids, ids)
@@ -48,7 +48,7 @@ def test_alone_the_route_is_the_ids(num_rows, data):
 
 
 @pytest.mark.parametrize("num_rows, world_size", [(0, 1), (3, 0)])
-def test_nothing_to_deal(num_rows, world_size):
+def test_route_of_no_ids(num_rows, world_size):
     with pytest.raises(ValueError, match=f"{num_rows} rows on {world_size} ranks"):
         RowRanges(num_rows, world_size)
 
@@ -67,7 +67,7 @@ def routes(num_rows: int, wanted: list[list[int]], ascending: bool) -> tuple:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize("num_rows", [3, 8, 29])
-def test_counts_agree_at_both_ends_and_ids_are_grouped(world_size, num_rows):
+def test_counts_match_and_ids_are_grouped(world_size, num_rows):
     for seed, ascending in [(0, False), (1, True)]:
         stream = torch.Generator().manual_seed(seed)
         wanted = [
@@ -76,9 +76,9 @@ def test_counts_agree_at_both_ends_and_ids_are_grouped(world_size, num_rows):
         ]
         if ascending:
             wanted = [sorted(set(ids)) for ids in wanted]
-        found = run_world(world_size, routes, num_rows, wanted, ascending)
+        results = run_world(world_size, routes, num_rows, wanted, ascending)
         ranges = RowRanges(num_rows, world_size)
-        for rank, (ids, places, order, send, receive) in enumerate(found):
+        for rank, (ids, places, order, send, receive) in enumerate(results):
             original = torch.tensor(wanted[rank], dtype=torch.int64)
             order = order if order.numel() else torch.arange(len(original))
             assert torch.equal(ids, original[order])
@@ -86,4 +86,4 @@ def test_counts_agree_at_both_ends_and_ids_are_grouped(world_size, num_rows):
             owners = ranges.owners(ids)
             assert torch.equal(owners, owners.sort(stable=True).values)
             assert send == torch.bincount(owners, minlength=world_size).tolist()
-            assert receive == [other[3][rank] for other in found]
+            assert receive == [other[3][rank] for other in results]

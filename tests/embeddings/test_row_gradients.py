@@ -13,19 +13,19 @@ from kge_torchrec.embeddings.pending import PendingGradients, RowGradients
 
 def pending(*parts: list[int], counted: bool = False) -> tuple[PendingGradients, torch.Tensor]:
     """Random gradients (D = 3) of the rows in each part, and their dense sum over 8 rows."""
-    found, dense = PendingGradients(), torch.zeros(8, 3)
+    results, dense = PendingGradients(), torch.zeros(8, 3)
     random = torch.Generator().manual_seed(0)
     for ids in parts:
         rows = torch.tensor(ids, dtype=torch.int64)
         grad = torch.randn(len(ids), 3, generator=random)
         occurrences = torch.full((len(ids),), 2) if counted else None
-        found.add(RowGradients(rows, grad, occurrences))
+        results.add(RowGradients(rows, grad, occurrences))
         dense.index_add_(0, rows, grad)
-    return found, dense
+    return results, dense
 
 
 @given(st.lists(st.lists(st.integers(0, 7), max_size=6), min_size=1, max_size=3))
-def test_sums_are_those_of_a_dense_gradient(parts):
+def test_sums_match_a_dense_gradient(parts):
     gradients, dense = pending(*parts)
     gradients.sums().mul_(2)
     ids, grad, occurrences, distinct = gradients.take()
@@ -34,12 +34,12 @@ def test_sums_are_those_of_a_dense_gradient(parts):
     torch.testing.assert_close(torch.zeros(8, 3).index_add_(0, ids, grad), 2 * dense)
 
 
-def test_counted_places_make_a_mean():
+def test_counted_occurrences_make_a_mean():
     gradients, dense = pending([1, 3, 1], [3, 1], counted=True)
     torch.testing.assert_close(gradients.sums(), dense[[1, 3]] / torch.tensor([[6.0], [4]]))
 
 
-def test_a_sum_does_not_write_into_what_autograd_gave():
+def test_sum_does_not_write_into_autograd_memory():
     grad = torch.ones(2, 3)
     gradients = PendingGradients()
     gradients.add(RowGradients(torch.tensor([0, 1]), grad, None, True))
@@ -48,7 +48,7 @@ def test_a_sum_does_not_write_into_what_autograd_gave():
     assert not gradients.take().grad.any()
 
 
-def test_one_part_is_taken_as_it_is():
+def test_single_part_is_returned_unchanged():
     gradients, _ = pending([2, 2, 0])
     assert gradients.take().ids.tolist() == [2, 2, 0] and not gradients
     assert gradients.sums().numel() == 0

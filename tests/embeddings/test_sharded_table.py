@@ -117,7 +117,7 @@ def trained(world_size: int) -> list[dict]:
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", NAMES)
-def test_twenty_steps_equal_the_dense_table(name, size, world_size):
+def test_twenty_steps_match_the_dense_table(name, size, world_size):
     dense = DenseTable(start_values(size), TableOptimizer(**optimizer_settings(name)))
     train_dense(dense, range(STEPS))
     assert_equals_dense([part[name, size] for part in trained(world_size)], dense)
@@ -125,27 +125,27 @@ def test_twenty_steps_equal_the_dense_table(name, size, world_size):
 
 def rank_looks_around() -> dict:
     model = sharded_table(101, DIM, TableOptimizer("sgd", lr=1.0), start_values(101))
-    seen = {"keys": list(model.state_dict()), "steps": [table_step(model)]}
+    stats = {"keys": list(model.state_dict()), "steps": [table_step(model)]}
     model(torch.tensor([1, 2])).sum().mul(0).backward()
     model.fused_optimizer.step()
     with torch.no_grad():
         model(torch.tensor([1, 2]))
-    seen["steps"].append(table_step(model))
+    stats["steps"].append(table_step(model))
     empty = model(torch.tensor([], dtype=torch.int64))
     empty.sum().backward()
     model.fused_optimizer.step()
-    seen["empty"] = empty.shape
-    seen["steps"].append(table_step(model))
+    stats["empty"] = empty.shape
+    stats["steps"].append(table_step(model))
     set_table_step(model, 7)
-    seen["steps"].append(table_step(model))
+    stats["steps"].append(table_step(model))
 
     shard = entity_shard(model)
-    seen["range"] = shard.row_range
-    seen["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
+    stats["range"] = shard.row_range
+    stats["fetched"] = shard.fetch(torch.tensor([100, 0, 51]))
     shard.rows[:] = 0.0
     with torch.no_grad():
-        seen["after write"] = model(torch.tensor([0, 60, 100]))
-    return seen
+        stats["after write"] = model(torch.tensor([0, 60, 100]))
+    return stats
 
 
 def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dict]:
@@ -174,7 +174,7 @@ def rank_trains_cases(cases: list[tuple[str, int, list[list[int]]]]) -> list[dic
     )
 )
 @settings(max_examples=3, deadline=None)
-def test_any_sizes_and_ids_on_four_ranks(cases):
+def test_random_sizes_and_ids_on_four_ranks(cases):
     """Shards uneven or empty, ranks without ids, ids unsorted and repeated within a rank."""
     results = run_world(4, rank_trains_cases, cases)
     for number, (name, size, ids_per_rank) in enumerate(cases):
@@ -196,7 +196,7 @@ def rank_asks_out_of_order() -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_unsorted_and_repeated_ids(world_size):
+def test_unsorted_and_repeated_ids_work(world_size):
     results = run_world(world_size, rank_asks_out_of_order)
     expected = start_values(10)
     for looked_up, _ in results:
@@ -207,15 +207,15 @@ def test_unsorted_and_repeated_ids(world_size):
 
 
 @pytest.mark.parametrize("world_size", [1, 4])
-def test_steps_keys_views_and_empty_batches(world_size):
-    for rank, seen in enumerate(run_world(world_size, rank_looks_around)):
-        assert seen["keys"] == [WEIGHT]
-        assert seen["steps"] == [0, 1, 2, 7]
-        assert seen["empty"] == (0, DIM)
+def test_keys_views_and_empty_batches_work(world_size):
+    for rank, stats in enumerate(run_world(world_size, rank_looks_around)):
+        assert stats["keys"] == [WEIGHT]
+        assert stats["steps"] == [0, 1, 2, 7]
+        assert stats["empty"] == (0, DIM)
         block = -(-101 // world_size)
-        assert seen["range"] == (rank * block, min(101, (rank + 1) * block))
-        assert torch.equal(seen["fetched"], start_values(101)[[100, 0, 51]])
-        assert not seen["after write"].any()
+        assert stats["range"] == (rank * block, min(101, (rank + 1) * block))
+        assert torch.equal(stats["fetched"], start_values(101)[[100, 0, 51]])
+        assert not stats["after write"].any()
 
 
 def rank_changes_learning_rate() -> Tensor:
@@ -226,7 +226,7 @@ def rank_changes_learning_rate() -> Tensor:
     return entity_shard(model).rows.clone()
 
 
-def test_a_new_learning_rate_reaches_the_kernel():
+def test_new_learning_rate_reaches_the_kernel():
     (rows,) = run_world(1, rank_changes_learning_rate)
     assert torch.equal(rows, torch.full((4, DIM), -0.25))
 
@@ -265,7 +265,7 @@ def rank_loads_and_goes_on(folder: str, size: int) -> dict:
         *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 2, 5), (4, 1, 101))),
     ],
 )
-def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_on, size):
+def test_checkpoint_resumes_at_another_world_size(tmp_path, saved_on, loaded_on, size):
     run_world(saved_on, rank_saves, str(tmp_path), size)
     resumed = run_world(loaded_on, rank_loads_and_goes_on, str(tmp_path), size)
     for name in NAMES:
@@ -275,7 +275,7 @@ def test_a_checkpoint_goes_on_at_another_world_size(tmp_path, saved_on, loaded_o
 
 
 def states_on_cuda(table: SplitTableBatchedEmbeddingBagsCodegen) -> list[dict[str, Tensor]]:
-    """What FBGEMM's table has for rowwise_adam, which its CPU build refuses to make."""
+    """The state of FBGEMM's table for rowwise_adam, which its CPU build does not support."""
     ((first,),) = table.split_optimizer_states()
     second = table.__dict__.setdefault("second", torch.zeros(len(first)))
     return [{"exp_avg": first, "exp_avg_sq": second}]
@@ -307,20 +307,20 @@ def rank_loads_on_a_cpu(folder: str, kernel: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_fbgemms_table_is_saved_where_a_rank_has_one_row(tmp_path, world_size):
+def test_fbgemm_table_with_one_row_is_saved(tmp_path, world_size):
     run_world(world_size, rank_saves_fbgemms_table, str(tmp_path))
     for kernel in ("BatchedFusedEmbedding", "DeferredEmbedding"):
-        (found,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
-        assert torch.equal(found["rows"], start_values(3))
-        assert torch.equal(found["entity.momentum1"], start_values(3) + 1)
-        assert torch.equal(found["entity.exp_avg_sq"], torch.arange(3.0))
+        (results,) = run_world(1, rank_loads_on_a_cpu, str(tmp_path), kernel)
+        assert torch.equal(results["rows"], start_values(3))
+        assert torch.equal(results["entity.momentum1"], start_values(3) + 1)
+        assert torch.equal(results["entity.exp_avg_sq"], torch.arange(3.0))
 
 
 def rank_asks_for_a_missing_entity() -> None:
     sharded_table(5, DIM, TableOptimizer())(torch.tensor([5]))
 
 
-def test_an_id_outside_the_table_is_an_error():
+def test_id_outside_the_table_raises():
     with pytest.raises(WorldError, match=r"rank 0 of 1 raised"):
         run_world(1, rank_asks_for_a_missing_entity)
 
@@ -329,17 +329,17 @@ def rank_builds_a_16_bit_table() -> None:
     sharded_table(5, DIM, TableOptimizer(), dtype=torch.bfloat16)
 
 
-def test_a_16_bit_table_on_cpu_is_refused_in_words():
+def test_16_bit_table_on_cpu_is_rejected():
     with pytest.raises(WorldError, match="16-bit tables run on CUDA only"):
         run_world(1, rank_builds_a_16_bit_table)
 
 
-def test_a_model_without_a_sharded_table_is_named():
+def test_model_without_sharded_table_is_rejected():
     with pytest.raises(ValueError, match="found 0"):
         entity_shard(nn.Linear(2, 2))
 
 
 @pytest.mark.parametrize(("rows", "dim", "dtype"), [(0, 4, None), (4, 0, None), (4, 4, torch.int8)])
-def test_a_senseless_collection_is_refused(rows, dim, dtype):
+def test_invalid_collection_is_rejected(rows, dim, dtype):
     with pytest.raises(ValueError):
         entity_collection(rows, dim, dtype or torch.float32)

@@ -1,6 +1,6 @@
 """The hand-rolled sparse optimizer against formulas written out row by row.
 
-Shapes: N rows, D numbers a row, M gradients.
+Shapes: N rows, D elements per row, M gradients.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 
 @pytest.mark.parametrize("with_occurrences", [False, True])
 @pytest.mark.parametrize(("of", "name"), PRESETS)
-def test_twenty_steps_of_a_preset_equal_its_formula(of, name, with_occurrences):
+def test_twenty_steps_of_a_preset_match_its_formula(of, name, with_occurrences):
     changes = {} if of == "fbgemm" else {"weight_decay": 0.0}  # the others have none
     optimizer = TableOptimizer(**optimizer_settings(name, **changes))
     options = choose(of, name, state_dtype="fp32" if of == "dicee" else None)
@@ -52,7 +52,7 @@ def test_twenty_steps_of_a_preset_equal_its_formula(of, name, with_occurrences):
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize(("of", "name"), [entry for entry in PRESETS if entry[1] in ADAMS])
-def test_with_the_usual_betas(of, name, fused):
+def test_presets_match_with_usual_betas(of, name, fused):
     """1 - 0.999 differs in the fifth digit between float32 and float64; seen in small moments."""
     optimizer = TableOptimizer(name, lr=0.01, betas=(0.9, 0.999), eps=1e-8)
     options = choose(of, name, state_dtype="fp32" if of == "dicee" else None)
@@ -62,19 +62,19 @@ def test_with_the_usual_betas(of, name, fused):
 
 
 @pytest.mark.parametrize(("name", "option"), SINGLE_OPTIONS)
-def test_every_option_by_itself(name, option):
+def test_every_option_matches_its_formula(name, option):
     optimizer = TableOptimizer(**optimizer_settings(name))
     compare_with_formulas(optimizer, choose("fbgemm", name, **option), batches())
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_torch_operations_equal_the_formula_of_the_kernel(name):
+def test_torch_operations_match_the_kernel_formula(name):
     optimizer = TableOptimizer(**optimizer_settings(name))
     compare_with_formulas(optimizer, preset("fbgemm", name), batches(), fused=False)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_torch_operations_equal_the_kernel(name):
+def test_torch_operations_match_the_kernel(name):
     optimizer = TableOptimizer(**optimizer_settings(name))
     kernel = sparse(new_values(), optimizer, preset("fbgemm", name))
     operations = sparse(new_values(), optimizer, preset("fbgemm", name), fused=False)
@@ -96,7 +96,7 @@ def test_torch_operations_equal_the_kernel(name):
         {"state_dtype": "bf16"},
     ],
 )
-def test_only_fbgemms_choices_take_the_kernel(option):
+def test_only_fbgemm_options_use_the_kernel(option):
     assert not sparse(new_values(), TableOptimizer(), choose("fbgemm", "adam", **option)).fused
     elsewhere = choose("fbgemm", "adam", state_device="cpu", async_step=True)
     assert sparse(new_values(), TableOptimizer(), elsewhere).fused
@@ -110,7 +110,7 @@ def test_only_fbgemms_choices_take_the_kernel(option):
     seed=st.integers(0, 1000),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_ids_equal_the_formula(case, rows, dim, lists, seed):
+def test_random_ids_match_the_formula(case, rows, dim, lists, seed):
     of, name = case
     random = torch.Generator().manual_seed(seed)
     optimizer = TableOptimizer(**optimizer_settings(name))
@@ -126,7 +126,7 @@ def test_any_ids_equal_the_formula(case, rows, dim, lists, seed):
     assert_equal_formulas(made, formulas, rtol=1e-5, atol=1e-5)
 
 
-def test_dicee_equals_torchs_sparse_adam():
+def test_dicee_preset_matches_torch_sparse_adam():
     weights = torch.nn.Parameter(new_values(40, 8))
     options = choose("dicee", "adam", state_dtype="fp32")
     made = sparse(weights.detach(), TableOptimizer("adam", lr=0.05, betas=(0.8, 0.95)), options)
@@ -149,7 +149,7 @@ def nearest_bfloat16(values: np.ndarray) -> np.ndarray:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000).astype(np.uint32).view(np.float32)
 
 
-def test_dicees_bfloat16_moments_bit_for_bit():
+def test_dicee_bfloat16_moments_match_bitwise():
     optimizer = TableOptimizer("adam", lr=0.05)
     made = sparse(new_values(), optimizer, preset("dicee", "adam"))
     weights = new_values().double().numpy()
@@ -184,7 +184,7 @@ def test_dicees_bfloat16_moments_bit_for_bit():
     distinct=st.booleans(),
 )
 @settings(max_examples=80, deadline=None)
-def test_chunks_change_no_bit(case, state, dim, chunk_rows, distinct):
+def test_results_do_not_depend_on_chunks(case, state, dim, chunk_rows, distinct):
     of, name, option = (*case, {}) if isinstance(case[1], str) else ("fbgemm", *case)
     if name != "sgd":
         option = option | {"state_dtype": state[0], "state_rounding": state[1]}
@@ -202,7 +202,7 @@ def test_chunks_change_no_bit(case, state, dim, chunk_rows, distinct):
     assert_same_bits(*tables)
 
 
-def test_chunks_change_no_bit_of_what_a_row_corrects():
+def test_row_corrections_do_not_depend_on_chunks():
     tables = [
         sparse(torch.zeros(3000, 1), TableOptimizer("adam"), preset("dgl", "adam"), **changes)
         for changes in ({}, {"chunk_rows": 3})
@@ -215,7 +215,7 @@ def test_chunks_change_no_bit_of_what_a_row_corrects():
 
 @pytest.mark.parametrize("with_occurrences", [False, True])
 @pytest.mark.parametrize(("of", "name"), [*PRESETS, *(("mean", name) for name in NAMES)])
-def test_saying_that_ids_are_distinct_changes_no_bit(of, name, with_occurrences):
+def test_distinct_flag_does_not_change_results(of, name, with_occurrences):
     optimizer = TableOptimizer(**optimizer_settings(name))
     options = SparseOptions(duplicates="mean") if of == "mean" else preset(of, name)
     tables = [sparse(new_values(50), optimizer, options) for _ in range(2)]
@@ -230,7 +230,7 @@ def test_saying_that_ids_are_distinct_changes_no_bit(of, name, with_occurrences)
 
 
 @pytest.mark.parametrize(("of", "name"), PRESETS)
-def test_the_number_of_threads_changes_no_bit(of, name):
+def test_results_do_not_depend_on_threads(of, name):
     steps = batches(3000, 64, count=9000, steps=2)
     tables, before = [], torch.get_num_threads()
     try:
@@ -246,7 +246,7 @@ def test_the_number_of_threads_changes_no_bit(of, name):
 
 @pytest.mark.parametrize("name", NAMES[:4])
 @pytest.mark.parametrize("cuts", [(0, 20), (0, 7, 20), (0, 0, 5, 13, 20)])
-def test_shards_round_as_the_whole_table_does(name, cuts):
+def test_shards_round_like_the_whole_table(name, cuts):
     """Also with a shard without rows, and with steps in which a shard has no gradient."""
     optimizer = TableOptimizer(**optimizer_settings(name))
     options = SparseOptions(state_dtype="bf16")
@@ -271,7 +271,7 @@ def test_shards_round_as_the_whole_table_does(name, cuts):
         (SparseOptions(state_dtype="bf16"), "rowwise_adam"),
     ],
 )
-def test_steps_and_states_are_all_that_a_resume_needs(options, name):
+def test_steps_and_states_suffice_to_resume(options, name):
     optimizer = TableOptimizer(**optimizer_settings(name))
     straight = train(sparse(new_values(), optimizer, options), batches())
     first = train(sparse(new_values(), optimizer, options), batches()[:9])
@@ -281,7 +281,7 @@ def test_steps_and_states_are_all_that_a_resume_needs(options, name):
     assert_same_bits(train(resumed, batches()[9:]), straight)
 
 
-def test_states_are_rounded_by_step_global_row_and_state():
+def test_rounding_depends_on_step_row_and_state():
     made = sparse(new_values(), TableOptimizer("adam"), SparseOptions(state_dtype="bf16"))
     made.steps, made.first_row = 41, 1000
     ids, grad = torch.tensor([7, 2, 9]), torch.randn(3, 5)
@@ -297,7 +297,7 @@ def test_states_are_rounded_by_step_global_row_and_state():
 
 
 @pytest.mark.parametrize(("of", "name"), [*PRESETS, ("bf16", "adam")])
-def test_rows_without_a_gradient_keep_every_bit(of, name):
+def test_rows_without_gradient_do_not_change(of, name):
     options = SparseOptions(state_dtype="bf16") if of == "bf16" else preset(of, name)
     made = sparse(new_values(20), TableOptimizer(**optimizer_settings(name)), options)
     for state in made.states.values():
@@ -312,7 +312,7 @@ def test_rows_without_a_gradient_keep_every_bit(of, name):
 
 @pytest.mark.parametrize(("of", "name"), PRESETS)
 @pytest.mark.parametrize("rows", [0, 3])
-def test_without_gradients_a_step_is_only_counted(of, name, rows):
+def test_step_without_gradients_is_only_counted(of, name, rows):
     options = preset(of, name)
     made = sparse(new_values(rows), TableOptimizer(**optimizer_settings(name)), options)
     nothing = torch.empty(0, dtype=torch.int64), torch.empty(0, 5), torch.empty(0).long()
@@ -322,7 +322,7 @@ def test_without_gradients_a_step_is_only_counted(of, name, rows):
     assert not any(state.count_nonzero() for state in made.states.values())
 
 
-def test_the_table_and_a_view_of_it_are_written_in_place():
+def test_table_views_are_updated_in_place():
     table = torch.nn.Parameter(new_values(9))
     made = SparseOptimizer(TableOptimizer("sgd", lr=1.0), preset("fbgemm", "sgd"), table.data[3:6])
     made.step(torch.tensor([1]), torch.ones(1, 5))
@@ -333,7 +333,7 @@ def test_the_table_and_a_view_of_it_are_written_in_place():
 
 
 @pytest.mark.parametrize(("of", "name"), PRESETS)
-def test_the_learning_rate_is_that_of_the_moment(of, name):
+def test_current_learning_rate_is_used(of, name):
     optimizer = TableOptimizer(name, lr=0.05)
     made = sparse(new_values(), optimizer, preset(of, name), lr=0.0)
     train(made, batches(steps=2))
@@ -353,7 +353,7 @@ def test_errors_name_the_argument(wrong):
         SparseOptimizer(TableOptimizer(), preset("dgl", "adam"), rows).step(ids, grad, occurrences)
 
 
-def test_the_mean_counts_places():
+def test_mean_divides_by_occurrences():
     optimizer = TableOptimizer("sgd", lr=1.0)
     ids, grad = torch.tensor([0, 0]), torch.tensor([[1.0], [0.5]])
     for options, expected in ((SparseOptions(), 1.5), (SparseOptions(duplicates="mean"), 0.3)):
@@ -389,7 +389,7 @@ def test_nearest_bfloat16_moments_stall_and_stochastic_ones_do_not():
 @pytest.mark.parametrize(
     ("count", "steps", "expected"), [("row", 5000, 1.0), ("table", 5000, 3.16), ("row", 0, 1.0)]
 )
-def test_the_first_step_of_a_row_that_comes_late(count, steps, expected):
+def test_first_step_of_a_late_row(count, steps, expected):
     """In units of the learning rate; counting by rows gives a late row the step of an early one."""
     options = choose("fbgemm", "adam", bias_correction=count)
     made = sparse(torch.zeros(2, 4), TableOptimizer("adam", lr=0.01), options)
@@ -413,7 +413,7 @@ def test_the_first_step_of_a_row_that_comes_late(count, steps, expected):
         *((SparseOptions(state_dtype="bf16"), name) for name in NAMES[:4]),
     ],
 )
-def test_a_gpu_equals_a_cpu(options, name, state_device):
+def test_gpu_matches_cpu(options, name, state_device):
     options = replace(options, state_device=state_device)
     optimizer = TableOptimizer(**optimizer_settings(name))
     ours = sparse(new_values(), optimizer, options, fused=False)

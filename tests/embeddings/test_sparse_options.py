@@ -47,20 +47,20 @@ UNKNOWN = [
 
 
 @pytest.mark.parametrize(("option", "value"), UNKNOWN)
-def test_unknown_values_are_named_with_the_known_ones(option, value):
+def test_unknown_values_list_the_known_ones(option, value):
     known = str(getattr(FBGEMM, option))
     for make in (SparseOptions, lambda **keys: choose("fbgemm", "adam", **keys)):
         with pytest.raises(ValueError, match=rf"^{option}: '{value}' is none of .*{known}"):
             make(**{option: value})
 
 
-def test_options_do_not_change():
+def test_options_are_frozen():
     with pytest.raises(AttributeError):
         FBGEMM.duplicates = "mean"
 
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
-def test_fbgemm_has_every_optimizer(optimizer):
+def test_fbgemm_supports_every_optimizer(optimizer):
     expected = SparseOptions(
         duplicates="sum",
         bias_correction="table",
@@ -72,7 +72,7 @@ def test_fbgemm_has_every_optimizer(optimizer):
     assert preset("fbgemm", optimizer) == expected == FBGEMM
 
 
-def test_dicee_is_the_published_sparse_adam():
+def test_dicee_preset_is_sparse_adam():
     assert preset("dicee", "adam") == SparseOptions(
         duplicates="sum",
         bias_correction="shard",
@@ -84,7 +84,7 @@ def test_dicee_is_the_published_sparse_adam():
     )
 
 
-def test_dgl_has_an_adam_and_an_adagrad():
+def test_dgl_presets_are_adam_and_adagrad():
     adam = SparseOptions(duplicates="mean", bias_correction="row", epsilon="outside")
     assert preset("dgl", "adam") == adam
     assert preset("dgl", "adagrad") == replace(adam, epsilon="inside")
@@ -92,7 +92,7 @@ def test_dgl_has_an_adam_and_an_adagrad():
 
 @pytest.mark.parametrize("optimizer", TABLE_OPTIMIZERS)
 @pytest.mark.parametrize(("name", "has"), [("dicee", {"adam"}), ("dgl", {"adam", "adagrad"})])
-def test_presets_of_systems_without_the_optimizer_are_refused(name, has, optimizer):
+def test_presets_without_the_optimizer_are_rejected(name, has, optimizer):
     if optimizer in has:
         assert preset(name, optimizer) != FBGEMM
         return
@@ -100,7 +100,7 @@ def test_presets_of_systems_without_the_optimizer_are_refused(name, has, optimiz
         preset(name, optimizer)
 
 
-def test_an_unknown_preset_is_named_with_the_known_ones():
+def test_unknown_preset_lists_the_known_ones():
     with pytest.raises(ValueError, match="^preset: 'keras' is none of " + ", ".join(PRESETS)):
         choose("keras", "adam")
 
@@ -109,12 +109,12 @@ def test_an_unknown_preset_is_named_with_the_known_ones():
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_no_choice_is_the_preset(name):
+def test_default_options_are_the_preset(name):
     nothing = dict.fromkeys(("duplicates", "epsilon", "state_rounding", "async_step"))
     assert choose(name, "adam") == choose(name, "adam", **nothing) == preset(name, "adam")
 
 
-def test_a_choice_changes_one_option():
+def test_override_changes_one_option():
     dicee = preset("dicee", "adam")
     assert choose("dicee", "adam", async_step=False) == replace(dicee, async_step=False)
     assert choose("dicee", "adam", state_rounding="stochastic") == replace(
@@ -125,7 +125,7 @@ def test_a_choice_changes_one_option():
 
 
 @pytest.mark.parametrize(("name", "optimizer", "chosen", "option"), CONTRADICTIONS)
-def test_contradictions_are_refused(name, optimizer, chosen, option):
+def test_contradictions_are_rejected(name, optimizer, chosen, option):
     with pytest.raises(ValueError, match=f"^{option}: "):
         choose(name, optimizer, **chosen)
 
@@ -138,7 +138,7 @@ def handrolled(preset="fbgemm", **options):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_keys_give_the_options(name):
+def test_config_keys_set_the_options(name):
     assert handrolled(preset=name).sparse_options("adam") == preset(name, "adam")
     chosen = handrolled(preset=name, duplicates="mean", async_step=True).sparse_options("adam")
     assert chosen == replace(preset(name, "adam"), duplicates="mean", async_step=True)
@@ -156,7 +156,7 @@ def test_unknown_values_name_the_key(option, value):
         handrolled(**{option: value}).sparse_options("adam")
 
 
-def test_a_preset_without_the_optimizer_names_the_key():
+def test_preset_without_the_optimizer_names_the_key():
     with pytest.raises(ConfigError, match=r"^entities\.preset: dicee has adam only"):
         handrolled(preset="dicee").sparse_options("adagrad")
     with pytest.raises(ConfigError, match=r"^entities\.preset: 'keras' is none of"):
@@ -174,7 +174,7 @@ def test_a_preset_without_the_optimizer_names_the_key():
         ("async_step", True),
     ],
 )
-def test_torchrec_has_fbgemms_options_only(option, value):
+def test_torchrec_supports_only_fbgemm_options(option, value):
     with pytest.raises(
         ConfigError, match=rf"^entities\.options\.{option} .*entities\.engine handrolled$"
     ):
@@ -184,12 +184,12 @@ def test_torchrec_has_fbgemms_options_only(option, value):
 
 
 @pytest.mark.parametrize("name", ["dicee", "dgl"])
-def test_torchrec_has_no_preset_but_fbgemm(name):
+def test_torchrec_supports_only_the_fbgemm_preset(name):
     with pytest.raises(ConfigError, match=rf"^entities\.preset '{name}' .*engine handrolled$"):
         EntitiesConfig(preset=name).sparse_options("adam")
 
 
-def test_a_config_with_a_contradiction_cannot_be_made():
+def test_contradictory_config_is_rejected():
     keys = {"entities.engine": "handrolled", "entities.preset": "dicee", "train.optimizer": "adam"}
     assert load_config(None, keys).entities.preset == "dicee"
     with pytest.raises(ConfigError, match=r"^entities\.preset: dicee has adam only"):
@@ -202,7 +202,7 @@ def test_a_config_with_a_contradiction_cannot_be_made():
 @pytest.mark.parametrize(
     "keys", [{"duplicates": "mean"}, {"state_dtype": "bf16"}, {"state_device": "cpu"}]
 )
-def test_an_optimizer_of_another_package_takes_its_own_step(keys):
+def test_foreign_optimizer_takes_its_own_step(keys):
     assert choose("fbgemm", "foreign_parts:Momentum", async_step=True).async_step
     with pytest.raises(ValueError, match=f"{next(iter(keys))}: foreign_parts:Momentum is not ours"):
         choose("fbgemm", "foreign_parts:Momentum", **keys)

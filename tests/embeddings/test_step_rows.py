@@ -45,7 +45,7 @@ def stepped(name, step_rows, start, gradients) -> DenseTable:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_of_the_cpu_table_are_one_step(name):
+def test_parts_of_the_cpu_table_make_one_step(name):
     start, gradients = start_and_gradients()
     table = CpuFusedTable(ROWS, DIM, TableOptimizer(**optimizer_settings(name)))
     table.rows.copy_(start)
@@ -55,7 +55,7 @@ def test_parts_of_the_cpu_table_are_one_step(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_parts_of_the_sparse_optimizer_are_one_step(name):
+def test_parts_of_the_sparse_optimizer_make_one_step(name):
     start, gradients = start_and_gradients()
     optimizer = SparseOptimizer(
         TableOptimizer(**optimizer_settings(name)), SparseOptions(), start.clone()
@@ -66,7 +66,7 @@ def test_parts_of_the_sparse_optimizer_are_one_step(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets_take_parts_as_they_take_the_whole(name):
+def test_presets_step_parts_like_the_whole(name):
     start, gradients = start_and_gradients()
     optimizers = [
         SparseOptimizer(TableOptimizer("adam", lr=0.1), preset(name, "adam"), start.clone())
@@ -79,7 +79,7 @@ def test_presets_take_parts_as_they_take_the_whole(name):
     assert optimizers[0].steps == optimizers[1].steps
 
 
-def test_a_shard_without_rows_counts_as_it_does_in_training():
+def test_empty_shard_counts_steps():
     nothing = torch.empty(0, DIM)
     for counting, steps in (("table", 2), ("shard", 0)):
         options = SparseOptions(bias_correction=counting)
@@ -92,7 +92,7 @@ def test_a_shard_without_rows_counts_as_it_does_in_training():
 @pytest.mark.gpu
 @pytest.mark.parametrize("optimizer", OPTIMIZER_NAMES)
 @pytest.mark.parametrize("blocks", ["whole", "small"])
-def test_fbgemms_table_steps_as_the_cpu_table(tmp_path, optimizer, blocks):
+def test_fbgemm_table_steps_like_the_cpu_table(tmp_path, optimizer, blocks):
     store = tiny_store(tmp_path / "store").path
     ends = []
     for device in ("cpu", "cuda"):

@@ -39,10 +39,10 @@ def read(folder: Path) -> dict:
     "change, said",
     [
         ({"model.dim": 16}, r"weight has the size \[37, 8\] instead of \[37, 16\]"),
-        ({"model.normalization": "layer"}, "it has no .*entity_norm"),
+        ({"model.normalization": "layer"}, "the checkpoint has no .*entity_norm"),
     ],
 )
-def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, said):
+def test_checkpoint_of_another_model_is_rejected(tmp_path, change, said):
     store, folder = tiny_store(tmp_path / "store").path, tmp_path / "run"
     write(store, folder, {})
     load_config(folder / "config.yaml", change).save(folder / "config.yaml")
@@ -51,9 +51,9 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, change, said):
 
 
 @pytest.mark.parametrize("writer", WRITERS)
-def test_every_number_of_ranks_reads_the_parameters(tmp_path, writer):
+def test_any_number_of_ranks_reads_the_parameters(tmp_path, writer):
     store = tiny_store(tmp_path / "store").path
     written = run_world(2, write, store, tmp_path / "run", WRITERS[writer])[0]
     for ranks in (1, 4):
-        for found in run_world(ranks, read, tmp_path / "run"):
-            assert largest_difference(found, written) == 0
+        for results in run_world(ranks, read, tmp_path / "run"):
+            assert largest_difference(results, written) == 0

@@ -24,7 +24,7 @@ def front_matter(path):
     return yaml.safe_load(head), text
 
 
-def test_a_folder_for_hugging_face(run, tmp_path):
+def test_huggingface_export_has_card_and_config(run, tmp_path):
     path = run.export(tmp_path / "out", "huggingface", license="mit", data_license="cc-by-4.0")
     head, text = front_matter(path)
     assert head["license"] == "mit" and head["library_name"] == "kge-torchrec"
@@ -44,7 +44,7 @@ def test_a_folder_for_hugging_face(run, tmp_path):
     assert load_model(path).score("e1", "r0", "e2") == model.score("e1", "r0", "e2")
 
 
-def test_a_card_where_it_is_asked_for(run, tmp_path, capsys):
+def test_card_is_written_on_request(run, tmp_path, capsys):
     out = tmp_path / "out"
     command = ["export", str(run.path), "-o", str(out), "--format", "word2vec"]
     assert main(command) == 0 and not (out / "README.md").exists()
@@ -55,7 +55,7 @@ def test_a_card_where_it_is_asked_for(run, tmp_path, capsys):
     assert front_matter(out)[0]["license"] == "apache-2.0"
 
 
-def test_another_checkpoint_has_no_results(run, tmp_path):
+def test_other_checkpoint_has_no_results(run, tmp_path):
     name = run.session.checkpoints.names()[0]
     path = run.export(tmp_path / "out", "huggingface", checkpoint=name)
     head, text = front_matter(path)
@@ -63,7 +63,7 @@ def test_another_checkpoint_has_no_results(run, tmp_path):
     assert f"Checkpoint {name}" in text
 
 
-def test_parquet_has_labels_and_vectors(run, tmp_path):
+def test_parquet_holds_labels_and_vectors(run, tmp_path):
     path = run.export(tmp_path / "out", "parquet")
     entities = pq.read_table(path / "entities.parquet")
     assert entities.column_names == ["label", "vector"]
@@ -75,7 +75,7 @@ def test_parquet_has_labels_and_vectors(run, tmp_path):
     assert np.array_equal(load_model(path).entities, run.table)
 
 
-def test_a_program_of_a_run_scores_as_the_run(run, tmp_path):
+def test_exported_program_scores_match_the_run(run, tmp_path):
     path = run.export(tmp_path / "out", "torch")
     scores = torch.export.load(path / "scores.pt2").module()
     triples = torch.from_numpy(np.array(run.session.store.train, dtype=np.int64))
@@ -84,14 +84,16 @@ def test_a_program_of_a_run_scores_as_the_run(run, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["parquet", "huggingface", "pykeen", "libkge", "torch"])
-def test_a_full_disk_leaves_nothing(run, tmp_path, name):
+def test_full_disk_leaves_no_files(run, tmp_path, name):
     whole = run.export(tmp_path / "whole", name)
     sizes = sorted({file.stat().st_size for file in whole.rglob("*") if file.is_file()})
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     for limit in [0, *(size - 1 for size in sizes)]:  # each file is cut short once
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:
-            with pytest.raises(ExportError, match=r"could not be written.*nothing is left of it"):
+            with pytest.raises(
+                ExportError, match=r"could not be written.*incomplete export was removed"
+            ):
                 run.export(tmp_path / "out", name)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

@@ -24,7 +24,7 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import write as rows
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.table_files import FORMATS, open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
 from kge_torchrec.training.checkpoints import CheckpointError
@@ -43,15 +43,15 @@ def export_in_every_format(run_path, output):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_the_rows_of_the_run_in_every_format(run, tmp_path, world_size):
+def test_every_format_holds_the_rows_of_the_run(run, tmp_path, world_size):
     paths = run_world(world_size, export_in_every_format, str(run.path), str(tmp_path))
     assert paths == [[str(tmp_path / name) for name in FORMATS]] * world_size
     dense = dict(run.session.scorer.named_parameters())
     for name, kind in FORMATS.items():
         assert same_bits(open_table(tmp_path / name / kind.name, name, N, D), run.table)
-        found = load_file(tmp_path / name / "scorer.safetensors")
-        assert found.keys() == dense.keys()
-        assert all(torch.equal(found[key], dense[key]) for key in dense)
+        results = load_file(tmp_path / name / "scorer.safetensors")
+        assert results.keys() == dense.keys()
+        assert all(torch.equal(results[key], dense[key]) for key in dense)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FORMATS)
 
 
@@ -67,14 +67,14 @@ def gather_sharded_parameters(relations, wrapper):
 
 
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
-def test_dense_parameters_are_gathered(wrapper):
+def test_dense_parameters_are_gathered_from_all_ranks(wrapper):
     relations = torch.randn(R, D)
     first, other = run_world(2, gather_sharded_parameters, relations, wrapper)
     assert first.keys() == {"relations"} and torch.equal(first["relations"], relations)
     assert other == {}
 
 
-def test_the_files_and_what_they_say(run, export):
+def test_export_files_have_documented_contents(run, export):
     assert sorted(path.name for path in export.iterdir()) == [
         "entities.npy", "entities.txt", "inverse_relations.npy", "model.json", "relations.npy",
         "relations.txt", "scorer.safetensors",
@@ -83,21 +83,21 @@ def test_the_files_and_what_they_say(run, export):
     for name in ("entities", "relations"):
         lines = (export / f"{name}.txt").read_text("utf-8").splitlines()
         assert lines == getattr(store, name).array.to_pylist()
-    found = json.loads((export / "model.json").read_text("utf-8"))
-    assert (found["num_entities"], found["num_relations"], found["dim"]) == (N, R, D)
-    assert found["scorer"] == "complex" and found["reciprocal"] is True
-    assert found["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
-    assert "D/2 complex" in found["entities"]["layout"]
-    assert "Re(sum_k h_k r_k conj(t_k))" in found["parameters"]["score"]
-    assert found["model"] == run.config.to_dict()["model"]
-    assert found["results"] == run.results
-    assert found["packages"]["torch"] == metadata.version("torch")
+    results = json.loads((export / "model.json").read_text("utf-8"))
+    assert (results["num_entities"], results["num_relations"], results["dim"]) == (N, R, D)
+    assert results["scorer"] == "complex" and results["reciprocal"] is True
+    assert results["entities"]["row"] == "4 complex numbers, stored as re, im, re, im, ..."
+    assert "D/2 complex" in results["entities"]["layout"]
+    assert "Re(sum_k h_k r_k conj(t_k))" in results["parameters"]["score"]
+    assert results["model"] == run.config.to_dict()["model"]
+    assert results["results"] == run.results
+    assert results["packages"]["torch"] == metadata.version("torch")
     files = {path.name: path.stat().st_size for path in export.iterdir()}
-    assert found["files"] == {k: v for k, v in files.items() if k != "model.json"}
+    assert results["files"] == {k: v for k, v in files.items() if k != "model.json"}
 
 
-def test_relations_as_arrays_are_in_the_order_of_their_labels(run, export):
-    """Users score with entities.npy and relations.npy alone."""
+def test_relation_arrays_follow_label_order(run, export):
+    """Users can score with only entities.npy and relations.npy."""
     arrays = {path.stem: np.load(path) for path in export.glob("*.npy")}
     entities, forth, back = (
         arrays[name].view(np.complex64) for name in ("entities", "relations", "inverse_relations")
@@ -112,7 +112,7 @@ def test_relations_as_arrays_are_in_the_order_of_their_labels(run, export):
     assert "inverse_relations.npy" in model.description["parameters"]["relations"]
 
 
-def test_any_checkpoint(run, tmp_path):
+def test_any_checkpoint_can_be_exported(run, tmp_path):
     def exported(checkpoint):
         path = run.export(tmp_path / str(checkpoint), checkpoint=checkpoint)
         description = json.loads((path / "model.json").read_text())
@@ -135,7 +135,7 @@ def test_any_checkpoint(run, tmp_path):
     assert same_bits(parameters(run.session)["entities"].numpy(), run.table)  # the best one again
 
 
-def test_unknown_checkpoints_and_formats(run, tmp_path):
+def test_unknown_checkpoints_and_formats_are_rejected(run, tmp_path):
     with pytest.raises(CheckpointError, match=r"no checkpoint 'step-7'; it has step-0000"):
         run.export(tmp_path / "out", checkpoint="step-7")
     with pytest.raises(ConfigError, match="format must be one of npy, safetensors, word2vec"):
@@ -144,7 +144,7 @@ def test_unknown_checkpoints_and_formats(run, tmp_path):
     assert same_bits(parameters(run.session)["entities"].numpy(), run.table)
 
 
-def test_a_run_without_checkpoints(run, tmp_path):
+def test_run_without_checkpoints_is_rejected(run, tmp_path):
     (tmp_path / "config.yaml").write_bytes((run.path / "config.yaml").read_bytes())
     with api.open_run(tmp_path) as empty:
         for checkpoint in (None, "newest", "step-1"):
@@ -155,7 +155,7 @@ def test_a_run_without_checkpoints(run, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_what_exists_is_refused_and_only_exports_are_overwritten(run, tmp_path):
+def test_existing_folder_is_rejected_and_only_exports_are_overwritten(run, tmp_path):
     out = tmp_path / "out"
     run.export(out)
     (out / "mine").write_text("")
@@ -178,7 +178,7 @@ def test_what_exists_is_refused_and_only_exports_are_overwritten(run, tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_link_stays_a_link(run, tmp_path):
+def test_symbolic_link_is_kept(run, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk" / "export")
     run.export(tmp_path / "out")
@@ -202,7 +202,7 @@ def export_to_a_full_disk(run_path, output, limit):
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_full_disk_leaves_nothing_and_the_old_export_intact(run, tmp_path):
+def test_full_disk_leaves_the_old_export_intact(run, tmp_path):
     task = export_to_a_full_disk, str(run.path), str(tmp_path / "out")
     messages = run_world(2, *task, 600)  # full at the third chunk
     assert all("could not be written" in m and "MiB free on that disk" in m for m in messages)
@@ -228,7 +228,7 @@ def export_and_die(run_path, output):
         run.export(output)
 
 
-def test_a_kill_leaves_nothing_that_looks_whole(run, tmp_path):
+def test_killed_export_leaves_no_complete_folder(run, tmp_path):
     with pytest.raises(WorldError, match="died with exit code -9"):
         run_world(1, export_and_die, str(run.path), str(tmp_path / "out"))
     assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
@@ -236,7 +236,7 @@ def test_a_kill_leaves_nothing_that_looks_whole(run, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_an_interrupt_leaves_nothing(run, tmp_path, monkeypatch):
+def test_interrupted_export_leaves_no_files(run, tmp_path, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
@@ -246,7 +246,7 @@ def test_an_interrupt_leaves_nothing(run, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_words_that_collide_are_refused_before_anything_is_written(tmp_path):
+def test_colliding_words_are_rejected_before_writing(tmp_path):
     triples = [("New York", "r", "New_York"), ("New_York", "r", "c"), ("c", "r", "New York")]
     store = prepare_triples({"train": triples}, tmp_path / "store")
     with api.train(config_of(store.path, tmp_path / "run", train__epochs=1)) as run:

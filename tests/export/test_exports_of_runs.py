@@ -50,8 +50,8 @@ def check_every_format(path, folder):
             assert [read.entities, read.relations] == [
                 one_line_each(of) if name == "dglke" else of for of in labels
             ]
-            found = read.scores(head, relation, tail, side)
-            torch.testing.assert_close(found, ours, rtol=1e-5, atol=1e-5)
+            results = read.scores(head, relation, tail, side)
+            torch.testing.assert_close(results, ours, rtol=1e-5, atol=1e-5)
         scores = torch.export.load(made["torch"] / "scores.pt2").module()
         one, number, other = head, relation, tail
         if reciprocal and side == "head":
@@ -71,7 +71,7 @@ def awkwardly_named():
     }
 
 
-def test_an_extended_and_placed_run_in_every_format(tmp_path):
+def test_extended_run_exports_in_every_format(tmp_path):
     placed = extend(base_run(), awkwardly_named(), tmp_path / "run", place=True).path
     check_every_format(placed, tmp_path)
 
@@ -89,7 +89,7 @@ def export_all(path, output, formats):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reciprocal", [False, True])
-def test_a_run_of_many_verbs_in_every_format(tmp_path, reciprocal):
+def test_run_of_many_verbs_exports_in_every_format(tmp_path, reciprocal):
     """One rank trains and keeps one checkpoint, two resume and place, one extends once more."""
     config = base_config(
         tiny_store(tmp_path / "store").path, tmp_path / "run",
@@ -108,7 +108,7 @@ def test_a_run_of_many_verbs_in_every_format(tmp_path, reciprocal):
         assert contents(tmp_path / "two" / name) == contents(here / name)
 
 
-def test_a_second_export_into_a_folder_is_refused_or_the_same(run, tmp_path):
+def test_second_export_into_a_folder_is_rejected_or_identical(run, tmp_path):
     for name in FORMATS:
         if name == "dglke":  # this run has inverse relations
             continue

@@ -24,8 +24,8 @@ from scorer_cases import CASES, identify
 from kge_torchrec import load_model
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import dglke, libkge, program, pykeen
-from kge_torchrec.export.foreign import WholeModel
+from kge_torchrec.export import dglke, libkge, pykeen
+from kge_torchrec.export.foreign import PROGRAM_FORMAT, WholeModel
 
 MODELS = [
     pytest.param(name, scorer, reciprocal, id=f"{name}-{scorer}{'-reciprocal' * reciprocal}")
@@ -37,19 +37,19 @@ MODELS = [
 
 
 @pytest.mark.parametrize("name, scorer, reciprocal", MODELS)
-def test_a_program_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
+def test_foreign_format_reads_the_same_scores(tmp_path, name, scorer, reciprocal):
     of, read = READERS[name]
     model = model_of(scorer, reciprocal)
     path, _ = written(tmp_path, of, model)
     assert "kge" not in sys.modules  # a stand-in for LibKGE, while its export is written
-    found = read(path)
+    results = read(path)
     for side in ("tail", "head"):
-        same(found.scores(*triples(), side), model, side)
+        same(results.scores(*triples(), side), model, side)
 
 
 @pytest.mark.parametrize("normalization", ["unit", "layer"])
 @pytest.mark.parametrize("name", READERS)
-def test_normalised_rows_are_written_as_they_score(tmp_path, name, normalization):
+def test_normalized_rows_are_exported(tmp_path, name, normalization):
     of, read = READERS[name]
     model = model_of("distmult", False, normalization)
     path, _ = written(tmp_path, of, model)
@@ -60,18 +60,18 @@ def test_normalised_rows_are_written_as_they_score(tmp_path, name, normalization
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_a_program_reads_the_same_labels(tmp_path, name):
+def test_foreign_format_reads_the_same_labels(tmp_path, name):
     of, read = READERS[name]
     path, _ = written(
         tmp_path, of, model_of("distmult", False, entities=AWKWARD, relations=AWKWARD[::-1])
     )
-    found = read(path)
+    results = read(path)
     expected = one_line_each(AWKWARD) if of is dglke.FORMAT else AWKWARD
-    assert found.entities == expected and found.relations == expected[::-1]
+    assert results.entities == expected and results.relations == expected[::-1]
 
 
 @pytest.mark.parametrize("of", [libkge.FORMAT, dglke.FORMAT])
-def test_labels_that_would_become_one_line_are_refused(tmp_path, of):
+def test_labels_that_collide_in_one_line_are_rejected(tmp_path, of):
     with pytest.raises(ExportError, match=r"'a\\rb' and 'a b' would both be 'a b'.*pykeen"):
         written(tmp_path, of, model_of("distmult", False, entities=["a\rb", "c", "a b"]))
 
@@ -86,7 +86,7 @@ def of_torch(tmp_path, model):
         model.config, model.scorer, model.rows.double(), model.entity_labels,
         model.relation_labels, "graph",
     )  # fmt: skip
-    path, text = written(tmp_path, program.FORMAT, twice)
+    path, text = written(tmp_path, PROGRAM_FORMAT, twice)
     scores = torch.export.load(path / "scores.pt2").module()
     head, relation, tail = triples()
     same(scores(head, relation, tail), model, "tail")
@@ -96,13 +96,13 @@ def of_torch(tmp_path, model):
 
 
 @pytest.mark.parametrize("name", ["complex", "rotate"])
-def test_a_program_scores_alike(tmp_path, name):
+def test_traced_program_scores_match(tmp_path, name):
     of_torch(tmp_path, model_of(name, True, biases=True))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [pytest.param(case, id=identify(case)) for case in CASES])
-def test_a_program_of_every_scorer(tmp_path, case):
+def test_every_scorer_can_be_traced(tmp_path, case):
     of_torch(tmp_path, model_of(None, True, "layer", case=case))
 
 
@@ -119,13 +119,13 @@ def test_a_program_of_every_scorer(tmp_path, case):
         (pykeen.FORMAT, {"scorer": "complex", "biases": True}, "no place for the biases"),
     ],
 )
-def test_what_a_layout_cannot_hold_is_refused(of, config, words):
+def test_unsupported_models_are_rejected_by_format(of, config, words):
     with pytest.raises(ExportError, match=words):
         of.check(ModelConfig(**{"dim": 16, "reciprocal": False, **config}))
 
 
 @pytest.mark.parametrize("name", ["pykeen", "libkge", "dglke", "torch"])
-def test_ours_does_not_read_them(run, tmp_path, name):
+def test_foreign_formats_are_rejected_by_load_model(run, tmp_path, name):
     if name == "dglke":
         with pytest.raises(ExportError, match="no inverse relations"):
             run.export(tmp_path / "out", name)

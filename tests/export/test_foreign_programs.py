@@ -18,7 +18,7 @@ from foreign_exports import AWKWARD, READERS, N, R, model_of, our_scores, triple
 
 pytestmark = pytest.mark.slow
 
-# Runs the code of README.md in the export's folder, then asks for scores and labels.
+# Runs the code of README.md in the export's folder, then reads scores and labels.
 _FIRST = r"""
 import os, re, sys
 from pathlib import Path
@@ -102,7 +102,7 @@ def run(code: str, folders: list) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_the_program_itself_scores_alike(tmp_path, name):
+def test_foreign_program_scores_match(tmp_path, name):
     package, code = PROGRAMS[name]
     if not importlib.util.find_spec(package):
         pytest.skip(f"{package} is not installed; docs/explanation/testing.md says how")

@@ -1,4 +1,4 @@
-"""Label files: what is written is read, whatever is in a label."""
+"""Label files return every label that was written."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import text as labels
+from kge_torchrec.export import table_files as labels
 
 
 def vocabulary(words) -> Vocabulary:
@@ -26,7 +26,7 @@ WORDS = st.lists(
 
 
 @given(WORDS)
-def test_what_is_written_is_read(tmp_path_factory, words):
+def test_labels_round_trip(tmp_path_factory, words):
     file = tmp_path_factory.mktemp("labels") / "entities.txt"
     write(file, words)
     assert labels.read_labels(file, "entity", len(words)).array.to_pylist() == words
@@ -34,7 +34,7 @@ def test_what_is_written_is_read(tmp_path_factory, words):
     assert b"\r" not in file.read_bytes()
 
 
-def test_plain_labels_are_plain_lines_and_ids_are_line_numbers(tmp_path, monkeypatch):
+def test_plain_labels_are_lines_in_order_of_id(tmp_path, monkeypatch):
     monkeypatch.setattr(labels, "BLOCK", 2)
     words = ["Österreich", "New York", "a\tb", '"quoted"@en', "<x>"]
     write(tmp_path / "labels", words)
@@ -53,7 +53,7 @@ def test_plain_labels_are_plain_lines_and_ids_are_line_numbers(tmp_path, monkeyp
         (b"a\n\xff\nc\n", "not valid UTF-8"),
     ],
 )
-def test_a_damaged_file(tmp_path, data, words):
+def test_damaged_file_is_rejected(tmp_path, data, words):
     (tmp_path / "entities.txt").write_bytes(data)
     with pytest.raises(ExportError, match=words):
         labels.read_labels(tmp_path / "entities.txt", "entity", 3)

@@ -38,7 +38,7 @@ def run_scores(run, heads, relations, tails, side):
 
 
 @pytest.mark.parametrize("side", ["head", "tail"])
-def test_scores_of_the_run(run, model, side):
+def test_loaded_scores_match_the_run(run, model, side):
     triples = torch.from_numpy(np.array(run.session.store.train, dtype=np.int64))
     expected = run_scores(run, *triples.T, side)
     assert torch.equal(model.score(*triples.T, side=side), expected)
@@ -48,7 +48,7 @@ def test_scores_of_the_run(run, model, side):
     assert torch.equal(by_label, expected)
 
 
-def test_one_triple_and_one_against_many(model):
+def test_scores_broadcast_over_triples(model):
     many = model.score("e1", "r0", range(N))
     assert many.shape == (N,)
     one = model.score(model.entity_labels.ids(["e1"])[0], "r0", 5)
@@ -58,15 +58,17 @@ def test_one_triple_and_one_against_many(model):
 
 @pytest.mark.parametrize("query", [{"head": "e3"}, {"tail": "e3"}])
 @pytest.mark.parametrize("k", [1, 10, 10**6])
-def test_predictions_of_the_run(run, model, query, k):
+def test_loaded_predictions_match_the_run(run, model, query, k):
     expected = run.predict(relation="r1", k=k, **query)
-    found = model.predict(relation="r1", k=k, **query)
-    assert [(a.rank, a.label, a.score) for a in found] == [
+    results = model.predict(relation="r1", k=k, **query)
+    assert [(a.rank, a.label, a.score) for a in results] == [
         (a.rank, a.label, a.score) for a in expected
     ]
-    assert all(answer.known is None for answer in found)
+    assert all(answer.known is None for answer in results)
     by_id = {side: int(model.entity_labels.ids([label])[0]) for side, label in query.items()}
-    assert model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == found
+    assert (
+        model.predict(relation=int(model.relation_labels.ids(["r1"])[0]), k=k, **by_id) == results
+    )
 
 
 MODELS = {
@@ -79,7 +81,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("settings", MODELS.values(), ids=MODELS)
-def test_other_models(tmp_path, run, settings):
+def test_other_models_load(tmp_path, run, settings):
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:
         model = load_model(trained.export(tmp_path / "out", "safetensors"))
@@ -91,7 +93,7 @@ def test_other_models(tmp_path, run, settings):
 
 
 @pytest.mark.parametrize("table_format", ["npy", "safetensors", "word2vec"])
-def test_biases_are_a_part_of_the_rows(tmp_path, run, table_format):
+def test_biases_are_stored_in_the_rows(tmp_path, run, table_format):
     """In every format, and what a row means is said."""
     settings = {"model__scorer": "complex", "model__biases": True, "model__dim": 10}
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
@@ -101,8 +103,8 @@ def test_biases_are_a_part_of_the_rows(tmp_path, run, table_format):
         assert rows[:, -2:].abs().max() > 0
         np.testing.assert_allclose(model.entities, rows, 1e-5)
         with torch.no_grad():
-            alone = scorer.inner.score_triples(rows[3, :8], torch.tensor(1), rows[5, :8])
-        expected = alone + rows[3, -2] + rows[5, -1]
+            single = scorer.inner.score_triples(rows[3, :8], torch.tensor(1), rows[5, :8])
+        expected = single + rows[3, -2] + rows[5, -1]
         assert model.score(3, 1, 5).item() == pytest.approx(expected.item(), rel=1e-4)
     description = model.description
     assert description["entities"]["row"].startswith("4 complex numbers, stored as re, im, re")
@@ -114,7 +116,7 @@ def test_biases_are_a_part_of_the_rows(tmp_path, run, table_format):
 
 
 @pytest.mark.parametrize("name", SCORER_NAMES)
-def test_every_scorer_comes_back(tmp_path, name):
+def test_every_scorer_round_trips(tmp_path, name):
     config = ModelConfig(scorer=name, dim=48, normalization="layer")
     scorer = build_scorer(config, R)
     with torch.no_grad():
@@ -132,15 +134,15 @@ def test_every_scorer_comes_back(tmp_path, name):
     assert torch.equal(loaded.score_triples(rows[0], relation, rows[1]), expected)
 
 
-def test_equal_scores_come_by_id_and_nan_last(model, monkeypatch):
+def test_equal_scores_sort_by_id_and_nan_last(model, monkeypatch):
     from kge_torchrec.ranking import blocks
 
     monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", 1)  # blocks of 64 rows
     table = np.zeros((200, D), np.float32)
     table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
     tied = type(model)(model.path, model.description, table, model.scorer)
-    found = tied.answering_model()
-    scores, ids = (x[0] for x in find_best(found, "tail", torch.tensor([[3, 0, 0]]), 200))
+    results = tied.answering_model()
+    scores, ids = (x[0] for x in find_best(results, "tail", torch.tensor([[3, 0, 0]]), 200))
     assert scores[0] == scores[1] == scores[2]
     ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
     order = [*ones, *zeros] if scores[0] > 0 else [*zeros, *ones]
@@ -148,7 +150,7 @@ def test_equal_scores_come_by_id_and_nan_last(model, monkeypatch):
     assert scores[-2:].tolist() == [-torch.inf] * 2
 
 
-def test_the_table_as_a_layer(run, model):
+def test_table_works_as_a_layer(run, model):
     layer = model.embedding()
     assert isinstance(layer, torch.nn.Embedding) and not layer.weight.requires_grad
     assert np.array_equal(layer(torch.tensor([4, 2])).numpy(), run.table[[4, 2]])
@@ -159,13 +161,13 @@ def test_the_table_as_a_layer(run, model):
     assert np.array_equal(model.entities, run.table)  # its own copy
 
 
-def test_the_table_stays_on_the_disk(model):
+def test_table_is_memory_mapped(model):
     assert isinstance(model.entities, np.memmap)
     with pytest.raises(ValueError, match="read-only"):
         model.entities[0] = 0
 
 
-def test_queries_that_make_no_sense(model):
+def test_invalid_queries_are_rejected(model):
     for query in ({"head": "e1"}, {"relation": "r1"}, dict(head="e1", relation="r1", tail="e2")):
         with pytest.raises(ConfigError, match="two of head, relation and tail"):
             model.predict(**query)
@@ -196,7 +198,7 @@ assert not torch.distributed.is_initialized()
 """
 
 
-def test_it_needs_no_torchrec(model, export):
+def test_loading_needs_no_torchrec(model, export):
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TORCHREC, str(export)], capture_output=True, text=True
     )
@@ -286,7 +288,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage, words", DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_export_is_refused(copy, damage, words):
+def test_damaged_export_is_rejected(copy, damage, words):
     damage(copy)
     if words is None:  # the last byte of model.json is a newline
         cut("model.json")(copy)
@@ -295,7 +297,7 @@ def test_a_damaged_export_is_refused(copy, damage, words):
         load_model(copy)
 
 
-def test_no_export_there(tmp_path):
+def test_missing_export_is_rejected(tmp_path):
     with pytest.raises(ExportError, match="no such folder"):
         load_model(tmp_path / "nowhere")
     with pytest.raises(ExportError, match="is no export"):

@@ -17,7 +17,7 @@ from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.export import write as rows
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.formats import open_table
+from kge_torchrec.export.table_files import open_table
 from kge_torchrec.export.write import write_entities
 from kge_torchrec.training.session import Session  # noqa: F401 - loaded before memory is read
 
@@ -27,7 +27,7 @@ EDGES = {1: [0, N], 2: [0, 9, N], 4: [0, 0, 11, 11, N]}
 
 def collect(tables, edges):
     """Every table as rank 0 puts it together from chunks of 1, 5 and 100 rows; else nothing."""
-    found = []
+    results = []
     with processes("cpu") as ranks:
         for table in tables:
             for rows.CHUNK_ROWS in (1, 5, 100):
@@ -37,23 +37,23 @@ def collect(tables, edges):
                 ]
                 assert [first for first, _ in chunks] == list(range(0, N, rows.CHUNK_ROWS))
                 if ranks.is_first:
-                    found.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
+                    results.append(torch.from_numpy(np.concatenate([c for _, c in chunks])))
                 else:
                     assert all(chunk is None for _, chunk in chunks)
-    return found
+    return results
 
 
 @pytest.mark.parametrize("world_size", EDGES)
-def test_every_bit_arrives_and_half_precision_as_float32(world_size):
+def test_rows_arrive_bitwise_and_half_precision_as_float32(world_size):
     table = torch.randint(-(2**31), 2**31, (N, D)).int().view(torch.float32)  # NaNs among them
     table[3], table[12] = -0.0, torch.nan
     half = torch.randn(N, D).bfloat16()
-    found, *others = run_world(world_size, collect, [table, half], EDGES[world_size])
-    for whole in found[:3]:
+    results, *rest = run_world(world_size, collect, [table, half], EDGES[world_size])
+    for whole in results[:3]:
         assert torch.equal(whole.view(torch.int32), table.view(torch.int32))
-    for whole in found[3:]:
+    for whole in results[3:]:
         assert torch.equal(whole, half.float())
-    assert len(found) == 6 and others == [[]] * (world_size - 1)
+    assert len(results) == 6 and rest == [[]] * (world_size - 1)
 
 
 def memory(kind: str) -> int:
@@ -81,7 +81,7 @@ def peak_of_writing(folder, table_format, count, dim):
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_table_passes_in_the_memory_of_a_few_chunks(tmp_path, world_size):
+def test_export_needs_memory_for_a_few_chunks(tmp_path, world_size):
     count, dim = 400_000, 64
     peaks = run_world(world_size, peak_of_writing, str(tmp_path / "export"), "npy", count, dim)
     chunk, whole = rows.CHUNK_ROWS * dim * 4, count * dim * 4

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.table_files import FORMATS, open_table
 
 TABLE = np.arange(15, dtype=np.float32).reshape(5, 3) - 7
 LABELS = pa.array("abcde", pa.large_string())
@@ -30,7 +30,7 @@ def write(folder, name, table=TABLE):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_is_written_is_opened(tmp_path, name):
+def test_table_files_round_trip(tmp_path, name):
     table = open_table(write(tmp_path, name), name, *TABLE.shape)
     assert np.array_equal(table, TABLE) and table.dtype == np.float32
     assert isinstance(table, np.memmap) == (name in ("npy", "safetensors"))
@@ -38,12 +38,12 @@ def test_what_is_written_is_opened(tmp_path, name):
         table[0] = 1
 
 
-def test_npy_is_numpys(tmp_path):
+def test_numpy_reads_npy(tmp_path):
     mapped = np.load(write(tmp_path, "npy"), mmap_mode="r")
     assert isinstance(mapped, np.memmap) and np.array_equal(mapped, TABLE)
 
 
-def test_safetensors_is_safetensors(tmp_path):
+def test_safetensors_reads_its_file(tmp_path):
     with safe_open(write(tmp_path, "safetensors"), "pt") as file:
         assert list(file.keys()) == ["entities"]
         assert torch.equal(file.get_tensor("entities"), torch.from_numpy(TABLE))
@@ -51,7 +51,7 @@ def test_safetensors_is_safetensors(tmp_path):
 
 
 @given(st.integers(1, 10**12), st.integers(1, 10**5))
-def test_numbers_begin_on_a_multiple_of_eight_bytes(count, dim):
+def test_values_are_aligned_to_eight_bytes(count, dim):
     for name, multiple in (("safetensors", 8), ("npy", 64)):
         (header,) = FORMATS[name](count, dim).begin()
         assert len(header) % multiple == 0
@@ -66,7 +66,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("table, words", OTHERS.values(), ids=OTHERS)
-def test_another_table(tmp_path, table, words):
+def test_wrong_shape_is_rejected(tmp_path, table, words):
     np.save(tmp_path / "entities.npy", table)
     safetensors.numpy.save_file({"entities": table}, tmp_path / "entities.safetensors")
     for name in ("npy", "safetensors"):
@@ -76,14 +76,14 @@ def test_another_table(tmp_path, table, words):
 
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("cut", [0, 3, -2])
-def test_a_file_cut_short(tmp_path, name, cut):
+def test_truncated_file_is_rejected(tmp_path, name, cut):
     file = write(tmp_path, name)
     file.write_bytes(file.read_bytes()[:cut])
     with pytest.raises(ExportError, match=file.name):
         open_table(file, name, *TABLE.shape)
 
 
-def test_another_tensor(tmp_path):
+def test_unexpected_tensor_is_rejected(tmp_path):
     file = tmp_path / "entities.safetensors"
     safetensors.numpy.save_file({"rows": TABLE}, file)
     with pytest.raises(ExportError, match="holds rows instead of entities"):

@@ -21,7 +21,7 @@ def refused(capsys, arguments, *expected):
 
 
 @pytest.mark.parametrize("name", ["npy", "safetensors", "word2vec"])
-def test_export(run, tmp_path, capsys, name):
+def test_export_verb_writes_the_folder(run, tmp_path, capsys, name):
     out = tmp_path / "out"
     assert main(["export", str(run.path), "-o", str(out), "--format", name]) == 0
     printed = capsys.readouterr().out
@@ -29,7 +29,7 @@ def test_export(run, tmp_path, capsys, name):
     assert np.array_equal(load_model(out).entities, run.table)
 
 
-def test_a_named_checkpoint_and_overwriting(run, tmp_path, capsys):
+def test_export_verb_takes_checkpoint_and_overwrite(run, tmp_path, capsys):
     out, name = tmp_path / "out", run.session.checkpoints.names()[0]
     command = ["export", str(run.path), "-o", str(out)]
     assert main(command) == 0
@@ -59,6 +59,6 @@ def test_what_is_refused(run, tmp_path, capsys, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_run_that_is_not_trained(run, tmp_path, capsys):
+def test_untrained_run_is_rejected(run, tmp_path, capsys):
     (tmp_path / "config.yaml").write_bytes((run.path / "config.yaml").read_bytes())
     refused(capsys, ["export", tmp_path, "-o", tmp_path / "out"], "has no checkpoint yet")

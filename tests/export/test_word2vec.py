@@ -13,8 +13,8 @@ from hypothesis.extra.numpy import arrays
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
-from kge_torchrec.export import text as word2vec
-from kge_torchrec.export.formats import open_table
+from kge_torchrec.export import table_files as word2vec
+from kge_torchrec.export.table_files import open_table
 
 
 def labels(words) -> pa.Array:
@@ -27,7 +27,7 @@ def text(table: np.ndarray, words) -> bytes:
 
 
 @given(arrays(np.float32, (3, 4), elements=st.floats(width=32, allow_nan=False)))
-def test_numbers_read_back_bit_for_bit(tmp_path_factory, table):
+def test_values_round_trip_bitwise(tmp_path_factory, table):
     file = tmp_path_factory.mktemp("word2vec") / "entities.vec"
     file.write_bytes(text(table, ["a", '"b', "c'"]))
     assert np.array_equal(open_table(file, "word2vec", 3, 4).view(np.int32), table.view(np.int32))
@@ -36,7 +36,7 @@ def test_numbers_read_back_bit_for_bit(tmp_path_factory, table):
         assert np.array_equal(numbers.view(np.int32), row.view(np.int32))
 
 
-def test_the_form(monkeypatch):
+def test_word2vec_text_has_the_documented_form(monkeypatch):
     monkeypatch.setattr(word2vec, "_LINES", 2)
     table = np.array([[1, -0.5], [1e-5, 3], [0, 1e30]], np.float32)
     written = text(table, ["a", "b c", "d\n\u2003e"]).decode()
@@ -46,12 +46,12 @@ def test_the_form(monkeypatch):
     assert [[float(x) for x in line[1:]] for line in lines[1:]] == [[1, -0.5], [1e-5, 3], [0, 1e30]]
 
 
-def test_labels_of_a_slice_are_its_own():
+def test_sliced_labels_are_written():
     rows = np.zeros((2, 1), np.float32)
     assert b"".join(word2vec.Word2vec(2, 1).rows(rows, labels("abcd")[1:3])) == b"b 0\nc 0\n"
 
 
-def test_whatever_python_splits_at_becomes_an_underscore():
+def test_whitespace_becomes_an_underscore():
     space = [c for c in map(chr, range(sys.maxunicode + 1)) if c.isspace()]
     rows = np.zeros((len(space), 1), np.float32)
     file = word2vec.Word2vec(len(space), 1)
@@ -66,12 +66,12 @@ def test_whatever_python_splits_at_becomes_an_underscore():
         (["a b", "a\tb"], r"'a b' and 'a\\tb' would both be 'a_b'"),
     ],
 )
-def test_two_labels_that_become_one_word_are_refused(words, named):
+def test_labels_that_become_one_word_are_rejected(words, named):
     with pytest.raises(ExportError, match=f"the labels {named}.*npy or safetensors"):
         word2vec.Word2vec.check(Vocabulary(labels(words)))
 
 
-def test_labels_that_stay_apart():
+def test_distinct_words_are_accepted():
     word2vec.Word2vec.check(Vocabulary(labels(["a b", "a_c", "b\tc", "ab"])))
     word2vec.Word2vec.check(Vocabulary(labels(["a_b", "ab"])))
 
@@ -87,7 +87,7 @@ def test_labels_that_stay_apart():
         (b"2 2\n", "no readable word2vec file|holds 0 vectors"),
     ],
 )
-def test_a_damaged_file(tmp_path, damaged, words):
+def test_damaged_file_is_rejected(tmp_path, damaged, words):
     (tmp_path / "entities.vec").write_bytes(damaged)
     with pytest.raises(ExportError, match=words):
         open_table(tmp_path / "entities.vec", "word2vec", 2, 2)

@@ -17,7 +17,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import changes, write
-from kge_torchrec.export.formats import FORMATS, open_table
+from kge_torchrec.export.table_files import FORMATS, open_table
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def export_changes(path, earlier, output):
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_new_rows_alone_in_every_format(grown, tmp_path, world_size):
+def test_changed_rows_export_in_every_format(grown, tmp_path, world_size):
     earlier, path = grown
     run_world(world_size, export_changes, path, earlier, str(tmp_path))
     with api.open_run(path) as run:
@@ -58,7 +58,7 @@ def test_new_rows_alone_in_every_format(grown, tmp_path, world_size):
     assert pq.read_table(tmp_path / "parquet" / "entities.parquet")["label"].to_pylist() == labels
 
 
-def test_put_in_place_they_make_the_later_run(tmp_path, capsys):
+def test_changed_rows_rebuild_the_later_run(tmp_path, capsys):
     earlier = base_run()
     later = extend(earlier, new_triples(), tmp_path / "later", epochs=1).path
     command = ["export", str(later), "-o", str(tmp_path / "changes")]
@@ -78,14 +78,14 @@ def test_put_in_place_they_make_the_later_run(tmp_path, capsys):
     assert (rows[ids < OLD_ENTITIES] != old[ids[ids < OLD_ENTITIES]]).any(1).all()
 
 
-def test_what_has_not_changed_is_empty(grown, tmp_path):
+def test_export_of_unchanged_run_is_empty(grown, tmp_path):
     _, path = grown
     with api.open_run(path) as run:
         run.export(tmp_path / "out", changed_since=path)
     assert np.load(tmp_path / "out" / "entities.npy").shape == (0, tensors(path)[TABLE].shape[1])
 
 
-def test_what_is_refused(grown, tmp_path):
+def test_invalid_exports_are_rejected(grown, tmp_path):
     earlier, path = grown
     with api.open_run(earlier) as run:
         with pytest.raises(ExportError, match="have other ids than those of this run"):
@@ -93,10 +93,10 @@ def test_what_is_refused(grown, tmp_path):
         with pytest.raises(ConfigError, match="is no run folder"):
             run.export(tmp_path / "out", changed_since=tmp_path)
         for name in ("huggingface", "pykeen"):
-            with pytest.raises(ConfigError, match="changes alone are written as npy, safetensors"):
+            with pytest.raises(ConfigError, match="changes can be exported to npy, safetensors"):
                 run.export(tmp_path / "out", name, changed_since=earlier)
     with api.open_run(path) as run:
-        with pytest.raises(ConfigError, match="is of a whole model"):
+        with pytest.raises(ConfigError, match="holds whole models"):
             run.export(tmp_path / "out", changed_since=earlier, card=True)
         with pytest.raises(ExportError, match="numbers an entity"):
             run.export(tmp_path / "out", changed_since=base_run(model__dim=12))
@@ -109,7 +109,7 @@ def test_what_is_refused(grown, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_are_compared_by_their_bits(tmp_path, monkeypatch):
+def test_rows_are_compared_bitwise(tmp_path, monkeypatch):
     """0 and -0 are equal numbers and other bits; a NaN is no equal number and the same bits."""
     before = np.array([[0.0, 1.0], [np.nan, 1.0], [2.0, 3.0]], np.float32)
     rows = np.array([[-0.0, 1.0], [np.nan, 1.0], [2.0, 3.0], [4.0, 5.0]], np.float32)

@@ -50,7 +50,7 @@ from kge_torchrec.training.session import Session
     ],
     ids=["adam", "row steps", "tucker"],
 )  # fmt: skip
-def test_old_rows_and_states_are_kept_and_new_ones_as_a_new_run_draws_them(tmp_path, changes):
+def test_extension_keeps_old_rows_and_draws_new_ones_like_a_new_run(tmp_path, changes):
     run = base_run(**changes)
     made = extend(run, new_triples(), tmp_path / "run", epochs=0)
     before, after = tensors(run), tensors(made.path, FIRST)
@@ -136,9 +136,9 @@ VARIANTS = {
 
 def rank_extends(run: Path, folder: Path, engines: dict[str, str]) -> None:
     for name, engine in engines.items():
-        given = {**VARIANTS[name]}
-        overrides = {"entities.engine": engine, **given.pop("overrides", {})}
-        extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **given)
+        inputs = {**VARIANTS[name]}
+        overrides = {"entities.engine": engine, **inputs.pop("overrides", {})}
+        extend(run, new_triples(), folder / name, epochs=2, overrides=overrides, **inputs)
 
 
 ENGINES = ("torchrec", "handrolled")
@@ -148,7 +148,7 @@ ENGINES = ("torchrec", "handrolled")
     "world_size, turn",
     [(1, 0), (2, 1), *(pytest.param(*c, marks=pytest.mark.slow) for c in ((2, 0), (4, 0), (4, 1)))],
 )
-def test_training_on_equals_the_dense_oracle(tmp_path, world_size, turn):
+def test_continued_training_matches_dense_oracle(tmp_path, world_size, turn):
     engines = {name: ENGINES[(turn + i) % 2] for i, name in enumerate(VARIANTS)}
     run_world(world_size, rank_extends, base_run(), tmp_path, engines)
     for name in VARIANTS:
@@ -181,7 +181,7 @@ def check_training(run: Path, name: str) -> None:
       "model__dim": 12}, {"train__accumulation": 2, "train__precision": "fp16"}],
     ids=str,
 )  # fmt: skip
-def test_frozen_rows_stay_bit_for_bit(tmp_path, changes):
+def test_frozen_rows_stay_bitwise_equal(tmp_path, changes):
     run = base_run(**changes)
     made = extend(run, new_triples(), tmp_path / "run", epochs=1, freeze=True)
     start, end = tensors(made.path, FIRST), tensors(made.path)
@@ -198,7 +198,7 @@ def test_frozen_rows_stay_bit_for_bit(tmp_path, changes):
     assert moved
 
 
-def test_sharded_dense_parameters_are_frozen_alike(tmp_path):
+def test_sharded_dense_parameters_can_be_frozen(tmp_path):
     run = base_run(train__optimizer="adam")
     run_world(2, rank_freezes_parts, run, tmp_path)
     start, end = tensors(tmp_path / "fsdp", FIRST), tensors(tmp_path / "fsdp")
@@ -210,11 +210,11 @@ def test_sharded_dense_parameters_are_frozen_alike(tmp_path):
 
 
 def rank_freezes_parts(run: Path, folder: Path) -> None:
-    given = {"dense.wrapper": "fsdp", "train.weight_decay": 0.1}
-    extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=given)
+    inputs = {"dense.wrapper": "fsdp", "train.weight_decay": 0.1}
+    extend(run, new_triples(), folder / "fsdp", epochs=1, freeze=True, overrides=inputs)
 
 
-def test_an_extended_run_is_a_run_like_others(tmp_path):
+def test_extended_run_supports_all_verbs(tmp_path):
     made = extend(base_run(), new_triples(), tmp_path / "run", epochs=1)
     assert made.results["extended"]["drift"]["rows"] == OLD_ENTITIES
     (tmp_path / "run").rename(tmp_path / "moved")  # its store is its own
@@ -225,12 +225,12 @@ def test_an_extended_run_is_a_run_like_others(tmp_path):
     assert again.session.store.base.entities == OLD_ENTITIES + 9
 
 
-def test_what_cannot_be_extended_leaves_nothing(tmp_path):
+def test_rejected_extension_leaves_no_files(tmp_path):
     run = base_run()
 
-    def refused(match: str, triples=None, out="run", **given) -> None:
+    def refused(match: str, triples=None, out="run", **inputs) -> None:
         with pytest.raises(KGEError, match=match):
-            extend(run, triples or new_triples(), tmp_path / out, **given)
+            extend(run, triples or new_triples(), tmp_path / out, **inputs)
 
     refused("no checkpoint 'step-9'", checkpoint="step-9")
     refused(
@@ -248,7 +248,7 @@ def test_what_cannot_be_extended_leaves_nothing(tmp_path):
         fit(base_config(run.parent / "store", tmp_path / "x", train__freeze="old"))
 
 
-def test_what_an_extension_takes_over(tmp_path):
+def test_extension_inherits_settings(tmp_path):
     """A tenth of the epochs, rounded up, and the list of defaults."""
     run = base_run(train__batch_size=None)
     resolved = json.loads((run / "resolved.json").read_text())
@@ -262,7 +262,7 @@ def test_what_an_extension_takes_over(tmp_path):
         assert config.train.epochs == expected
 
 
-def test_a_start_that_is_not_finite_is_refused(tmp_path, monkeypatch):
+def test_nonfinite_initial_rows_are_rejected(tmp_path, monkeypatch):
     run = shutil.copytree(base_run(), tmp_path / "base")
     spoil(run)
     for place in (False, True):

@@ -79,7 +79,7 @@ def same(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_extension_gives_what_an_undisturbed_one_does(whole, tmp_path, capsys, stage):
+def test_killed_extension_matches_uninterrupted_extension(whole, tmp_path, capsys, stage):
     output = tmp_path / "run"
     killed(output, stage)
     assert output.is_dir() and not (output / "results.json").exists()
@@ -95,7 +95,7 @@ def test_a_killed_extension_gives_what_an_undisturbed_one_does(whole, tmp_path, 
     same(output, whole)
 
 
-def test_ctrl_c_while_an_extension_trains_loses_nothing(whole, tmp_path, ctrl_c):
+def test_ctrl_c_during_extension_training_keeps_progress(whole, tmp_path, ctrl_c):
     def interrupt(kind: str, values: dict) -> None:
         if kind == "epoch" and values["epoch"] == 2:
             ctrl_c()
@@ -107,14 +107,14 @@ def test_ctrl_c_while_an_extension_trains_loses_nothing(whole, tmp_path, ctrl_c)
     same(output, whole)
 
 
-def test_an_extension_whose_first_checkpoint_is_gone_is_not_trained_from_scratch(whole, tmp_path):
+def test_extension_without_first_checkpoint_is_not_trained_from_scratch(whole, tmp_path):
     run = shutil.copytree(whole, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     with pytest.raises(KGEError, match="extend that run again into another folder"):
         api.resume(run, force=True)
 
 
-def test_a_failed_restart_leaves_nothing(tmp_path):
+def test_failed_restart_leaves_no_files(tmp_path):
     output = tmp_path / "run"
     killed(output, "before there is a config")
     with pytest.raises(KGEError, match="no checkpoint 'step-9'"):
@@ -124,7 +124,7 @@ def test_a_failed_restart_leaves_nothing(tmp_path):
     assert not output.exists()
 
 
-def test_a_folder_with_checkpoints_of_another_run_is_left_alone(tmp_path):
+def test_folder_with_checkpoints_of_another_run_is_not_changed(tmp_path):
     """Its config.yaml is gone, so it is no run."""
     run = shutil.copytree(base_run(), tmp_path / "run")
     (run / "config.yaml").unlink()
@@ -138,7 +138,7 @@ def test_a_folder_with_checkpoints_of_another_run_is_left_alone(tmp_path):
         assert sorted(run.rglob("*")) == held
 
 
-def test_a_damaged_checkpoint_is_named_and_leaves_no_folder(tmp_path):
+def test_damaged_checkpoint_is_named_and_leaves_no_folder(tmp_path):
     run = shutil.copytree(base_run(), tmp_path / "run")
     (numbers,) = run.glob("checkpoints/*/rank-00000.bin")
     numbers.write_bytes(numbers.read_bytes()[::-1])
@@ -157,7 +157,7 @@ def old_triples():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [["--place", "--epochs", "3"], ["--epochs", "3"]], ids=str)
-def test_ten_kills_of_a_real_process_at_any_time(tmp_path, options):
+def test_extension_survives_ten_kills(tmp_path, options):
     """`kge-torchrec extend` killed at random moments, then what its last words ask for."""
     run, new = base_run(), tmp_path / "new.tsv"
     new.write_text("".join("\t".join(row) + "\n" for row in new_triples()["train"]))
@@ -180,7 +180,7 @@ def test_ten_kills_of_a_real_process_at_any_time(tmp_path, options):
 # What a run has written, and what is gone
 
 
-def test_record_of_an_old_run_is_its_results(tmp_path):
+def test_record_of_an_old_run_comes_from_results(tmp_path):
     assert Checkpoints.recorded(tmp_path) is None
     (tmp_path / "results.json").write_text('{"checkpoint": {"name": "step-1", "epoch": 1}}')
     assert Checkpoints.recorded(tmp_path) == {"newest": "step-1", "best": "step-1"}
@@ -191,8 +191,8 @@ def test_record_of_an_old_run_is_its_results(tmp_path):
         assert Checkpoints.recorded(tmp_path)["newest"] == "step-1"
 
 
-def test_every_verb_says_that_all_checkpoints_are_gone(tmp_path):
+def test_missing_checkpoints_are_reported_by_every_verb(tmp_path):
     run = shutil.copytree(base_run(), tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
-    with pytest.raises(CheckpointError, match=r"all checkpoints of .* are gone.* was step-\d+"):
+    with pytest.raises(CheckpointError, match=r"all checkpoints of .* are missing.* was step-\d+"):
         api.open_run(run).evaluate()

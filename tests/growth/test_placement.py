@@ -24,7 +24,7 @@ def rank_places(run, folder) -> dict:
     return extend(run, new_triples(), folder, place=True).results["extended"]["placed"]
 
 
-def test_placing_moves_new_rows_alone_and_lowers_their_loss(tmp_path):
+def test_placement_moves_only_new_rows_and_lowers_their_loss(tmp_path):
     run = base_run()
     placed = extend(run, new_triples(), tmp_path / "one", place=True).results["extended"]["placed"]
     run_world(2, rank_places, run, tmp_path / "two")
@@ -50,18 +50,18 @@ def test_placing_moves_new_rows_alone_and_lowers_their_loss(tmp_path):
 
 
 def loss_of_new(
-    config: Config, store: TripleStore, found: dict[str, Tensor], first_relation: int = 0
+    config: Config, store: TripleStore, results: dict[str, Tensor], first_relation: int = 0
 ) -> float:
-    """Of the new training triples against all entities, by the oracle's formulas.
+    """Return the loss of new training triples over all entities, by the oracle's formulas.
 
     first_relation: of those that count.
     """
     rows = torch.from_numpy(store.train[store.base.triples :].astype(np.int64))
     rows = rows[rows[:, 1] >= first_relation]
     every = torch.arange(store.num_entities).expand(len(rows), -1)
-    relations = found["engine.model.objective.scorer.relations"].double()
+    relations = results["engine.model.objective.scorer.relations"].double()
     negatives = {"head": every, "tail": every}
-    table = found[TABLE].double()
+    table = results[TABLE].double()
     shares = torch.full((len(rows),), 1 / len(rows), dtype=torch.float64)
     return float(batch_loss(config, store, table, relations, rows, negatives, set(), shares))
 
@@ -74,7 +74,7 @@ def loss_of_new(
      pytest.param({"negatives__regime": "1vsall"}, marks=pytest.mark.slow)],
     ids=["softmax", "transe", "bce", "1vsall"],
 )  # fmt: skip
-def test_placed_towns_are_near_those_of_their_country(tmp_path, changes):
+def test_placed_towns_are_near_towns_of_their_country(tmp_path, changes):
     towns = [(f"t{i}", i % 4) for i in range(40)]
     located = [(town, "in", f"c{country}") for town, country in towns]
     near = [(a, "near", b) for a, i in towns for b, j in towns if i == j and a != b]
@@ -84,12 +84,12 @@ def test_placed_towns_are_near_those_of_their_country(tmp_path, changes):
     store = prepare_triples(
         {"train": old[9:] + located[:36], "valid": old[:9]}, tmp_path / "store"
     ).path
-    given = {"model__scorer": "complex", "model__reciprocal": True, "model__dim": 16,
+    inputs = {"model__scorer": "complex", "model__reciprocal": True, "model__dim": 16,
              "train__epochs": 30, "train__lr": 0.1, "negatives__count": 20, **changes}  # fmt: skip
-    run = api.train(config_of(store, tmp_path / "run", **given))
+    run = api.train(config_of(store, tmp_path / "run", **inputs))
     late_near = [t for t, new in zip(near, is_new, strict=True) if new]
-    asked = late_near[::6]
-    new = {"train": [t for t in late_near if t not in asked], "test": asked}
+    queries = late_near[::6]
+    new = {"train": [t for t in late_near if t not in queries], "test": queries}
     placed = extend(run.path, new, tmp_path / "placed", place=True)
     results = placed.results
     assert results["test"]["both"]["realistic"]["mrr"] > 0.4  # of 44 entities, by chance .1
@@ -97,12 +97,12 @@ def test_placed_towns_are_near_those_of_their_country(tmp_path, changes):
     assert after > 0.8 * before  # a few more entities are right answers there by now
 
 
-def test_new_rows_start_at_the_mean_row_of_their_places(tmp_path, monkeypatch):
+def test_new_rows_start_at_the_mean_row_of_their_positions(tmp_path, monkeypatch):
     monkeypatch.setattr(placement._Placer, "_minimise", lambda *_: None)
     run = base_run()
     extend(run, new_triples(), tmp_path / "drawn", epochs=0)
     made = extend(run, new_triples(), tmp_path / "run", place=True)
-    drawn, found = (tensors(tmp_path / name, FIRST)[TABLE] for name in ("drawn", "run"))
+    drawn, results = (tensors(tmp_path / name, FIRST)[TABLE] for name in ("drawn", "run"))
     store = TripleStore.open(made.path / "store")
     triples, old = store.train.tolist(), store.base.triples
     for entity in range(OLD_ENTITIES, store.num_entities):
@@ -110,13 +110,13 @@ def test_new_rows_start_at_the_mean_row_of_their_places(tmp_path, monkeypatch):
                   for column, end in enumerate(ends) if end == entity]  # fmt: skip
         means = []
         for relation, column in places:
-            seen = [(h, t)[column] for h, r, t in triples[:old] if r == relation]
-            means += [found[seen].mean(0)] if seen else []
+            in_train = [(h, t)[column] for h, r, t in triples[:old] if r == relation]
+            means += [results[in_train].mean(0)] if in_train else []
         expected = torch.stack(means).mean(0) if means else drawn[entity]
-        assert (found[entity] - expected).abs().max() < TOLERANCE
+        assert (results[entity] - expected).abs().max() < TOLERANCE
 
 
-def test_the_rate_falls_to_nothing_and_old_relations_stand_still(tmp_path, monkeypatch):
+def test_learning_rate_decays_to_zero_and_old_relations_are_fixed(tmp_path, monkeypatch):
     rates = []
 
     class Adam(torch.optim.Adam):
@@ -142,7 +142,7 @@ def test_the_rate_falls_to_nothing_and_old_relations_stand_still(tmp_path, monke
     assert torch.allclose(falling, falling[0] * left[:, None])
 
 
-def test_new_relations_are_placed_by_the_entities_of_all_blocks(tmp_path, monkeypatch):
+def test_new_relations_are_placed_with_entities_of_all_blocks(tmp_path, monkeypatch):
     """A relation that the first block does not have, and one between two blocks."""
     names = [f"n{i}" for i in range(12)]
     new = [(name, "r0", f"e{i}") for i, name in enumerate(names)]
@@ -155,5 +155,5 @@ def test_new_relations_are_placed_by_the_entities_of_all_blocks(tmp_path, monkey
         store, config = TripleStore.open(path / "store"), RunFolder(path).load_config()
         return loss_of_new(config, store, tensors(path, FIRST), store.base.relations)
 
-    # Placed by the first block alone the ratio is 2.6.
+    # Placed by only the first block, the ratio is 2.6.
     assert loss_of_relations(4) < 2.2 * loss_of_relations(12)

@@ -41,7 +41,7 @@ def world(tmp_path_factory) -> Path:
     return folder
 
 
-def test_extensions_of_extended_runs_leave_their_sources_alone(world, tmp_path):
+def test_extending_an_extended_run_does_not_change_sources(world, tmp_path):
     """The first checkpoint of a placed run is its best one, so its files are linked."""
     chain = [world / "run", *(tmp_path / f"placed{n}" for n in range(3))]
     for before, after, name in zip(chain, chain[1:], ("a.tsv", "b.tsv", "c.tsv"), strict=False):
@@ -101,7 +101,7 @@ def step0(world, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_writes_to_no_file_that_it_reads(world, step0, tmp_path, verb):
+def test_verbs_do_not_write_to_source_runs(world, step0, tmp_path, verb):
     run, store = world / "run", world / "store"
     (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
     words, added = VERBS[verb]
@@ -117,7 +117,7 @@ def test_a_verb_writes_to_no_file_that_it_reads(world, step0, tmp_path, verb):
         (run / name).unlink(missing_ok=True)
 
 
-def test_a_resumed_run_leaves_the_one_it_came_from_alone(world, step0, tmp_path):
+def test_resumed_extension_does_not_change_its_source(world, step0, tmp_path):
     on = tmp_path / "on"
     assert main(["extend", str(step0), str(world / "b.tsv"), "-o", str(on), "--epochs", "1"]) == 0
     held = content(world / "run", world / "store", step0)
@@ -126,7 +126,7 @@ def test_a_resumed_run_leaves_the_one_it_came_from_alone(world, step0, tmp_path)
     assert json.loads((on / "results.json").read_text())["train"]["epochs"] == 2
 
 
-def test_a_served_run_is_left_alone(world, step0):
+def test_serving_does_not_change_the_run(world, step0):
     held = content(world / "run", world / "store", step0)
     for run in (world / "run", step0):
         with opened_model(run) as model, TestClient(create_app(model, "run")) as client:
@@ -135,7 +135,7 @@ def test_a_served_run_is_left_alone(world, step0):
     assert content(world / "run", world / "store", step0) == held
 
 
-def test_only_numbers_of_checkpoints_are_shared_by_links(world, step0, tmp_path):
+def test_only_tensor_files_are_hard_linked(world, step0, tmp_path):
     """A file of two names must never be written again: those of a checkpoint are not."""
     chain = [world / "run", step0, tmp_path / "on"]
     assert main(["extend", str(step0), str(world / "b.tsv"), "-o", str(chain[2]), "--epochs", "1",

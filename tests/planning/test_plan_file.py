@@ -11,7 +11,7 @@ from worlds_table import TableModel
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.planned import VERSION, read_plan
-from kge_torchrec.embeddings.torchrec.planner import plan_row_wise
+from kge_torchrec.embeddings.torchrec.planner import Ranks, plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.files import write_json
 from kge_torchrec.planning.advice import advise
@@ -42,7 +42,7 @@ def test_training_gets_the_plan_it_would_make_itself(file):
     plan = read_plan(file)
     plan.check(**RUN)
     sharder = EntitySharder(fused_params=fused_params(TableOptimizer("adam")))
-    own = plan_row_wise(TableModel(1001, 16), sharder, 4, 4, "cpu")
+    own = plan_row_wise(TableModel(1001, 16), sharder, Ranks(4, 4, "cpu"))
     assert plan.sharding_plan().plan["entities"] == own.plan["table"]
 
 

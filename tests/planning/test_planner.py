@@ -11,6 +11,7 @@ from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.planner import (
     GIB,
     PlanDoesNotFit,
+    Ranks,
     describe_plan,
     host_memory,
     plan_row_wise,
@@ -28,7 +29,9 @@ def plan(num_entities: int, dim: int, world_size: int, device="cuda", optimizer=
     memory = {"device_bytes": 80 * GIB, "host_bytes": 1024 * GIB} | memory
     model = TableModel(num_entities, dim)
     local = min(world_size, 8)
-    return plan_row_wise(model, sharder(optimizer), world_size, local, device, **memory)
+    sizes = {name: memory.pop(name) for name in ("device_bytes", "host_bytes")}
+    ranks = Ranks(world_size, local, device, **sizes)
+    return plan_row_wise(model, sharder(optimizer), ranks, **memory)
 
 
 def rows_of(plan) -> list[int]:
@@ -77,13 +80,13 @@ def test_main_memory_of_a_machine_is_shared_by_its_ranks():
 
 
 def test_rows_in_main_memory_with_a_cache_on_the_device():
-    cached = plan(*BIG, world_size=4, kernel="fused_uvm_caching", cache_load_factor=0.1)
+    cached = plan(*BIG, world_size=4, kernel="fused_uvm_caching", cache_ratio=0.1)
     assert cached.plan["table"]["entity"].compute_kernel == "fused_uvm_caching"
 
 
 def test_planning_leaves_the_parameter_as_it_was():
     model = TableModel(5, 8)
-    plan_row_wise(model, sharder(), 1, 1, "cpu")
+    plan_row_wise(model, sharder(), Ranks(1, 1, "cpu"))
     assert not hasattr(model.table.embeddings["entity"].weight, "_optimizer_classes")
 
 
@@ -98,7 +101,7 @@ def test_a_plan_in_words():
 
 def test_a_model_without_entities_is_refused():
     with pytest.raises(ValueError, match="found 0"):
-        plan_row_wise(nn.Linear(2, 2), sharder(), 1, 1, "cpu")
+        plan_row_wise(nn.Linear(2, 2), sharder(), Ranks(1, 1, "cpu"))
 
 
 def test_a_width_that_cuda_kernels_cannot_have():

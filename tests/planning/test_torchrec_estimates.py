@@ -16,7 +16,13 @@ from torchrec.distributed.types import CacheParams
 
 from kge_torchrec.embeddings.optimizers import TableOptimizer
 from kge_torchrec.embeddings.torchrec.collection import entity_collection
-from kge_torchrec.embeddings.torchrec.planner import UNLIMITED, TableForm, _topology, table_memory
+from kge_torchrec.embeddings.torchrec.planner import (
+    UNLIMITED,
+    Bytes,
+    TableForm,
+    _topology,
+    table_memory,
+)
 from kge_torchrec.embeddings.torchrec.sharder import fused_params
 
 ROWS, DIM, WORLD = 1_000_000, 128, 8
@@ -50,7 +56,7 @@ def estimate(
             min_partition=16,
         )
     }
-    topology = _topology(WORLD, WORLD, "cuda", UNLIMITED, UNLIMITED)
+    topology = _topology(WORLD, WORLD, "cuda", Bytes(UNLIMITED, UNLIMITED))
     sharder = EmbeddingCollectionSharder(fused_params=fused_params(TableOptimizer(optimizer)))
     options = EmbeddingEnumerator(topology, 1, constraints).enumerate(model, [sharder])
     storage = options[0].shards[0].storage

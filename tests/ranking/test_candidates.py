@@ -52,15 +52,15 @@ def suiting(store: TripleStore, kind: str, types_file) -> dict:
         entity, of = line.split("\t")
         types.setdefault(entity, set()).add(of)
     label = store.entities.labels(range(store.num_entities))
-    found = {}
+    results = {}
     for relation in range(store.num_relations):
         triples = [row for row in store.train.tolist() if row[1] == relation]
         for side, column in (("head", 0), ("tail", 2)):
-            seen = {row[column] for row in triples}
-            good = set().union(*(types.get(label[e], set()) for e in seen))
+            in_train = {row[column] for row in triples}
+            good = set().union(*(types.get(label[e], set()) for e in in_train))
             alike = {e for e in range(store.num_entities) if types.get(label[e], set()) & good}
-            found[side, relation] = seen | (alike if kind == "types" else set())
-    return found
+            results[side, relation] = in_train | (alike if kind == "types" else set())
+    return results
 
 
 def oracle(store, scorer, table, candidates) -> dict:
@@ -68,24 +68,24 @@ def oracle(store, scorer, table, candidates) -> dict:
     known = {
         tuple(row) for split in ("train", "valid", "test") for row in store.split(split).tolist()
     }
-    found = {}
+    results = {}
     for side in SIDES:
         answer_at = 2 if side == "tail" else 0
         scores, ranks = dense_scores(scorer, table, triples, side), []
         for row, triple in zip(scores.tolist(), triples.tolist(), strict=True):
             right, allowed = triple[answer_at], candidates[side, triple[1]]
-            others = []
+            other_scores = []
             for entity in allowed - {right}:
                 one = list(triple)
                 one[answer_at] = entity
                 if tuple(one) not in known:
-                    others.append(row[entity])
-            better = sum(not score <= row[right] for score in others)  # a NaN is better
-            ties = sum(score == row[right] for score in others)
+                    other_scores.append(row[entity])
+            better = sum(not score <= row[right] for score in other_scores)  # a NaN is better
+            ties = sum(score == row[right] for score in other_scores)
             first, last = 1 + better, 1 + better + ties
             ranks.append((first, last) if right in allowed else (len(table), len(table)))
-        found[side] = tuple(list(kind) for kind in zip(*ranks, strict=True))
-    return found
+        results[side] = tuple(list(kind) for kind in zip(*ranks, strict=True))
+    return results
 
 
 def rank_among(path, kind, types, scorer, table, edges):
@@ -97,12 +97,12 @@ def rank_among(path, kind, types, scorer, table, edges):
         block_bytes=1, batch_size=7,
     )  # fmt: skip
     kinds = (ranks.optimistic, ranks.pessimistic)
-    found = {side: tuple(of[side].tolist() for of in kinds) for side in SIDES}
-    return found, metrics(ranks)["candidates"]["answers_outside"]
+    results = {side: tuple(of[side].tolist() for of in kinds) for side in SIDES}
+    return results, metrics(ranks)["candidates"]["answers_outside"]
 
 
 @pytest.mark.parametrize("kind", ["seen", "types"])
-def test_ranks_among_restricted_candidates_are_the_oracles(store, types_file, kind, monkeypatch):
+def test_ranks_among_restricted_candidates_match_the_oracle(store, types_file, kind, monkeypatch):
     monkeypatch.setattr(filter_index, "CHUNK", 7)
     scorer, generator = make_scorer("distmult", RELATIONS, DIM), torch.Generator().manual_seed(1)
     table = torch.randn(30, DIM, generator=generator).repeat(2, 1)  # everyone ties with another
@@ -122,29 +122,29 @@ def test_ranks_among_restricted_candidates_are_the_oracles(store, types_file, ki
     arguments = (store.path, kind, types, scorer, table)
     for world_size, edges in EDGES.items():
         edges = [min(edge, store.num_entities) for edge in edges]
-        for found in run_world(world_size, rank_among, *arguments, edges):
-            assert found == (expected, outside)
+        for results in run_world(world_size, rank_among, *arguments, edges):
+            assert results == (expected, outside)
 
 
-def test_pairs_seen_do_not_depend_on_chunks(store, monkeypatch):
+def test_seen_pairs_do_not_depend_on_chunks(store, monkeypatch):
     for side, column in (("tail", 0), ("head", 2)):
         expected = sorted({(row[column], row[1]) for row in store.train.tolist()})
         for chunk in (1, 2, 7, 1000):
             monkeypatch.setattr(filter_index, "CHUNK", chunk)
             pairs = filter_index.seen_pairs(store.side_index("train", side))
-            found = [
+            results = [
                 pair for part in pairs for pair in zip(*map(np.ndarray.tolist, part), strict=True)
             ]
-            assert found == expected
+            assert results == expected
             part = filter_index.seen_pairs(store.side_index("train", side), 11, 29)
-            found = [
+            results = [
                 pair for one in part for pair in zip(*map(np.ndarray.tolist, one), strict=True)
             ]
-            assert found == [pair for pair in expected if 11 <= pair[0] < 29]
+            assert results == [pair for pair in expected if 11 <= pair[0] < 29]
 
 
-def test_minus_infinity_and_nan_among_few_candidates(store):
-    """What is no candidate counts as nothing, also below a true score of minus infinity."""
+def test_minus_infinity_and_nan_rank_correctly_among_few_candidates(store):
+    """Entities that are no candidates are not counted, even if the true score is minus infinity."""
     candidates = make_candidates("seen", None, store, (0, store.num_entities))
     for value in (-torch.inf, torch.nan):
         table = torch.full((store.num_entities, 1), value)
@@ -158,28 +158,28 @@ def test_minus_infinity_and_nan_among_few_candidates(store):
 
 def oracle_of_equal(store, value) -> dict:
     """Pessimistic ranks where everybody has the same score: the number of candidates, or N."""
-    found = {}
+    results = {}
     for side, column in (("head", 0), ("tail", 2)):
-        seen: dict[int, set] = {}
+        in_train: dict[int, set] = {}
         for row in store.train.tolist():
-            seen.setdefault(row[1], set()).add(row[column])
-        found[side] = [
-            len(seen[row[1]])
-            if row[column] in seen[row[1]] and value == value else store.num_entities
+            in_train.setdefault(row[1], set()).add(row[column])
+        results[side] = [
+            len(in_train[row[1]])
+            if row[column] in in_train[row[1]] and value == value else store.num_entities
             for row in store.test.tolist()
         ]  # fmt: skip
-    return found
+    return results
 
 
-def test_what_is_restricted_says_so(store):
+def test_restricted_results_are_labeled(store):
     candidates = make_candidates("seen", None, store, (0, store.num_entities))
     table = torch.arange(float(store.num_entities))[:, None]
     ranks = rank_triples(
         ColumnScorer(), whole(table), store.test.astype(int), None, candidates=candidates
     )
-    found = metrics(ranks)
-    assert "RESTRICTED" in results_table(found).splitlines()[0]
-    assert "seen with the relation" in ranked_among(found)
+    results = metrics(ranks)
+    assert "RESTRICTED" in results_table(results).splitlines()[0]
+    assert "seen with the relation" in ranked_among(results)
     plain = metrics(rank_triples(ColumnScorer(), whole(table), store.test.astype(int), None))
     assert "candidates" not in plain and "RESTRICTED" not in results_table(plain)
 
@@ -193,7 +193,7 @@ def test_what_is_restricted_says_so(store):
         (None, "no such file"),
     ],
 )
-def test_unusable_files_of_types_are_refused(store, tmp_path, text, words):
+def test_unusable_type_files_are_rejected(store, tmp_path, text, words):
     path = tmp_path / "types.tsv"
     if text is not None:
         path.write_text(text)

@@ -13,7 +13,7 @@ BLOCKS = arrays(np.float32, array_shapes(min_dims=2, max_dims=2, max_side=9), el
 
 @settings(max_examples=100, deadline=None)
 @given(BLOCKS, st.data())
-def test_counts_agree_with_the_definition_and_add_up(block, data):
+def test_counts_match_the_definition_and_add_up(block, data):
     true = data.draw(arrays(np.float32, len(block), elements=SPECIAL))
     less, equal = torch.full((len(block),), 5), torch.full((len(block),), 7)
     for _ in range(2):
@@ -23,14 +23,14 @@ def test_counts_agree_with_the_definition_and_add_up(block, data):
         assert equal[i] == 7 + 2 * sum(bool(s == true[i]) for s in row)
 
 
-def test_an_empty_block_counts_nothing():
+def test_empty_block_counts_nothing():
     less = torch.zeros(3, dtype=torch.int64)
     count_block(torch.empty(3, 0), torch.zeros(3), less, less)
     assert not less.any()
 
 
 @pytest.mark.gpu
-def test_cuda_counts_as_the_cpu_does():
+def test_cuda_counts_match_cpu():
     scores = torch.randn(65, 1003).round(decimals=1)
     scores[3] = torch.nan
     true = scores[:, 5].clone()

@@ -62,7 +62,7 @@ def oracle(scorer, table, triples, known=()):
         for name in RANKED
     ],
 )
-def test_ranks_are_the_oracles_on_every_world_size(name):
+def test_ranks_match_the_oracle_on_every_world_size(name):
     table, scorer = duplicated_table(), make_scorer(name, R, D)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the ranks have, so that queries round alike
@@ -89,7 +89,7 @@ def test_equal_rows_tie_exactly(name):
 
 @pytest.mark.parametrize("name", RANKED)
 @pytest.mark.parametrize("dim", [2, 10, 130])
-def test_scores_do_not_depend_on_the_block_around_them(name, dim):
+def test_scores_do_not_depend_on_blocks(name, dim):
     scorer, table = make_scorer(name, R, dim), torch.randn(700, dim)
     anchor, relation = torch.randn(90, dim), torch.arange(90) % R
     with torch.no_grad():
@@ -100,7 +100,7 @@ def test_scores_do_not_depend_on_the_block_around_them(name, dim):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_fewer_entities_than_ranks(world_size):
+def test_ranking_works_with_fewer_entities_than_ranks(world_size):
     table, scorer = torch.randn(1, D), make_scorer("distmult", R, D)
     triples = torch.zeros(5, 3, dtype=torch.int64)
     edges = [0] * world_size + [1]
@@ -120,7 +120,7 @@ def test_ranks_do_not_depend_on_blocks_and_batches(block_bytes, batch_size):
     assert as_lists(ranks) == oracle(scorer, table, queries, KNOWN.tolist())
 
 
-def test_rows_of_some_batches_are_fetched_at_a_time(monkeypatch):
+def test_rows_of_several_batches_are_fetched_at_once(monkeypatch):
     """Queries beyond the first fetched group are ranked as well."""
     table, scorer = duplicated_table(), make_scorer("complex", R, D)
     monkeypatch.setattr(exact, "FETCH_BYTES", 2 * 4 * D * 7 * 3)  # three batches of seven
@@ -130,7 +130,7 @@ def test_rows_of_some_batches_are_fetched_at_a_time(monkeypatch):
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_filter_and_ties_agree_with_the_oracle(data):
+def test_filter_and_ties_match_the_oracle(data):
     entities = data.draw(st.integers(1, 8))
     values = st.sampled_from([0.0, 1.0, float("nan"), float("inf"), float("-inf"), -3.4028235e38])
     table = torch.tensor(data.draw(st.lists(values, min_size=entities, max_size=entities)))[:, None]
@@ -142,7 +142,7 @@ def test_filter_and_ties_agree_with_the_oracle(data):
     assert as_lists(ranks) == oracle(ColumnScorer(), table, triples, known)
 
 
-def test_filter_conventions_by_hand():
+def test_filter_conventions_match_hand_computation():
     """Entity i scores i; the better known answers go, the true one and unknown ones stay."""
     table = torch.arange(6.0)[:, None]
     triples, known = torch.tensor([[0, 0, 2]]), [(0, 0, 5), (0, 0, 2), (0, 0, 1), (3, 0, 4)]
@@ -154,7 +154,7 @@ def test_filter_conventions_by_hand():
     assert filtered.sides == ("tail",)
 
 
-def test_a_constant_scorer_looks_like_chance():
+def test_constant_scorer_ranks_like_chance():
     table, entities = torch.zeros(1001, 1), 1001
     ranks = rank_triples(ColumnScorer(), whole(table), random_triples(50, entities, 1, 0), None)
     realistic = metrics(ranks)["both"]["realistic"]
@@ -173,7 +173,7 @@ def test_nan_scores_rank_last():
     assert metrics(everywhere)["both"]["optimistic"]["mr"] == 9
 
 
-def test_a_true_score_of_minus_infinity_beats_what_is_filtered():
+def test_minus_infinity_true_score_beats_filtered_answers():
     """0, 1 and 2 are known answers; 3 and 5 tie with the true 4, a NaN (6) is better."""
     values = [0.0, 1.0, -torch.inf, -torch.inf, -torch.inf, -torch.inf, torch.nan]
     triples, known = torch.tensor([[0, 0, 4]]), [(0, 0, i) for i in (0, 1, 2, 4)]
@@ -204,21 +204,21 @@ def test_training_mode_is_restored():
 
 
 def test_progress_counts_every_query():
-    seen = []
+    counts = []
     rank_triples(
         ColumnScorer(), whole(torch.zeros(4, 1)), torch.zeros(10, 3, dtype=torch.int64), None,
-        batch_size=4, progress=seen.append,
+        batch_size=4, progress=counts.append,
     )  # fmt: skip
-    assert seen == [4, 4, 2] * 2
+    assert counts == [4, 4, 2] * 2
 
 
-def test_low_precision_tables_are_ranked_in_float32():
+def test_low_precision_tables_rank_in_float32():
     table, scorer = duplicated_table().bfloat16(), make_scorer("complex", R, D)
     ranks = rank_triples(scorer, whole(table), QUERIES, make_known(KNOWN, N, R))
     assert as_lists(ranks) == oracle(scorer, table.float(), QUERIES, KNOWN.tolist())
 
 
-def test_empty_and_misshapen_triples():
+def test_empty_and_misshapen_triples_are_handled():
     none = torch.empty(0, 3, dtype=torch.int64)
     ranks = rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none, None)
     assert all(len(ranks.values(side, "realistic")) == 0 for side in SIDES)
@@ -226,7 +226,7 @@ def test_empty_and_misshapen_triples():
         rank_triples(ColumnScorer(), whole(torch.zeros(4, 1)), none[:, :2], None)
 
 
-def test_a_query_with_millions_of_answers_is_filtered_in_pieces():
+def test_query_with_millions_of_answers_is_filtered_in_pieces():
     """Never are all answers of a batch in memory: here 16 MB as int64."""
     entities = 2_000_000
     answers = np.arange(0, entities, 2)[::-1]

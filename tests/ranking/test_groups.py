@@ -16,8 +16,14 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking import group_tables as report
-from kge_torchrec.ranking.cardinality import cardinalities, categories
-from kge_torchrec.ranking.groups import GROUPINGS, by_category, by_frequency, grouped
+from kge_torchrec.ranking.groups import (
+    GROUPINGS,
+    by_category,
+    by_frequency,
+    cardinalities,
+    categories,
+    grouped,
+)
 from kge_torchrec.ranking.metrics import Ranks, metrics
 
 TRAIN = [
@@ -36,20 +42,20 @@ def store(tmp_path_factory):
     return prepare_triples({"train": TRAIN, "test": TEST}, path, allow_unseen_relations=True)
 
 
-def test_categories_by_hand(store):
-    found = cardinalities(store)
+def test_categories_match_hand_counts(store):
+    results = cardinalities(store)
     names = store.relations.labels(range(store.num_relations))
-    triples = dict(zip(names, found["triples"].tolist(), strict=True))
+    triples = dict(zip(names, results["triples"].tolist(), strict=True))
     assert triples == {"one": 2, "many_tails": 3, "many_heads": 3, "both": 4, "new": 0}
-    places = dict(zip(names, categories(found).tolist(), strict=True))
+    places = dict(zip(names, categories(results).tolist(), strict=True))
     assert places == {"one": 0, "many_tails": 1, "many_heads": 2, "both": 3, "new": 4}
-    assert found["tails_per_head"][names.index("many_tails")] == 1.5
+    assert results["tails_per_head"][names.index("many_tails")] == 1.5
     grouping = by_category(store, store.test)
     labels = [grouping.labels[place] for place in grouping.groups["head"]]
     assert labels == ["1-1", "1-N", "N-1", "N-N", "not in train", "1-1"]
 
 
-def test_frequencies_are_those_of_the_answer(store):
+def test_frequency_groups_count_the_answer(store):
     degree = {
         label: sum(label in (h, t) for h, _, t in TRAIN) + sum(h == t == label for h, _, t in TRAIN)
         for label in "abcdefg"
@@ -71,22 +77,22 @@ def test_groups_add_up_to_the_whole(store, name):
     first = {side: random.integers(1, 40, size=500) for side in SIDES}
     last = {side: first[side] + random.integers(3, size=500) for side in SIDES}
     ranks, grouping = Ranks(first, last), GROUPINGS[name](store, triples)
-    found = grouped(ranks, grouping)
-    assert found["total"] == metrics(ranks)
+    results = grouped(ranks, grouping)
+    assert results["total"] == metrics(ranks)
     for side, number in (("head", 500), ("tail", 500), ("both", 1000)):
-        assert sum(group[side]["queries"] for group in found["groups"]) == number
+        assert sum(group[side]["queries"] for group in results["groups"]) == number
         for kind in ("optimistic", "realistic", "pessimistic"):
-            for metric, value in found["total"][side][kind].items():
+            for metric, value in results["total"][side][kind].items():
                 parts = [group[side]["queries"] * group[side][kind][metric]
-                         for group in found["groups"] if group[side]["queries"]]  # fmt: skip
+                         for group in results["groups"] if group[side]["queries"]]  # fmt: skip
                 assert sum(parts) == pytest.approx(number * value, rel=1e-12)
-    for group in found["groups"]:
+    for group in results["groups"]:
         place = grouping.labels.index(group["group"])
         own = {side: grouping.groups[side] == place for side in SIDES}
         if all(mask.any() for mask in own.values()):
-            alone = metrics(Ranks(*({s: of[s][own[s]] for s in SIDES} for of in (first, last))))
+            single = metrics(Ranks(*({s: of[s][own[s]] for s in SIDES} for of in (first, last))))
             for side in ("head", "tail", "both"):
-                for kind, expected in alone[side].items():
+                for kind, expected in single[side].items():
                     assert group[side][kind] == pytest.approx(expected, rel=1e-12)
 
 
@@ -98,7 +104,7 @@ def run(tmp_path_factory):
     return folder
 
 
-def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monkeypatch):
+def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     ranked = []
     ranks_of = api.Session.ranks_of
     monkeypatch.setattr(
@@ -112,14 +118,14 @@ def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monke
     expected = json.loads((run / "results.json").read_text())["test"]
     for name in names:
         assert f"by {name}: " in text
-        found = json.loads((run / f"evaluation-test-by-{name}.json").read_text())
-        assert found["total"] == expected  # of the ungrouped ranking, to the last bit
-        assert found["groups"] and (found["split"], found["by"]) == ("test", name)
+        results = json.loads((run / f"evaluation-test-by-{name}.json").read_text())
+        assert results["total"] == expected  # of the ungrouped ranking, to the last bit
+        assert results["groups"] and (results["split"], results["by"]) == ("test", name)
         assert (run / f"evaluation-test-by-{name}.png").read_bytes()[:4] == b"\x89PNG"
     assert "more groups, in the file" in text and "all entities" in text
 
 
-def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
+def test_restricted_evaluation_is_labeled_everywhere(run, capsys):
     arguments = ["evaluate", str(run), "--split", "valid", "--candidates", "seen"]
     assert main([*arguments, "--by", "category"]) == 0
     text = capsys.readouterr().out
@@ -136,19 +142,19 @@ def test_restricted_evaluation_is_labelled_everywhere(run, capsys):
 
 
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_several_ranks_group_alike(run, world_size):
-    """One of them groups and writes for all; each holds some of the rows alone."""
+def test_groups_do_not_depend_on_number_of_ranks(run, world_size):
+    """Rank 0 groups and writes the files; each rank holds a part of the rows."""
     kwargs = {"by": list(GROUPINGS), "candidates": "seen"}
     expected = api.evaluate(run, **kwargs)
-    for found in run_world(world_size, evaluate_here, run, kwargs):
-        assert found == expected
+    for results in run_world(world_size, evaluate_here, run, kwargs):
+        assert results == expected
 
 
 def evaluate_here(run, kwargs):
     return api.evaluate(run, **kwargs)
 
 
-def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_path, capsys):
+def test_training_labels_restricted_candidates_in_log_and_results(tmp_path, capsys):
     folder = tmp_path / "run"
     config = config_of("countries", folder, model__dim=16, train__batch_size=256, train__epochs=1,
                        evaluation__every=1, evaluation__candidates="seen",
@@ -165,7 +171,7 @@ def test_training_among_restricted_candidates_says_so_in_log_and_results(tmp_pat
     assert "among candidates seen" in json.dumps(progress)
 
 
-def test_wrong_choices_are_refused(run, capsys):
+def test_invalid_choices_are_rejected(run, capsys):
     with pytest.raises(ConfigError, match="by must be one of relation, category, frequency"):
         api.evaluate(run, by=["entity"])
     with pytest.raises(DataError, match="has no types of entities"):

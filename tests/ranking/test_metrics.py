@@ -14,7 +14,7 @@ def ranks(head, tail):
 EXAMPLE = ranks(head=([1, 2], [2, 4]), tail=([10, 1], [11, 1]))
 
 
-def test_hand_computed_example():
+def test_metrics_match_hand_computed_example():
     results = metrics(EXAMPLE)
     assert set(results) == {"head", "tail", "both"}
     for kinds in results.values():
@@ -50,7 +50,7 @@ def test_large_ranks_keep_their_precision():
     assert metrics(one)["both"]["pessimistic"]["mr"] == large
 
 
-def test_one_side_alone():
+def test_metrics_of_one_side():
     tail = Ranks({"tail": np.array([2])}, {"tail": np.array([2])})
     results = metrics(tail)
     assert set(results) == {"tail", "both"}
@@ -58,7 +58,7 @@ def test_one_side_alone():
 
 
 @pytest.mark.parametrize("nothing", [ranks(([], []), ([], [])), Ranks({}, {})])
-def test_no_triples_is_an_error(nothing):
+def test_metrics_of_no_triples_raise(nothing):
     with pytest.raises(ValueError, match="empty"):
         metrics(nothing)
 

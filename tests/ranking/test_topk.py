@@ -25,7 +25,7 @@ def case(seed=0):
 
 
 def top_k_on_my_shard(table, edges, anchors, relations, k):
-    """Of every scorer and side."""
+    """Return the top-k of every scorer and side."""
     exclude = answers_of(*EXCLUDE, len(anchors))
     return {
         (name, side): top_k(
@@ -44,19 +44,19 @@ def found_on(world_size):
 
 @pytest.mark.parametrize("side", SIDES)
 @pytest.mark.parametrize("name", RANKED)
-def test_agrees_with_the_oracle_on_every_world_size(name, side):
+def test_top_k_matches_the_oracle_on_every_world_size(name, side):
     (table, anchors, relations), scorer = case(), make_scorer(name, R, D)
     pairs = set(zip(*(ids.tolist() for ids in EXCLUDE), strict=True))
     expected = oracle_top_k(scorer, table, anchors, relations, side, 7, pairs)
     dense = dense_scores(scorer, table, torch.stack([anchors, relations, anchors], 1), side)
     for world_size in EDGES:
-        for found in found_on(world_size):
-            scores, ids = found[name, side]
+        for results in found_on(world_size):
+            scores, ids = results[name, side]
             assert ids.tolist() == expected
             torch.testing.assert_close(scores, dense.gather(1, ids))
 
 
-def test_asking_for_more_than_there_is():
+def test_k_above_number_of_entities():
     table = torch.tensor([[3.0], [1.0], [2.0]])
     zero = torch.zeros(1, dtype=torch.int64)
     scores, ids = top_k(ColumnScorer(), whole(table), zero, zero, "tail", 5)
@@ -64,7 +64,7 @@ def test_asking_for_more_than_there_is():
     assert scores.tolist() == [[3, 2, 1, -torch.inf, -torch.inf]]
 
 
-def test_excluded_entities_never_appear_even_when_nothing_else_is_left():
+def test_excluded_entities_never_appear():
     table = torch.zeros(3, 1)
     zero = torch.zeros(1, dtype=torch.int64)
     exclude = answers_of([0, 0], [0, 2], 1)
@@ -74,7 +74,7 @@ def test_excluded_entities_never_appear_even_when_nothing_else_is_left():
 
 @settings(max_examples=80, deadline=None)
 @given(st.data())
-def test_order_of_special_values(data):
+def test_special_values_sort_as_documented(data):
     special = [0.0, -0.0, 1.5, -1.5, np.inf, -np.inf, np.nan, 1e-40, -1e-40]
     values = data.draw(st.lists(st.sampled_from(special), min_size=1, max_size=12))
     table = torch.tensor(values)[:, None]
@@ -85,11 +85,11 @@ def test_order_of_special_values(data):
     pairs = {(0, entity) for entity in out}
     (best,) = oracle_top_k(ColumnScorer(), table, zero, zero, "tail", len(values), pairs)
     assert ids[0].tolist() == best + [-1] * len(out)
-    found = table[ids[0, : len(best)], 0]
-    assert torch.equal(scores[0, : len(best)], torch.where(found.isnan(), -torch.inf, found))
+    results = table[ids[0, : len(best)], 0]
+    assert torch.equal(scores[0, : len(best)], torch.where(results.isnan(), -torch.inf, results))
 
 
-def test_bad_arguments():
+def test_bad_arguments_raise():
     table, zero = torch.zeros(3, 1), torch.zeros(1, dtype=torch.int64)
     with pytest.raises(ValueError, match="k must"):
         top_k(ColumnScorer(), whole(table), zero, zero, "tail", 0)

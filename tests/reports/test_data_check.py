@@ -1,4 +1,4 @@
-"""What `data check` says of a graph, against sets of triples and by hand."""
+"""Results of `data check`, compared with sets of triples and with figures by hand."""
 
 from __future__ import annotations
 
@@ -43,120 +43,122 @@ def oracle(splits: dict[str, list], threshold: float) -> tuple[dict, dict]:
     for h, r, t in splits["train"]:
         pairs.setdefault(r, set()).add((h, t))
     turned = {r: {(t, h) for h, t in of if h != t} for r, of in pairs.items()}
-    found: dict[str, set] = {"duplicates": set(), "inverses": set(), "symmetric": set()}
+    results: dict[str, set] = {"duplicates": set(), "inverses": set(), "symmetric": set()}
     for r, of in pairs.items():
         straight = {(h, t) for h, t in of if h != t}
         if straight and len(straight & turned[r]) >= threshold * len(straight):
-            found["symmetric"].add(frozenset([r]))
-        for s, others in pairs.items():
-            enough = threshold * max(len(of), len(others))
-            if s != r and len(of & others) >= enough:
-                found["duplicates"].add(frozenset([r, s]))
+            results["symmetric"].add(frozenset([r]))
+        for s, rest in pairs.items():
+            enough = threshold * max(len(of), len(rest))
+            if s != r and len(of & rest) >= enough:
+                results["duplicates"].add(frozenset([r, s]))
             if s != r and len(of & turned[s]) >= enough:
-                found["inverses"].add(frozenset([r, s]))
+                results["inverses"].add(frozenset([r, s]))
     leaks = {"redundant": 0, "linked": 0, "linked_reversed": 0}
     for h, r, t in splits["test"]:
         same = {s for s, of in pairs.items() if (h, t) in of}
         other = {s for s, of in turned.items() if (h, t) in of}
-        told = any(frozenset([r, s]) in found["duplicates"] for s in same)
-        told |= any(frozenset([r, s]) in found["inverses"] | found["symmetric"] for s in other)
-        leaks["redundant"] += told
+        redundant = any(frozenset([r, s]) in results["duplicates"] for s in same)
+        redundant |= any(
+            frozenset([r, s]) in results["inverses"] | results["symmetric"] for s in other
+        )
+        leaks["redundant"] += redundant
         leaks["linked"] += bool(same)
         leaks["linked_reversed"] += bool(other)
-    return found, leaks
+    return results, leaks
 
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("threshold", [0.3, 0.5, 0.8])
-def test_overlaps_and_leaks_are_the_oracles(tmp_path, monkeypatch, seed, threshold):
+def test_overlaps_and_leaks_match_the_oracle(tmp_path, monkeypatch, seed, threshold):
     monkeypatch.setattr(relation_overlap, "CHUNK", 32)
     splits = graph(seed)
     prepare_triples(splits, tmp_path / "store")
-    found = check_data(tmp_path / "store", threshold=threshold)
+    results = check_data(tmp_path / "store", threshold=threshold)
     overlaps, leaks = oracle(splits, threshold)
     for kind, expected in overlaps.items():
-        named = [frozenset([one["first"], one["second"]]) for one in found["overlaps"][kind]]
+        named = [frozenset([one["first"], one["second"]]) for one in results["overlaps"][kind]]
         assert len(named) == len(set(named)) and set(named) == expected
     if threshold == 0.5:
         assert all(overlaps.values()) and leaks["redundant"]
-    assert {name: found["leaks"]["test"][name] for name in leaks} == leaks
-    assert found["leaks"]["test"]["linked_share"] == leaks["linked"] / len(splits["test"])
+    assert {name: results["leaks"]["test"][name] for name in leaks} == leaks
+    assert results["leaks"]["test"]["linked_share"] == leaks["linked"] / len(splits["test"])
     loops = sum(h == t for h, _, t in splits["train"])
-    assert found["loops"] == loops
+    assert results["loops"] == loops
 
 
-def test_repeats_unseen_and_degrees_by_hand(tmp_path, capsys):
+def test_repeats_unseen_and_degrees_match_hand_counts(tmp_path, capsys):
     (tmp_path / "train.tsv").write_text("a\tr\tb\na\tr\tb\nb\tr\tc\na\ts\tc\nc\ts\tc\n")
     (tmp_path / "valid.tsv").write_text("a\tr\tb\n")
     (tmp_path / "test.tsv").write_text("a\tr\tx\nb\tnew\ta\n")
     before = {path.name for path in tmp_path.iterdir()}
-    found = kge_torchrec.check_data(tmp_path)
+    results = kge_torchrec.check_data(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == before  # nothing is written unasked
-    assert found["triples"] == {"train": 4, "valid": 1, "test": 2}
-    assert found["repeated"] == {"within": {"train": 1}, "across": {"train-valid": 1}}
-    assert found["unseen"]["relations"] == {"test": {"new": 1}}
-    assert found["unseen"]["entities"]["test"]["examples"] == ["x"]
-    assert found["loops"] == 1
-    degrees = found["degrees"]
+    assert results["triples"] == {"train": 4, "valid": 1, "test": 2}
+    assert results["repeated"] == {"within": {"train": 1}, "across": {"train-valid": 1}}
+    assert results["unseen"]["relations"] == {"test": {"new": 1}}
+    assert results["unseen"]["entities"]["test"]["examples"] == ["x"]
+    assert results["loops"] == 1
+    degrees = results["degrees"]
     assert degrees["histogram"] == {"degrees": [0, 2, 4], "entities": [1, 2, 1]}
     assert (degrees["mean"], degrees["median"], degrees["max"]) == (2.0, 2, 4)
-    assert found["categories"]["1-1"] == {"relations": 1, "triples": 2}  # r
-    assert found["categories"]["N-1"] == {"relations": 1, "triples": 2}  # s
+    assert results["categories"]["1-1"] == {"relations": 1, "triples": 2}  # r
+    assert results["categories"]["N-1"] == {"relations": 1, "triples": 2}  # s
 
     output = tmp_path / "out"
     assert main(["data", "check", str(tmp_path), "-o", str(output)]) == 0
     text = capsys.readouterr().out
     for words in ("4 entities", "train 1", "train-valid 1", "1 in 1 triples", "new 1"):
         assert words in text
-    found["notes"][0] = found["notes"][0].replace("has_header=True", "--has-header")
-    assert json.loads((output / "data-check.json").read_text()) == found
+    results["notes"][0] = results["notes"][0].replace("has_header=True", "--has-header")
+    assert json.loads((output / "data-check.json").read_text()) == results
     assert (output / "degrees.png").read_bytes()[:4] == b"\x89PNG"
     assert main(["data", "check", str(tmp_path), "--format", "json"]) == 0
-    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads(capsys.readouterr().out) == results
 
 
-def test_training_is_told_of_the_same_leaks(tmp_path, monkeypatch):
+def test_training_reports_the_same_leaks(tmp_path, monkeypatch):
     pairs = [(f"e{i}", "knows", f"e{i + 1}") for i in range(40)]
     turned = [(t, r, h) for h, r, t in pairs]
     splits = {"train": pairs + turned[5:], "valid": turned[:2], "test": turned[2:5] + pairs[:1]}
     store = prepare_triples(splits, tmp_path / "store")
-    found = check_data(store.path)["leaks"]
+    results = check_data(store.path)["leaks"]
     parts = [
         f"{leak['redundant']:,} of {len(store.split(split)):,} {split} triples "
         f"({leak['redundant_share']:.1%})"
-        for split, leak in found.items()
+        for split, leak in results.items()
     ]
-    assert all(leak["redundant"] for leak in found.values())
+    assert all(leak["redundant"] for leak in results.values())
     (said,) = relation_overlap.leak_notes(store)
     assert said.startswith(f"{parts[0]} and {parts[1]} follow from train by a relation")
     monkeypatch.setattr(relation_overlap, "LARGEST", len(store.train) - 1)
     (said,) = relation_overlap.leak_notes(store)
     assert "nobody has looked for" in said and "`kge-torchrec data check` does" in said
-    alone = prepare_triples({"train": pairs}, tmp_path / "alone")
-    assert relation_overlap.leak_notes(alone) == []
+    single = prepare_triples({"train": pairs}, tmp_path / "alone")
+    assert relation_overlap.leak_notes(single) == []
 
 
-def test_data_check_reads_files_as_prepare_does(tmp_path, capsys):
+def test_data_check_reads_files_like_prepare(tmp_path, capsys):
     file, other = tmp_path / "train.csv", tmp_path / "test.csv"
     file.write_text("who,since,how,whom\na,1999,r,b\nb,2000,r,c\n")
     other.write_text("who,since,how,whom\nb,1,r,a\n")
     command = ["data", "check", str(file), str(other), "--columns", "who,how,whom"]
     assert main([*command, "--format", "json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["triples"] == {"train": 2, "valid": 0, "test": 1}
-    assert found == check_data([file, other], columns=["who", "how", "whom"])
+    results = json.loads(capsys.readouterr().out)
+    assert results["triples"] == {"train": 2, "valid": 0, "test": 1}
+    assert results == check_data([file, other], columns=["who", "how", "whom"])
     (tmp_path / "x.csv").write_text("x_id,rel,y_id\na,r,b\nb,r,c\n")
     for options, triples in ([], 2), (["--no-has-header"], 3), (["--ratio", ".5", "0", ".5"], 2):
         assert main(["data", "check", str(tmp_path / "x.csv"), "--format", "json", *options]) == 0
-        found = json.loads(capsys.readouterr().out)
-        assert sum(found["triples"].values()) == triples
+        results = json.loads(capsys.readouterr().out)
+        assert sum(results["triples"].values()) == triples
     assert main(["data", "check", str(tmp_path / "x.csv")]) == 0
     said = capsys.readouterr().out
     assert "x.csv:1: this line is read as a header: head 'x_id', relation 'rel'" in said
     assert "; --no-has-header reads it as a triple" in said
 
 
-def test_a_store_is_not_read_in_another_way(tmp_path, capsys):
+def test_reading_options_are_rejected_for_a_store(tmp_path, capsys):
     store = prepare_triples({"train": graph(0)["train"]}, tmp_path / "store")
     assert main(["data", "check", str(store.path), "--has-header", "--columns", "a,b,c"]) == 1
     assert "--columns has no effect here" in capsys.readouterr().err
@@ -164,7 +166,7 @@ def test_a_store_is_not_read_in_another_way(tmp_path, capsys):
         check_data(store.path, literals="keep")
 
 
-def test_bad_input_of_data_check_is_told(tmp_path, capsys):
+def test_bad_input_of_data_check_is_reported(tmp_path, capsys):
     assert main(["data", "check", str(tmp_path / "nothing")]) == 1
     assert "nothing" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="threshold must be in"):

@@ -47,7 +47,7 @@ class Tags(HTMLParser):
         self.loaded += [link for link in links if not link.startswith(("#", "data:"))]
 
 
-def test_a_page_about_two_runs(runs, capsys):
+def test_page_compares_two_runs(runs, capsys):
     page = runs / "page.html"
     assert main(["report", str(runs / "one"), str(runs / "two"), "-o", str(page)]) == 0
     text = page.read_text(encoding="utf-8")
@@ -65,7 +65,7 @@ def test_a_page_about_two_runs(runs, capsys):
                       "Layout of <bdi>one</bdi>", "Layout of <bdi>two</bdi>"]  # fmt: skip
 
 
-def test_without_models_and_results(runs):
+def test_page_works_without_models_and_results(runs):
     folder = runs / "half"
     folder.mkdir()
     (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
@@ -75,7 +75,7 @@ def test_without_models_and_results(runs):
     assert "Map of entities" not in text and "<td>model.dim</td><td><bdi>16</bdi></td>" in text
 
 
-def test_a_damaged_file_of_results_is_named(runs, capsys):
+def test_damaged_results_file_is_named(runs, capsys):
     folder = runs / "damaged"
     folder.mkdir()
     (folder / "config.yaml").write_bytes((runs / "one" / "config.yaml").read_bytes())
@@ -90,7 +90,7 @@ def test_a_damaged_file_of_results_is_named(runs, capsys):
             _ = api.open_run(folder).results
 
 
-def test_resolved_defaults_stand_apart_from_own_settings(runs, tmp_path):
+def test_resolved_defaults_are_listed_separately(runs, tmp_path):
     text = report(runs / "one", tmp_path / "page.html", with_models=False).read_text("utf-8")
     own, resolved = (
         text.split(f"<h2>{title}</h2>")[1].split("</section>")[0]
@@ -104,7 +104,7 @@ def test_resolved_defaults_stand_apart_from_own_settings(runs, tmp_path):
     assert not changed.was_resolved("model.init")  # somebody set another value since
 
 
-def test_charts_are_described_and_take_the_color_of_the_page(runs, tmp_path):
+def test_charts_have_descriptions_and_page_colors(runs, tmp_path):
     text = report([runs / "one", runs / "two"], tmp_path / "page.html").read_text("utf-8")
     charts = re.findall("<svg(.*?)</svg>", text, re.DOTALL)
     assert len(charts) == 4
@@ -114,7 +114,7 @@ def test_charts_are_described_and_take_the_color_of_the_page(runs, tmp_path):
     assert "prefers-color-scheme: dark" in text
 
 
-def test_labels_are_text(tmp_path):
+def test_labels_are_escaped(tmp_path):
     triples = [(f"{WILD}{h}", f"{WILD}r{r}", f"{WILD}{t}")
                for h, r, t in random_triples(20, 2, 60)]  # fmt: skip
     store = prepare_triples({"train": triples, "test": triples[:5]}, tmp_path / "store")
@@ -129,22 +129,22 @@ def test_labels_are_text(tmp_path):
         run.evaluate(by=["relation"])  # draws labels as well
 
 
-def test_examples_and_map_are_of_the_model(runs):
+def test_examples_and_map_come_from_the_model(runs):
     with api.open_run(runs / "one") as run:
         rows = run.session.backend.shard().rows.numpy()
-        found = entity_map(run)
+        results = entity_map(run)
         assert examples(run) == examples(run) and len(examples(run, 3)) == 3
         for example in examples(run, 3):
             assert example.answers == run.predict(example.head, example.relation, k=5)
-        order = run.session.store.entities.ids(found.labels)
+        order = run.session.store.entities.ids(results.labels)
     centred = rows[order] - rows[order].mean(0)
     values = np.linalg.eigvalsh(np.cov(centred.T))[::-1]
-    assert found.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
-    np.testing.assert_allclose(found.places.var(0, ddof=1), values[:2], rtol=1e-4)
-    assert (np.diff(found.degrees) <= 0).all()
+    assert results.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)
+    np.testing.assert_allclose(results.places.var(0, ddof=1), values[:2], rtol=1e-4)
+    assert (np.diff(results.degrees) <= 0).all()
 
 
-def test_the_right_and_the_known_answers_of_an_example_are_marked():
+def test_right_and_known_answers_are_marked():
     answers = [Prediction(1, "a", 2.0, "train"), Prediction(2, "b", 1.0), Prediction(3, "c", 0.5)]
     *_, cell = _cells(Example("h", "r", "b", answers))
     assert cell == (
@@ -152,9 +152,9 @@ def test_the_right_and_the_known_answers_of_an_example_are_marked():
     )
 
 
-def test_names_and_differences(runs, tmp_path):
+def test_run_names_and_differences_are_listed(runs, tmp_path):
     assert names_of([tmp_path / "a" / "x", tmp_path / "b" / "x"]) == ["a/x", "b/x"]
-    with pytest.raises(ReportError, match="given twice"):
+    with pytest.raises(ReportError, match="named twice"):
         report([runs / "one", runs / "two" / ".." / "one"], tmp_path / "page.html")
     with pytest.raises(ConfigError, match="is no run folder"):
         report(tmp_path, tmp_path / "page.html")
@@ -162,7 +162,7 @@ def test_names_and_differences(runs, tmp_path):
     assert differences(facts) == [("model.dim", [16, 32])]
 
 
-def test_validations_are_timed(runs):
+def test_validation_seconds_are_logged(runs):
     lines = [json.loads(line) for line in (runs / "one" / "metrics.jsonl").read_text().splitlines()]
     valid = [line["seconds"] for line in lines if line["kind"] == "valid"]
     assert len(valid) == 2 and all(0 < seconds < 60 for seconds in valid)

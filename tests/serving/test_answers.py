@@ -1,4 +1,4 @@
-"""What is asked over HTTP is answered as in Python, alone or among many."""
+"""Answers over HTTP equal those of Python, for one query and for many at once."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ PREDICT = [
 ]
 
 
-@pytest.mark.parametrize("asked", PREDICT)
+@pytest.mark.parametrize("queries", PREDICT)
 @pytest.mark.parametrize("known", [True, False])
-def test_predictions(client, python, asked, known):
-    expected = [asdict(one) for one in python.predict(**asked, k=5, known=known)]
-    by_address = client.get("/predict", params={**asked, "k": 5, "known": known})
-    by_body = client.post("/predict", json={**asked, "k": 5, "known": known})
+def test_predict_matches_python(client, python, queries, known):
+    expected = [asdict(one) for one in python.predict(**queries, k=5, known=known)]
+    by_address = client.get("/predict", params={**queries, "k": 5, "known": known})
+    by_body = client.post("/predict", json={**queries, "k": 5, "known": known})
     assert by_address.json() == by_body.json() == {"answers": expected}
-    ids = {part: int(label[1:]) for part, label in asked.items()}
+    ids = {part: int(label[1:]) for part, label in queries.items()}
     assert client.post("/predict", json={**ids, "k": 5, "known": known}).json() == by_body.json()
 
 
-def test_what_the_data_holds_is_marked(client, store):
+def test_known_answers_are_marked(client, store):
     splits = {}
     for head, relation, _ in store.train[:20].tolist():
         body = {"head": head, "relation": relation, "k": 20}
@@ -47,32 +47,32 @@ def test_what_the_data_holds_is_marked(client, store):
     assert held & splits.keys()
 
 
-def test_scores(client, python, store):
+def test_scores_match_python(client, python, store):
     entities, relations = (x.array.to_pylist() for x in (store.entities, store.relations))
     triples = [
         [entities[head], relations[relation], entities[tail]]
         for head, relation, tail in store.train[:50].tolist()
     ]
     for side in ("head", "tail"):
-        found = client.post("/score", json={"triples": triples, "side": side}).json()
-        assert found == {"scores": python.score(triples, side)}
-        asked = dict(zip(("head", "relation", "tail"), triples[7], strict=True))
-        one = client.get("/score", params={**asked, "side": side}).json()
-        assert one["scores"] == found["scores"][7:8]
+        results = client.post("/score", json={"triples": triples, "side": side}).json()
+        assert results == {"scores": python.score(triples, side)}
+        queries = dict(zip(("head", "relation", "tail"), triples[7], strict=True))
+        one = client.get("/score", params={**queries, "side": side}).json()
+        assert one["scores"] == results["scores"][7:8]
     ids = store.train[:50].tolist()
     assert client.post("/score", json={"triples": ids}).json() == {"scores": python.score(triples)}
 
 
-def test_neighbours(client, python):
+def test_nearest_matches_python(client, python):
     expected = [asdict(one) for one in python.nearest("e5", 4)]
-    found = client.get("/nearest", params={"entity": "e5", "k": 4}).json()
-    assert found["neighbours"] == expected and found["metric"].startswith("cosine")
-    assert client.post("/nearest", json={"entity": 5, "k": 4}).json() == found
+    results = client.get("/nearest", params={"entity": "e5", "k": 4}).json()
+    assert results["neighbours"] == expected and results["metric"].startswith("cosine")
+    assert client.post("/nearest", json={"entity": 5, "k": 4}).json() == results
 
 
-def test_labels_and_health(client, store):
-    found = client.get("/entities", params={"first": 30, "count": 100}).json()
-    assert found == {"labels": store.entities.array.to_pylist()[30:], "count": N}
+def test_labels_and_health_are_served(client, store):
+    results = client.get("/entities", params={"first": 30, "count": 100}).json()
+    assert results == {"labels": store.entities.array.to_pylist()[30:], "count": N}
     assert client.get("/relations").json()["labels"] == store.relations.array.to_pylist()
     health = client.get("/health").json()
     assert (health["status"], health["model"], health["scorer"]) == ("ok", "tiny", "complex")
@@ -80,17 +80,17 @@ def test_labels_and_health(client, store):
     assert health["has_data"] and health["answered"] >= health["batches"]
 
 
-def test_scores_that_are_no_numbers_are_null(model):
+def test_nonfinite_scores_become_null(model):
     rows = model.shard.rows.clone()
     rows[4] = torch.nan
     broken = replace(model, shard=EntityShard(rows, 0, N, alone=True))
     with TestClient(create_app(broken, "broken")) as client:
         scores = client.post("/score", json={"triples": [["e4", "r0", "e1"], ["e2", "r0", "e1"]]})
         assert scores.json()["scores"][0] is None and scores.json()["scores"][1] is not None
-        found = client.get("/predict", params={"head": "e1", "relation": "r0", "k": 37}).json()
-        last = found["answers"][-1]
+        results = client.get("/predict", params={"head": "e1", "relation": "r0", "k": 37}).json()
+        last = results["answers"][-1]
         assert last["label"] == "e4" and last["score"] is None
-    # Whatever turns the answer into JSON, older versions of FastAPI included.
+    # The code that turns the answer into JSON, in all versions of FastAPI.
     assert form.Scored(rank=1, label="e4", score=-torch.inf).score is None
 
 
@@ -104,12 +104,12 @@ def questions():
         yield Nearest(f"e{i % N}", 1 + i % 5)
 
 
-def test_together_as_alone(model):
-    asked = list(questions())
-    assert answers(model, asked) == [answers(model, [one])[0] for one in asked]
+def test_batched_answers_match_single_answers(model):
+    queries = list(questions())
+    assert answers(model, queries) == [answers(model, [one])[0] for one in queries]
 
 
-def test_one_cannot_spoil_another(model):
+def test_invalid_query_does_not_affect_others(model):
     good = Predict(Query("e1", "r0", None), 3, True)
     bad = Predict(Query("e1", "nobody", None), 3, True)
     (expected,) = answers(model, [good])
@@ -117,47 +117,47 @@ def test_one_cannot_spoil_another(model):
         model, [good, bad, Score(((0, R, 0),), "tail"), Nearest("e1", 2)]
     )
     assert first == expected and len(last) == 2
-    assert isinstance(wrong, Unknown) and (wrong.kind, wrong.given) == ("relation", "nobody")
-    assert isinstance(of_id, Unknown) and (of_id.kind, of_id.given) == ("relation", R)
+    assert isinstance(wrong, Unknown) and (wrong.kind, wrong.name) == ("relation", "nobody")
+    assert isinstance(of_id, Unknown) and (of_id.kind, of_id.name) == ("relation", R)
 
 
-def test_what_arrives_together_is_answered_in_few_passes(model):
-    asked = [one for one in questions() if isinstance(one, Predict)] * 3
+def test_concurrent_queries_share_few_passes(model):
+    queries = [one for one in questions() if isinstance(one, Predict)] * 3
     answerer = Answerer(model, most=64)
 
     async def ask_all():
-        return await asyncio.gather(*map(answerer.ask, asked))
+        return await asyncio.gather(*map(answerer.ask, queries))
 
-    found = asyncio.run(ask_all())
+    results = asyncio.run(ask_all())
     answerer.close()
-    assert found == answers(model, asked)
-    assert answerer.answered == len(asked) and answerer.batches <= len(asked) // 4
+    assert results == answers(model, queries)
+    assert answerer.answered == len(queries) and answerer.batches <= len(queries) // 4
 
 
-def test_too_many_are_told_to_wait(model, monkeypatch):
+def test_full_queue_raises_busy(model, monkeypatch):
     goes_on = threading.Event()
     ours = batching.answers
 
-    def slowly(*given):
+    def slowly(*args):
         assert goes_on.wait(10)
-        return ours(*given)
+        return ours(*args)
 
     monkeypatch.setattr(batching, "answers", slowly)
     answerer = Answerer(model, most=1, room=2)
 
     async def ask_all():
-        asked = [asyncio.ensure_future(answerer.ask(Nearest("e1", 2))) for _ in range(9)]
+        queries = [asyncio.ensure_future(answerer.ask(Nearest("e1", 2))) for _ in range(9)]
         await asyncio.sleep(0.05)
         goes_on.set()
-        return await asyncio.gather(*asked, return_exceptions=True)
+        return await asyncio.gather(*queries, return_exceptions=True)
 
-    found = asyncio.run(ask_all())
+    results = asyncio.run(ask_all())
     answerer.close()
-    busy = [one for one in found if isinstance(one, Busy)]
-    assert 6 <= len(busy) <= 7 and len(found) - len(busy) >= 2
+    busy = [one for one in results if isinstance(one, Busy)]
+    assert 6 <= len(busy) <= 7 and len(results) - len(busy) >= 2
 
 
-def test_a_fault_is_told_and_the_next_is_answered(model, monkeypatch):
+def test_failed_batch_is_reported_and_next_query_answered(model, monkeypatch):
     app = create_app(model, "tiny")
     with TestClient(app, raise_server_exceptions=False) as client:
         with monkeypatch.context() as patch:

@@ -36,16 +36,16 @@ def index(labels):
 @pytest.mark.parametrize(
     "text", ["a", "A", "ÄÖ", "ß", "ab", "\u202e", "日", "xx", "nobody", "\U0010ffff"]
 )
-def test_labels_beginning_with(index, labels, text):
+def test_prefix_lookup_matches_brute_force(index, labels, text):
     expected = {label for label in labels if label.lower().startswith(text.lower())}
-    found, count = index.beginning_with(text, 0, 1000)
-    assert set(found) <= expected and len(set(found)) == min(1000, count) == len(found)
+    results, count = index.beginning_with(text, 0, 1000)
+    assert set(results) <= expected and len(set(results)) == min(1000, count) == len(results)
     assert count == len(expected)
-    assert [label.lower()[:200] for label in found] == sorted(x.lower()[:200] for x in found)
-    assert index.beginning_with(text, 2, 3)[0] == found[2:5]
+    assert [label.lower()[:200] for label in results] == sorted(x.lower()[:200] for x in results)
+    assert index.beginning_with(text, 2, 3)[0] == results[2:5]
 
 
-def test_labels_that_resemble(index, labels):
+def test_close_labels_forgive_typing_errors(index, labels):
     missed = 0
     for place, label in enumerate(labels[:300]):
         i = place % (len(label) - 1)
@@ -62,7 +62,7 @@ def test_labels_that_resemble(index, labels):
     assert index.close_to("İstanbu") == ["İstanbul"]
 
 
-def test_suggestions_are_bounded(monkeypatch):
+def test_number_of_suggestions_is_bounded(monkeypatch):
     index = LabelIndex(pa.array([f"the same {i:06d}" for i in range(20_000)], pa.large_string()))
     compared, ours = [], difflib.get_close_matches
 
@@ -75,18 +75,18 @@ def test_suggestions_are_bounded(monkeypatch):
     assert compared[0] <= 600
 
 
-def test_labels_that_are_not_sorted_yet(model, monkeypatch):
+def test_unsorted_labels_raise_busy(model, monkeypatch):
     monkeypatch.setattr(LabelIndex, "_sort", lambda _: None)
     with TestClient(create_app(model, "tiny")) as client:
         assert client.get("/entities", params={"prefix": "e"}).status_code == 503
         assert client.get("/entities").status_code == 200
-        found = client.get("/nearest", params={"entity": "E7"})
-        assert (found.status_code, found.json()["suggestions"]) == (404, [])
+        results = client.get("/nearest", params={"entity": "E7"})
+        assert (results.status_code, results.json()["suggestions"]) == (404, [])
 
 
-def test_completions(client):
-    found = client.get("/entities", params={"prefix": "E1", "count": 3}).json()
-    assert found == {"labels": ["e1", "e10", "e11"], "count": 11}
+def test_completions_are_served(client):
+    results = client.get("/entities", params={"prefix": "E1", "count": 3}).json()
+    assert results == {"labels": ["e1", "e10", "e11"], "count": 11}
     assert client.get("/relations", params={"prefix": "r2"}).json() == {
         "labels": ["r2"],
         "count": 1,
@@ -95,7 +95,7 @@ def test_completions(client):
     assert label_index.COMPARED == 200
 
 
-def test_labels_with_control_characters(model):
+def test_control_characters_in_labels_are_escaped(model):
     evil = "\u202eevil\x9b2J\x1b"
     entities = [evil, *(f"e{i}" for i in range(1, 37))]
     vocabulary = Vocabulary(pa.array(entities, pa.large_string()), "entity")
@@ -112,8 +112,8 @@ def test_labels_with_control_characters(model):
             assert each.text.isprintable()
 
 
-def test_probabilities(model):
+def test_calibrated_probabilities_are_served(model):
     calibration = Calibration("platt", {"tail": Curve(2.0)}, 1, "", {})
     with TestClient(create_app(replace(model, calibration=calibration), "tiny")) as client:
-        found = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
-        assert all(0 < one["probability"] < 1 for one in found)
+        results = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
+        assert all(0 < one["probability"] < 1 for one in results)

@@ -24,30 +24,33 @@ from kge_torchrec.serving.app import Limits, create_app
 from kge_torchrec.serving.server import serve
 
 
-def test_an_unknown_label(client):
-    found = client.get("/predict", params={"head": "E7", "relation": "r1"})
-    assert found.status_code == 404
-    assert found.json() == {
+def test_unknown_label_gets_404_with_suggestions(client):
+    reply = client.get("/predict", params={"head": "E7", "relation": "r1"})
+    assert reply.status_code == 404
+    assert reply.json() == {
         "detail": "unknown entity 'E7'",
         "kind": "entity",
         "given": "E7",
-        "suggestions": found.json()["suggestions"],
+        "suggestions": reply.json()["suggestions"],
     }
-    assert found.json()["suggestions"][0] == "e7"
+    assert reply.json()["suggestions"][0] == "e7"
     assert client.post("/nearest", json={"entity": 37}).json()["detail"] == "unknown entity 37"
     assert client.post("/predict", json={"head": 1, "relation": 3}).json()["kind"] == "relation"
 
 
-def test_a_number_in_an_address_is_a_label(client):
-    for path, asked in (("predict", {"head": "3", "relation": "r1"}), ("nearest", {"entity": "3"})):
-        assert client.get(f"/{path}", params=asked).json()["detail"] == "unknown entity '3'"
-        body = {name: int(value) if value == "3" else value for name, value in asked.items()}
+def test_number_in_url_is_a_label(client):
+    for path, query in (
+        ("predict", {"head": "3", "relation": "r1"}),
+        ("nearest", {"entity": "3"}),
+    ):
+        assert client.get(f"/{path}", params=query).json()["detail"] == "unknown entity '3'"
+        body = {name: int(value) if value == "3" else value for name, value in query.items()}
         assert client.post(f"/{path}", json=body).status_code == 200
 
 
 BAD = [
-    ("/predict", {"head": "e1"}, "give two of head, relation and tail"),
-    ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "give two of"),
+    ("/predict", {"head": "e1"}, "send two of head, relation and tail"),
+    ("/predict", {"head": "e1", "relation": "r1", "tail": "e2"}, "send two of"),
     ("/predict", {"head": "e1", "relation": "r1", "k": 0}, "body.k: Input should be greater"),
     ("/predict", {"head": "e1", "relation": "r1", "k": 21}, "k must be at most 20 here, got 21"),
     ("/predict", {"head": "e1", "relation": "r1", "K": 3}, "body.K: Extra inputs"),
@@ -63,9 +66,9 @@ BAD = [
 
 
 @pytest.mark.parametrize("path, body, words", BAD)
-def test_what_makes_no_sense(client, path, body, words):
-    found = client.post(path, json=body)
-    assert found.status_code == 422 and words in found.json()["detail"]
+def test_invalid_requests_get_422(client, path, body, words):
+    reply = client.post(path, json=body)
+    assert reply.status_code == 422 and words in reply.json()["detail"]
 
 
 RAW = [b"", b"{", b"null", b"\xff\xfe", b'{"entity": "\\ud800"}', b'{"entity": NaN}',
@@ -73,42 +76,42 @@ RAW = [b"", b"{", b"null", b"\xff\xfe", b'{"entity": "\\ud800"}', b'{"entity": N
 
 
 @pytest.mark.parametrize("body", RAW, ids=range(len(RAW)))
-def test_bodies_that_are_no_request(client, body):
-    found = client.post("/nearest", content=body, headers={"content-type": "application/json"})
-    assert 400 <= found.status_code < 500 and found.json()["detail"]
+def test_malformed_bodies_are_rejected(client, body):
+    reply = client.post("/nearest", content=body, headers={"content-type": "application/json"})
+    assert 400 <= reply.status_code < 500 and reply.json()["detail"]
 
 
-def test_large_bodies_are_refused_before_they_are_read_as_json(client):
+def test_large_bodies_are_rejected_before_json_parsing(client):
     many = {"triples": [["e1", "r1", "e2"]] * 1000}
-    found = client.post("/score", json=many)
-    assert (found.status_code, found.json()) == (
+    reply = client.post("/score", json=many)
+    assert (reply.status_code, reply.json()) == (
         413, {"detail": "the body has more than 10,000 bytes"},
     )  # fmt: skip
     pieces = (b" " * 4000 for _ in range(100))  # of no stated length
     assert client.post("/score", content=pieces).status_code == 413
 
 
-def test_an_export_does_not_know_the_data(store):
+def test_export_rejects_queries_that_need_data(store):
     app = create_app(model_of(store, with_data=False), "export")
     with TestClient(app) as client:
-        found = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
-        assert found.status_code == 422 and "needs the run" in found.json()["detail"]
+        reply = client.post("/predict", json={"head": 1, "relation": 0, "known": False})
+        assert reply.status_code == 422 and "needs the run" in reply.json()["detail"]
         assert client.get("/health").json()["has_data"] is False
 
 
 @pytest.mark.parametrize("path", ["/predict", "/score", "/nearest", "/health", "/", "/entities"])
-def test_nothing_can_be_written(client, path):
+def test_server_is_read_only(client, path):
     for method in ("PUT", "DELETE", "PATCH"):
         assert client.request(method, path).status_code == 405
 
 
-def test_the_page_shows_labels_apart_and_suits_small_and_dark_screens(client):
+def test_page_isolates_labels_and_supports_small_and_dark_screens(client):
     page = client.get("/").text
     for words in ('element("bdi"', '"probability"', "prefix }", "max-width: 30rem", "scheme: dark"):
         assert words in page
 
 
-def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(store):
+def test_pages_work_without_scripts_and_escape_the_name(store):
     name = "kg & <i>"
     for model, has_data in ((model_of(store), True), (model_of(store, with_data=False), False)):
         with TestClient(create_app(model, name, Limits(k=77))) as client:
@@ -119,21 +122,21 @@ def test_pages_say_what_the_server_has_without_a_script_and_escape_its_name(stor
         assert ("new ones only" in page) is has_data
     assert "<h1>kg &amp; &lt;i&gt;</h1>" in addresses and "<script" not in addresses
     for words in ("POST /nearest", "string or integer or null", "list of Answer", "required",
-                  "503  too many requests wait"):  # fmt: skip
+                  "503  too many requests are waiting"):  # fmt: skip
         assert words in addresses
 
 
-def test_pages_load_nothing_from_elsewhere(client):
+def test_pages_load_nothing_from_other_servers(client):
     for path in ("/", "/docs"):
-        found = client.get(path)
-        assert found.headers["content-type"].startswith("text/html")
-        assert "default-src 'none'" in found.headers["content-security-policy"]
-        assert not re.findall(r"https?://|src=|@import|url\(", found.text)
+        reply = client.get(path)
+        assert reply.headers["content-type"].startswith("text/html")
+        assert "default-src 'none'" in reply.headers["content-security-policy"]
+        assert not re.findall(r"https?://|src=|@import|url\(", reply.text)
     paths = client.get("/openapi.json").json()["paths"]
     assert set(paths) == {"/predict", "/score", "/nearest", "/entities", "/relations", "/health"}
 
 
-# Requests from the OpenAPI: its addresses and names, with whatever values.
+# Requests from the OpenAPI: its addresses and names, with arbitrary values.
 NAMES = ["head", "relation", "tail", "k", "known", "triples", "side", "entity", "first", "count"]
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text()
@@ -158,10 +161,10 @@ TYPES = st.sampled_from(["application/json", "text/plain", "multipart/form-data"
 
 def nothing_gets_a_500(client, method, path, query, body, kind):
     encoded = [(k.encode("utf-8", "replace"), v.encode("utf-8", "replace")) for k, v in query]
-    found = client.request(
+    reply = client.request(
         method, path, params=encoded, content=body, headers={"content-type": kind}
     )
-    assert found.status_code < 500, found.text
+    assert reply.status_code < 500, reply.text
 
 
 FUZZ = {
@@ -176,14 +179,14 @@ FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 
 @settings(max_examples=150, deadline=None, suppress_health_check=FIXTURES)
 @given(**FUZZ)
-def test_nothing_gets_a_500(client, method, path, query, body, kind):
+def test_random_requests_never_get_500(client, method, path, query, body, kind):
     nothing_gets_a_500(client, method, path, query, body, kind)
 
 
 @pytest.mark.slow
 @settings(max_examples=3000, deadline=None, suppress_health_check=FIXTURES)
 @given(**FUZZ)
-def test_nothing_of_thousands_gets_a_500(client, method, path, query, body, kind):
+def test_thousands_of_random_requests_never_get_500(client, method, path, query, body, kind):
     nothing_gets_a_500(client, method, path, query, body, kind)
 
 
@@ -200,24 +203,24 @@ def run_path(tmp_path_factory):
 
 
 def test_runs_and_exports_are_served(run_path, monkeypatch):
-    asked = []
+    replies = []
 
     def ask(server, sockets):
         with TestClient(server.config.app, "http://localhost") as client:
-            asked.append((client.get("/health").json(), sockets[0].getsockname()))
+            replies.append((client.get("/health").json(), sockets[0].getsockname()))
         assert sockets[0].getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
     monkeypatch.setattr(uvicorn.Server, "run", ask)
-    told = []
+    messages = []
     for name in ("run", "export"):
-        serve(run_path.with_name(name), port=0, max_k=7, tell=told.append)
-    (of_run, address), (of_export, _) = asked
+        serve(run_path.with_name(name), port=0, max_k=7, tell=messages.append)
+    (of_run, address), (of_export, _) = replies
     assert of_run["has_data"] and not of_export["has_data"] and of_run["max_k"] == 7
     assert (of_run["model"], of_export["model"]) == ("run", "export")
-    assert f"http://127.0.0.1:{address[1]} " in told[0]
+    assert f"http://127.0.0.1:{address[1]} " in messages[0]
 
 
-def test_what_cannot_be_served(run_path, tmp_path, capsys, monkeypatch):
+def test_unusable_folders_are_rejected(run_path, tmp_path, capsys, monkeypatch):
     def refused(*arguments):
         assert main(["serve", *map(str, arguments)]) == 1
         return capsys.readouterr().err
@@ -233,7 +236,7 @@ def test_what_cannot_be_served(run_path, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_ends_when_it_is_interrupted(run_path):
+def test_server_stops_on_interrupt(run_path):
     command = [sys.executable, "-m", "kge_torchrec", "serve", run_path, "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         line = server.stdout.readline()

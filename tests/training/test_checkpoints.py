@@ -44,12 +44,12 @@ def truncate(run: Path, name: str) -> None:
 
 
 @pytest.mark.parametrize("keep", [1, 2, 9])
-def test_the_last_ones_are_kept(store, tmp_path, keep):
+def test_last_checkpoints_are_kept(store, tmp_path, keep):
     fit(longer_config(store, tmp_path, checkpoint__keep=keep))
     assert names(tmp_path) == FOUR[-keep:]
 
 
-def test_the_best_is_kept_besides(store, tmp_path):
+def test_best_checkpoint_is_kept(store, tmp_path):
     def make_the_first_best(loop: Trainer) -> None:
         mrr = iter([0.9, 0.5, 0.6, 0.7])
         loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
@@ -60,27 +60,27 @@ def test_the_best_is_kept_besides(store, tmp_path):
     with processes("cpu"):
         assert session.restore_parameters().epoch == 1
         assert session.restore().epoch == 4
-        found = session.checkpoints.find
-        assert [found(which).name for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
+        results = session.checkpoints.find
+        assert [results(which).name for which in (BEST, NEWEST)] == [FOUR[0], FOUR[-1]]
         shutil.rmtree(tmp_path / "checkpoints" / FOUR[0])
-        assert found(BEST).name == FOUR[-1]
+        assert results(BEST).name == FOUR[-1]
         with pytest.raises(CheckpointError, match=f"no checkpoint '{FOUR[0]}'; it has {FOUR[-1]}"):
-            found(FOUR[0])
+            results(FOUR[0])
 
 
-def test_only_the_end_without_an_interval(store, tmp_path):
+def test_only_last_checkpoint_without_interval(store, tmp_path):
     fit(longer_config(store, tmp_path, checkpoint__every_epochs=0))
     assert names(tmp_path) == FOUR[-1:]
 
 
-def test_within_an_epoch(store, tmp_path):
+def test_checkpoints_within_an_epoch(store, tmp_path):
     fit(longer_config(store, tmp_path, checkpoint__every_steps=2, checkpoint__keep=5))
     steps = [int(name.split("-")[1]) for name in names(tmp_path)]
     assert steps == [14, 15, 17, 19, 20]
 
 
 @pytest.mark.parametrize("patience", [0, 1])
-def test_none_at_all(store, tmp_path, patience):
+def test_no_checkpoints_with_keep_0(store, tmp_path, patience):
     """Validation and early stopping work as ever, test is ranked with what is in memory."""
     more = {"evaluation__every": 1, "evaluation__patience": patience}
     if patience:  # no validation is better than the first
@@ -99,7 +99,7 @@ def test_none_at_all(store, tmp_path, patience):
     ).results["test"]  # fmt: skip
 
 
-def test_a_run_without_any_says_so(store, tmp_path):
+def test_run_without_checkpoints_is_reported(store, tmp_path):
     run = api.train(config_of(store, tmp_path, checkpoint__keep=0, train__epochs=1))
     words = r"has no checkpoint, since checkpoint.keep 0 writes none"
     for use in (run.evaluate, lambda: run.predict(head="e0", relation="r0"),
@@ -112,7 +112,7 @@ def test_a_run_without_any_says_so(store, tmp_path):
         longer_config(store, tmp_path, checkpoint__keep=0, run__resume="auto")
 
 
-def test_a_run_goes_on_without_writing_more(store, tmp_path):
+def test_run_resumes_without_writing_checkpoints(store, tmp_path):
     """From checkpoints of before; a best model that is gone is not looked for."""
     api.train(config_of(store, tmp_path, train__epochs=2, evaluation__every=1)).close()
     before = names(tmp_path)
@@ -122,7 +122,7 @@ def test_a_run_goes_on_without_writing_more(store, tmp_path):
     run.close()
 
 
-def test_numbers_are_looked_at_without_checkpoints(store, tmp_path):
+def test_parameters_are_checked_without_checkpoints(store, tmp_path):
     def spoil(loop: Trainer) -> None:
         validate = loop._validate
 
@@ -136,7 +136,7 @@ def test_numbers_are_looked_at_without_checkpoints(store, tmp_path):
         fit(longer_config(store, tmp_path, checkpoint__keep=0, evaluation__every=1), spoil)
 
 
-def test_leftovers_of_a_kill_while_writing_go(store, tmp_path):
+def test_leftovers_of_a_killed_write_are_removed(store, tmp_path):
     leftover = tmp_path / "checkpoints" / ".partial-step-000000000003"
     leftover.mkdir(parents=True)
     (leftover / "__0_0.distcp").write_bytes(b"half")
@@ -144,7 +144,7 @@ def test_leftovers_of_a_kill_while_writing_go(store, tmp_path):
     assert names(tmp_path) == FOUR
 
 
-def test_a_damaged_newest_one_is_left_out_with_a_warning(store, tmp_path, caplog):
+def test_damaged_newest_checkpoint_is_skipped_with_a_warning(store, tmp_path, caplog):
     whole = fit(longer_config(store, tmp_path / "a", checkpoint__keep=1))
     config = longer_config(store, tmp_path / "b", train__schedule="linear", checkpoint__keep=9)
     whole = fit(config)
@@ -156,15 +156,15 @@ def test_a_damaged_newest_one_is_left_out_with_a_warning(store, tmp_path, caplog
     assert names(tmp_path / "b") == FOUR
 
 
-def test_damaged_ones_do_not_push_good_ones_out(store, tmp_path):
+def test_damaged_checkpoints_do_not_replace_good_ones(store, tmp_path):
     """The one written after falling back is older by name than the damaged one."""
     config = longer_config(store, tmp_path, checkpoint__keep=2)
     fit(config)
     truncate(tmp_path, FOUR[-1])
     shorter = longer_config(store, tmp_path, checkpoint__keep=1, checkpoint__every_steps=3)
-    seen = []
-    fit(shorter, lambda loop: watch_saves(loop, lambda: seen.append(names(tmp_path))))
-    assert seen == [["step-000000000018"], [FOUR[-1]]]
+    stats = []
+    fit(shorter, lambda loop: watch_saves(loop, lambda: stats.append(names(tmp_path))))
+    assert stats == [["step-000000000018"], [FOUR[-1]]]
 
 
 def watch_saves(loop: Trainer, look) -> None:
@@ -177,7 +177,7 @@ def watch_saves(loop: Trainer, look) -> None:
     loop._save = save_and_look
 
 
-def test_all_damaged(store, tmp_path):
+def test_all_damaged_checkpoints_are_reported(store, tmp_path):
     config = longer_config(store, tmp_path)
     fit(config)
     for name in FOUR[-2:]:
@@ -186,7 +186,7 @@ def test_all_damaged(store, tmp_path):
         fit(config)
 
 
-def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
+def test_missing_file_and_unknown_format_are_named(store, tmp_path):
     config = longer_config(store, tmp_path, checkpoint__keep=1)
     fit(config)
     folder = tmp_path / "checkpoints" / FOUR[-1]
@@ -194,7 +194,7 @@ def test_a_missing_file_and_a_foreign_format_are_named(store, tmp_path):
     with pytest.raises(CheckpointError, match=rf"{FOUR[-1]} .*progress.json is missing"):
         fit(config)
     (folder / "manifest.json").write_text('{"format": 99, "files": {}}')
-    with pytest.raises(CheckpointError, match=r"format 99, this version reads up to 2"):
+    with pytest.raises(CheckpointError, match=r"format 99; the latest known is 2"):
         fit(config)
 
 
@@ -203,7 +203,7 @@ def select_the_second(loop: Trainer) -> None:
     loop.session.validate = lambda: {"both": {"realistic": {"mrr": next(mrr)}}}
 
 
-def test_a_damaged_best_one_gives_way_to_the_newest(store, tmp_path, caplog):
+def test_damaged_best_checkpoint_falls_back_to_newest(store, tmp_path, caplog):
     """At the end of a resumed run, and for evaluation, prediction and export."""
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
     fit(longer_config(store, tmp_path, **options), select_the_second)
@@ -220,7 +220,7 @@ def test_a_damaged_best_one_gives_way_to_the_newest(store, tmp_path, caplog):
 
 
 @pytest.mark.parametrize("best", ["before the newest", "the newest"])
-def test_a_best_one_that_is_gone_is_reported(store, tmp_path, caplog, best):
+def test_missing_best_checkpoint_is_reported(store, tmp_path, caplog, best):
     """Also where the newest checkpoint was the best, so that no other one knows of it."""
     mrr = [0.5, 0.9, 0.6, 0.7] if best == "before the newest" else [0.1, 0.2, 0.3, 0.4]
     gone, left = (FOUR[1], FOUR[3]) if best == "before the newest" else (FOUR[3], FOUR[2])
@@ -231,10 +231,13 @@ def test_a_best_one_that_is_gone_is_reported(store, tmp_path, caplog, best):
     shutil.rmtree(tmp_path / "run" / "checkpoints" / gone)
     with api.open_run(tmp_path / "run") as run:
         run.evaluate()
-    assert f"the best checkpoint of {tmp_path / 'run'}, {gone}, is gone; {left}" in caplog.text
+    assert (
+        f"the best checkpoint of {tmp_path / 'run'}, {gone}, is missing; using {left}"
+        in caplog.text
+    )
 
 
-def test_a_run_without_its_checkpoints_starts_anew_by_force_alone(store, tmp_path, caplog):
+def test_run_without_checkpoints_restarts_only_with_force(store, tmp_path, caplog):
     run = api.train(config_of(store, tmp_path / "run"))
     expected = run.results["test"]
     newest = names(run.path)[-1]
@@ -242,7 +245,7 @@ def test_a_run_without_its_checkpoints_starts_anew_by_force_alone(store, tmp_pat
     with processes("cpu") as ranks:
         session = Session(run.config, RunFolder(run.path), ranks)
         assert session.restore().epoch == 1
-    assert f"the newest checkpoint of {run.path}, {newest}, is gone" in caplog.text
+    assert f"the newest checkpoint of {run.path}, {newest}, is missing" in caplog.text
     shutil.rmtree(run.path / "checkpoints")
     auto = replace(run.config, run=replace(run.config.run, resume="auto"))
     for again in (lambda: api.resume(run.path), lambda: api.train(auto)):
@@ -277,7 +280,7 @@ def rank_restores(store: Path, run: Path) -> int:
         return session.restore().epoch
 
 
-def test_a_full_disk_ends_every_rank_and_leaves_the_earlier_ones(store, tmp_path):
+def test_full_disk_ends_every_rank_and_keeps_earlier_checkpoints(store, tmp_path):
     for message, on_every_rank in run_world(2, rank_fills_the_disk, store, tmp_path):
         assert FOUR[2] in message and "rank 1: " in message and "File too large" in message
         assert f"earlier checkpoints are intact: {FOUR[0]}, {FOUR[1]}" in message
@@ -286,14 +289,14 @@ def test_a_full_disk_ends_every_rank_and_leaves_the_earlier_ones(store, tmp_path
     assert run_world(2, rank_restores, store, tmp_path) == [2, 2]
 
 
-def test_a_folder_that_cannot_be_made(store, tmp_path):
+def test_uncreatable_folder_is_reported(store, tmp_path):
     (tmp_path / "checkpoints").write_text("a file where the folder should be")
     with pytest.raises(CheckpointError, match=r"(?s)could not be written.*intact: none"):
         fit(longer_config(store, tmp_path))
 
 
 @pytest.mark.parametrize("entities", [37, 40])
-def test_a_store_that_changed_under_a_run(tmp_path, entities):
+def test_changed_store_is_rejected(tmp_path, entities):
     path = tmp_path / "store"
     run = api.train(config_of(tiny_store(path).path, tmp_path / "run", train__epochs=1))
     run.evaluate()
@@ -306,7 +309,7 @@ def test_a_store_that_changed_under_a_run(tmp_path, entities):
         run.evaluate()
 
 
-def test_saving_changes_nothing(store, tmp_path):
+def test_saving_does_not_change_training(store, tmp_path):
     """TorchRec makes optimizer state by a step, which must not count."""
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1}
     often = fit(longer_config(store, tmp_path / "a", checkpoint__every_steps=1, **options))
@@ -315,7 +318,7 @@ def test_saving_changes_nothing(store, tmp_path):
 
 
 @pytest.mark.parametrize("engine", ["torchrec", "handrolled"])
-def test_an_optimizer_state_made_before_the_first_step_is_zero(store, tmp_path, engine):
+def test_optimizer_state_is_zero_before_the_first_step(store, tmp_path, engine):
     options = {"train__optimizer": "adam", "train__weight_decay": 0.1, "entities__engine": engine}
     early = fit(
         longer_config(store, tmp_path / "a", **options), lambda loop: loop.session.backend.state()
@@ -324,7 +327,7 @@ def test_an_optimizer_state_made_before_the_first_step_is_zero(store, tmp_path, 
     assert largest_difference(early.parameters, late.parameters) == 0
 
 
-def test_the_random_state_comes_back(store, tmp_path):
+def test_random_state_is_restored(store, tmp_path):
     session = fit(longer_config(store, tmp_path))
     with processes("cpu"):
         torch.manual_seed(1)

@@ -22,20 +22,22 @@ def rewrite(run: api.Run, change) -> None:
     run.close()
 
 
-@pytest.mark.parametrize("sides, asked", [("tail", "head"), ("head", "tail")])
-def test_one_side_is_not_trained_with_reciprocal_relations(tmp_path, sides, asked):
+@pytest.mark.parametrize("sides, query_side", [("tail", "head"), ("head", "tail")])
+def test_one_side_with_reciprocal_relations_is_rejected(tmp_path, sides, query_side):
     keys = {"negatives__sides": sides, "train__epochs": 1}
-    with pytest.raises(ConfigError, match=f"negatives.sides {sides}: .* {asked} queries are asked"):
+    with pytest.raises(
+        ConfigError, match=f"negatives.sides {sides}: .* {query_side} queries are asked"
+    ):
         api.train(config_of("countries", tmp_path / "run", **keys))
     assert not (tmp_path / "run").exists()
     store = tiny_store(tmp_path / "store").path
-    alone = config_of(store, tmp_path / "run", model__reciprocal=False, **keys)
-    with api.train(alone) as run:  # the same relations answer both sides
+    single = config_of(store, tmp_path / "run", model__reciprocal=False, **keys)
+    with api.train(single) as run:  # the same relations answer both sides
         assert run.results["test"].keys() == {"head", "tail", "both"}
 
 
 @pytest.mark.parametrize("verb", ["plan", "compare"])
-def test_verbs_that_train_nothing_refuse_it_as_well(verb):
+def test_verbs_without_training_reject_one_side(verb):
     arguments = ["demo", "--negatives.sides", "tail"]
     if verb == "plan":
         arguments += ["--devices", "8xH100-80GB"]
@@ -43,7 +45,7 @@ def test_verbs_that_train_nothing_refuse_it_as_well(verb):
         run_verb(verb, arguments)
 
 
-def test_a_run_that_trained_one_side_opens_with_a_word_on_it(tmp_path, caplog):
+def test_run_with_one_side_opens_with_a_warning(tmp_path, caplog):
     store = tiny_store(tmp_path / "store").path
     run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
     rewrite(run, lambda values: values["negatives"].update(sides="tail"))
@@ -68,7 +70,7 @@ def test_a_run_that_trained_one_side_opens_with_a_word_on_it(tmp_path, caplog):
         ("kvsall", {"loss.reduction": "mean"}),
     ],
 )
-def test_a_run_of_the_former_bce_goes_on_once_its_loss_is_said(tmp_path, regime, same):
+def test_run_with_former_bce_resumes_with_explicit_loss(tmp_path, regime, same):
     store = tiny_store(tmp_path / "store").path
     keys = {"loss__name": "bce", "negatives__regime": regime, "train__epochs": 1}
     run = api.train(config_of(store, tmp_path / "run", **keys))

@@ -38,7 +38,7 @@ def store(tmp_path_factory) -> Path:
 # run.resume
 
 
-def test_auto_starts_a_run_and_goes_on_with_it(store, tmp_path):
+def test_resume_auto_starts_and_resumes(store, tmp_path):
     config = config_of(store, tmp_path / "run", run__resume="auto")
     api.train(config)
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
@@ -54,7 +54,7 @@ def test_auto_starts_a_run_and_goes_on_with_it(store, tmp_path):
         ("never", {}, r"holds a run already; .*--run.resume auto"),
     ],
 )
-def test_a_run_of_another_config_is_left_alone(store, tmp_path, resume, changes, words):
+def test_run_of_another_config_is_not_changed(store, tmp_path, resume, changes, words):
     api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
     again = config_of(store, tmp_path / "run", run__resume=resume, train__epochs=1, **changes)
     with pytest.raises(ConfigError, match=words):
@@ -62,7 +62,7 @@ def test_a_run_of_another_config_is_left_alone(store, tmp_path, resume, changes,
     assert api.open_run(tmp_path / "run").config.seed == 0
 
 
-def test_require_wants_a_run_and_a_folder(store, tmp_path):
+def test_resume_require_needs_an_existing_run(store, tmp_path):
     with pytest.raises(ConfigError, match=r"run.resume require: .* holds no run"):
         api.train(config_of(store, tmp_path / "run", run__resume="require"))
     with pytest.raises(ConfigError, match=r"run.resume auto needs run.dir"):
@@ -72,7 +72,7 @@ def test_require_wants_a_run_and_a_folder(store, tmp_path):
 # One folder, one live run
 
 
-def test_a_second_run_in_a_folder_hears_who_lives_there(store, tmp_path):
+def test_second_run_in_a_folder_names_the_first(store, tmp_path):
     folder = RunFolder(tmp_path / "run")
     with folder.locked():
         words = rf"is being trained by process {os.getpid()} on \S+, since 20"
@@ -87,7 +87,7 @@ def test_a_second_run_in_a_folder_hears_who_lives_there(store, tmp_path):
             api.resume(run.path)
 
 
-def test_a_lock_does_not_outlive_its_process(tmp_path):
+def test_lock_is_released_when_its_process_ends(tmp_path):
     code = (
         "import os, sys, time; from kge_torchrec.training.run_folder import RunFolder\n"
         f"with RunFolder({str(tmp_path)!r}).locked():\n"
@@ -146,7 +146,7 @@ def rank_goes_on(store: Path, run: Path) -> dict:
         (2, 7, 1, signal.SIGINT),
     ],
 )
-def test_a_signal_to_any_rank_ends_all_after_a_checkpoint(
+def test_signal_to_any_rank_stops_all_after_a_checkpoint(
     store, tmp_path, world_size, step, who, number
 ):
     whole = run_world(world_size, rank_goes_on, store, tmp_path / "whole")[0]
@@ -161,12 +161,12 @@ def test_a_signal_to_any_rank_ends_all_after_a_checkpoint(
 
 
 def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
-    asked = 0
+    agreements = 0
 
     class Counting(StopSignal):
         def now(self) -> bool:
-            nonlocal asked
-            asked += 1
+            nonlocal agreements
+            agreements += 1
             return super().now()
 
     answers = []
@@ -177,19 +177,19 @@ def rank_asks(steps: int, pause: float) -> tuple[list[bool], int]:
                 signal.raise_signal(signal.SIGTERM)
             answers.append(stop.after_step())
         answers.append(stop.now())
-    return answers, asked
+    return answers, agreements
 
 
-def test_ranks_ask_each_other_about_once_a_second(monkeypatch):
-    found = run_world(2, rank_asks, 300, 0.005)
-    assert found[0] == found[1]
-    answers, asked = found[0]
-    assert answers[-1] and not any(answers[:150]) and asked < 20
+def test_ranks_agree_about_once_per_second(monkeypatch):
+    results = run_world(2, rank_asks, 300, 0.005)
+    assert results[0] == results[1]
+    answers, agreements = results[0]
+    assert answers[-1] and not any(answers[:150]) and agreements < 20
     assert stop_signal.EXIT_CODE == 75
 
 
 @pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])  # torchrun's second is SIGTERM
-def test_a_second_ctrl_c_ends_at_once(second, ctrl_c, capfd):
+def test_second_ctrl_c_ends_at_once(second, ctrl_c, capfd):
     with processes("cpu") as ranks:
         with pytest.raises(KeyboardInterrupt), StopSignal(ranks, "a note") as stop:
             ctrl_c()
@@ -207,7 +207,7 @@ def test_a_second_ctrl_c_ends_at_once(second, ctrl_c, capfd):
     assert capfd.readouterr().err == "a note"
 
 
-def test_ctrl_c_is_left_to_a_program_with_a_handler_of_its_own(ctrl_c):
+def test_own_ctrl_c_handler_is_kept(ctrl_c):
     heard = []
     signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
     with processes("cpu") as ranks, StopSignal(ranks) as stop:
@@ -226,7 +226,7 @@ def test_ctrl_c_in_python_raises_after_a_checkpoint(store, tmp_path, kind, ctrl_
     assert api.resume(tmp_path / "run").results["test"] is not None
 
 
-def test_ctrl_c_with_the_last_checkpoint_ends_before_the_test_ranking(store, tmp_path, ctrl_c):
+def test_ctrl_c_at_last_checkpoint_skips_test_ranking(store, tmp_path, ctrl_c):
     def late(loop) -> None:
         save = loop._save
         loop._save = lambda: (save(), ctrl_c())
@@ -236,7 +236,7 @@ def test_ctrl_c_with_the_last_checkpoint_ends_before_the_test_ranking(store, tmp
 
 
 @pytest.mark.parametrize("keep", [1, 0])
-def test_ctrl_c_outside_training_raises_at_once_and_names_the_folder(store, tmp_path, keep, ctrl_c):
+def test_ctrl_c_outside_training_names_the_folder(store, tmp_path, keep, ctrl_c):
     config = config_of(
         store, tmp_path, train__epochs=1, checkpoint__keep=keep, checkpoint__every_epochs=keep
     )
@@ -334,7 +334,7 @@ def rank_reads(run: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_a_rank_killed_twice_comes_back_and_ends_as_if_undisturbed(tmp_path):
+def test_rank_killed_twice_matches_uninterrupted_run(tmp_path):
     config = config_of("countries", tmp_path / "run", run__resume="auto", **LONG)
     config.save(tmp_path / "config.yaml")
     process = start([str(tmp_path / "config.yaml")], restarts=3)
@@ -353,7 +353,7 @@ def test_a_rank_killed_twice_comes_back_and_ends_as_if_undisturbed(tmp_path):
 
 
 @pytest.mark.slow
-def test_sigterm_on_the_command_line(tmp_path):
+def test_sigterm_stops_the_command(tmp_path):
     config = config_of("countries", tmp_path / "run", **LONG)
     config.save(tmp_path / "config.yaml")
     process = start([str(tmp_path / "config.yaml")], ranks=1)
@@ -370,7 +370,7 @@ def test_sigterm_on_the_command_line(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, to", [(1, "terminal"), (2, "terminal"), (2, "torchrun")])
-def test_ctrl_c_on_the_command_line_loses_nothing(tmp_path, ranks, to, ctrl_c):
+def test_ctrl_c_on_the_command_line_keeps_progress(tmp_path, ranks, to, ctrl_c):
     """A terminal sends SIGINT to every process of the group; torchrun sends it on to its ranks."""
     keys = {**LONG, "train__epochs": 8, "checkpoint__every_steps": 0, "checkpoint__keep": 9}
     run = tmp_path / "run"

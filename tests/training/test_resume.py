@@ -48,7 +48,7 @@ def options(optimizer: str) -> dict:
 
 
 def rank_trains(store: Path, run: Path, changes: dict, killed_after: int | None = None) -> dict:
-    """Trains, or goes on; dies by SIGKILL in the middle of step ``killed_after`` + 1."""
+    """Train or resume; die by SIGKILL in the middle of step ``killed_after`` + 1."""
 
     def kill(loop: Trainer) -> None:
         progress = loop.pipeline.progress
@@ -79,8 +79,8 @@ def metrics(run: Path) -> list[dict]:
 def uninterrupted(store: Path, optimizer: str, world_size: int) -> tuple[dict, list[dict]]:
     """Parameters and metrics."""
     with tempfile.TemporaryDirectory() as run:
-        found = run_world(world_size, rank_trains, store, Path(run), options(optimizer))
-        return found[0], metrics(Path(run))
+        results = run_world(world_size, rank_trains, store, Path(run), options(optimizer))
+        return results[0], metrics(Path(run))
 
 
 def slow_but(few: tuple[str, ...]) -> list:
@@ -100,12 +100,12 @@ def check_bitwise(store: Path, run: Path, optimizer: str, world_size: int) -> No
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("rowwise_adam", "adagrad", "sgd")))
-def test_on_one_rank_bitwise(store, tmp_path, optimizer):
+def test_resume_on_one_rank_is_bitwise(store, tmp_path, optimizer):
     check_bitwise(store, tmp_path, optimizer, 1)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adam", "rowwise_adagrad")))
-def test_on_two_ranks_bitwise(store, tmp_path, optimizer):
+def test_resume_on_two_ranks_is_bitwise(store, tmp_path, optimizer):
     check_bitwise(store, tmp_path, optimizer, 2)
 
 
@@ -116,23 +116,23 @@ def check_other(store: Path, run: Path, optimizer: str, before: int, after: int)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adagrad", "sgd")))
-def test_from_one_rank_to_two(store, tmp_path, optimizer):
+def test_resume_from_one_rank_to_two(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 1, 2)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("rowwise_adam",)))
-def test_from_two_ranks_to_four(store, tmp_path, optimizer):
+def test_resume_from_two_ranks_to_four(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 2, 4)
 
 
 @pytest.mark.parametrize("optimizer", slow_but(("adam",)))
-def test_from_four_ranks_to_one(store, tmp_path, optimizer):
+def test_resume_from_four_ranks_to_one(store, tmp_path, optimizer):
     check_other(store, tmp_path, optimizer, 4, 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["epoch", "step"])
-def test_a_real_process_killed_at_any_time(tmp_path, when):
+def test_killed_process_resumes(tmp_path, when):
     """`kge-torchrec train` on the embedded graph, then `train --resume`."""
     keys = {"train__epochs": 30, "train__batch_size": 256, "model__dim": 16,
             "train__optimizer": "adam", "evaluation__every": 10}  # fmt: skip
@@ -163,7 +163,7 @@ def root() -> Path:
     return Path(__file__).resolve().parents[2]
 
 
-def test_before_the_first_checkpoint_it_starts_anew(store, tmp_path):
+def test_run_without_checkpoint_restarts(store, tmp_path):
     changes = {"checkpoint__every_epochs": 0}
     whole = run_world(1, rank_trains, store, tmp_path / "whole", changes)
     killed(1, store, tmp_path / "killed", changes)
@@ -172,7 +172,7 @@ def test_before_the_first_checkpoint_it_starts_anew(store, tmp_path):
     assert metrics(tmp_path / "killed") == metrics(tmp_path / "whole")
 
 
-def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
+def test_finished_run_can_be_ranked_and_trained_longer(store, tmp_path):
     run = api.train(config_of(store, tmp_path / "short", train__epochs=2))
     lines = metrics(run.path)
     assert metrics(api.resume(run.path).path)[:-1] == lines[:-1]
@@ -192,14 +192,14 @@ def test_a_finished_run_is_ranked_again_and_can_be_prolonged(store, tmp_path):
     "key, value",
     [("model.dim", 16), ("model.scorer", "distmult"), ("train.optimizer", "sgd"), ("seed", 3)],
 )
-def test_what_a_checkpoint_depends_on_cannot_change(store, tmp_path, key, value):
+def test_keys_of_a_checkpoint_cannot_change(store, tmp_path, key, value):
     run = api.train(config_of(store, tmp_path / "run", train__epochs=1))
     with pytest.raises(ConfigError, match=rf"{key} is .* in this run and cannot change on resume"):
         api.resume(run.path, {key: value})
     assert api.resume(run.path).config == run.config
 
 
-def test_no_files_are_left_in_the_temporary_folder(store, tmp_path, monkeypatch):
+def test_no_temporary_files_are_left(store, tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
     (tmp_path / "tmp").mkdir()
     api.train(config_of(store, tmp_path / "run", train__epochs=1)).close()
@@ -218,7 +218,7 @@ def scripted(values: dict[str, list[float]]):
     return script
 
 
-def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, capsys):
+def test_new_metric_resets_the_best_checkpoint(store, tmp_path, capsys):
     """A mean rank is never below an MRR: compared with each other nothing would be better."""
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
     fit(config_of(store, tmp_path, train__epochs=2, **options), scripted({"mrr": [0.2, 0.4]}))
@@ -231,13 +231,13 @@ def test_another_metric_starts_its_own_search_for_the_best(store, tmp_path, caps
 
 
 @pytest.mark.parametrize("metric, better, worse", [("mr", 4.9, 5.1), ("mrr", 5.1, 4.9)])
-def test_mean_ranks_are_better_when_lower(metric, better, worse):
+def test_lower_mean_rank_is_better(metric, better, worse):
     progress = TrainState(best_metric=5.0)
     assert progress.is_better(metric, better) and not progress.is_better(metric, worse)
     assert not progress.is_better(metric, 5.0)
 
 
-def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):
+def test_sampled_validation_is_not_compared_with_full_validation(store, tmp_path):
     options = {"evaluation__every": 1, "checkpoint__keep": 1}
     sample = config_of(store, tmp_path, train__epochs=2, evaluation__max_triples=4, **options)
     fit(sample, scripted({"mrr": [0.9, 0.8]}))
@@ -247,7 +247,7 @@ def test_values_of_a_sample_are_not_compared_with_those_of_all(store, tmp_path):
 
 
 @pytest.mark.parametrize("regime", ["kvsall", "kvssample"])
-def test_sides_cannot_change_where_an_epoch_passes_through_queries(store, tmp_path, regime):
+def test_sides_cannot_change_for_epochs_over_queries(store, tmp_path, regime):
     keys = {"negatives__regime": regime, "model__reciprocal": False, "train__epochs": 1}
     run = api.train(longer_config(store, tmp_path / "run", **keys))
     with pytest.raises(ConfigError, match=r"negatives.sides is 'both' in this run and cannot"):

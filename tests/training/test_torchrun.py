@@ -29,7 +29,7 @@ def torchrun(arguments: list[str], script: str = "scripts/train.py") -> subproce
     )
 
 
-def test_two_processes_equal_one(tmp_path):
+def test_two_processes_match_one(tmp_path):
     keys = {"train__epochs": 3, "train__batch_size": 256, "model__dim": 16}
     one = api.train(config_of("countries", tmp_path / "one", **keys))
     config_of("countries", tmp_path / "two", **keys).save(tmp_path / "config.yaml")
@@ -55,14 +55,14 @@ for number in range(3):
 
 
 @pytest.mark.slow
-def test_groups_one_after_another_do_not_meet(tmp_path):
+def test_consecutive_groups_do_not_mix(tmp_path):
     """torchrun's store keeps what groups have written into it, when they are gone."""
     (tmp_path / "groups.py").write_text(GROUPS)
     ended = torchrun([], str(tmp_path / "groups.py"))
     assert ended.returncode == 0, ended.stderr
 
 
-def test_bad_input_ends_all_processes_with_one_message(tmp_path):
+def test_bad_input_ends_all_processes_with_one_error(tmp_path):
     (tmp_path / "train.tsv").write_text("a\tr\tb\na\tb\n")
     run = tmp_path / "run"
     ended = torchrun([f"--data.path={tmp_path}", f"--run.dir={run}", "--run.progress=false"])

@@ -78,71 +78,71 @@ FORMS = (".npy", ".safetensors", ".parquet", ".vec", ".w2v")
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_every_form_starts_the_entities_that_it_has(tmp_path, form):
+def test_every_format_initializes_its_entities(tmp_path, form):
     file = write(tmp_path, form, some_vectors())
-    found, drawn = start({"model__init_from": str(file)}), start({})
+    results, drawn = start({"model__init_from": str(file)}), start({})
     ids, known = places()
     assert len(ids) == 26
     expected = drawn["entities"].clone()
     expected[ids] = torch.from_numpy(some_vectors()[known])
-    assert torch.equal(found["entities"], expected)
-    assert torch.equal(found["relations"], drawn["relations"])
+    assert torch.equal(results["entities"], expected)
+    assert torch.equal(results["relations"], drawn["relations"])
 
 
 def rank_starts(cases: list[dict]) -> list[dict]:
     return [start(case) for case in cases]
 
 
-def test_ranks_read_alike(tmp_path):
+def test_initial_vectors_do_not_depend_on_ranks(tmp_path):
     file = str(write(tmp_path, ".npy", some_vectors(12)))
-    given = {"model__init_from": file}
-    cases = [{**given, "model__init_width": how} for how in ("random", "pca")]
-    cases.append({**given, "model__init_width": "random", "entities__engine": "handrolled"})
+    inputs = {"model__init_from": file}
+    cases = [{**inputs, "model__init_width": how} for how in ("random", "pca")]
+    cases.append({**inputs, "model__init_width": "random", "entities__engine": "handrolled"})
     ones, twos = (run_world(ranks, rank_starts, cases)[-1] for ranks in (1, 2))
     for one, two in zip(ones, twos, strict=True):
         assert all(torch.equal(one[key], two[key]) for key in one)
 
 
-def test_projections(tmp_path):
+def test_projections_match_their_definition(tmp_path):
     ids, known = places()
     wide = some_vectors(40)
-    given = {"model__init_from": str(write(tmp_path, ".npy", wide)), "model__biases": True}
+    inputs = {"model__init_from": str(write(tmp_path, ".npy", wide)), "model__biases": True}
     wide = wide[known].astype(np.float64)
 
     def rows(how: str) -> np.ndarray:
-        table = start({**given, "model__init_width": how, "model__dim": 18})["entities"][ids]
+        table = start({**inputs, "model__init_width": how, "model__dim": 18})["entities"][ids]
         assert (table[:, 16:] == 0).all()  # biases
         return table[:, :16].double().numpy()
 
-    found = rows("random")
-    matrix = np.linalg.lstsq(wide, found, rcond=None)[0] if len(wide) >= 40 else None
-    lengths = np.linalg.norm(found, axis=1) / np.linalg.norm(wide, axis=1)
+    results = rows("random")
+    matrix = np.linalg.lstsq(wide, results, rcond=None)[0] if len(wide) >= 40 else None
+    lengths = np.linalg.norm(results, axis=1) / np.linalg.norm(wide, axis=1)
     assert matrix is None
     assert 0.9 < lengths.mean() < 1.1
     centred = wide - wide.mean(0)
     _, values, components = np.linalg.svd(centred, full_matrices=False)
-    expected, found = centred @ components[:16].T, rows("pca")
-    assert np.abs(np.abs(found) - np.abs(expected)).max() < 1e-3  # but for the sign of columns
-    assert np.allclose(found.var(0), values[:16] ** 2 / len(wide), rtol=1e-3)
+    expected, results = centred @ components[:16].T, rows("pca")
+    assert np.abs(np.abs(results) - np.abs(expected)).max() < 1e-3  # but for the sign of columns
+    assert np.allclose(results.var(0), values[:16] ** 2 / len(wide), rtol=1e-3)
     narrow = some_vectors(6)
     file = write(tmp_path, ".npy", narrow)
-    found = start({"model__init_from": str(file), "model__init_width": "random"})["entities"][ids]
+    results = start({"model__init_from": str(file), "model__init_width": "random"})["entities"][ids]
     narrow = torch.from_numpy(narrow[known])
-    assert torch.allclose(found @ found.T, narrow @ narrow.T, atol=1e-5)  # an isometry
+    assert torch.allclose(results @ results.T, narrow @ narrow.T, atol=1e-5)  # an isometry
 
 
-def test_frozen_vectors_stay_also_after_a_resume(tmp_path):
+def test_frozen_vectors_stay_after_resume(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
-    given = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
-    run = api.train(config_of(the_store(), tmp_path / "run", **given), rank_test=False)
+    inputs = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
+    run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
     ids, known = places()
     expected = torch.from_numpy(some_vectors()[known])
     assert torch.equal(rows_of(run)[ids], expected)
-    file.unlink()  # it is read at the start alone
+    file.unlink()  # the file is read only at the start
     run = api.resume(run.path, {"train.epochs": 2})
     assert torch.equal(rows_of(run)[ids], expected)
-    others = sorted(set(range(37)) - set(ids))
-    assert not (rows_of(run)[others] == start({})["entities"][others]).all(1).any()
+    rest = sorted(set(range(37)) - set(ids))
+    assert not (rows_of(run)[rest] == start({})["entities"][rest]).all(1).any()
 
 
 def rows_of(run) -> torch.Tensor:
@@ -151,10 +151,10 @@ def rows_of(run) -> torch.Tensor:
     return rows
 
 
-def test_vectors_are_read_by_the_first_rank_alone(tmp_path):
+def test_only_rank_0_reads_vectors(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
-    found = run_world(2, rank_reads, str(file))
-    assert found == [True, False]
+    results = run_world(2, rank_reads, str(file))
+    assert results == [True, False]
 
 
 def rank_reads(file: str) -> bool:
@@ -165,15 +165,15 @@ def rank_reads(file: str) -> bool:
 
 
 @pytest.mark.parametrize("scorer, dim", [("complex", 8), ("conve", 12)])
-def test_a_warm_start_takes_entities_and_relations_by_label(tmp_path, scorer, dim):
+def test_warm_start_matches_labels(tmp_path, scorer, dim):
     model = {"model__scorer": scorer, "model__dim": dim, "model__reciprocal": True}
     old = config_of(the_store(), tmp_path / "old", train__epochs=1, **model)
     run = api.train(old, rank_test=False)
     before = TripleStore.open(the_store())
     (tmp_path / "new.tsv").write_text("e3\tr2\te1\ne1\tr0\tx\nx\tnew\te3\n")
-    given = {"data__path": str(tmp_path / "new.tsv"), "data__ratio": (1, 0, 0), **model}
+    inputs = {"data__path": str(tmp_path / "new.tsv"), "data__ratio": (1, 0, 0), **model}
     changes = {"model__init_from": str(run.path)}
-    warm, drawn = (start({**given, **more}) for more in (changes, {}))
+    warm, drawn = (start({**inputs, **more}) for more in (changes, {}))
     entity_ids = before.entities.ids(["e3", "e1"])
     assert torch.equal(warm["entities"][:2], rows_of(run)[entity_ids])
     assert torch.equal(warm["entities"][2], drawn["entities"][2])
@@ -186,8 +186,8 @@ def test_a_warm_start_takes_entities_and_relations_by_label(tmp_path, scorer, di
             assert torch.equal(own[:, 2], drawn[name].view(2, 3, -1)[:, 2])
         else:
             assert torch.equal(warm[name], parameter)
-    given["model__scorer"] = "distmult"
-    other, drawn = (start({**given, **more}) for more in (changes, {}))
+    inputs["model__scorer"] = "distmult"
+    other, drawn = (start({**inputs, **more}) for more in (changes, {}))
     assert torch.equal(other["entities"][:2], warm["entities"][:2])
     assert torch.equal(other["relations"], drawn["relations"])
 
@@ -227,35 +227,35 @@ PROBLEMS = ("nan", "width", "narrow", "twice", "foreign", "labels", "ragged", "n
 
 
 @pytest.mark.parametrize("what", PROBLEMS)
-def test_what_is_wrong_with_vectors(tmp_path, what):
+def test_invalid_vectors_are_rejected(tmp_path, what):
     file, message = broken(tmp_path, what)
-    given = {"model__init_from": str(file)}
+    inputs = {"model__init_from": str(file)}
     if what == "narrow":
-        given["model__init_width"] = "pca"
-    config = config_of(the_store(), tmp_path / "run", **given)
+        inputs["model__init_width"] = "pca"
+    config = config_of(the_store(), tmp_path / "run", **inputs)
     with pytest.raises(KGEError, match=message):
         api.train(config)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_export_is_a_start(tmp_path):
+def test_export_can_initialize_a_run(tmp_path):
     config = config_of(the_store(), tmp_path / "old", train__epochs=1)
     run = api.train(config, rank_test=False)
     for form in ("npy", "safetensors", "word2vec"):
-        found = start({"model__init_from": str(run.export(tmp_path / form, form))})
-        assert torch.equal(found["entities"], rows_of(run))
+        results = start({"model__init_from": str(run.export(tmp_path / form, form))})
+        assert torch.equal(results["entities"], rows_of(run))
 
 
-def test_a_trainer_freezes_on_each_rank_its_own(tmp_path):
+def test_each_rank_freezes_its_own_rows(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
     assert run_world(2, rank_trains, str(file), tmp_path / "run") == [0, 0]
 
 
 def rank_trains(file: str, folder: Path) -> int:
     """How many frozen rows have moved."""
-    given = {"model__init_from": file, "model__init_frozen": True, "train__epochs": 1}
+    inputs = {"model__init_from": file, "model__init_frozen": True, "train__epochs": 1}
     with processes("cpu") as ranks:
-        config = config_of(the_store(), folder, **given)
+        config = config_of(the_store(), folder, **inputs)
         if ranks.is_first:
             folder.mkdir()
         session = Session(config, RunFolder(folder), ranks)
@@ -264,33 +264,33 @@ def rank_trains(file: str, folder: Path) -> int:
         return int((parameters(session)["entities"][ids].numpy() != some_vectors()[known]).sum())
 
 
-def test_a_run_killed_before_its_first_checkpoint_starts_from_the_vectors_again(tmp_path):
+def test_run_killed_before_first_checkpoint_restarts_from_vectors(tmp_path):
     vectors = write(tmp_path, ".npy", some_vectors())
-    given = {"model__init_from": str(vectors), "train__epochs": 1}
-    whole = api.train(config_of(the_store(), tmp_path / "whole", **given))
+    inputs = {"model__init_from": str(vectors), "train__epochs": 1}
+    whole = api.train(config_of(the_store(), tmp_path / "whole", **inputs))
 
     def ends(kind: str, values: dict) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        api.train(config_of(the_store(), tmp_path / "run", **given), [ends])
+        api.train(config_of(the_store(), tmp_path / "run", **inputs), [ends])
     assert not (tmp_path / "run" / "checkpoints").exists()
     again = api.resume(tmp_path / "run")
     assert torch.equal(rows_of(again), rows_of(whole))
 
 
-def test_frozen_vectors_stay_in_an_extended_run(tmp_path):
+def test_frozen_vectors_stay_in_extended_run(tmp_path):
     file = write(tmp_path, ".npy", some_vectors())
-    given = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
-    run = api.train(config_of(the_store(), tmp_path / "run", **given), rank_test=False)
+    inputs = {"model__init_from": str(file), "model__init_frozen": True, "train__epochs": 1}
+    run = api.train(config_of(the_store(), tmp_path / "run", **inputs), rank_test=False)
     file.unlink()
     ids, known = places()
     made = extend(run.path, {"train": [("new", "r0", "e1")]}, tmp_path / "later", epochs=2)
     rows, before = rows_of(made), rows_of(run)
     assert torch.equal(rows[ids], torch.from_numpy(some_vectors()[known]))
     assert not (rows[len(before) :] == 0).any() and len(rows) == len(before) + 1
-    others = sorted(set(range(37)) - set(ids))
-    assert not (rows[others] == before[others]).all(1).any()
+    rest = sorted(set(range(37)) - set(ids))
+    assert not (rows[rest] == before[rest]).all(1).any()
     again = extend(made.path, {"train": [("newer", "r0", "new")]}, tmp_path / "again", epochs=1)
     assert torch.equal(rows_of(again)[ids], rows[ids])
     assert not torch.equal(rows_of(again)[37], rows[37])  # new at the time, and trained

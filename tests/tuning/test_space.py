@@ -30,7 +30,7 @@ def drawn(space: SearchSpace, config, count: int) -> list[dict]:
     return [space.of_trial(config, study.ask()) for _ in range(count)]
 
 
-def test_conditions_ranges_and_kinds():
+def test_space_reads_conditions_ranges_and_types():
     space, config = SearchSpace(yaml.safe_load(TEXT)), config_from_dict(BASE)
     rates: dict[str, list] = {"adagrad": [], "adam": []}
     for values in drawn(space, config, 24):
@@ -47,13 +47,13 @@ def test_conditions_ranges_and_kinds():
     assert all({"negatives.count", "train.lr"}.isdisjoint(v) for v in drawn(fewer, other, 9))
 
 
-def test_the_configs_own_values_are_tried_as_far_as_they_lie_inside():
+def test_config_values_inside_the_space_are_tried():
     space = SearchSpace(yaml.safe_load(TEXT))
     own = space.of_config(config_from_dict({**BASE, "train.lr": 5.0, "negatives.count": 16}))
     assert own == {"loss.name": "softmax", "train.optimizer": "adagrad", "negatives.count": 16}
 
 
-def test_a_space_survives_being_written():
+def test_space_round_trips_through_yaml():
     space = SearchSpace(yaml.safe_load(TEXT))
     assert SearchSpace(yaml.safe_load(space.to_yaml())).parameters == space.parameters
 
@@ -62,20 +62,20 @@ def test_a_space_survives_being_written():
     ("text", "words"),
     [
         ("train.rate: [1, 2]", "unknown key train.rate in search space; did you mean"),
-        ("data.path: [a, b]", "all trials of a study share it"),
-        ("train.epochs: [1, 2]", "all trials of a study share it"),
-        ("train.lr: {low: 1.0, hihg: 2.0}", "train.lr in search space: hihg is none of"),
+        ("data.path: [a, b]", "all trials of a study share this key"),
+        ("train.epochs: [1, 2]", "all trials of a study share this key"),
+        ("train.lr: {low: 1.0, hihg: 2.0}", "train.lr in search space: hihg is not one of"),
         ("train.lr: {low: 2.0, high: 1.0}", "train.lr in search space: "),
         ("train.lr: {low: 1e-4, high: 1.0}", "must be numbers, got '1e-4' .YAML: 1.0e-4"),
         ("train.lr: []", "give a list of choices"),
         ("train.lr: {low: 0.1, high: 1.0, when: {train.optimiser: adam}}", "which is no key"),
-        ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "each needs a `when`"),
+        ("train.lr: [{low: 0.1, high: 1.0}, {low: 2.0, high: 3.0}]", "needs a `when`"),
         ("train.lr: {choices: [1], when: {train.eps: 1}}\n"
-         "train.eps: {choices: [1], when: {train.lr: 1}}", "conditions go in a circle"),
-        ("[train.lr]", "should hold keys"),
+         "train.eps: {choices: [1], when: {train.lr: 1}}", "conditions are circular"),
+        ("[train.lr]", "must map each key"),
     ],
 )  # fmt: skip
-def test_wrong_spaces_are_refused(text, words):
+def test_invalid_spaces_are_rejected(text, words):
     with pytest.raises(ConfigError, match=words):
         SearchSpace(yaml.safe_load(text))
 
@@ -88,7 +88,7 @@ QUICK = ("complex", "rotate", "conve")  # of each kind
     [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow)
      for name in SCORER_NAMES],
 )  # fmt: skip
-def test_default_spaces_hold_what_can_be_trained(scorer):
+def test_default_spaces_are_trainable(scorer):
     needs = resolve("scorer", scorer).needs_reciprocal
     base = {"model.scorer": scorer, "model.dim": 48, "model.reciprocal": needs}
     config = config_from_dict(base)
@@ -97,6 +97,6 @@ def test_default_spaces_hold_what_can_be_trained(scorer):
         whole = "1vsall" in values.get("negatives.regime", ())
         assert whole == (entities == 100 and not resolve("scorer", scorer).is_distance)
         # A study settles what depends on the graph before its trials change what they may.
-        picked = config.settled(GraphSize(entities, 50, 10 * entities), False, 1)
-        for chosen in drawn(SearchSpace(values), picked, 8):
-            with_values(picked, chosen).check_trainable()
+        resolved = config.settled(GraphSize(entities, 50, 10 * entities), False, 1)
+        for chosen in drawn(SearchSpace(values), resolved, 8):
+            with_values(resolved, chosen).check_trainable()

@@ -40,22 +40,22 @@ def study(tmp_path_factory) -> tuple[Path, dict]:
     """Six trials with halving on epochs, test being out of sight."""
     folder = tmp_path_factory.mktemp("tune") / "study"
     config = config_of("countries", **SMALL)
-    found = kge_torchrec.tune(config, trials=6, study=folder, space=SPACE)
-    return folder, found
+    results = kge_torchrec.tune(config, trials=6, study=folder, space=SPACE)
+    return folder, results
 
 
-def test_a_study_writes_its_page_and_the_best_config(study):
-    folder, found = study
-    trials = found["trials"]
+def test_study_writes_report_and_best_config(study):
+    folder, results = study
+    trials = results["trials"]
     assert [trial["number"] for trial in trials] == list(range(6))
     assert {trial["state"] for trial in trials} <= {"complete", "pruned"}
     assert trials[0]["values"] == {"train.lr": 0.05, "model.init_scale": 0.5}  # the config's own
     done = [trial["value"] for trial in trials if trial["state"] == "complete"]
-    assert found["best"]["value"] == max(done)
-    assert json.loads((folder / "trials.json").read_text()) == found
-    assert sum(found["importance"].values()) == pytest.approx(1)
+    assert results["best"]["value"] == max(done)
+    assert json.loads((folder / "trials.json").read_text()) == results
+    assert sum(results["importance"].values()) == pytest.approx(1)
     best = load_config(folder / "best.yaml")
-    assert best.train.lr == found["best"]["values"]["train.lr"] and best.data.path == "countries"
+    assert best.train.lr == results["best"]["values"]["train.lr"] and best.data.path == "countries"
     page = (folder / "report.html").read_text()
     for words in ("6 trials", "test was not looked at", "<code>train.lr</code>", "PED-ANOVA"):
         assert words in page
@@ -69,10 +69,10 @@ def test_a_study_writes_its_page_and_the_best_config(study):
     assert [float(row[2]) for row in rows] == best.tolist() and len(rows) == len(done)
 
 
-def test_the_best_config_trains_to_the_value_that_won(study, tmp_path):
-    folder, found = study
+def test_best_config_reproduces_the_best_value(study, tmp_path):
+    folder, results = study
     run = api.train(with_folder(folder / "best.yaml", tmp_path / "run"))
-    assert run.results["valid"]["best"] == found["best"]["value"]
+    assert run.results["valid"]["best"] == results["best"]["value"]
     assert run.results["test"]
 
 
@@ -80,7 +80,7 @@ def with_folder(file: Path, folder: Path):
     return config_from_dict({**yaml.safe_load(file.read_text()), "run": {"dir": str(folder)}})
 
 
-def test_test_is_never_looked_at(study):
+def test_study_never_ranks_test(study):
     folder, _ = study
     runs = sorted(folder.glob("trials/0*"))
     assert len(runs) == 6
@@ -91,40 +91,40 @@ def test_test_is_never_looked_at(study):
         assert not list(run.glob("checkpoints/*"))
 
 
-def test_poor_trials_are_dropped_where_others_were_better(study):
+def test_poor_trials_are_pruned(study):
     """By the definition of asynchronous successive halving, from what each trial reported."""
     folder, _ = study
     opened = Study(folder)
-    rungs, seen = [1, 3], {1: [], 3: []}
+    rungs, values_at = [1, 3], {1: [], 3: []}
     assert first_rung(opened.config) == 1
     for trial in opened.ended():
         for rung in rungs:
             value = trial.intermediate_values.get(rung)
             if value is None:
                 break
-            better = sum(other > value for other in seen[rung])
-            seen[rung].append(value)
-            if better >= max(1, len(seen[rung]) // 3):
+            better = sum(other > value for other in values_at[rung])
+            values_at[rung].append(value)
+            if better >= max(1, len(values_at[rung]) // 3):
                 assert (trial.state, trial.last_step) == (TrialState.PRUNED, rung)
                 break
         else:
             assert trial.state is TrialState.COMPLETE
 
 
-def test_more_trials_of_the_same_study(study, capsys):
-    folder, found = study
+def test_study_can_be_extended_with_more_trials(study, capsys):
+    folder, results = study
     assert main(["tune", "--resume", str(folder), "--trials", "7", "--threads", "1"]) == 0
     text = capsys.readouterr().out
     assert "best of 7 trials" in text and "best.yaml" in text
     again = json.loads((folder / "trials.json").read_text())["trials"]
-    assert again[:6] == found["trials"] and len(again) == 7
+    assert again[:6] == results["trials"] and len(again) == 7
 
 
 @pytest.mark.slow
-def test_halving_on_cores_of_the_graph(tmp_path):
+def test_halving_runs_on_cores_of_the_graph(tmp_path):
     config = config_of("countries", **SMALL)
-    found = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
-    assert found["best"] is not None
+    results = kge_torchrec.tune(config, trials=3, study=tmp_path, space=SPACE, halving="subgraphs")
+    assert results["best"] is not None
     assert "not with completed ones" in (tmp_path / "report.html").read_text()
     cores = [path.name for path in tmp_path.glob("cores/*") if path.name.isdigit()]
     assert cores
@@ -134,26 +134,26 @@ def test_halving_on_cores_of_the_graph(tmp_path):
     assert small[1].data.path == str(tmp_path / "cores" / cores[0]) or len(cores) > 1
     assert small[1].train.epochs < small[2].train.epochs < small[0].train.epochs == 9
     assert small[1].negatives.count < small[0].negatives.count
-    for trial in found["trials"]:
+    for trial in results["trials"]:
         assert trial["reached"] in (1, 3, 9)
         assert (trial["state"] == "complete") == (trial["reached"] == 9)
 
 
-def test_a_failed_trial_says_why_and_the_study_goes_on(tmp_path, capsys):
+def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
     space = {"train.weight_decay": [0.0, 0.1], "train.lr": [0.05, 1e30]}
     config = config_of("countries", **{**SMALL, "train.epochs": 1}, train__eps=1e-30)
-    found = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
+    results = kge_torchrec.tune(config, trials=6, study=tmp_path, space=space, halving="none")
     words = {t["values"]["train.weight_decay"]: t["error"]
-             for t in found["trials"] if t["state"] == "fail"}  # fmt: skip
+             for t in results["trials"] if t["state"] == "fail"}  # fmt: skip
     assert "train.weight_decay: FBGEMM's adagrad has none" in words[0.1]
-    assert len(found["trials"]) == 6 and found["best"]["value"] > 0
+    assert len(results["trials"]) == 6 and results["best"]["value"] > 0
     page = (tmp_path / "report.html").read_text()
     assert "train.weight_decay: FBGEMM&#39;s adagrad has none" in page and "<th>reason</th>" in page
     assert "has none" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_study_in_which_all_fails_ends_with_the_reason(tmp_path):
+def test_study_stops_if_the_first_trials_all_fail(tmp_path):
     space = {"train.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
     with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*FBGEMM's adagrad"):
@@ -171,7 +171,7 @@ def some_study(folder: Path, **changes) -> Study:
 
 
 @pytest.mark.parametrize(("metric", "best"), [("mrr", 0.5), ("mr", 0.25)])
-def test_the_best_is_the_largest_but_of_mean_rank_the_smallest(tmp_path, metric, best):
+def test_best_trial_is_largest_except_for_mean_rank(tmp_path, metric, best):
     study = some_study(tmp_path, metric=metric)
     for number, value in enumerate((0.375, 0.5, 0.25), 1):
         with study.next_trial(number) as (trial, _):
@@ -179,7 +179,7 @@ def test_the_best_is_the_largest_but_of_mean_rank_the_smallest(tmp_path, metric,
     assert study.best().value == study.optuna.best_trial.value == best
 
 
-def test_a_trial_of_a_killed_process_is_put_in_line_again(tmp_path, caplog):
+def test_trial_of_a_killed_process_is_retried(tmp_path, caplog):
     study = some_study(tmp_path)
     with study.next_trial(2) as taken:
         values = taken[1]
@@ -190,15 +190,15 @@ def test_a_trial_of_a_killed_process_is_put_in_line_again(tmp_path, caplog):
     # Both locks are free, as if their processes had been killed.
     with study.next_trial(2) as again:
         assert again[0].number == 2 and again[1] == values
-    assert "put in line again" in caplog.text
+    assert "the values are tried again" in caplog.text
     with study.next_trial(2) as last:  # of the second one, and the first has been killed twice
         assert last[1] == other[1]
     assert [t.user_attrs.get("error") for t in study.ended()] == [
-        "its process was killed 2 times with these values"
+        "the process was killed 2 times with these values"
     ]
 
 
-def test_a_line_of_the_journal_that_a_kill_cut_short_is_dropped(tmp_path):
+def test_incomplete_journal_line_is_dropped(tmp_path):
     study = some_study(tmp_path)
     with study.next_trial(1) as (trial, _):
         study.optuna.tell(trial.number, 0.5)
@@ -210,7 +210,7 @@ def test_a_line_of_the_journal_that_a_kill_cut_short_is_dropped(tmp_path):
     assert [t.value for t in Study(tmp_path).ended()] == [0.5, 0.25]
 
 
-def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
+def test_signal_stops_the_study_and_keeps_the_trial(tmp_path, monkeypatch):
     study = some_study(tmp_path)
 
     def stopped(*_, **__):
@@ -224,7 +224,7 @@ def test_a_signal_ends_the_study_and_not_the_trial(tmp_path, monkeypatch):
     assert [t.state.name for t in study.ended()] == ["COMPLETE"]
 
 
-def test_ctrl_c_ends_the_study_not_only_the_trial(tmp_path, monkeypatch, capsys, ctrl_c):
+def test_ctrl_c_stops_the_whole_study(tmp_path, monkeypatch, capsys, ctrl_c):
     folder = some_study(tmp_path / "study").path
     with monkeypatch.context() as patched:
         patched.setattr(trials_of._Halving, "__call__", lambda *_: ctrl_c())
@@ -235,13 +235,13 @@ def test_ctrl_c_ends_the_study_not_only_the_trial(tmp_path, monkeypatch, capsys,
     assert [trial["state"] for trial in again["trials"]] == ["complete"]
 
 
-def test_another_study_in_the_folder_and_wrong_settings_are_refused(study, tmp_path, capsys):
+def test_different_study_and_invalid_settings_are_rejected(study, tmp_path, capsys):
     folder, _ = study
     config = config_of("countries", **SMALL)
     for words, changes in (
-        ("another config", {"config": config_of("countries", **{**SMALL, "model.dim": 16})}),
-        ("another search space", {"space": {"train.lr": [0.1, 0.2]}}),
-        ("another way of dropping", {"halving": "none"}),
+        ("a different config", {"config": config_of("countries", **{**SMALL, "model.dim": 16})}),
+        ("a different search space", {"space": {"train.lr": [0.1, 0.2]}}),
+        ("a different way of dropping", {"halving": "none"}),
     ):
         with pytest.raises(ConfigError, match=words):
             kge_torchrec.tune(**{"config": config, "space": SPACE, "study": folder, **changes})
@@ -277,8 +277,8 @@ def wait_for(condition, seconds: float = 120.0) -> None:
 
 
 @pytest.mark.slow
-def test_killed_and_resumed(tmp_path):
-    """Whatever it is killed in, the study goes on, and the trial under way comes again."""
+def test_killed_study_resumes(tmp_path):
+    """After a kill at any time, the study resumes and repeats the trial that was running."""
     folder = tmp_path / "study"
     for runs in (1, 3, 5):
         process = command(folder, "--trials=6")
@@ -286,9 +286,9 @@ def test_killed_and_resumed(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.wait()
     assert command(folder, "--trials=6").wait() == 0
-    found = json.loads((folder / "trials.json").read_text())
-    assert [trial["state"] for trial in found["trials"]] == ["complete"] * 6
-    again = [trial for trial in found["trials"] if "again" in trial]
+    results = json.loads((folder / "trials.json").read_text())
+    assert [trial["state"] for trial in results["trials"]] == ["complete"] * 6
+    again = [trial for trial in results["trials"] if "again" in trial]
     assert again
     trials = Study(folder).optuna.trials
     killed = {t.number: t for t in trials if "put in line" in t.user_attrs.get("error", "")}
@@ -297,21 +297,21 @@ def test_killed_and_resumed(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_and_jobs_share_a_study(tmp_path):
+def test_two_processes_share_a_study(tmp_path):
     folder = tmp_path / "study"
     processes = [command(folder, "--trials=8"), command(folder, "--trials=8", "--jobs=2")]
     assert [process.wait() for process in processes] == [0, 0]
     study = Study(folder)
-    found = study.ended()
-    assert len(found) == 8 and {trial.state for trial in found} == {TrialState.COMPLETE}
-    spans = sorted((trial.datetime_start, trial.datetime_complete) for trial in found)
+    results = study.ended()
+    assert len(results) == 8 and {trial.state for trial in results} == {TrialState.COMPLETE}
+    spans = sorted((trial.datetime_start, trial.datetime_complete) for trial in results)
     assert any(one[1] > other[0] for one, other in pairwise(spans))
-    assert len({str(trial.params) for trial in found}) == 8  # nobody draws what another has drawn
-    alone = json.loads((folder / "trials.json").read_text())
-    assert len(alone["trials"]) == 8
+    assert len({str(trial.params) for trial in results}) == 8  # nobody draws what another has drawn
+    single = json.loads((folder / "trials.json").read_text())
+    assert len(single["trials"]) == 8
 
 
-def test_no_trials_are_refused_rather_than_thirty_run(tmp_path, capsys):
+def test_zero_trials_are_rejected(tmp_path, capsys):
     assert main(["tune", "demo", "--trials", "0", "--study", str(tmp_path / "study")]) == 1
     assert "trials must be an integer >= 1, got 0" in capsys.readouterr().err
     assert not (tmp_path / "study").exists()

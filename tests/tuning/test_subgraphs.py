@@ -39,7 +39,7 @@ def graph(request, tmp_path_factory):
     return splits, prepare_triples(splits, path, allow_unseen_relations=True)
 
 
-def test_core_numbers_are_those_of_peeling(graph):
+def test_core_numbers_match_peeling(graph):
     splits, store = graph
     cores = dict(zip(store.entities.labels(range(store.num_entities)), core_numbers(store).tolist(),
                      strict=True))  # fmt: skip
@@ -48,7 +48,7 @@ def test_core_numbers_are_those_of_peeling(graph):
         assert {label for label, core in cores.items() if core >= k} == peeled(splits["train"], k)
 
 
-def test_a_core_is_a_store_of_its_own(graph, tmp_path, monkeypatch):
+def test_core_is_a_valid_store(graph, tmp_path, monkeypatch):
     splits, store = graph
     monkeypatch.setattr(subgraphs, "FEWEST_VALID", 0)
     cores = core_numbers(store)
@@ -62,15 +62,15 @@ def test_a_core_is_a_store_of_its_own(graph, tmp_path, monkeypatch):
     core = write_core(store, cores, k, tmp_path / "core", seed=0)
     assert core.num_entities == len(inside) and len(core.test) == 0
     for split, rows in expected.items():
-        found = core.split(split)
-        columns = (core.entities.labels(found[:, 0]), core.relations.labels(found[:, 1]),
-                   core.entities.labels(found[:, 2]))  # fmt: skip
-        assert set(zip(*columns, strict=True)) == rows and len(found) == len(rows)
-        side = core.filter_index((split,)).answers("tail", found[:, 0], found[:, 1])
+        results = core.split(split)
+        columns = (core.entities.labels(results[:, 0]), core.relations.labels(results[:, 1]),
+                   core.entities.labels(results[:, 2]))  # fmt: skip
+        assert set(zip(*columns, strict=True)) == rows and len(results) == len(rows)
+        side = core.filter_index((split,)).answers("tail", results[:, 0], results[:, 1])
         assert (side.counts > 0).all()
 
 
-def test_a_core_with_few_valid_triples_holds_some_of_train_out(graph, tmp_path):
+def test_core_with_few_valid_triples_holds_out_training_triples(graph, tmp_path):
     _, store = graph
     cores = core_numbers(store)
     k, share = core_of_share(store, cores, 1 / 3)
@@ -82,7 +82,7 @@ def test_a_core_with_few_valid_triples_holds_some_of_train_out(graph, tmp_path):
     assert set(core.train[:, 1].tolist()) == set(range(core.num_relations))
 
 
-def test_where_all_are_alike_there_is_no_smaller_core(tmp_path):
+def test_regular_graph_has_no_smaller_core(tmp_path):
     ring = [(f"e{i}", "r", f"e{(i + 1) % 20}") for i in range(20)]
     store = prepare_triples({"train": ring}, tmp_path / "store")
     cores = core_numbers(store)

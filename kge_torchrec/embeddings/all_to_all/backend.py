@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from kge_torchrec.config.sparse_options import SparseOptions
+from kge_torchrec.config import Config
 from kge_torchrec.data.batches.queries import SampledBatch
-from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
+from kge_torchrec.distributed.dense import FrozenDense, dense_wrapper, start_optimizer_state
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.embeddings.all_to_all.table import HandrolledTable
 from kge_torchrec.embeddings.backend import ENTITY, ENTITY_WEIGHT, EntityShard
@@ -76,49 +76,43 @@ class AllToAllBackend:
     Collective: every rank builds it with the same arguments.
 
     Args:
+        config: The config of the run.
         num_entities: N.
         objective: Scorer and loss.
         table_optimizer: Optimizer of the table.
-        options: How the table's optimizer differs from FBGEMM's.
         dense_optimizer: Builds the optimizer of the dense parameters.
         processes: The ranks of the run.
-        dense: Distributes the dense parameters over the ranks.
-        init: Distribution of the initial values of the table.
-        seed: Seed of the initial values.
-        scales_loss: Whether fp16 loss scaling is used.
     """
 
     gains_by_pipeline = False
 
     def __init__(
         self,
+        config: Config,
         num_entities: int,
         objective: Objective,
         table_optimizer: TableOptimizer,
-        options: SparseOptions,
         dense_optimizer: DenseOptimizer,
         processes: Processes,
-        *,
-        dense: DenseWrapper,
-        init: EntityInit,
-        seed: int,
-        scales_loss: bool = False,
     ):
+        self.dense = dense_wrapper(config.dense, processes)
+        options = config.entities.sparse_options(config.train.optimizer)
         self.table = HandrolledTable(
             num_entities, objective.scorer.dim, table_optimizer, options, processes
         )
-        fill_rows(self.shard(), seed, init)
+        init = EntityInit.of(config.model, objective.scorer.zero_columns)
+        fill_rows(self.shard(), config.seed, init)
         objective = objective.to(processes.device)
-        self.unwrapped_model = KGEModel(self.table, objective, scales_loss)
+        self.unwrapped_model = KGEModel(self.table, objective, config.train.precision == "fp16")
         self.scorer = objective.scorer
-        self.dense, self.pending = dense, self.table.pending
-        self.model = dense.wrap(self.unwrapped_model)
+        self.pending = self.table.pending
+        self.model = self.dense.wrap(self.unwrapped_model)
         parameters = dict(self.unwrapped_model.named_parameters())
         self._dense = _NamedOptimizer(parameters, dense_optimizer)
         self.optimizer = _StepBoth(self.table, self._dense)
         self._base_rates = [group["lr"] for group in self._dense.param_groups]
         self._base_table_rate = table_optimizer.lr
-        self.layout = f"{_describe(self.table)}\n{dense.describe()}"
+        self.layout = f"{_describe(self.table)}\n{self.dense.describe()}"
 
     def prepare(self, batch: SampledBatch) -> SampledBatch:
         """Replace the ids by their route while they are on the host.  Collective."""

@@ -40,14 +40,14 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, table: HandrolledTable, route: Route) -> Tensor:
-        rows, ctx.asked = table.fetch(route)
+        rows, ctx.requests = table.fetch(route)
         ctx.table, ctx.route = table, route
         return rows
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:
-        ctx.table.send_home(grad, ctx.route, ctx.asked)
+        ctx.table.return_gradients(grad, ctx.route, ctx.requests)
         return None, None, None
 
 
@@ -129,16 +129,16 @@ class HandrolledTable(nn.Module):
             rows and their occurrences.
         """
         wanted = [route.ids, route.occurrences] if self.counts_places else [route.ids]
-        asked = self._exchange(torch.stack(wanted, dim=1), route.send, route.receive)
-        asked[:, 0] -= self._shard.first_row
+        requests = self._exchange(torch.stack(wanted, dim=1), route.send, route.receive)
+        requests[:, 0] -= self._shard.first_row
         self.join()  # waiting only here overlaps the exchange of ids with the previous step
-        rows = self._shard.rows.index_select(0, asked[:, 0])
+        rows = self._shard.rows.index_select(0, requests[:, 0])
         rows = self._exchange(rows, route.receive, route.send)
         if route.order.numel():
             rows = torch.empty_like(rows).index_copy_(0, route.order, rows)
-        return rows, asked
+        return rows, requests
 
-    def send_home(self, grad: Tensor, route: Route, asked: Tensor) -> None:
+    def return_gradients(self, grad: Tensor, route: Route, requests: Tensor) -> None:
         """Send the gradients (M, D) of fetched rows to their owners for the next step.
 
         Collective.
@@ -148,9 +148,9 @@ class HandrolledTable(nn.Module):
         arrived = self._exchange(grad.contiguous(), route.send, route.receive)
         if self.ranges.world_size > 1:
             arrived.div_(self.ranges.world_size)
-        places = asked[:, 1] if self.counts_places else None
+        places = requests[:, 1] if self.counts_places else None
         distinct = route.distinct and self.ranges.world_size == 1
-        self.pending.add(RowGradients(asked[:, 0], arrived, places, distinct))
+        self.pending.add(RowGradients(requests[:, 0], arrived, places, distinct))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop gradients that no step has used."""
@@ -290,8 +290,8 @@ def make_route(
     """
     order = _NOTHING
     if ranges.world_size == 1:
-        alone = [ids.numel()]
-        return Route(ids, _or_nothing(occurrences), order, alone, alone, ascending)
+        count = [ids.numel()]
+        return Route(ids, _or_nothing(occurrences), order, count, count, ascending)
     if ascending:
         below = torch.searchsorted(ids, ranges.starts())
         counts = torch.diff(below, append=torch.tensor([ids.numel()]))
@@ -301,9 +301,11 @@ def make_route(
         counts = torch.bincount(owners, minlength=ranges.world_size)
         ids = ids[order]
         occurrences = None if occurrences is None else occurrences[order]
-    asked = torch.empty_like(counts)
-    dist.all_to_all_single(asked, counts, group=group)
-    return Route(ids, _or_nothing(occurrences), order, counts.tolist(), asked.tolist(), ascending)
+    requested = torch.empty_like(counts)
+    dist.all_to_all_single(requested, counts, group=group)
+    return Route(
+        ids, _or_nothing(occurrences), order, counts.tolist(), requested.tolist(), ascending
+    )
 
 
 def _or_nothing(occurrences: Tensor | None) -> Tensor:

@@ -19,9 +19,15 @@ from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from kge_torchrec.config import Config
 from kge_torchrec.data.batches.queries import SampledBatch
-from kge_torchrec.distributed.dense import DenseWrapper, FrozenDense, start_optimizer_state
-from kge_torchrec.distributed.processes import Processes
+from kge_torchrec.distributed.dense import (
+    DenseWrapper,
+    FrozenDense,
+    dense_wrapper,
+    start_optimizer_state,
+)
+from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import EntityInit, fill_rows
 from kge_torchrec.embeddings.optimizers import TableOptimizer
@@ -34,7 +40,8 @@ from kge_torchrec.embeddings.torchrec.collection import (
     step_table_rows,
     table_step,
 )
-from kge_torchrec.embeddings.torchrec.planner import describe_plan, plan_row_wise
+from kge_torchrec.embeddings.torchrec.planned import planned_sharding
+from kge_torchrec.embeddings.torchrec.planner import Ranks, describe_plan, plan_row_wise
 from kge_torchrec.embeddings.torchrec.sharder import EntitySharder, fused_params
 from kge_torchrec.models.model import KGEModel, Objective
 
@@ -64,57 +71,47 @@ def _gains_by_pipeline(processes: Processes) -> bool:
 class TorchRecBackend:
     """A backend with the entities in a row-wise sharded EmbeddingCollection.
 
-    On CUDA, FBGEMM's fused optimizer steps in backward unless ``deferred``.  The CPU table steps
-    together with the dense parameters.  Collective: every rank builds it with the same arguments.
+    On CUDA, FBGEMM's fused optimizer steps in backward, unless a step needs the sum of several
+    gradients or rows are frozen.  The CPU table steps together with the dense parameters.
+    Collective: every rank builds it with the same arguments.
 
     Args:
+        config: The config of the run.
         num_entities: N.
         objective: Scorer and loss.
         table_optimizer: Optimizer of the table.
         dense_optimizer: Builds the optimizer of the dense parameters.
         processes: The ranks of the run.
-        dense: Distributes the dense parameters over the ranks.
-        init: Distribution of the initial values of the table.
-        seed: Seed of the initial values.
-        scales_loss: Whether fp16 loss scaling is used.
-        plan: The sharding of the table; None: TorchRec's planner makes one.
-        ascending_ids: Whether every batch looks up distinct ids in ascending order.
-        deferred: Whether the table steps with its optimizer instead of in backward.  Gradient
-            accumulation and clipping need this.
 
     Raises:
+        ConfigError: The plan run.plan is for another run.
         PlanDoesNotFit: The table does not fit into the memory of the ranks.
     """
 
     def __init__(
         self,
+        config: Config,
         num_entities: int,
         objective: Objective,
         table_optimizer: TableOptimizer,
         dense_optimizer: DenseOptimizer,
         processes: Processes,
-        *,
-        dense: DenseWrapper,
-        init: EntityInit,
-        seed: int,
-        scales_loss: bool = False,
-        plan: ShardingPlan | None = None,
-        ascending_ids: bool = False,
-        deferred: bool = False,
     ):
         device = processes.device
+        self.dense = dense_wrapper(config.dense, processes)
+        plan = planned_sharding(config, num_entities, processes)
         self.gains_by_pipeline = _gains_by_pipeline(processes)
         collection = entity_collection(num_entities, objective.scorer.dim)
-        model = KGEModel(collection, objective.to(device), scales_loss)
-        settings = fused_params(table_optimizer, ascending_ids=ascending_ids, deferred=deferred)
+        model = KGEModel(collection, objective.to(device), config.train.precision == "fp16")
+        settings = fused_params(
+            table_optimizer,
+            ascending_ids=config.entities.deduplicate,
+            deferred=config.train.steps_on_sums or config.freezes,
+        )
         sharder = EntitySharder(fused_params=settings)
-        self.plan: ShardingPlan = plan or plan_row_wise(
-            model,
-            sharder,
-            processes.world_size,
-            processes.local_world_size,
-            device.type,
-            process_group=processes.group,
+        ranks = Ranks(processes.world_size, processes.local_world_size, device.type)
+        self.plan: ShardingPlan = plan or on_first_rank(
+            processes, lambda: plan_row_wise(model, sharder, ranks)
         )
         env = ShardingEnv(
             processes.world_size, processes.rank, processes.exchange, output_dtensor=True
@@ -128,7 +125,7 @@ class TorchRecBackend:
             device=device,
             plan=self.plan,
             sharders=[sharder],
-            data_parallel_wrapper=_Wrap(dense),
+            data_parallel_wrapper=_Wrap(self.dense),
         )
         self.unwrapped_model = next(m for m in self.model.modules() if isinstance(m, KGEModel))
         self.scorer = self.unwrapped_model.objective.scorer
@@ -136,9 +133,10 @@ class TorchRecBackend:
         self._sharded = next(
             m for m in self.model.modules() if isinstance(m, ShardedEmbeddingCollection)
         )
-        self.dense, self.pending = dense, pending_gradients(self._sharded)
-        self.layout = f"{describe_plan(self.plan, sharder)}\n{dense.describe()}"
-        fill_rows(self.shard(), seed, init)
+        self.pending = pending_gradients(self._sharded)
+        self.layout = f"{describe_plan(self.plan, sharder)}\n{self.dense.describe()}"
+        init = EntityInit.of(config.model, self.scorer.zero_columns)
+        fill_rows(self.shard(), config.seed, init)
         parameters = dict(in_backward_optimizer_filter(self.model.named_parameters()))
         self._dense = KeyedOptimizerWrapper(parameters, dense_optimizer)
         self.optimizer = CombinedOptimizer([self.model.fused_optimizer, self._dense])

@@ -49,9 +49,9 @@ def entity_collection(
         ValueError: A size is below one, or dtype is not float32, float16 or bfloat16.
     """
     if num_entities < 1 or dim < 1:
-        raise ValueError(f"an entity table of {num_entities} x {dim} has no numbers")
+        raise ValueError(f"an entity table of {num_entities} x {dim} has no elements")
     if dtype not in _DATA_TYPES:
-        raise ValueError(f"dtype: {dtype} is none of {', '.join(map(str, _DATA_TYPES))}")
+        raise ValueError(f"dtype must be one of {', '.join(map(str, _DATA_TYPES))}")
     config = EmbeddingConfig(
         name=ENTITY,
         feature_names=[ENTITY],
@@ -176,7 +176,7 @@ class DeferredEmbedding(BatchedFusedEmbedding):
     ) -> None:
         super().__init__(config, pg, device)
         self.pending = PendingGradients()
-        self._optim = _StepsWhenTold(config, self._emb_module, pg, self.pending)
+        self._optim = _DeferredOptimizer(config, self._emb_module, pg, self.pending)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
         """Return the rows (M, D) of the local ids (M,)."""
@@ -184,7 +184,7 @@ class DeferredEmbedding(BatchedFusedEmbedding):
         return recorded_lookup(rows.detach(), features.values(), self.pending)
 
 
-class _StepsWhenTold(EmbeddingFusedOptimizer):
+class _DeferredOptimizer(EmbeddingFusedOptimizer):
     def __init__(
         self,
         config: GroupedEmbeddingConfig,

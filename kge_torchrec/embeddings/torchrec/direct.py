@@ -54,12 +54,14 @@ class _Counts(Awaitable[Awaitable[KeyedJaggedTensor]]):
     def __init__(self, ids: Tensor, counts: Tensor, way: DirectInputDist):
         super().__init__()
         self._ids, self._counts, self._way = ids, counts, way
-        self._asked = torch.empty_like(counts)
-        self._work = dist.all_to_all_single(self._asked, counts, group=way._group, async_op=True)
+        self._requested = torch.empty_like(counts)
+        self._work = dist.all_to_all_single(
+            self._requested, counts, group=way._group, async_op=True
+        )
 
     def _wait_impl(self) -> _Ids:
         self._work.wait()
-        return _Ids(self._ids, self._counts.tolist(), self._asked.tolist(), self._way)
+        return _Ids(self._ids, self._counts.tolist(), self._requested.tolist(), self._way)
 
 
 class _Ids(KJTAllToAllTensorsAwaitable):
@@ -73,24 +75,24 @@ class _Ids(KJTAllToAllTensorsAwaitable):
         self._input_splits, self._output_splits = {"values": send}, {"values": receive}
         self._recat, self._stride_per_rank = None, None
         self._first_row, self._group, self._sent = way._first_row, way._group, ids
-        self._asked = ids.new_empty(sum(receive))
+        self._requested = ids.new_empty(sum(receive))
         self._work = dist.all_to_all_single(
-            self._asked, ids, receive, send, group=way._group, async_op=True
+            self._requested, ids, receive, send, group=way._group, async_op=True
         )
 
     def _wait_impl(self) -> KeyedJaggedTensor:
         self._work.wait()
-        rows = self._asked.sub_(self._first_row)
+        rows = self._requested.sub_(self._first_row)
         count = len(rows)
         return KeyedJaggedTensor(
             [ENTITY], rows, lengths=torch.tensor([count]), stride=1,
             length_per_key=[count], offset_per_key=[0, count],
         )  # fmt: skip
 
-    def answered(self, rows: Tensor) -> Tensor:
+    def exchange_rows(self, rows: Tensor) -> Tensor:
         """Send the requested rows (R, D) and return the rows (M, D) of this rank's ids."""
         send, receive = self._output_splits["values"], self._input_splits["values"]
-        return _RowsToAskers.apply(rows, self._group, send, receive)
+        return _ExchangeRows.apply(rows, self._group, send, receive)
 
 
 class DirectOutputDist(RwSequenceEmbeddingDist):
@@ -104,10 +106,10 @@ class DirectOutputDist(RwSequenceEmbeddingDist):
     ) -> Awaitable[Tensor]:
         assert sharding_ctx is not None  # TorchRec always passes one here
         sizes = sharding_ctx.output_splits, sharding_ctx.input_splits
-        return NoWait(_RowsToAskers.apply(local_embs, self._dist._pg, *sizes))
+        return NoWait(_ExchangeRows.apply(local_embs, self._dist._pg, *sizes))
 
 
-class _RowsToAskers(torch.autograd.Function):
+class _ExchangeRows(torch.autograd.Function):
     """Exchanges rows: (R, D) grouped by ``send`` sizes -> (M, D) grouped by ``receive`` sizes."""
 
     @staticmethod

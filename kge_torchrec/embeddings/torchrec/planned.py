@@ -23,8 +23,9 @@ from torchrec.distributed.types import (
     ShardingPlan,
 )
 
-from kge_torchrec.config import ConfigError
+from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data import ENTITY
+from kge_torchrec.distributed.processes import Processes, on_first_rank
 
 FORMAT = "kge-torchrec plan"
 VERSION = 1
@@ -189,7 +190,7 @@ class PlanFile:
             if shard != Shard(rank, first if rows else shard.first_row, rows, 0, dim):
                 raise ConfigError(
                     f"{self.path} has been changed: rank {rank} must hold {rows:,} rows from "
-                    f"{first:,} on, as row-wise sharding has it; plan again"
+                    f"{first:,} on, as row-wise sharding requires; plan again"
                 )
 
     def sharding_plan(self) -> ShardingPlan:
@@ -203,6 +204,33 @@ class PlanFile:
             world["size"] // world["hosts"],
             layout["cache_ratio"],
         )
+
+
+def planned_sharding(
+    config: Config, num_entities: int, processes: Processes
+) -> ShardingPlan | None:
+    """Return the sharding of the plan file run.plan, or None without one.  Collective.
+
+    Raises:
+        ConfigError: The plan is for another run.  Raised on every rank.
+    """
+    file = config.run.plan
+    if file is None:
+        return None
+
+    def read() -> ShardingPlan:
+        plan = read_plan(file)
+        plan.check(
+            num_entities=num_entities,
+            dim=config.model.dim,
+            optimizer=config.train.optimizer,
+            world_size=processes.world_size,
+            local_world_size=processes.local_world_size,
+            device_type=processes.device.type,
+        )
+        return plan.sharding_plan()
+
+    return on_first_rank(processes, read)
 
 
 def read_plan(path: str | Path) -> PlanFile:

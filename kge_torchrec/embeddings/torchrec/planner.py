@@ -13,13 +13,12 @@ Shapes: N entities, D elements per row, W ranks; n rows and d columns of a shard
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torchrec import EmbeddingCollection
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
@@ -43,11 +42,15 @@ from kge_torchrec.data import ENTITY
 from kge_torchrec.embeddings.optimizers import optimizer_class
 from kge_torchrec.embeddings.torchrec.sharder import from_fused_params
 from kge_torchrec.environment import host_memory
-from kge_torchrec.errors import KGEError, raised_alike
-
-__all__ = ["GIB", "PlanDoesNotFit", "describe_plan", "host_memory", "plan_row_wise", "plan_table"]
+from kge_torchrec.errors import KGEError
 
 MOST_CUDA_DIM = 2048  # limit of FBGEMM 1.6 to 1.8; its backward fails beyond it
+VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
+FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
+GIB = 1 << 30
+RESERVE = 0.05  # share of the memory for the scorer, activations and so on
+IDS_PER_BATCH = 4096.0  # distinct entity ids that a rank looks up per step
+_CACHE_WAYS = 32  # rows per set; the cache holds whole sets
 UNLIMITED = 1 << 60  # bytes, for a plan whose fit is checked afterwards
 SHARDINGS = tuple(
     kind.value
@@ -58,6 +61,9 @@ SHARDINGS = tuple(
         ShardingType.DATA_PARALLEL,
     )
 )
+
+
+Value = TypeVar("Value")
 
 
 class PlanDoesNotFit(KGEError, RuntimeError):
@@ -75,73 +81,71 @@ def check_cuda_dim(dim: int) -> None:
     """Raise ConfigError if FBGEMM's CUDA kernels do not support rows of D elements."""
     limit = ""
     if dim % 4:
-        limit = f"a multiple of 4, not {dim} (FBGEMM reads four numbers at a time"
+        limit = f"a multiple of 4, not {dim} (FBGEMM reads four elements at a time"
     elif dim > MOST_CUDA_DIM:
-        limit = f"{MOST_CUDA_DIM:,} or less, not {dim:,} (FBGEMM's backward takes no wider row"
+        limit = f"{MOST_CUDA_DIM:,} or less, not {dim:,} (FBGEMM's backward supports no wider rows"
     if limit:
         raise ConfigError(
-            f"model.dim: on CUDA it must be {limit}; entities.engine handrolled takes any)"
+            f"model.dim: on CUDA it must be {limit}; entities.engine handrolled supports any)"
         )
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that a plan is for, and their memory.
+
+    Attributes:
+        count: Ranks in total.
+        per_host: Ranks per host.
+        device: "cpu" or "cuda".
+        device_bytes: Memory of one GPU. None: that of the current GPU.
+        host_bytes: Main memory of one host, which its ranks share. None: that of this host.
+    """
+
+    count: int
+    per_host: int
+    device: str
+    device_bytes: int | None = None
+    host_bytes: int | None = None
+
+    def room(self) -> Bytes:
+        """Return the memory of one rank for the table, without the share ``RESERVE``."""
+        device = device_memory() if self.device_bytes is None else self.device_bytes
+        host = host_memory() if self.host_bytes is None else self.host_bytes
+        return Bytes(int(device * (1 - RESERVE)), int(host // self.per_host * (1 - RESERVE)))
+
+
 def plan_row_wise(
-    model: nn.Module,
-    sharder: EmbeddingCollectionSharder,
-    world_size: int,
-    local_world_size: int,
-    device_type: str,
-    *,
-    process_group: dist.ProcessGroup | None = None,
-    **options: Any,
+    model: nn.Module, sharder: EmbeddingCollectionSharder, ranks: Ranks, **options: Any
 ) -> ShardingPlan:
     """Return the row-wise plan of ``plan_table`` over all ranks, which training uses.
-
-    With a process group the call is collective: rank 0 plans and sends its plan, or its error, to
-    all ranks.
 
     Raises:
         ConfigError: FBGEMM's CUDA kernels do not support this D.
         PlanDoesNotFit: The rows of a rank do not fit into its memory.
     """
-    if device_type == "cuda":
+    if ranks.device == "cuda":
         check_cuda_dim(_find_collection(model)[1].embeddings[ENTITY].weight.shape[1])
-    arguments = (model, sharder, world_size, local_world_size, device_type)
-    if process_group is None:
-        return plan_table(*arguments, **options)
-    return _on_rank_0(process_group, lambda: plan_table(*arguments, **options))
+    return plan_table(model, sharder, ranks, **options)
 
 
 def plan_table(
     model: nn.Module,
     sharder: EmbeddingCollectionSharder,
-    world_size: int,
-    local_world_size: int,
-    device_type: str,
-    *,
+    ranks: Ranks,
     sharding: str = "row_wise",
     kernel: str = "fused",
-    cache_load_factor: float | None = None,
-    device_bytes: int | None = None,
-    host_bytes: int | None = None,
-    reserve: float = 0.05,
-    ids_per_batch: int = 4096,
+    cache_ratio: float = 0.0,
 ) -> ShardingPlan:
     """Return the plan that splits the entity table of ``model`` over all ranks.
 
     Args:
         model: Holds one EmbeddingCollection with the table ENTITY, on the meta device.
         sharder: Its ``fused_params`` name the optimizer, whose state is counted.
-        world_size, local_world_size: Ranks in total, and per machine.
-        device_type: "cpu" or "cuda".
+        ranks: The ranks and their memory.
         sharding: One of SHARDINGS.
-        kernel: "fused" (rows on the device), "fused_uvm" (rows in main memory),
-            "fused_uvm_caching" (main memory with a cache on the device), or, for data_parallel
-            only, "dense".
-        cache_load_factor: Share of the rows in the cache of fused_uvm_caching.
-        device_bytes: Memory of one GPU. None: that of the current GPU.
-        host_bytes: Main memory of one machine, which its ranks share. None: that of this machine.
-        reserve: Share of the memory that is kept free for the scorer, activations and so on.
-        ids_per_batch: Distinct entity ids that a rank looks up per step.
+        kernel: See ``TableForm``.
+        cache_ratio: Share of the rows in the cache of UVM_CACHING.
 
     Raises:
         PlanDoesNotFit: The rows of a rank do not fit into its memory. The message names the rank
@@ -149,23 +153,17 @@ def plan_table(
     """
     name, collection = _find_collection(model)
     table = collection.embeddings[ENTITY].weight
-    host = (host_memory() if host_bytes is None else host_bytes) // local_world_size
-    device = device_memory() if device_bytes is None else device_bytes
-    room = Bytes(int(device * (1 - reserve)), int(host * (1 - reserve)))
-    topology = _topology(world_size, local_world_size, device_type, room.device, room.main)
-    form = TableForm(
-        from_fused_params(sharder.fused_params or {}).name,
-        kernel,
-        cache_load_factor or 0.0,
-        table.element_size(),
-    )
+    room = ranks.room()
+    topology = _topology(ranks.count, ranks.per_host, ranks.device, room)
+    optimizer = from_fused_params(sharder.fused_params or {}).name
+    form = TableForm(optimizer, kernel, cache_ratio, table.element_size())
     constraints = {
         ENTITY: ParameterConstraints(
             sharding_types=[sharding],
             compute_kernels=[kernel],
-            pooling_factors=[float(ids_per_batch)],
-            min_partition=-(-table.shape[1] // world_size),  # columns; at most one shard per rank
-            cache_params=CacheParams(load_factor=cache_load_factor) if cache_load_factor else None,
+            pooling_factors=[IDS_PER_BATCH],
+            min_partition=-(-table.shape[1] // ranks.count),  # columns; at most one shard per rank
+            cache_params=CacheParams(load_factor=cache_ratio) if cache_ratio else None,
         )
     }
     storage = _TableStorage(topology, constraints, form)
@@ -188,7 +186,11 @@ def plan_table(
         need = sum(parts.values(), Bytes())
         if need.device <= room.device and need.main <= room.main:
             raise  # memory is not the problem
-        raise PlanDoesNotFit(_explain(name, sharding, world_size, rows, parts, room)) from error
+        where = f"by {sharding.split('_')[0]}s" if sharding.endswith("_wise") else "on every rank"
+        raise PlanDoesNotFit(
+            f"the entity table {name!r} does not fit {where} on {ranks.count} ranks: "
+            f"{_shortage(rows, parts, room)}"
+        ) from error
 
 
 class _TableStorage(ShardEstimator):
@@ -214,28 +216,22 @@ class _TableStorage(ShardEstimator):
                     self.largest = rows, parts
 
 
-def _explain(
-    name: str, sharding: str, world_size: int, rows: int, parts: dict[str, Bytes], room: Bytes
-) -> str:
-    need = sum(parts.values(), Bytes())
-    on_host = need.main > room.main
-    of = {part: size.main if on_host else size.device for part, size in parts.items()}
-    spread = f"by {sharding.split('_')[0]}s" if sharding.endswith("_wise") else "on every rank"
-    listed = ", ".join(f"{part} {amount(size)}" for part, size in of.items() if size)
+def _shortage(rows: int, parts: dict[str, Bytes], room: Bytes) -> str:
+    """Describe what rank 0 needs, what it has, and what to do."""
+    kind = "main" if sum(parts.values(), Bytes()).main > room.main else "device"
+    sizes = {part: getattr(size, kind) for part, size in parts.items()}
+    listed = ", ".join(f"{part} {amount(size)}" for part, size in sizes.items() if size)
     return (
-        f"the entity table {name!r} does not fit {spread} on {world_size} ranks: rank 0 gets "
-        f"{rows:,} rows and needs {amount(sum(of.values()))} ({listed}) of "
-        f"{'main' if on_host else 'device'} memory, of which it has "
-        f"{amount(room.main if on_host else room.device)}. Use more ranks, a row-wise optimizer, "
-        "16-bit values or, on GPUs, the kernel fused_uvm_caching; `kge-torchrec plan` computes "
-        "what would fit."
+        f"rank 0 gets {rows:,} rows and needs {amount(sum(sizes.values()))} ({listed}) of {kind} "
+        f"memory, of which it has {amount(getattr(room, kind))}. Use more ranks, a row-wise "
+        "optimizer, 16-bit values or, on GPUs, the kernel fused_uvm_caching; `kge-torchrec plan` "
+        "computes what would fit."
     )
 
 
-def _topology(
-    world_size: int, local_world_size: int, device_type: str, device: int, host: int
-) -> Topology:
-    memory = {"hbm_cap_bytes": device if device_type == "cuda" else 0, "ddr_cap_bytes": host}
+def _topology(world_size: int, local_world_size: int, device_type: str, room: Bytes) -> Topology:
+    hbm = room.device if device_type == "cuda" else 0
+    memory = {"hbm_cap_bytes": hbm, "ddr_cap_bytes": room.main}
     if not hasattr(planner_types, "TopologyFactory"):  # before TorchRec 1.8
         return Topology(
             world_size=world_size,
@@ -253,16 +249,16 @@ def _topology(
 
 
 def _find_collection(model: nn.Module) -> tuple[str, EmbeddingCollection]:
-    found = [
+    collections = [
         (name, module)
         for name, module in model.named_modules()
         if isinstance(module, EmbeddingCollection) and ENTITY in module.embeddings
     ]
-    if len(found) != 1:
+    if len(collections) != 1:
         raise ValueError(
-            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(found)}"
+            f"expected one EmbeddingCollection with the table {ENTITY!r}, found {len(collections)}"
         )
-    return found[0]
+    return collections[0]
 
 
 @contextmanager
@@ -274,28 +270,6 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
-
-
-def _on_rank_0(group: dist.ProcessGroup, work: Callable[[], Value]) -> Value:
-    """Run ``work`` on rank 0; return its result, or raise its error, on every rank."""
-    box: list[Any] = [None, None]
-    if dist.get_rank(group) == 0:
-        try:
-            box[0] = work()
-        except Exception as caught:
-            box[1] = raised_alike(caught)
-    if dist.get_world_size(group) > 1:
-        dist.broadcast_object_list(box, group=group, group_src=0)
-    result, error = box
-    if error is not None:
-        raise error
-    return result
-
-
-VALUE_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2}
-FUSED, UVM, UVM_CACHING, DENSE = "fused", "fused_uvm", "fused_uvm_caching", "dense"
-
-_CACHE_WAYS = 32  # rows per set; the cache holds whole sets
 
 
 @dataclass(frozen=True)
@@ -402,10 +376,6 @@ def _cache(rows: int, columns: int, form: TableForm) -> int:
 
 def _in(on_device: bool, size: int) -> Bytes:
     return Bytes(device=size) if on_device else Bytes(main=size)
-
-
-GIB = 1 << 30
-Value = TypeVar("Value")
 
 
 def describe_plan(plan: ShardingPlan, sharder: EmbeddingCollectionSharder | None = None) -> str:

@@ -117,10 +117,10 @@ def _describe_single_row(
     for states in table.get_optimizer_state():
         for name, state in list(states.items())[1:]:
             if state.numel() == 1:
-                alone = EmbeddingFusedOptimizer(
+                as_first = EmbeddingFusedOptimizer(
                     config, table, pg, all_optimizer_states=[{name: state}]
                 )
-                (described,) = next(iter(alone.state.values())).values()
+                (described,) = next(iter(as_first.state.values())).values()
                 next(iter(optimizer.state.values()))[f"{ENTITY}.{name}"] = described
 
 
@@ -199,7 +199,7 @@ class _RowWiseSharding(RwSequenceEmbeddingSharding):
         )
 
     def _ascends(self) -> bool:
-        return all(asks_ascending(c.fused_params) for c in self._grouped_embedding_configs)
+        return all(has_ascending_ids(c.fused_params) for c in self._grouped_embedding_configs)
 
     def _goes_directly(self, device: torch.device | None) -> bool:
         return self._ascends() and (device is None or device.type == "cpu")
@@ -253,8 +253,8 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
         if self._env.world_size == 1:
             rows = kernel.emb_module(ids.values()) if is_ours else kernel(ids)
         elif is_ours and self._direct is not None:
-            asked = self._direct(ids).wait()
-            rows = asked.answered(kernel.emb_module(asked.wait().values()))
+            request = self._direct(ids).wait()
+            rows = request.exchange_rows(kernel.emb_module(request.wait().values()))
         else:
             return super().forward(*features)
         return {ENTITY: JaggedTensor(rows, lengths=ids.lengths())}
@@ -263,8 +263,8 @@ class _ShardedEntityCollection(ShardedEmbeddingCollection):
     def _direct(self) -> DirectInputDist | None:
         """The direct exchange of ids between several ranks, or None if it does not apply."""
         (sharding,) = self._sharding_type_to_sharding.values()
-        found = sharding.create_input_dist(self._device)
-        return found if isinstance(found, DirectInputDist) else None
+        exchange = sharding.create_input_dist(self._device)
+        return exchange if isinstance(exchange, DirectInputDist) else None
 
 
 class EntitySharder(EmbeddingCollectionSharder):
@@ -335,7 +335,7 @@ def fused_params(
     return params
 
 
-def asks_ascending(params: dict[str, Any] | None) -> bool:
+def has_ascending_ids(params: dict[str, Any] | None) -> bool:
     """Return whether ``params`` has ``ascending_ids`` set."""
     return bool(params and params.get(_ASCENDING))
 

@@ -1,4 +1,4 @@
-"""Files of queries and triples: every good line answered, every bad one told with its number."""
+"""Batch inference: valid lines are answered, invalid lines are reported with their number."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from kge_torchrec import files
-from kge_torchrec.answers import files_of_questions, questions
+from kge_torchrec.answers import batch_inference, questions
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import DataError
 
@@ -61,9 +61,9 @@ def check_problems(report):
 
 
 @pytest.mark.parametrize("batch, queries", [(4096, 512), (3, 1)])
-def test_good_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batch, queries):
+def test_valid_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batch, queries):
     monkeypatch.setattr(questions, "BATCH", batch)
-    monkeypatch.setattr(files_of_questions, "QUERIES", queries)
+    monkeypatch.setattr(batch_inference, "QUERIES", queries)
     report = run.answer_file(file, tmp_path / "out.parquet", "parquet", k=4)
     assert report.answered == len(GOOD)
     check_problems(report)
@@ -71,16 +71,16 @@ def test_good_lines_are_answered_in_order(run, file, tmp_path, monkeypatch, batc
     assert report.rows == len(rows) == 4 * 4 + 3
     expected = []
     for line, query in GOOD.items():
-        asked = ("head", "relation", "tail")[query.index(None)]
+        missing = ("head", "relation", "tail")[query.index(None)]
         for a in run.predict(*query, k=4):
             whole = [a.label if part is None else part for part in query]
-            expected.append({"line": line, "asked": asked, "rank": a.rank, "head": whole[0],
+            expected.append({"line": line, "asked": missing, "rank": a.rank, "head": whole[0],
                              "relation": whole[1], "tail": whole[2], "score": a.score,
                              "known": a.known})  # fmt: skip
     assert rows == expected
 
 
-def test_every_format_has_the_same_rows(run, file, tmp_path, capsys):
+def test_every_format_holds_the_same_rows(run, file, tmp_path, capsys):
     for name in ("parquet", "json", "tsv", "table"):
         run.answer_file(file, tmp_path / name, name, k=3, known=False)
     rows = pq.read_table(tmp_path / "parquet").to_pylist()
@@ -97,7 +97,7 @@ def test_every_format_has_the_same_rows(run, file, tmp_path, capsys):
     assert capsys.readouterr().out == (tmp_path / "tsv").read_text()
 
 
-def test_above_a_score_lines_may_have_no_answer(model, tmp_path):
+def test_lines_may_have_no_answer_above_a_score(model, tmp_path):
     (tmp_path / "q").write_text("e1\tr0\t?\ne2\tr0\t?\n")
     best = model.predict("e1", "r0")[0].score
     model.answer_file(tmp_path / "q", tmp_path / "out", above=best)
@@ -106,7 +106,7 @@ def test_above_a_score_lines_may_have_no_answer(model, tmp_path):
     assert lines[1].startswith("1\ttail\t1\te1\tr0\t")
 
 
-def test_scores_of_a_file(run, tmp_path):
+def test_file_of_triples_is_scored(run, tmp_path):
     (tmp_path / "t").write_text("e1\tr0\te2\ne1\tr0\t?\ne3\tr9\te2\ne3\tr1\te3\n")
     for side in ("tail", "head"):
         report = run.score_file(tmp_path / "t", tmp_path / "out", "json", side)
@@ -117,7 +117,7 @@ def test_scores_of_a_file(run, tmp_path):
     assert report.problems[0].reason == "head, relation and tail must be given, 1 are missing"
 
 
-def test_files_that_cannot_be_read_or_written(run, file, tmp_path, monkeypatch):
+def test_unreadable_and_unwritable_files_are_reported(run, file, tmp_path, monkeypatch):
     with pytest.raises(DataError, match="nothing: no such file"):
         run.answer_file(tmp_path / "nothing", tmp_path / "out")
     with pytest.raises(ConfigError, match="parquet is written to a file"):
@@ -138,7 +138,7 @@ def test_files_that_cannot_be_read_or_written(run, file, tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["out", "queries.tsv"]
 
 
-def test_labels_with_tabs_stay_one_field():
+def test_labels_with_tabs_are_escaped():
     from kge_torchrec.answers.tables import _texts
 
     values = ["a\tb\\c\n", None, 1.5, 3, ["a", "b"], []]
@@ -146,7 +146,7 @@ def test_labels_with_tabs_stay_one_field():
 
 
 @pytest.mark.parametrize("text", ["", "\n \n", "head\trelation\ttail\n"])
-def test_a_file_without_a_question_is_refused(model, tmp_path, text):
+def test_empty_query_file_is_rejected(model, tmp_path, text):
     (tmp_path / "q").write_text(text)
     with pytest.raises(DataError, match="q is empty: write lines of queries, such as"):
         model.answer_file(tmp_path / "q", tmp_path / "out")
@@ -155,7 +155,7 @@ def test_a_file_without_a_question_is_refused(model, tmp_path, text):
     assert os.listdir(tmp_path) == ["q"]
 
 
-def test_json_nested_too_deeply_is_a_bad_line(model, tmp_path):
+def test_deeply_nested_json_is_a_bad_line(model, tmp_path):
     deep = '{"head": ' + "[" * 100_000 + "]" * 100_000 + "}"
     (tmp_path / "q").write_text(f"{deep}\ne1\tr0\t?\n")
     report = model.answer_file(tmp_path / "q", tmp_path / "out")

@@ -59,14 +59,14 @@ def answer_file(
     """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
-        missing, parts = batch.ids < 0, []
-        for number, asked in enumerate(PARTS):
-            places = np.flatnonzero(missing[:, number])
+        is_missing, parts = batch.ids < 0, []
+        for number, missing in enumerate(PARTS):
+            places = np.flatnonzero(is_missing[:, number])
             for some in np.array_split(places, range(QUERIES, len(places), QUERIES)):
                 if len(some):
                     queries = batch.ids[some].clip(0)
-                    found = find(model, asked, torch.from_numpy(queries), choice)
-                    parts.append((asked, queries, found, batch.lines[some]))
+                    results = find(model, missing, torch.from_numpy(queries), choice)
+                    parts.append((missing, queries, results, batch.lines[some]))
 
         def rows() -> pa.Table:
             tables = pa.concat_tables([answer_rows(model, *part) for part in parts])
@@ -90,7 +90,7 @@ def score_file(
     errors are those of ``answer_file``.
 
     Args:
-        side: The query that scores a triple.
+        side: The side of the queries that score the triples.
     """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
