@@ -101,8 +101,9 @@ FAULTS = [
     # optimizers and losses
     Fault("relation_lr ignored", ASSEMBLY, "train.relation_lr or train.lr", "train.lr",
           "tests/test_every_key.py -k relation_lr"),
-    Fault("betas of the table ignored", ASSEMBLY,
-          "        betas=(train.beta1, train.beta2),\n", "", "tests/test_every_key.py -k beta"),
+    Fault("betas of the table ignored", "embeddings/optimizers.py",
+          "return cls(name, lr, betas, **values)", "return cls(name, lr, **values)",
+          "tests/test_every_key.py -k beta"),
     Fault("betas of the scorer ignored", "embeddings/optimizers.py",
           "lr=lr, betas=of.betas,", "lr=lr,",
           "tests/test_every_key.py -k beta"),

@@ -10,6 +10,7 @@ Shapes: B triples a step, K negatives, N entities, D numbers a row.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -76,19 +77,20 @@ def clip(config: Config, parameters: list[Tensor]) -> None:
 
 def table_optimizer(config: Config) -> TableOptimizer:
     """The settings of the entity table's optimizer."""
-    train = config.train
-    betas = (train.beta1, train.beta2)
-    return TableOptimizer(train.optimizer, train.lr, betas, train.eps, train.weight_decay)
+    train, options = config.train, asdict(config.train.row_optimizer_options())
+    betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
+    rest = {name: options[name] for name in ("eps", "weight_decay") if name in options}
+    return TableOptimizer(train.optimizer, train.lr, betas, **rest)
 
 
 def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:
     """torch's own optimizer of the same family."""
-    train, rest = config.train, {"weight_decay": config.train.weight_decay}
+    train, table = config.train, table_optimizer(config)
+    rest = {"weight_decay": table.weight_decay}
     if train.optimizer.endswith("adam"):
-        betas = (train.beta1, train.beta2)
-        return torch.optim.AdamW([relations], train.lr, betas, train.eps, **rest)
+        return torch.optim.AdamW([relations], train.lr, table.betas, table.eps, **rest)
     if train.optimizer.endswith("adagrad"):
-        return torch.optim.Adagrad([relations], train.lr, eps=train.eps, **rest)
+        return torch.optim.Adagrad([relations], train.lr, eps=table.eps, **rest)
     return torch.optim.SGD([relations], train.lr, **rest)
 
 

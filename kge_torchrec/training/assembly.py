@@ -104,7 +104,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     objective, init = start_objective(config, store.num_relations)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
-        objective.compile_parts(processes.device.type, config.dense.compile_mode)
+        objective.compile_parts(processes.device.type, config.dense.settings().compile_mode)
     table = table_optimizer(train)
     dense, scales_loss = dense_wrapper(config.dense, processes), train.precision == "fp16"
     if config.entities.engine == "torchrec":
@@ -169,7 +169,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
-        config.model.entity_dropout,
+        config.model.dropouts().entity,
     )
 
 
@@ -225,14 +225,7 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
 
 def table_optimizer(train: TrainConfig) -> TableOptimizer:
     """Make the table's optimizer from the config."""
-    return TableOptimizer(
-        name=train.optimizer,
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        options=train.row_optimizer_options(),
-    )
+    return TableOptimizer.of(train.optimizer, train.lr, train.row_optimizer_options())
 
 
 def dense_optimizer(
