@@ -54,8 +54,9 @@ def main() -> None:
 def check(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Trains and extends; returns what was found, by variant."""
     sizes = divide(options, folder)
-    keys = {"model.dim": options.dim, "train.epochs": options.epochs, "run.tensorboard": False,
-            "run.progress": False, "evaluation.every": 0, "checkpoint.every_epochs": 0}  # fmt: skip
+    keys = {"model.dim": options.dim, "train.epochs": options.epochs, "run.progress": False,
+            "run.trackers.tensorboard": False, "evaluation.every": 0,
+            "checkpoint.every_epochs": 0}  # fmt: skip
     given = [f"--{key}={str(value).lower()}" for key, value in keys.items()]
     given += [f"--{setting}" for setting in options.set]
 

@@ -400,7 +400,7 @@ FAULTS = [
           "SeedSequence((seed, _STREAM, chunk))",
           "SeedSequence((seed, _STREAM, chunk - start // CHUNK_ROWS))",
           "tests/embeddings/test_initialize.py"),
-    Fault("warm-up starts at nothing", "training/trainer.py",
+    Fault("warm-up starts at nothing", "training/schedules.py",
           "return (step + 1) / self.warmup_steps", "return step / self.warmup_steps",
           "tests/training/test_schedule.py"),
     Fault("a higher mean rank is better", "training/state.py",

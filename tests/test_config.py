@@ -208,8 +208,11 @@ def test_far_off_keys_are_not_guessed(written):
         ("train.lr", "fast", "train.lr must be a number or null, got fast"),
         ("train.relation_lr", "fast", "train.relation_lr must be a number or null, got fast"),
         ("run.progress", "maybe", "run.progress must be true or false, got maybe"),
-        ("data.has_header", "3",
-         "data.reader_options.has_header must be true or false or null, got 3"),
+        (
+            "data.has_header",
+            "3",
+            "data.reader_options.has_header must be true or false or null, got 3",
+        ),
     ],
 )
 def test_wrong_types(written, key, value, message):

@@ -23,10 +23,11 @@ SHARED = {
     "train.batch_size": 256,
     "train.epochs": 8,  # some 50 steps
     "train.lr": 0.05,
-    "train.eps": 1e-4,  # so that gradients near zero, whose last bits differ, move nothing far
+    # Gradients near zero, whose last bits differ, move nothing far.
+    "train.optimizer_options.eps": 1e-4,
     "evaluation.every": 0,
     "run.progress": False,
-    "run.tensorboard": False,
+    "run.trackers.tensorboard": False,
     "seed": 5,
 }
 

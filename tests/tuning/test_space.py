@@ -54,6 +54,15 @@ def test_the_configs_own_values_are_tried_as_far_as_they_lie_inside():
     assert own == {**expected, "model.options.p": 0}
 
 
+def test_options_of_another_part_are_left_out():
+    options = {"train.optimizer_options": {"beta1": 0.5, "eps": 1e-4}}
+    config = config_from_dict({**BASE, "train.optimizer": "adam", **options})
+    trial = with_values(config, {"train.optimizer": "adagrad"})
+    assert trial.train.optimizer_options == {"eps": 1e-4}
+    trial = with_values(config, {"train.optimizer": "rowwise_adam"})
+    assert trial.train.optimizer_options == {"beta1": 0.5, "eps": 1e-4}
+
+
 def test_a_space_survives_being_written():
     space = SearchSpace(yaml.safe_load(TEXT))
     assert SearchSpace(yaml.safe_load(space.to_yaml())).parameters == space.parameters
