@@ -344,7 +344,8 @@ def old_rows(
     Args:
         parameters: The parameters by name.
         model: The ``model`` section of the config.
-        old, new: Number of relations before and after.
+        old: Number of relations before.
+        new: Number of relations after.
 
     Returns:
         (rows,) bool by parameter name.

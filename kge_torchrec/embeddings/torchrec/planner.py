@@ -131,7 +131,8 @@ def plan_table(
     Args:
         model: Holds one EmbeddingCollection with the table ENTITY, on the meta device.
         sharder: Its ``fused_params`` name the optimizer, whose state is counted.
-        world_size, local_world_size: Ranks in total, and per machine.
+        world_size: Ranks in total.
+        local_world_size: Ranks per machine.
         device_type: "cpu" or "cuda".
         sharding: One of SHARDINGS.
         kernel: "fused" (rows on the device), "fused_uvm" (rows in main memory),
@@ -343,7 +344,8 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
     """Return the bytes of a shard by part.
 
     Args:
-        rows, columns: Size of the shard.
+        rows: Rows of the shard.
+        columns: Columns of the shard.
         form: Its storage.
         is_cuda: Whether the ranks use GPUs.
 
