@@ -70,6 +70,7 @@ def _keys() -> str:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     if parsed.plan is not None:
         parsed.overrides.append(f"--run.plan={parsed.plan}")
     from kge_torchrec.config.parser import load_config, read_config
