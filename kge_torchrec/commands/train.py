@@ -36,6 +36,7 @@ _INDENT = " " * 22
 
 
 def add(verb: VerbParser) -> None:
+    """Add the arguments of the verb."""
     from kge_torchrec.config.parser import published
 
     names = textwrap.fill(
