@@ -1,4 +1,4 @@
-"""python -m kge_torchrec"""
+"""Run the command line by ``python -m kge_torchrec``."""
 
 import sys
 

@@ -101,7 +101,10 @@ def run_training(
     """Train, see ``train``.
 
     Args:
-        config, callbacks, rank_test, triples: See ``train``.
+        config: See ``train``.
+        callbacks: See ``train``.
+        rank_test: See ``train``.
+        triples: See ``train``.
         checks_effects: False accepts configured keys without effect, which trials of a search may
             have.
     """
@@ -295,8 +298,9 @@ def go_on(
         folder: Folder of the run.
         config: The config from now on.
         ranks: The ranks of the run.
-        callbacks, rank_test: See ``train``.
+        callbacks: See ``train``.
         before: The config so far; None if it is the same.
+        rank_test: See ``train``.
         force: Whether to start at epoch 1 if all written checkpoints are missing.
     """
     on_first_rank(ranks, lambda: check_trackers(config.run))

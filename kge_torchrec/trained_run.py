@@ -208,7 +208,8 @@ class Run(Answering):
             checkpoint: "best", "newest" or a name.  None: the best, or the newest without a best.
             overwrite: Whether to replace an existing export at ``path``.
             card: Whether to write a model card, README.md, for formats without one.
-            license, data_license: Licenses of the model and the data for the card; None: unknown.
+            license: License of the model for the card; None: unknown.
+            data_license: License of the data for the card; None: unknown.
             changed_since: An earlier run, such as the one that this run extends.  Only entities
                 whose rows differ from those of its best checkpoint are written, with their ids in
                 ids.npy.  ``load_model`` does not read such an export.

@@ -30,7 +30,7 @@ KEYS = {
     "evaluation.every": 0,
     "checkpoint.keep": 1,
     "run.progress": False,
-    "run.tensorboard": False,
+    "run.trackers.tensorboard": False,
 }
 CASES = {
     "clean": ("clean", "ignore"),

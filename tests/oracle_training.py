@@ -10,6 +10,7 @@ Shapes: B triples a step, K negatives, N entities, D numbers a row.
 from __future__ import annotations
 
 import math
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -76,19 +77,20 @@ def clip(config: Config, parameters: list[Tensor]) -> None:
 
 def table_optimizer(config: Config) -> TableOptimizer:
     """The settings of the entity table's optimizer."""
-    train = config.train
-    betas = (train.beta1, train.beta2)
-    return TableOptimizer(train.optimizer, train.lr, betas, train.eps, train.weight_decay)
+    train, options = config.train, asdict(config.train.row_optimizer_options())
+    betas = options.get("beta1", 0.9), options.get("beta2", 0.999)
+    rest = {name: options[name] for name in ("eps", "weight_decay") if name in options}
+    return TableOptimizer(train.optimizer, train.lr, betas, **rest)
 
 
 def relation_optimizer(config: Config, relations: Tensor) -> torch.optim.Optimizer:
     """torch's own optimizer of the same family."""
-    train, rest = config.train, {"weight_decay": config.train.weight_decay}
+    train, table = config.train, table_optimizer(config)
+    rest = {"weight_decay": table.weight_decay}
     if train.optimizer.endswith("adam"):
-        betas = (train.beta1, train.beta2)
-        return torch.optim.AdamW([relations], train.lr, betas, train.eps, **rest)
+        return torch.optim.AdamW([relations], train.lr, table.betas, table.eps, **rest)
     if train.optimizer.endswith("adagrad"):
-        return torch.optim.Adagrad([relations], train.lr, eps=train.eps, **rest)
+        return torch.optim.Adagrad([relations], train.lr, eps=table.eps, **rest)
     return torch.optim.SGD([relations], train.lr, **rest)
 
 
@@ -144,15 +146,16 @@ def suits(
     options, column = config.negatives, 0 if side == "head" else 2
     train, label = store.train.tolist(), store.entities.labels(range(store.num_entities))
     types: dict[str, set] = {}
-    if options.types is not None:
-        for line in Path(options.types).read_text("utf-8").splitlines():
+    limits = options.restriction()
+    if limits.types is not None:
+        for line in Path(limits.types).read_text("utf-8").splitlines():
             entity, of = line.split("\t")
             types.setdefault(entity, set()).add(of)
     good = torch.ones(candidates.shape, dtype=torch.bool)
     count = (options.head_count if side == "head" else None) or options.count
     held = candidates.shape[1]
-    if options.among_share < 1:
-        held = max(1, round(options.among_share * count))
+    if limits.share < 1:
+        held = max(1, round(limits.share * count))
     for i, row in enumerate(rows.tolist()):
         right = set(range(store.num_entities))
         if options.among == "seen":

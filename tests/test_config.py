@@ -72,7 +72,7 @@ def test_values_of_every_kind():
         "train.relation_lr": 0.5, "run.progress": False, "model.dim": 6,
     }  # fmt: skip
     config = load_config(None, overrides)
-    assert config.data.ratio == (0.8, 0.1, 0.1) and config.data.has_header is True
+    assert config.data.ratio == (0.8, 0.1, 0.1) and config.data.file_options().has_header is True
     assert config.run.dir is None and config.run.progress is False
     assert config.train.relation_lr == 0.5 and config.model.dim == 6
 
@@ -208,7 +208,11 @@ def test_far_off_keys_are_not_guessed(written):
         ("train.lr", "fast", "train.lr must be a number or null, got fast"),
         ("train.relation_lr", "fast", "train.relation_lr must be a number or null, got fast"),
         ("run.progress", "maybe", "run.progress must be true or false, got maybe"),
-        ("data.has_header", "3", "data.has_header must be true or false or null, got 3"),
+        (
+            "data.has_header",
+            "3",
+            "data.reader_options.has_header must be true or false or null, got 3",
+        ),
     ],
 )
 def test_wrong_types(written, key, value, message):
@@ -226,16 +230,19 @@ def test_negative_and_non_finite_numbers_name_their_key(key, value):
     assert error_of({key: value}).startswith(f"{key} must be ")
 
 
+ADAM = {"train.optimizer": "adam"}
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         ({"train.lr": 0}, "train.lr must be a number > 0, got 0.0"),
-        ({"dense.compile_mode": "fast"}, "dense.compile_mode must be one of default, reduce-"),
+        ({"dense.compile_mode": "fast"}, "dense.options.compile_mode must be one of default, red"),
         ({"dense.compile_mode": "reduce-overhead"}, "it acts only with dense.compile true;"),
         ({"train.batch_size": 0}, "train.batch_size must be an integer >= 1, got 0"),
-        ({"train.beta1": 1}, "train.beta1 must be in [0, 1), got 1.0"),
-        ({"train.beta2": 0.99999999}, "train.beta2 must be at most 0.99999994, the float32"),
-        ({"train.decay": 0}, "train.decay must be in (0, 1], got 0.0"),
+        ({**ADAM, "train.beta1": 1}, "train.optimizer_options.beta1 must be in [0, 1), got 1.0"),
+        ({**ADAM, "train.beta2": 0.99999999}, "beta2 must be at most 0.99999994, the float32"),
+        ({"train.schedule": "plateau", "train.decay": 0}, "decay must be in (0, 1], got 0.0"),
         ({"loss.label_smoothing": 1}, "loss.options.label_smoothing must be in [0, 1), got 1.0"),
         ({"data.ratio": [0.5, 0.5, 0.5]}, "data.ratio must be shares that sum to 1"),
         ({"data.ratio": [2, -0.5, -0.5]}, "data.ratio must be a number >= 0, got -0.5"),
@@ -250,7 +257,7 @@ def test_negative_and_non_finite_numbers_name_their_key(key, value):
             {"loss.name": "margin", "loss.label_smoothing": 0.1},
             "label_smoothing is no option",
         ),
-        ({"train.weight_decay": 0.1, "train.optimizer": "sgd"}, "train.weight_decay"),
+        ({"train.weight_decay": 0.1, "train.optimizer": "sgd"}, "weight_decay is no option"),
     ],
 )
 def test_values_out_of_range(overrides, message):
@@ -335,9 +342,9 @@ def test_options_of_scorers_are_read_from_files_and_the_command_line(written):
         ),
         (
             {"model.scorer": "rotate", "model.hidden_dropout": 0.1},
-            "model.hidden_dropout has no meaning for rotate, whose query is a point",
+            "model.dropout.hidden has no meaning for rotate, whose query is a point",
         ),
-        ({"model.input_dropout": 1}, "model.input_dropout must be in [0, 1), got 1.0"),
+        ({"model.input_dropout": 1}, "model.dropout.input must be in [0, 1), got 1.0"),
         ({"model.normalization": "batch"}, "model.normalization must be one of none, unit, layer"),
     ],
 )

@@ -14,15 +14,16 @@ from typing import Any
 
 import pytest
 from key_effects import Effects, changed, make_graphs, restored
-from training_runs import QUIET
+from training_runs import quiet
 
-from kge_torchrec.config import SCORER_NAMES, Config, all_keys
+from kge_torchrec.config import Config, all_keys
+from kge_torchrec.config.keys import Part, declared, key_of
 from kge_torchrec.config.options import options_help
 from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.config.sparse_options import FBGEMM
 from kge_torchrec.distributed.processes import processes
 
-BASE = {**QUIET, "data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
+BASE = {"data.path": "{graphs}/store", "run.dir": "{here}/whole", "train.epochs": 1,
         "train.log_every": 1, "checkpoint.every_epochs": 0,
         "entities.engine": "handrolled"}  # fmt: skip  # which is there sooner
 
@@ -72,11 +73,13 @@ CASES = [
     case("data.path", "{graphs}/store", "{graphs}/single.tsv", "triples"),
     case("data.ratio", (0.8, 0.1, 0.1), (0.5, 0.25, 0.25), "triples",
          data__path="{graphs}/single.tsv"),
-    case("data.has_header", False, True, "triples", data__path="{graphs}/single.tsv"),
+    case("data.reader_options.has_header", False, True, "triples",
+         data__path="{graphs}/single.tsv"),
     case("data.allow_unseen_relations", False, True, "triples", data__path="{graphs}/unseen"),
-    case("data.literals", "drop", "keep", "triples", data__path="{graphs}/literals.nt",
+    case("data.reader_options.literals", "drop", "keep", "triples",
+         data__path="{graphs}/literals.nt",
          data__ratio=(1, 0, 0)),
-    case("data.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
+    case("data.reader_options.columns", ["a", "r", "b"], ["b", "r", "a"], "triples",
          data__path="{graphs}/named.tsv", data__ratio=(1, 0, 0)),
     *(case("data.weights", "ignore", use, "table", data__path="{graphs}/weighted",
            negatives__regime=regime)
@@ -98,14 +101,16 @@ CASES = [
     case("model.init_scale", 0.5, 0.1, "start_of_table", "start_of_scorer"),
     case("model.normalization", "none", "unit", "table"),
     case("model.biases", False, True, "start_of_table", "start_of_scorer", "table"),
-    *(case(f"model.{key}", 0.0, 0.5, "table", "scorer", negatives__regime=regime)
-      for key in ("entity_dropout", "relation_dropout")
+    *(case(f"model.dropout.{key}", 0.0, 0.5, "table", "scorer", negatives__regime=regime)
+      for key in ("entity", "relation")
       for regime in ("sampled", "kvsall", "kvssample")),
     case("model.init_from", "{graphs}/vectors.npy", None, "table"),
-    case("model.init_width", "random", "pca", "table", model__init_from="{graphs}/wide.npy"),
-    case("model.init_frozen", False, True, "table", model__init_from="{graphs}/vectors.npy"),
-    case("model.input_dropout", 0.0, 0.5, "table", "scorer"),
-    case("model.hidden_dropout", 0.0, 0.5, "table", "scorer"),
+    case("model.init_options.width", "random", "pca", "table",
+         model__init_from="{graphs}/wide.npy"),
+    case("model.init_options.frozen", False, True, "table",
+         model__init_from="{graphs}/vectors.npy"),
+    case("model.dropout.input", 0.0, 0.5, "table", "scorer"),
+    case("model.dropout.hidden", 0.0, 0.5, "table", "scorer"),
     *options("keci", 12, p=(0, 1), q=(0, 1)),
     *options("decal", 12, r=(0, 1)),
     *options("conex", 8, channels=(2, 3), kernel_size=(1, 3), feature_dropout=(0.0, 0.5)),
@@ -161,11 +166,12 @@ CASES = [
          negatives__sampling="degree"),
     case("negatives.filtered", False, True, "batches", "table"),
     case("negatives.among", "all", "seen", "batches", "table"),
-    case("negatives.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv", "batches",
+    case("negatives.among_options.types", "{graphs}/halves.tsv", "{graphs}/all_alike.tsv",
+         "batches",
          negatives__among="types", negatives__chunk_size=1),
-    case("negatives.file", "{graphs}/wrong.tsv", "{graphs}/wrong_too.tsv", "batches",
+    case("negatives.among_options.file", "{graphs}/wrong.tsv", "{graphs}/wrong_too.tsv", "batches",
          negatives__among="own"),
-    case("negatives.among_share", 1.0, 0.5, "batches", "table", negatives__among="seen"),
+    case("negatives.among_options.share", 1.0, 0.5, "batches", "table", negatives__among="seen"),
     case("negatives.max_answers", 0, 1, "batches", "table", **KVSSAMPLE),
     # entities
     case("entities.engine", "torchrec", "handrolled", "engine"),
@@ -183,11 +189,12 @@ CASES = [
     case("dense.wrapper", "none", "ddp", "dense_wrapper"),
     *(case("dense.wrapper", "none", "fsdp", "dense_wrapper", **regime)
       for regime in ({}, KVSALL)),
-    case("dense.sharding", "full", "grad_op", "fully_shard", dense__wrapper="fsdp"),
-    case("dense.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
-    case("dense.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
+    case("dense.options.sharding", "full", "grad_op", "fully_shard", dense__wrapper="fsdp"),
+    case("dense.options.cpu_offload", False, True, "fully_shard", dense__wrapper="fsdp"),
+    case("dense.options.replicas", 1, 2, "mesh", dense__wrapper="hybrid"),
     case("dense.compile", False, True, "compiled"),
-    case("dense.compile_mode", "default", "reduce-overhead", "compiled", dense__compile=True),
+    case("dense.options.compile_mode", "default", "reduce-overhead", "compiled",
+         dense__compile=True),
     # train
     case("train.epochs", 1, 2, "kinds", "table"),
     case("train.batch_size", 32, 16, "batches", "table"),
@@ -202,28 +209,32 @@ CASES = [
       for engine in ({}, TORCHREC)),
     *(case("train.relation_lr", 0.05, 0.1, "scorer", train__optimizer=name, **ONE_STEP)
       for name in ("adam", "adagrad", "sgd")),
-    *(case(f"train.{beta}", 0.5, 0.9, "scorer", **ADAM, **TABLE_STANDS)
+    *(case(f"train.optimizer_options.{beta}", 0.5, 0.9, "scorer", **ADAM, **TABLE_STANDS)
       for beta in ("beta1", "beta2")),
-    *(case(f"train.{beta}", 0.5, 0.9, "table", **ADAM, **SCORER_STANDS, **engine)
+    *(case(f"train.optimizer_options.{beta}", 0.5, 0.9, "table", **ADAM, **SCORER_STANDS, **engine)
       for beta in ("beta1", "beta2") for engine in ({}, TORCHREC)),
-    *(case("train.eps", 1e-4, 1e-2, "table", "scorer", train__optimizer=name, **ONE_STEP, **engine)
+    *(case("train.optimizer_options.eps", 1e-4, 1e-2, "table", "scorer", train__optimizer=name,
+           **ONE_STEP, **engine)
       for name in ("adam", "adagrad") for engine in ({}, TORCHREC)),
-    *(case("train.weight_decay", 0.0, 0.1, "table", "scorer", train__optimizer=name, **ONE_STEP,
+    *(case("train.optimizer_options.weight_decay", 0.0, 0.1, "table", "scorer",
+           train__optimizer=name, **ONE_STEP,
            **engine)
       for name in ("adam", "rowwise_adagrad") for engine in ({}, TORCHREC)),
     *(case("train.schedule", "constant", name, "rates", "table", "scorer", train__epochs=2)
       for name in ("linear", "cosine", "exponential")),
-    case("train.schedule", "constant", "plateau", "rates", train__plateau_patience=0,
-         **NO_PROGRESS),
+    case("train.schedule", "constant", "plateau", "rates", **{**NO_PROGRESS, "train__epochs": 6}),
     *(case("train.warmup_steps", 0, 3, "rates", "table", "scorer", **ONE_STEP, **engine)
       for engine in ({}, TORCHREC)),
-    case("train.decay", 0.5, 0.9, "rates", "table", "scorer", train__schedule="exponential",
+    case("train.schedule_options.decay", 0.5, 0.9, "rates", "table", "scorer",
+         train__schedule="exponential",
          train__epochs=2),
-    case("train.decay", 0.5, 0.9, "rates", train__schedule="plateau", train__plateau_patience=0,
+    case("train.schedule_options.decay", 0.5, 0.9, "rates", train__schedule="plateau",
+         train__schedule_options__patience=0,
          **NO_PROGRESS),
-    case("train.plateau_threshold", 0.0, 1e6, "rates", train__schedule="plateau",
-         train__plateau_patience=0, seed=3, **VALIDATED),
-    case("train.plateau_patience", 0, 1, "rates", train__schedule="plateau", **NO_PROGRESS),
+    case("train.schedule_options.threshold", 0.0, 1e6, "rates", train__schedule="plateau",
+         train__schedule_options__patience=0, seed=3, **VALIDATED),
+    case("train.schedule_options.patience", 0, 1, "rates", train__schedule="plateau",
+         **NO_PROGRESS),
     *(case("train.optimizer", "sgd", "foreign_parts:Momentum", "table", "scorer", **engine)
       for engine in ({}, TORCHREC)),
     case("train.optimizer_options", {}, {"keep": 0.9}, "table", "scorer",
@@ -260,9 +271,9 @@ CASES = [
     case("run.dir", "{here}/one", "{here}/other", "run"),
     case("run.resume", "never", "require", "run"),
     case("run.progress", False, True, "run"),
-    case("run.tensorboard", False, True, "run"),
-    case("run.wandb", None, "a-project", "run"),
-    case("run.mlflow", None, "an-experiment", "run"),
+    case("run.trackers.tensorboard", False, True, "run"),
+    case("run.trackers.wandb", None, "a-project", "run"),
+    case("run.trackers.mlflow", None, "an-experiment", "run"),
     case("run.plan", None, "{here}/no-such-plan.json", "run", **TORCHREC),
     # the rest
     case("size", "small", "base", "start_of_table", "start_of_scorer", model__dim=None),
@@ -288,7 +299,7 @@ def effects(tmp_path_factory):
         return value.format(graphs=graphs, here=here) if isinstance(value, str) else value
 
     def make(changes: dict[str, Any], anew: bool = False) -> Effects:
-        keys = {**BASE, **changes}
+        keys = {**quiet(changes), **BASE, **changes}
         name = str(sorted(keys.items()))
         if anew or name not in kept:
             here = tmp_path_factory.mktemp("run") / "run"
@@ -302,21 +313,15 @@ def effects(tmp_path_factory):
 
 def test_the_table_has_every_key():
     """For a key that is missing here: see the head of this file."""
-    of_scorers = {
-        f"model.options.{option.name}"
-        for name in SCORER_NAMES
-        for option in options_help(resolve("scorer", name))
-    }
-    of_losses = {
-        f"loss.options.{option.name}"
-        for name in KINDS["loss"].ours
-        for option in options_help(resolve("loss", name))
-    }
-    others = {f"entities.options.{name}" for name in asdict(FBGEMM)}
-    others |= {"negatives.options.degree_power"} | of_losses | of_scorers
-    groups = {key.rpartition(".")[0] for key in others}
-    keys = set(all_keys()) - groups | others
-    there = {case.key for case in CASES}
+    options = {f"entities.options.{name}" for name in asdict(FBGEMM)}
+    for key, item in declared(Config).items():
+        of = key_of(item).options
+        owners = [] if of is None else [of]
+        if isinstance(of, Part):  # a case takes the options of a part from outside as a whole
+            owners = [resolve(of.kind, name) for name in KINDS[of.kind].ours] or [of.otherwise]
+        options |= {f"{key}.{o.name}" for owner in owners for o in options_help(owner)}
+    keys = set(all_keys()) - {name.rpartition(".")[0] for name in options} | options
+    there = {case.key for case in CASES} - {"data.reader_options", "train.optimizer_options"}
     assert keys - there == set(), "CASES has no entry for these keys"
     assert there - keys == set(), "CASES has entries for what is no key"
 

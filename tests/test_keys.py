@@ -7,6 +7,7 @@ A new key fails here until the tables have it: ``WITHOUT_EFFECT`` if it is decla
 from __future__ import annotations
 
 import logging
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from kge_torchrec.cli import main
 from kge_torchrec.config import Config, ConfigError, all_keys
 from kge_torchrec.config.keys import (
     Facts,
+    Part,
     check_effects,
     check_resume,
     declared,
@@ -27,7 +29,9 @@ from kge_torchrec.config.keys import (
     moved_keys,
     without_effect,
 )
+from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict, load_config
+from kge_torchrec.config.registry import KINDS, resolve
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.data.prepare import prepare
 
@@ -39,15 +43,15 @@ PLATEAU = {"train.schedule": "plateau"}
 # key: (a value that has no effect, what it has none with, what gives it one)
 WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Facts]] = {
     "data.ratio": ([0.8, 0.1, 0.1], UNREAD, Facts()),
-    "data.has_header": (True, UNREAD, Facts()),
+    "data.reader_options.has_header": (True, UNREAD, Facts()),
     "data.allow_unseen_relations": (True, UNREAD, Facts()),
-    "data.literals": ("keep", UNREAD, Facts()),
-    "data.columns": (["a", "b", "c"], UNREAD, Facts()),
+    "data.reader_options.literals": ("keep", UNREAD, Facts()),
+    "data.reader_options.columns": (["a", "b", "c"], UNREAD, Facts()),
     "data.types_from": ("is", UNREAD, Facts()),
     "data.type_triples": ("keep", {}, {"data.types_from": "is"}),
     "data.reader": ("foreign_parts:Words", UNREAD, Facts()),
-    "model.init_width": ("pca", {}, {"model.init_from": "x.npy"}),
-    "model.init_frozen": (True, {}, {"model.init_from": "x.npy"}),
+    "model.init_options.width": ("pca", {}, {"model.init_from": "x.npy"}),
+    "model.init_options.frozen": (True, {}, {"model.init_from": "x.npy"}),
     "negatives.count": (9, FULL, {"negatives.regime": "kvssample"}),
     "negatives.head_count": (9, {"negatives.regime": "kvssample"}, {}),
     "negatives.in_batch": (True, FULL, {}),
@@ -55,21 +59,21 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
     "negatives.log_q": (True, {"negatives.regime": "kvssample"}, {}),
     "negatives.chunk_size": (9, FULL, {}),
     "negatives.sampling": ("degree", FULL, {"negatives.regime": "kvssample"}),
-    "negatives.types": ("x.tsv", {"negatives.among": "seen"}, {"negatives.among": "types"}),
-    "negatives.file": ("x.tsv", {}, {"negatives.among": "own"}),
-    "negatives.among_share": (0.5, {}, {"negatives.among": "seen"}),
+    "negatives.among_options.types": (
+        "x.tsv",
+        {"negatives.among": "seen"},
+        {"negatives.among": "types"},
+    ),
+    "negatives.among_options.file": ("x.tsv", {}, {"negatives.among": "own"}),
+    "negatives.among_options.share": (0.5, {}, {"negatives.among": "seen"}),
     "negatives.max_answers": (9, {}, {"negatives.regime": "kvssample"}),
     "entities.deduplicate": (False, FULL, {}),
-    "dense.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
-    "dense.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
-    "dense.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
-    "dense.compile_mode": ("max-autotune", {}, {"dense.compile": True}),
-    "train.beta1": (0.5, {}, {"train.optimizer": "adam"}),
-    "train.beta2": (0.5, {"train.optimizer": "sgd"}, {"train.optimizer": "rowwise_adam"}),
-    "train.eps": (1e-4, {"train.optimizer": "sgd"}, {}),
-    "train.decay": (0.5, {}, {"train.schedule": "exponential"}),
-    "train.plateau_patience": (1, {"train.schedule": "exponential"}, PLATEAU),
-    "train.plateau_threshold": (0.1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
+    "dense.options.sharding": ("grad_op", {}, {"dense.wrapper": "fsdp"}),
+    "dense.options.replicas": (2, {"dense.wrapper": "fsdp"}, {"dense.wrapper": "hybrid"}),
+    "dense.options.cpu_offload": (True, {"dense.wrapper": "ddp"}, {"dense.wrapper": "hybrid"}),
+    "dense.options.compile_mode": ("max-autotune", {}, {"dense.compile": True}),
+    "train.schedule_options.patience": (1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
+    "train.schedule_options.threshold": (0.1, {**PLATEAU, "evaluation.every": 0}, PLATEAU),
     "train.tf32": (True, Facts(on_cuda=False), Facts(on_cuda=True)),
     "train.freeze": ("old", Facts(extended=False), Facts(extended=True)),
     "train.replay": (0.5, Facts(extended=False), Facts(extended=True)),
@@ -83,10 +87,40 @@ WITHOUT_EFFECT: dict[str, tuple[Any, dict[str, Any] | Facts, dict[str, Any] | Fa
 }
 
 
+def every_rule() -> dict[str, Any]:
+    """The fields of all keys, and of all options that are declared by ``key``."""
+    found = dict(declared(Config))
+    for name, item in declared(Config).items():
+        of = key_of(item).options
+        parts = [of] if isinstance(of, type) else []
+        if isinstance(of, Part):
+            parts = [resolve(of.kind, each) for each in KINDS[of.kind].ours]
+            parts += [] if of.otherwise is None else [of.otherwise]
+        for part in parts:
+            for field in fields(settings_of(part)):
+                if "key" in field.metadata:
+                    found[f"{name}.{field.name}"] = field
+    return found
+
+
 def test_every_key_that_does_not_always_act_is_in_the_table():
-    conditional = {key for key, item in declared(Config).items() if key_of(item).acts}
-    assert conditional == set(WITHOUT_EFFECT)
-    assert all(key_of(item).help.endswith(".") for item in declared(Config).values())
+    rules = every_rule()
+    assert {name for name, item in rules.items() if key_of(item).acts} == set(WITHOUT_EFFECT)
+    assert all(key_of(item).help.endswith(".") for item in rules.values())
+
+
+@pytest.mark.parametrize("key, others, expected", [
+    ("train.beta1", {"train.optimizer": "sgd"}, "is no option of SGD, which has none"),
+    ("train.optimizer_options.beta2", {}, "is no option of Adagrad, which has eps"),
+    ("train.optimizer_options.weight_decay", {}, "is no option of Adagrad, which has eps"),
+    ("train.decay", {}, "is no option of Constant, which has none"),
+    ("train.plateau_patience", {"train.schedule": "exponential"},
+     "is no option of Exponential, which has decay"),
+    ("model.dropout.head", {}, "is no option of Dropout, which has entity, relation, input"),
+])  # fmt: skip
+def test_an_option_that_the_part_does_not_have_is_refused(key, others, expected):
+    with pytest.raises(ConfigError, match=expected):
+        load_config(None, {**others, key: 0.5})
 
 
 @pytest.mark.parametrize("key", WITHOUT_EFFECT)
@@ -103,7 +137,7 @@ def test_a_key_without_effect_is_refused_and_says_what_makes_it_act(key):
             load_config(None, {**off, key: value})
     config, facts = _with(key, value, on)
     check_effects(config, facts)
-    config, facts = _with(key, default_of(declared(Config)[key]), off)
+    config, facts = _with(key, default_of(every_rule()[key]), off)
     assert key not in without_effect(config, facts)
 
 
@@ -128,17 +162,20 @@ def test_the_config_of_an_earlier_run_opens_and_resumes(tmp_path, caplog):
     store = tiny_store(tmp_path / "store").path
     with api.train(config_of(store, tmp_path / "run", train__epochs=1)) as run:
         text = (run.path / "config.yaml").read_text()
-        assert "decay: 0.95" in text
-        text = text.replace("\n  decay: 0.95", "\n  decay: 0.5")
+        # Lines of a run of before, at their default and not.
+        text = text.replace("\n  schedule: constant", "\n  schedule: constant\n  decay: 0.5")
+        text = text.replace("\nmodel:\n", "\nmodel:\n  hidden_dropout: 0.0\n  input_dropout: 0.1\n")
+        text = text.replace("\nrun:\n", "\nrun:\n  wandb: null\n")
         # Keys of before, at their defaults and not, with an effect and without.
         text = text.replace("\nloss:\n", "\nloss:\n  margin: 3.0\n  label_smoothing: 0.1\n")
         text = text.replace("\nentities:\n", "\nentities:\n  epsilon: null\n")
         (run.path / "config.yaml").write_text(text)
     with api.open_run(tmp_path / "run") as old:
-        assert old.config.train.decay == 0.5 and old.config.entities.options == {}
+        assert old.config.train.schedule_options == old.config.entities.options == {}
+        assert old.config.model.dropout == {"input": 0.1}
         assert old.config.loss.options == {"label_smoothing": 0.1}
-    with pytest.raises(ConfigError, match=r"train.plateau_patience 1 has no effect here"):
-        api.resume(tmp_path / "run", {"train.plateau_patience": 1})
+    with pytest.raises(ConfigError, match=r"negatives.max_answers 9 has no effect here"):
+        api.resume(tmp_path / "run", {"negatives.max_answers": 9})
     with api.resume(tmp_path / "run", {"train.epochs": 2}) as resumed:
         assert resumed.results["train"]["epochs"] == 2
     caplog.clear()
@@ -165,6 +202,32 @@ MOVED = {  # old: (value, other keys that it needs)
     "entities.state_rounding": ("nearest", {"entities.state_dtype": "bf16"}),
     "entities.state_device": ("cpu", {}),
     "entities.async_step": (True, {}),
+    "data.has_header": (True, {}),
+    "data.columns": (["a", "b", "c"], {}),
+    "data.literals": ("keep", {}),
+    "model.entity_dropout": (0.1, {}),
+    "model.relation_dropout": (0.1, {}),
+    "model.input_dropout": (0.1, {}),
+    "model.hidden_dropout": (0.1, {}),
+    "model.init_width": ("pca", {"model.init_from": "x.npy"}),
+    "model.init_frozen": (True, {"model.init_from": "x.npy"}),
+    "negatives.types": ("x.tsv", {"negatives.among": "types"}),
+    "negatives.file": ("x.tsv", {"negatives.among": "own"}),
+    "negatives.among_share": (0.5, {"negatives.among": "seen"}),
+    "dense.sharding": ("grad_op", {"dense.wrapper": "fsdp"}),
+    "dense.replicas": (2, {"dense.wrapper": "hybrid"}),
+    "dense.cpu_offload": (True, {"dense.wrapper": "fsdp"}),
+    "dense.compile_mode": ("max-autotune", {"dense.compile": True}),
+    "train.beta1": (0.5, {"train.optimizer": "adam"}),
+    "train.beta2": (0.5, {"train.optimizer": "adam"}),
+    "train.eps": (1e-4, {}),
+    "train.weight_decay": (0.1, {"train.optimizer": "rowwise_adagrad"}),
+    "train.decay": (0.5, {"train.schedule": "exponential"}),
+    "train.plateau_patience": (1, PLATEAU),
+    "train.plateau_threshold": (0.1, PLATEAU),
+    "run.tensorboard": (False, {}),
+    "run.wandb": ("x", {}),
+    "run.mlflow": ("x", {}),
 }
 
 
@@ -190,7 +253,7 @@ def test_old_names_of_keys_work_with_a_note(old, tmp_path, caplog):
 
 def test_every_moved_key_is_in_the_table():
     assert set(MOVED) == set(moved_keys(Config))
-    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 105
+    assert not set(MOVED) & set(all_keys()) and len(all_keys()) <= 85
 
 
 def _python(keys: dict[str, Any]) -> dict[str, Any]:
@@ -206,10 +269,10 @@ def test_keys_of_reading_are_refused_where_the_triples_are_read_otherwise(tmp_pa
     store = prepare(tmp_path / "graph", tmp_path / "store", progress=False, log_notes=False).path
     for data, key, value in (
         (tmp_path / "graph", "data.ratio", [0.8, 0.1, 0.1]),
-        (tmp_path / "graph", "data.literals", "keep"),
+        (tmp_path / "graph", "data.reader_options.literals", "keep"),
         (store, "data.ratio", [0.8, 0.1, 0.1]),
-        (store, "data.columns", ["a", "b", "c"]),
-        ("countries", "data.literals", "keep"),
+        (store, "data.reader_options.columns", ["a", "b", "c"]),
+        ("countries", "data.reader_options.literals", "keep"),
         (store, "train.tf32", True),
         (store, "train.replay", 0.5),
     ):
@@ -227,19 +290,16 @@ RATIO = [0.8, 0.1, 0.1]
 # key: (another value, whether it is accepted). Keys of one value only have a second one here.
 CHANGES: dict[str, tuple[Any, bool]] = {
     "data.path": ("countries", False), "data.ratio": (RATIO, False),
-    "data.has_header": (True, False), "data.allow_unseen_relations": (True, False),
-    "data.literals": ("keep", False), "data.columns": (["a", "b", "c"], False),
+    "data.allow_unseen_relations": (True, False),
     "data.weights": ("loss", False), "data.types_from": ("is", False),
     "data.type_triples": ("keep", False), "data.reader": ("foreign_parts:Words", False),
-    "data.reader_options": ({"backwards": True}, False),
+    "data.reader_options": ({"has_header": True}, False),
     "model.scorer": ("distmult", False), "model.dim": (16, False),
     "model.reciprocal": (False, False), "model.init": ("uniform", False),
     "model.init_scale": (0.25, False), "model.normalization": ("unit", False),
-    "model.biases": (True, False), "model.entity_dropout": (0.1, True),
-    "model.relation_dropout": (0.1, True), "model.input_dropout": (0.1, True),
-    "model.hidden_dropout": (0.1, True), "model.options": ({"p": 1}, False),
-    "model.init_from": ("x.npy", False), "model.init_width": ("pca", False),
-    "model.init_frozen": (True, False),
+    "model.biases": (True, False), "model.dropout": ({"hidden": 0.1}, True),
+    "model.options": ({"p": 1}, False),
+    "model.init_from": ("x.npy", False), "model.init_options": ({"width": "pca"}, False),
     "loss.name": ("bce", True), "loss.n3": (0.1, True),
     "loss.l2": (0.1, True), "loss.relation_weight": (0.1, True),
     "loss.regularizers": ({"dura": 0.1}, True), "loss.options": ({"label_smoothing": 0.1}, True),
@@ -249,23 +309,21 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "negatives.chunk_size": (4, True), "negatives.sides": ("tail", True),
     "negatives.sampling": ("degree", True),
     "negatives.filtered": (True, True), "negatives.among": ("seen", True),
-    "negatives.types": ("x.tsv", True), "negatives.file": ("x.tsv", True),
-    "negatives.among_share": (0.5, True), "negatives.max_answers": (9, True),
+    "negatives.among_options": ({"share": 0.5}, True), "negatives.max_answers": (9, True),
     "negatives.options": ({"degree_power": 0.5}, True),
     "entities.engine": ("handrolled", True), "entities.deduplicate": (False, True),
     "entities.preset": ("dgl", False), "entities.options": ({"duplicates": "mean"}, True),
-    "dense.wrapper": ("fsdp", True), "dense.sharding": ("grad_op", True),
-    "dense.replicas": (2, True), "dense.cpu_offload": (True, True), "dense.compile": (True, True),
-    "dense.compile_mode": ("max-autotune", True),
+    "dense.wrapper": ("fsdp", True), "dense.compile": (True, True),
+    "dense.options": ({"sharding": "grad_op"}, True),
     "train.epochs": (9, True), "train.batch_size": (64, False), "train.optimizer": ("sgd", False),
-    "train.lr": (0.01, True), "train.relation_lr": (0.01, True), "train.beta1": (0.5, True),
-    "train.beta2": (0.5, True), "train.eps": (1e-3, True), "train.weight_decay": (0.1, True),
-    "train.schedule": ("linear", True), "train.warmup_steps": (3, True), "train.decay": (0.5, True),
-    "train.plateau_patience": (1, True), "train.plateau_threshold": (0.1, True),
+    "train.lr": (0.01, True), "train.relation_lr": (0.01, True),
+    "train.optimizer_options": ({"eps": 0.1}, True),
+    "train.schedule": ("linear", True), "train.warmup_steps": (3, True),
+    "train.schedule_options": ({"decay": 0.5}, True),
     "train.precision": ("bf16", True), "train.tf32": (True, True), "train.accumulation": (2, True),
     "train.clip_norm": (1.0, True), "train.clip_value": (1.0, True),
     "train.pipeline": ("loop", True), "train.log_every": (7, True),
-    "train.optimizer_options": ({"keep": 0.5}, True), "train.freeze": ("old", True),
+    "train.freeze": ("old", True),
     "train.replay": (0.5, True),
     "evaluation.every": (1, True), "evaluation.metric": ("mr", True),
     "evaluation.patience": (1, True), "evaluation.max_triples": (5, True),
@@ -274,7 +332,7 @@ CHANGES: dict[str, tuple[Any, bool]] = {
     "checkpoint.every_epochs": (2, True), "checkpoint.every_steps": (2, True),
     "checkpoint.keep": (3, True),
     "run.dir": ("elsewhere", False), "run.resume": ("auto", False), "run.progress": (True, True),
-    "run.tensorboard": (True, True), "run.wandb": ("x", True), "run.mlflow": ("x", True),
+    "run.trackers": ({"wandb": "x"}, True),
     "run.plan": ("x.json", True),
     "size": ("large", False), "seed": (1, False), "device": ("auto", True), "threads": (2, True),
     "transport": ("gloo", True),
@@ -292,12 +350,11 @@ def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
     value, accepted = CHANGES[key]
     others = {
         "model.options": {"model.scorer": "keci", "model.dim": 12},
-        "data.reader_options": {"data.reader": "foreign_parts:Words"},
-        "train.optimizer_options": {"train.optimizer": "foreign_parts:Momentum"},
-        "train.weight_decay": {"train.optimizer": "adam"},
+        "train.schedule_options": {"train.schedule": "exponential"},
+        "train.optimizer": {"train.optimizer_options.eps": None},  # which sgd does not have
         "negatives.options": {"negatives.sampling": "degree"},
         "negatives.sides": {"model.reciprocal": False},
-        "negatives.file": {"negatives.among": "own", "negatives.file": "y.tsv"},
+        "negatives.among_options": {"negatives.among": "seen"},
         "run.resume": {"run.dir": "runs/one"},
     }.get(key, {})
     if key.startswith("entities.") and key != "entities.engine":
@@ -305,7 +362,7 @@ def test_a_change_on_resume_is_accepted_or_refused_in_words(key):
     if key.startswith("model.init_"):
         others = {"model.init_from": "y.npy"}
     elif key.startswith("dense."):
-        others = {"dense.wrapper": "hybrid", "dense.compile": key == "dense.compile_mode"}
+        others = {"dense.wrapper": "hybrid", "dense.compile": False}
     base = config_of("store", **_python(others))
     changed = config_from_dict(base.to_dict(), {key: value})
     assert changed != base

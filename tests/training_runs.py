@@ -14,7 +14,7 @@ from plain_config import PLAIN
 from torch import Tensor
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.parser import config_from_dict
+from kge_torchrec.config.parser import config_from_dict, current_name
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
@@ -34,10 +34,10 @@ QUIET = {
     "train.batch_size": 32,
     "train.epochs": 2,
     "train.lr": 0.05,
-    "train.eps": 1e-4,
+    "train.optimizer_options.eps": 1e-4,
     "evaluation.every": 0,
     "run.progress": False,
-    "run.tensorboard": False,
+    "run.trackers.tensorboard": False,
 }
 
 
@@ -66,13 +66,19 @@ def tiny_store(
     return prepare_triples({**splits, "test": triples[train + held_out :]}, path)
 
 
+def quiet(changes: dict[str, Any]) -> dict[str, Any]:
+    """``QUIET`` without changes under an earlier name, and without eps for optimizers without."""
+    left_out = {current_name(key) for key in changes}
+    if "ada" not in changes.get("train.optimizer", "adagrad"):
+        left_out.add("train.optimizer_options.eps")
+    return {key: value for key, value in QUIET.items() if key not in left_out}
+
+
 def config_of(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:
     """A quiet config; ``changes`` are keys with __ for the dot."""
     dotted = {key.replace("__", "."): value for key, value in changes.items()}
-    if dotted.get("train.optimizer") == "sgd":
-        dotted.setdefault("train.eps", Config().train.eps)  # which sgd has none of
     where = {"data.path": str(store), "run.dir": folder and str(folder)}
-    return config_from_dict({**where, **QUIET, **dotted})
+    return config_from_dict({**where, **quiet(dotted), **dotted})
 
 
 def longer_config(store: Path | str, folder: Path | str | None = None, **changes: Any) -> Config:

@@ -1,0 +1,1 @@
+"""Answer queries: predictions, scores, logical queries and files of queries."""

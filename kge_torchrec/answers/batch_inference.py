@@ -86,8 +86,8 @@ def score_file(
 ) -> FileReport:
     """Score the triples of a file in order of its lines.
 
-    The columns of the output are those of ``triple_rows``. The other arguments, the report and the
-    errors are those of ``answer_file``.
+    The columns of the output are those of ``triple_rows``. The report and the errors are those of
+    ``answer_file``.
 
     Args:
         side: The side of the queries that score the triples.
@@ -111,9 +111,13 @@ def _each_batch(
     """Read, answer and write a file batch by batch. Collective.
 
     Args:
+        model: As for ``answer_file``.
+        path: As for ``answer_file``.
         missing: How many parts each line must leave out.
         rows_of: Searches the answers of a batch on all ranks. It returns a function that makes the
             rows; only rank 0 calls that function.
+        output: As for ``answer_file``.
+        format: As for ``answer_file``.
     """
     check_output(format, output)
     report, ranks = FileReport(), model.processes

@@ -121,6 +121,8 @@ def _best(degrees: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
 
     Args:
         degrees: (n,) float64, of this rank's rows.
+        shard: This rank's rows.
+        k: Number of degrees to return at most.
 
     Returns:
         Degrees, largest first, and global ids. Equal degrees come in order of id.

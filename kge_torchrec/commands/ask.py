@@ -19,6 +19,7 @@ A query is one of these, where Q stands for any of them:
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.epilog = _FORM
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
@@ -43,6 +44,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     check_top(parsed)
     with answering(parsed.folder) as trained, announced("answering"):
         found = trained.ask(

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
     verb.add_argument(
         "--method",
@@ -64,6 +65,7 @@ def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
             trained.answering_model()

@@ -12,6 +12,7 @@ from kge_torchrec.environment import announced
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
     verb.add_argument(
         "--among",
@@ -25,6 +26,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained, announced("classifying"):
         found = trained.classify(parsed.among, parsed.seed, parsed.limit)
     if is_first_rank():

@@ -38,6 +38,7 @@ Variants: {", ".join(VARIANTS)}."""
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add, engines = verb.add_argument, ["torchrec", "handrolled"]
     help = "variants; the others are compared with the first (default: torchrec handrolled)"

@@ -11,6 +11,7 @@ from kge_torchrec.environment import loading_torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("check", choices=("check",), help="what to do")
     verb.add_argument(
         "data",
@@ -34,6 +35,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with loading_torch():
         from kge_torchrec.reports.data_check import check_data, table
 

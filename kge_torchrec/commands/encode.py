@@ -6,6 +6,7 @@ import argparse
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument(
         "source",
         metavar="TEXTS",
@@ -28,6 +29,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     from kge_torchrec.data.vectors import encode_texts
 
     made = encode_texts(

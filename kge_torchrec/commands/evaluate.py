@@ -10,6 +10,7 @@ from kge_torchrec.config.verb_options import acts_with
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
     what = verb.add_mutually_exclusive_group()
     what.add_argument(
@@ -46,6 +47,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained:
         results = trained.evaluate(
             parsed.split, parsed.by, parsed.candidates, parsed.types, parsed.triples

@@ -13,6 +13,7 @@ FORMATS = (
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run")
     verb.add_argument("-o", "--output", required=True, metavar="DIR", help="the folder to make")
     verb.add_argument(
@@ -44,6 +45,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained:
         path = trained.export(
             parsed.output,

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, which is only read")
     verb.add_argument(
         "triples", nargs="+", metavar="NEW_TRIPLES", help="a directory or files, as prepare takes"
@@ -77,6 +78,7 @@ def _trains(parsed: argparse.Namespace) -> bool:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with loading_torch():
         config_of(parsed.folder)
         from kge_torchrec.growth.extend import extend

@@ -18,6 +18,7 @@ from kge_torchrec.environment import announced
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
     top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
@@ -40,6 +41,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     if (parsed.entity is None) == (parsed.index is None):
         raise ConfigError("nearest takes an ENTITY, or --index FILE")
     check_top(parsed)

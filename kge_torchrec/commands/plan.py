@@ -33,6 +33,7 @@ fits and 3 if it does not."""
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     add = verb.add_argument_group("devices").add_argument
     names = "all of them, one rank each: 8xH100-80GB, 4xA100-40GB, 1xH200, 2xCPU, 4xCPU-64GB"
@@ -80,6 +81,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     if parsed.picture and Path(parsed.picture).suffix not in (".png", ".svg", ".pdf"):
         raise ConfigError(f"--picture: {parsed.picture} must end with .png, .svg or .pdf")
     setup = _setup(load_config(parsed.config, parsed.overrides), parsed)

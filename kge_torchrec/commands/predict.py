@@ -32,6 +32,7 @@ List the best answers of a trained run to a triple with one part missing.
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.description = _DESCRIPTION
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument("--head", metavar="X", help="label of an entity")
@@ -70,6 +71,7 @@ def _lists_links(parsed: argparse.Namespace) -> bool:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     check_top(parsed)
     given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:

@@ -10,6 +10,7 @@ from kge_torchrec.config.verb_options import acts_with
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument(
         "sources",
         nargs="+",
@@ -147,6 +148,7 @@ def _yaml_dict(text: str) -> dict[str, Any]:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     from kge_torchrec.data.prepare import prepare
     from kge_torchrec.data.report import notes
 

@@ -8,6 +8,7 @@ from kge_torchrec.environment import announced, loading_torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
     verb.add_argument(
         "-o", "--output", metavar="FILE", help="the page (default: report.html in the first run)"
@@ -21,6 +22,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with loading_torch():
         from kge_torchrec.reports.page import report
 

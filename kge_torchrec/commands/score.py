@@ -8,6 +8,7 @@ from kge_torchrec.commands import add_output, answering, tell_problems
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
     verb.add_argument(
         "triples",
@@ -26,6 +27,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     with answering(parsed.folder) as trained:
         report = trained.score_file(parsed.triples, parsed.output, parsed.format, parsed.side)
     return tell_problems(report, parsed.triples)

@@ -10,6 +10,7 @@ from kge_torchrec.environment import loading_torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.add_argument("folder", metavar="RUN_OR_EXPORT", help="the folder of a run or an export")
     verb.add_argument(
         "--host",
@@ -54,6 +55,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     if not (Path(parsed.folder) / "model.json").is_file():  # what exports have
         config_of(parsed.folder)
     with loading_torch():

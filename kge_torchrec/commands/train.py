@@ -36,6 +36,7 @@ _INDENT = " " * 22
 
 
 def add(verb: VerbParser) -> None:
+    """Add the arguments of the verb."""
     from kge_torchrec.config.parser import published
 
     names = textwrap.fill(
@@ -70,6 +71,7 @@ def _keys() -> str:
 
 
 def run(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
     if parsed.plan is not None:
         parsed.overrides.append(f"--run.plan={parsed.plan}")
     from kge_torchrec.config.parser import load_config, read_config

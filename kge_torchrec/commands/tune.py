@@ -36,6 +36,7 @@ examples:
 
 
 def add(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
     verb.usage, verb.description = _USAGE, _DESCRIPTION
     verb.add_argument("--trials", type=int, metavar="N", help="of the whole study (default: 30)")
     verb.add_argument("--study", metavar="DIR", help="its folder (default: studies/SCORER-TIME)")

@@ -1,0 +1,1 @@
+"""Compare training with other systems on the same graph."""

@@ -142,9 +142,10 @@ class Config:
                 f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to go on with; "
                 "set it to 1 or more, or run.resume never"
             )
-        if self.train.weight_decay and self.entities.preset != "fbgemm":
+        if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
             raise ConfigError(
-                f"train.weight_decay: {self.entities.preset}'s table optimizer has none; use "
+                f"train.optimizer_options.weight_decay: {self.entities.preset}'s table optimizer "
+                "has none; use "
                 "loss.l2, or entities.preset fbgemm"
             )
         if self.run.plan is not None and self.entities.engine != "torchrec":
@@ -275,7 +276,7 @@ class Config:
     @property
     def freezes(self) -> bool:
         """Whether some rows stay as they are."""
-        return self.train.freeze != "none" or self.model.init_frozen
+        return self.train.freeze != "none" or self.model.vectors().frozen
 
     def check_device(self, on_cuda: bool) -> None:
         """Raises ConfigError if the table's backend cannot take the optimizer's steps there."""

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, Optional, TypeAlias
 
 from kge_torchrec.errors import KGEError
 
-# Of a key whose null stands for a number that is picked from the graph: `Config.settled` does it
-# before anything is made of a config, so that all code behind it reads numbers.
+# Types of keys whose null stands for a number that `sizing.py` chooses for the graph, before
+# anything else reads the config.
 if TYPE_CHECKING:
     PickedInt: TypeAlias = int
     PickedFloat: TypeAlias = float
@@ -29,27 +29,31 @@ class ConfigError(KGEError, ValueError):
 
 
 def check(ok: bool, key: str, expected: str, value: Any) -> None:
+    """Raise ConfigError unless a value is as expected."""
     if not ok:
         raise ConfigError(f"{key} must be {expected}, got {value!r}")
 
 
 def positive(key: str, value: float | None) -> None:
-    """Nothing is wrong with null where a key may have it."""
+    """Raise ConfigError unless a value is null or a finite number > 0."""
     if value is not None:
         check(math.isfinite(value) and value > 0, key, "a number > 0", value)
 
 
 def not_negative(key: str, value: float | None) -> None:
+    """Raise ConfigError unless a value is null or a finite number >= 0."""
     if value is not None:
         check(math.isfinite(value) and value >= 0, key, "a number >= 0", value)
 
 
 def at_least(key: str, value: int | None, least: int) -> None:
+    """Raise ConfigError unless a value is null or at least ``least``."""
     if value is not None:
         check(value >= least, key, f"an integer >= {least}", value)
 
 
 def one_of(key: str, value: str, choices: Sequence[str]) -> None:
+    """Raise ConfigError unless a value is one of the choices."""
     if value in choices:
         return
     close = difflib.get_close_matches(str(value), choices, n=1, cutoff=0.7)
@@ -58,7 +62,7 @@ def one_of(key: str, value: str, choices: Sequence[str]) -> None:
 
 
 def check_share(key: str, value: float) -> None:
-    """Raises ConfigError unless a share of what is dropped leaves some."""
+    """Raise ConfigError unless a value is in [0, 1)."""
     check(0 <= value < 1, key, "in [0, 1)", value)
 
 

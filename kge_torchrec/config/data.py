@@ -18,6 +18,7 @@ from kge_torchrec.config.checks import (
 )
 from kge_torchrec.config.keys import (
     Condition,
+    Part,
     Resume,
     check_values,
     documented,
@@ -25,9 +26,9 @@ from kge_torchrec.config.keys import (
     key,
     only_with,
     only_without,
+    options_in,
 )
-from kge_torchrec.config.options import parse_options
-from kge_torchrec.config.registry import check_name, resolve
+from kge_torchrec.config.registry import check_name
 
 AMONG = ("all", "seen", "types", "own")
 REGIMES = ("sampled", "1vsall", "kvsall", "allvsall", "kvssample")
@@ -45,6 +46,30 @@ def _is_another_graph(before: Any, after: Any) -> bool:
 def _read(name: str, words: str) -> Condition:
     """Return the condition that the stored triples are read in a way that an option changes."""
     return Condition(f"data.path naming {words}", lambda _, facts: name not in facts.unread)
+
+
+@dataclass(frozen=True)
+class FileOptions:
+    """Options of the readers inside the package."""
+
+    has_header: Optional[bool] = key(  # noqa: UP045 - jsonargparse on Python 3.10
+        None,
+        "Whether text files start with a header; null: recognized by its words.",
+        acts=_read("has_header", "text files (.tsv, .txt, .tab, .csv)"),
+    )
+    columns: Optional[list[str]] = key(  # noqa: UP045
+        None,
+        "Names of the head, relation and tail columns in text and Parquet files, and of the weight "
+        "as a fourth; null: known words.",
+        acts=_read("columns", "text or Parquet files"),
+    )
+    literals: str = key(
+        "drop",
+        "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
+        "an entity of every literal.",
+        check=choice("drop", "keep"),
+        acts=_read("literals", "RDF files (.nt, .ttl, ...)"),
+    )
 
 
 @documented
@@ -69,31 +94,10 @@ class DataConfig:
         acts=_read("ratio", "triples without splits"),
         resume=IN_STORE,
     )
-    has_header: Optional[bool] = key(  # noqa: UP045 - jsonargparse on Python 3.10
-        None,
-        "Whether text files start with a header; null: recognized by its words.",
-        acts=_read("has_header", "text files (.tsv, .txt, .tab, .csv)"),
-        resume=IN_STORE,
-    )
     allow_unseen_relations: bool = key(
         False,
         "Accept relations that occur only in valid or test.",
         acts=_read("allow_unseen_relations", "triples that are no store yet"),
-        resume=IN_STORE,
-    )
-    literals: str = key(
-        "drop",
-        "RDF triples whose object is a literal: drop leaves them out and counts them; keep makes "
-        "an entity of every literal.",
-        check=choice("drop", "keep"),
-        acts=_read("literals", "RDF files (.nt, .ttl, ...)"),
-        resume=IN_STORE,
-    )
-    columns: Optional[list[str]] = key(  # noqa: UP045
-        None,
-        "Names of the head, relation and tail columns in text and Parquet files, and of the weight "
-        "as a fourth; null: known words.",
-        acts=_read("columns", "text or Parquet files"),
         resume=IN_STORE,
     )
     weights: str = key(
@@ -123,19 +127,25 @@ class DataConfig:
         acts=_read("reader", "files of triples"),
         resume=IN_STORE,
     )
-    reader_options: dict[str, Any] = key(dict, "Options of data.reader.", resume=IN_STORE)
+    reader_options: dict[str, Any] = key(
+        dict,
+        "Options of data.reader; of the readers inside the package: has_header, columns, literals.",
+        resume=IN_STORE,
+        options=Part("reader", "reader", FileOptions),
+        moved={"has_header": None, "columns": None, "literals": "drop"},
+    )
 
     def __post_init__(self) -> None:
         check_values(self, "data.")
         if self.reader is not None:
-            parse_options(
-                resolve("reader", self.reader), self.reader_options, "data.reader_options"
-            )
-        elif self.reader_options:
-            raise ConfigError("data.reader_options are of data.reader; set that too")
+            options_in(self, "reader_options", "data.")  # some may have no default
         for share in self.ratio:
             not_negative("data.ratio", share)
         check(abs(sum(self.ratio) - 1) < 1e-6, "data.ratio", "shares that sum to 1", self.ratio)
+
+    def file_options(self) -> FileOptions:
+        """Return the options of the readers inside the package."""
+        return FileOptions() if self.reader else options_in(self, "reader_options", "data.")
 
 
 _SAMPLED = only_with("negatives.regime", "sampled")
@@ -150,6 +160,29 @@ def _keeps_fewer(config: Any, _: Any) -> bool | None:
 
 
 _KEEPS_FEWER = Condition("negatives.count above negatives.hardest", _keeps_fewer)
+
+
+@dataclass(frozen=True)
+class Among:
+    """Options of ``negatives.among``."""
+
+    types: Optional[str] = key(  # noqa: UP045
+        None,
+        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
+        acts=only_with("negatives.among", "types"),
+    )
+    file: Optional[str] = key(  # noqa: UP045
+        None,
+        "File of triples that are known to be wrong, in any format that data.path takes.",
+        acts=only_with("negatives.among", "own"),
+    )
+    share: float = key(
+        1.0,
+        "Share of the negatives that negatives.among restricts; the others are drawn from all "
+        "entities.",
+        check=between("in (0, 1]", lambda share: 0 < share <= 1),
+        acts=only_without("negatives.among", "all", "negatives.among seen, types or own"),
+    )
 
 
 @documented
@@ -222,22 +255,13 @@ class NegativesConfig:
         "type with the answer); own (listed in a file). Queries without any draw from all.",
         check=choice(*AMONG),
     )
-    types: Optional[str] = key(  # noqa: UP045
-        None,
-        "File of lines entity, tab, type; null: the types that the store has by data.types_from.",
-        acts=only_with("negatives.among", "types"),
-    )
-    file: Optional[str] = key(  # noqa: UP045
-        None,
-        "File of triples that are known to be wrong, in any format that data.path takes.",
-        acts=only_with("negatives.among", "own"),
-    )
-    among_share: float = key(
-        1.0,
-        "Share of the negatives that negatives.among restricts; the others are drawn from all "
-        "entities.",
-        check=between("in (0, 1]", lambda share: 0 < share <= 1),
-        acts=only_without("negatives.among", "all", "negatives.among seen, types or own"),
+    among_options: dict[str, Any] = key(
+        dict,
+        "Options of negatives.among: types or file, with its entities, and share, the part of the "
+        "negatives that it restricts.",
+        options=Among,
+        moved={"types": None, "file": None, "among_share": 1.0},
+        renamed={"among_share": "share"},
     )
     max_answers: int = key(
         1024,
@@ -250,6 +274,7 @@ class NegativesConfig:
         dict,
         "Options of the sampling, such as {degree_power: 0.75}; `kge-torchrec list "
         "negative_sampler` lists them.",
+        options=Part("negative_sampler", "sampling"),
         moved={"degree_power": 0.75},
     )
 
@@ -258,7 +283,7 @@ class NegativesConfig:
         self._check_candidates()
         self._check_among()
         check_name("negative_sampler", self.sampling)
-        if self.sampling not in ("uniform", "degree") or self.options:
+        if self.sampling not in ("uniform", "degree"):
             self.sampler_options()
         if self.filtered and self.regime in FULL_REGIMES:
             raise ConfigError(
@@ -284,11 +309,13 @@ class NegativesConfig:
             )
 
     def _check_among(self) -> None:
-        among, said = self.among, f"negatives.among {self.among}"
+        among, said, options = self.among, f"negatives.among {self.among}", self.restriction()
         if among == "all":
             return
-        if among == "own" and self.file is None:
-            raise ConfigError(f"{said} needs negatives.file, triples that are known to be wrong")
+        if among == "own" and options.file is None:
+            raise ConfigError(
+                f"{said} needs negatives.among_options.file, triples that are known to be wrong"
+            )
         if self.regime != "sampled":
             what = "draws for all queries of a batch together"
             if self.regime in FULL_REGIMES:
@@ -299,11 +326,15 @@ class NegativesConfig:
                 f"negatives.log_q: with {said} it depends on the triple what is drawn how often; "
                 "set it to false"
             )
-        if among != "own" and self.among_share == 1 and self.sampling != "uniform":
+        if among != "own" and options.share == 1 and self.sampling != "uniform":
             raise ConfigError(
                 f"negatives.sampling {self.sampling}: {said} draws uniformly; set uniform, or "
-                "negatives.among_share below 1 for others that are drawn among all"
+                "negatives.among_options.share below 1 for others that are drawn among all"
             )
+
+    def restriction(self) -> Among:
+        """Return the options of ``among``."""
+        return options_in(self, "among_options", "negatives.")
 
     def drawn(self, side: str) -> int:
         """Entities that are drawn for each chunk of a side."""
@@ -320,8 +351,7 @@ class NegativesConfig:
 
     def sampler_options(self) -> Any:
         """Return the sampling's ``Options``."""
-        sampler = resolve("negative_sampler", self.sampling)
-        return parse_options(sampler, self.options, "negatives.options")
+        return options_in(self, "options", "negatives.")
 
     @property
     def examples(self) -> str:

@@ -1,22 +1,27 @@
 """Declare a key of the config: its default, its help, its check, and when it has an effect.
 
-    margin: float = key(9.0, "Margin between scores.", check=not_negative, acts=loss_has("margin"))
+    clip_norm: Optional[float] = key(None, "Largest norm of a gradient.", check=positive)
 
 The dataclass field is the only place where a key is described. Its help goes into ``train --help``
 and the docs; ``check_values`` applies its check; ``check_effects`` refuses a value without effect;
 ``check_resume`` refuses a change that a resumed run could not follow.
+
+A key of type dict may hold the options of an owner, a class with a dataclass ``Options``. The
+fields of ``Options`` may be declared by ``key`` as well, so that the same rules hold for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields
 from functools import cache
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.options import parse_options, settings_of
+from kge_torchrec.config.registry import resolve
 
 Config = Any  # kge_torchrec.config.Config, whose file imports this one
 Section = TypeVar("Section")
@@ -78,6 +83,25 @@ def fixed(remedy: str = "start a new run", answer: str = "no") -> Resume:
     return Resume(answer, remedy, lambda before, after: True)
 
 
+class Part(NamedTuple):
+    """The owner of options that another key of the section names.
+
+    Args:
+        kind: Kind of the part, as in ``registry.KINDS``.
+        field: Field of the section that names the part.
+        otherwise: The owner where that field is null.
+    """
+
+    kind: str
+    field: str
+    otherwise: Any = None
+
+    def owner(self, section: Any) -> Any:
+        """Return the class that the section names."""
+        name = getattr(section, self.field)
+        return self.otherwise if name is None else resolve(self.kind, name)
+
+
 class Key(NamedTuple):
     """The metadata of a key's field."""
 
@@ -86,7 +110,13 @@ class Key(NamedTuple):
     acts: tuple[Condition, ...]
     resume: Resume
     silent: tuple[Any, ...]  # values besides the default that need no effect
-    moved: Mapping[str, Any]  # keys of before that are options in it now, with their default
+    moved: Mapping[str, Any]  # earlier keys that are options in it now, with their default
+    renamed: Mapping[str, str]  # those of them that have another name as an option
+    options: Any  # the owner of the options that the key holds: a class or a Part
+
+    def owner(self, section: Any) -> Any:
+        """Return the class that owns the options in this key, or None."""
+        return self.options.owner(section) if isinstance(self.options, Part) else self.options
 
 
 def key(
@@ -98,21 +128,26 @@ def key(
     resume: Resume = MAY_CHANGE,
     silent: tuple[Any, ...] = (),
     moved: Mapping[str, Any] = {},
+    renamed: Mapping[str, str] = {},
+    options: Any = None,
 ) -> Any:
     """Return a dataclass field for a key of the config.
 
     Args:
         default: Its default; a type, such as dict, makes a new empty one for each config.
         help: One sentence for people, with the values it takes.
-        check: Raises ConfigError for a bad value, given the dotted key and a value that is no null.
+        check: Raises ConfigError for a bad value; takes the dotted key and a value other than null.
         acts: All conditions under which the key has an effect; none: it always has.
         resume: Whether it may change when a run resumes.
         silent: Values besides the default that are accepted where the key has no effect.
         moved: Names of keys of this section that became options in this key, with the default
             that they had. They stay as aliases.
+        renamed: {name in ``moved``: name of the option}, where they differ.
+        options: Owner of the options that the key holds: a class, or a `Part`.
     """
     conditions = (acts,) if isinstance(acts, Condition) else acts
-    metadata = {"key": Key(help, check, conditions, resume, silent, moved)}
+    rules = Key(help, check, conditions, resume, silent, moved, renamed, options)
+    metadata = {"key": rules}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -135,13 +170,36 @@ def key_of(item: Field[Any]) -> Key:
 
 
 def check_values(section: Any, prefix: str) -> None:
-    """Apply the check of every key of a section. Raises ConfigError."""
+    """Apply the check of every key of a section, and of every option in it.
+
+    Raises:
+        ConfigError: A value is out of range, or an option is unknown.
+    """
     for item in fields(section):
         if "key" not in item.metadata:
             continue
-        value, check = getattr(section, item.name), key_of(item).check
-        if check is not None and value is not None:
-            check(f"{prefix}{item.name}", value)
+        value, rules = getattr(section, item.name), key_of(item)
+        if rules.check is not None and value is not None:
+            rules.check(f"{prefix}{item.name}", value)
+        if rules.options is not None and value:
+            # Earlier runs list the options of all parts, as null.
+            given = {name: one for name, one in value.items() if one is not None}
+            object.__setattr__(section, item.name, given)
+            if given:
+                options_in(section, item.name, prefix)
+
+
+def options_in(section: Any, name: str, prefix: str) -> Any:
+    """Return the options in a key, with their defaults, as the owner's ``Options``.
+
+    Args:
+        section: The section of the config.
+        name: The field that holds the options.
+        prefix: Name of the section and a dot, for messages.
+    """
+    rules = key_of(section.__dataclass_fields__[name])
+    values, owner = getattr(section, name), rules.owner(section)
+    return parse_options(owner, values, f"{prefix}{name}")
 
 
 @cache
@@ -161,9 +219,9 @@ def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
 def moved_keys(of: Any) -> dict[str, tuple[str, Any]]:
     """Return {old key: (new key, the default that it had)}."""
     return {
-        f"{key.rpartition('.')[0]}.{name}": (f"{key}.{name}", default)
-        for key, item in declared(of).items()
-        for name, default in key_of(item).moved.items()
+        f"{key.rpartition('.')[0]}.{name}": (f"{key}.{rules.renamed.get(name, name)}", default)
+        for key, rules in ((key, key_of(item)) for key, item in declared(of).items())
+        for name, default in rules.moved.items()
     }
 
 
@@ -175,11 +233,10 @@ def default_of(item: Field[Any]) -> Any:
 def without_effect(
     config: Config, facts: Facts, keys: Iterable[str] | None = None
 ) -> dict[str, str]:
-    """Return why each key that was set, of these or of all, has no effect."""
-    known, found = declared(config.__class__), {}
-    for name in known if keys is None else keys:
-        item = known[name]
-        value, rules = attrgetter(name)(config), key_of(item)
+    """Return why each key or option that was set, of these keys or of all, has no effect."""
+    found = {}
+    for name, value, item in _settings(config, keys):
+        rules = key_of(item)
         if value == default_of(item) or value in rules.silent:
             continue
         failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
@@ -189,6 +246,35 @@ def without_effect(
                 f"change that, or leave {name} at its default, {_as_yaml(default_of(item))}"
             )
     return found
+
+
+def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str, Any, Field[Any]]]:
+    """Yield the name, value and field of keys, and of the options in them."""
+    known = declared(config.__class__)
+    for name in known if keys is None else keys:
+        value, rules = attrgetter(name)(config), key_of(known[name])
+        yield name, value, known[name]
+        if rules.options is None or not value:
+            continue
+        section = attrgetter(name.rpartition(".")[0])(config)
+        for item in fields(settings_of(rules.owner(section))):
+            if item.name in value and "key" in item.metadata:
+                yield f"{name}.{item.name}", value[item.name], item
+
+
+def all_values(config: Config) -> dict[str, Any]:
+    """Return the value of every key, and of every option in a key, with defaults."""
+    values: dict[str, Any] = {}
+    for name, item in declared(config.__class__).items():
+        value, rules = attrgetter(name)(config), key_of(item)
+        if rules.options is not None:
+            section, _, key = name.rpartition(".")
+            value = asdict(options_in(attrgetter(section)(config), key, f"{section}."))
+        if isinstance(value, dict):
+            values |= {f"{name}.{option}": one for option, one in value.items()}
+        else:
+            values[name] = value
+    return values
 
 
 def check_effects(

@@ -11,7 +11,7 @@ from kge_torchrec.config.checks import (
     PickedFloat,
     PickedInt,
     PickedText,
-    between,
+    check_share,
     choice,
     least,
     not_negative,
@@ -19,6 +19,7 @@ from kge_torchrec.config.checks import (
     positive,
 )
 from kge_torchrec.config.keys import (
+    Part,
     Resume,
     check_values,
     default_of,
@@ -27,6 +28,7 @@ from kge_torchrec.config.keys import (
     key,
     only_with,
     only_without,
+    options_in,
 )
 from kge_torchrec.config.options import parse_options
 from kge_torchrec.config.registry import KINDS, canonical, check_name, resolve
@@ -37,8 +39,50 @@ INIT_NAMES = ("normal", "uniform", "xavier_normal", "xavier_uniform")
 
 
 INITIAL = fixed("initial values were drawn when the run began; start a new run")
-_dropout = between("in [0, 1)", lambda share: 0 <= share < 1)
 _FROM_VECTORS = only_without("model.init_from", None, "model.init_from")
+
+
+DROPOUTS = ("entity", "relation", "input", "hidden")
+
+
+@dataclass(frozen=True)
+class Dropout:
+    """Dropout probabilities."""
+
+    entity: float = key(
+        0.0,
+        "Dropout probability for entity embeddings, of queries and candidates.",
+        check=check_share,
+    )
+    relation: float = key(0.0, "Dropout probability for relation embeddings.", check=check_share)
+    input: float = key(
+        0.0,
+        "Further dropout probability for the entity and relation of a query.",
+        check=check_share,
+    )
+    hidden: float = key(
+        0.0,
+        "Dropout probability for encoded queries and for the hidden layers of networks.",
+        check=check_share,
+    )
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """Options of ``model.init_from``."""
+
+    width: str = key(
+        "refuse",
+        "What to do with vectors of another width than model.dim: refuse; project them by a random "
+        "orthonormal matrix (random), or onto their first principal components (pca).",
+        check=choice("refuse", "random", "pca"),
+        acts=_FROM_VECTORS,
+    )
+    frozen: bool = key(
+        False,
+        "Keep entities of model.init_from at their initial values.",
+        acts=_FROM_VECTORS,
+    )
 
 
 @documented
@@ -92,28 +136,19 @@ class ModelConfig:
         "model.dim elements, initially 0.",
         resume=fixed(),
     )
-    entity_dropout: float = key(
-        0.0,
-        "Dropout probability for entity embeddings, of queries and candidates.",
-        check=_dropout,
-    )
-    relation_dropout: float = key(
-        0.0, "Dropout probability for relation embeddings.", check=_dropout
-    )
-    input_dropout: float = key(
-        0.0,
-        "Further dropout probability for the entity and relation of a query.",
-        check=_dropout,
-    )
-    hidden_dropout: float = key(
-        0.0,
-        "Dropout probability for encoded queries and for the hidden layers of networks.",
-        check=_dropout,
+    dropout: dict[str, Any] = key(
+        dict,
+        "Dropout probabilities, each 0 by default: entity and relation (rows), input (rows of a "
+        "query), hidden (encoded queries and layers).",
+        options=Dropout,
+        moved={f"{place}_dropout": 0.0 for place in DROPOUTS},
+        renamed={f"{place}_dropout": place for place in DROPOUTS},
     )
     options: dict[str, Any] = key(
         dict,
         "Other options of the scorer, such as {p: 1, q: 1}; `kge-torchrec list scorer` lists them.",
         resume=fixed(),
+        options=Part("scorer", "scorer"),
     )
     init_from: Optional[str] = key(  # noqa: UP045
         None,
@@ -121,27 +156,19 @@ class ModelConfig:
         "with labels in a .txt beside it, .safetensors, .parquet, word2vec text).",
         resume=INITIAL,
     )
-    init_width: str = key(
-        "refuse",
-        "What to do with vectors of another width than model.dim: refuse; project them by a random "
-        "orthonormal matrix (random), or onto their first principal components (pca).",
-        check=choice("refuse", "random", "pca"),
-        acts=_FROM_VECTORS,
+    init_options: dict[str, Any] = key(
+        dict,
+        "Options of model.init_from: width (refuse, random or pca: what to do with vectors of "
+        "another width) and frozen (keep these entities).",
         resume=INITIAL,
-    )
-    init_frozen: bool = key(
-        False,
-        "Keep entities of model.init_from at their initial values.",
-        acts=_FROM_VECTORS,
-        resume=INITIAL,
+        options=Vectors,
+        moved={"init_width": "refuse", "init_frozen": False},
+        renamed={"init_width": "width", "init_frozen": "frozen"},
     )
 
     def __post_init__(self) -> None:
         name = canonical(self.scorer)
         object.__setattr__(self, "scorer", "transe_l1" if name == "transe" else name)
-        # Runs of before list the options of all scorers, as null.
-        given = {key: value for key, value in self.options.items() if value is not None}
-        object.__setattr__(self, "options", given)
         check_name("scorer", self.scorer)
         check_values(self, "model.")
         if any(getattr(self, item.name) != default_of(item) for item in fields(self)):
@@ -149,18 +176,27 @@ class ModelConfig:
 
     def _check_scorer(self) -> None:
         scorer = resolve("scorer", self.scorer)
-        if self.hidden_dropout and scorer.is_distance:
+        if self.dropouts().hidden and scorer.is_distance:
             raise ConfigError(
-                f"model.hidden_dropout has no meaning for {self.scorer}, whose query is a point"
+                f"model.dropout.hidden has no meaning for {self.scorer}, whose query is a point; "
+                "leave it out"
             )
-        options = parse_options(scorer, self.options, "model.options")
+        options = options_in(self, "options", "model.")
         check_dim = scorer.check_biased if self.biases else scorer.check
         dim = scorer.multiple(options)[0] * 64 + 2 * self.biases if self.dim is None else self.dim
         check_dim(dim, self.reciprocal, options)
 
     def scorer_options(self) -> dict[str, Any]:
-        """The scorer's own options, with its defaults for those that are not given."""
-        return asdict(parse_options(resolve("scorer", self.scorer), self.options, "model.options"))
+        """Return the scorer's own options, with their defaults."""
+        return asdict(options_in(self, "options", "model."))
+
+    def dropouts(self) -> Dropout:
+        """Return the dropout probabilities."""
+        return options_in(self, "dropout", "model.")
+
+    def vectors(self) -> Vectors:
+        """Return the options of ``init_from``."""
+        return options_in(self, "init_options", "model.")
 
 
 @documented
@@ -195,19 +231,20 @@ class LossConfig:
         dict,
         "Options of the loss, such as {margin: 9.0} or {label_smoothing: 0.1}; `kge-torchrec list "
         "loss` lists them.",
+        options=Part("loss", "name"),
         moved={"margin": 9.0, "temperature": 1.0, "reduction": "sum", "label_smoothing": 0.0},
     )
 
     def __post_init__(self) -> None:
         check_name("loss", self.name)
         check_values(self, "loss.")
-        if self.name != "softmax" or self.options:
+        if self.name != "softmax":
             self.loss_options()  # loads torch, which a help text of defaults does without
         self.regularizer_options()
 
     def loss_options(self) -> Any:
-        """The loss's ``Options``."""
-        return parse_options(resolve("loss", self.name), self.options, "loss.options")
+        """Return the loss's ``Options``."""
+        return options_in(self, "options", "loss.")
 
     def regularizer_options(self) -> dict[str, Any]:
         """The ``Options`` of each of ``regularizers``, by name."""
@@ -228,17 +265,10 @@ COMPILE_MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-
 _IN_PARTS = only_with("dense.wrapper", "fsdp", "hybrid")
 
 
-@documented
 @dataclass(frozen=True)
-class DenseConfig:
-    """How the dense parameters (relations and all others of the scorer) lie on the ranks."""
+class DenseOptions:
+    """Options of the dense parameters' wrapper and of torch.compile."""
 
-    wrapper: str = key(
-        "auto",
-        "none (one rank only); ddp (every rank holds all); fsdp (every rank holds a part); hybrid "
-        "(parts within groups of ranks); auto: none on one rank, ddp on several.",
-        check=choice(*WRAPPERS),
-    )
     sharding: str = key(
         "full",
         "full holds whole parameters only while a forward or a backward runs; grad_op from forward "
@@ -255,7 +285,6 @@ class DenseConfig:
     cpu_offload: bool = key(
         False, "Keep parts, their gradients and optimizer state in main memory.", acts=_IN_PARTS
     )
-    compile: bool = key(False, "Compile scorer and loss with torch.compile.")
     compile_mode: str = key(
         "default",
         "Mode of torch.compile: default; reduce-overhead (CUDA graphs); max-autotune or "
@@ -264,8 +293,35 @@ class DenseConfig:
         acts=only_with("dense.compile", True),
     )
 
+
+@documented
+@dataclass(frozen=True)
+class DenseConfig:
+    """How the dense parameters (relations and all others of the scorer) lie on the ranks."""
+
+    wrapper: str = key(
+        "auto",
+        "none (one rank only); ddp (every rank holds all); fsdp (every rank holds a part); hybrid "
+        "(parts within groups of ranks); auto: none on one rank, ddp on several.",
+        check=choice(*WRAPPERS),
+    )
+    compile: bool = key(False, "Compile scorer and loss with torch.compile.")
+    options: dict[str, Any] = key(
+        dict,
+        "Options of the wrappers fsdp and hybrid (sharding, replicas, cpu_offload) and of "
+        "compiling (compile_mode).",
+        options=DenseOptions,
+        moved={
+            "sharding": "full", "replicas": None, "cpu_offload": False, "compile_mode": "default",
+        },
+    )  # fmt: skip
+
     def __post_init__(self) -> None:
         check_values(self, "dense.")
+
+    def settings(self) -> DenseOptions:
+        """Return the options of wrapper and compiler."""
+        return options_in(self, "options", "dense.")
 
 
 ENGINE_NAMES = ("torchrec", "handrolled")

@@ -7,7 +7,8 @@ once.
 from __future__ import annotations
 
 import re
-from dataclasses import MISSING, Field, fields, is_dataclass
+from argparse import ArgumentError
+from dataclasses import MISSING, Field, fields
 from functools import cache
 from types import UnionType
 from typing import (
@@ -47,16 +48,25 @@ class Option(NamedTuple):
     help: str
 
 
-def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
-    """The owner's Options with these values; what is null or not given takes its default.
+def settings_of(owner: Any) -> Any:
+    """Return the dataclass with the options of a class: its ``Options``, or the class itself."""
+    return getattr(owner, "Options", owner)
 
-    key: where the values stand in the config, for messages.
-    Raises ConfigError for an option that the owner does not have, one without default that is not
-    given, a wrong type, and what the dataclass itself refuses.
+
+def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
+    """Return the options of a class with some values; null takes the default.
+
+    Args:
+        owner: The class that owns the options.
+        values: {name: value}, as a config holds them.
+        key: The key that holds the values, for messages.
+
+    Raises:
+        ConfigError: An option is unknown, required and missing, of a wrong type or out of range.
     """
-    if not is_dataclass(owner.Options):
+    settings: Any = settings_of(owner)
+    if not hasattr(settings, "__dataclass_fields__"):
         raise ConfigError(f"{key}: {_name_of(owner)}.Options must be a dataclass")
-    settings: Any = owner.Options
     chosen = {name: value for name, value in values.items() if value is not None}
     known = [item.name for item in fields(settings)]
     for name in sorted(chosen.keys() - set(known)):
@@ -65,29 +75,32 @@ def parse_options(owner: Any, values: dict[str, Any], key: str) -> Any:
     for item in fields(settings):
         if item.name not in chosen and item.default is item.default_factory is MISSING:
             raise ConfigError(f"{key}.{item.name}: {_name_of(owner)} has no default for it; set it")
-    from jsonargparse import ArgumentError
-
     try:
-        parser = _parser_of(settings)
-        typed = vars(parser.instantiate(parser.parse_object(chosen)))
-        return settings(**typed)
+        options = settings(**_typed(settings, chosen)) if chosen else settings()
     except ArgumentError as error:
         raise ConfigError(_of_option(str(error), owner, chosen, key)) from None
     except ConfigError:
         raise
     except ValueError as error:
         raise ConfigError(f"{key}: {error}") from None
+    for item in fields(settings):
+        value, rules = getattr(options, item.name), item.metadata.get("key")
+        if rules is not None and rules.check is not None and value is not None:
+            rules.check(f"{key}.{item.name}", value)
+    return options
 
 
 def options_help(owner: Any) -> list[Option]:
-    """The options that a class has, as its help text lists them."""
+    """Return the options of a class, for its help text."""
     from docstring_parser import parse as parse_docstring
 
-    said = {p.arg_name: p.description for p in parse_docstring(owner.Options.__doc__ or "").params}
-    hints = get_type_hints(owner.Options)
+    settings = settings_of(owner)
+    said = {p.arg_name: p.description for p in parse_docstring(settings.__doc__ or "").params}
+    hints = get_type_hints(settings)
     found = []
-    for item in fields(owner.Options):
-        text = " ".join((said.get(item.name) or "").split())
+    for item in fields(settings):
+        text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name) or ""
+        text = " ".join(text.split())
         found.append(Option(item.name, _kind(hints[item.name]), _default(item), text))
     return found
 
@@ -118,8 +131,13 @@ def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> st
     if not named:
         return f"{key}: {message}"
     name = named[1]
-    wanted = _wanted(get_type_hints(owner.Options)[name])
+    wanted = _wanted(get_type_hints(settings_of(owner))[name])
     return f"{key}.{name} must be {wanted}, got {chosen[name]}"
+
+
+def _typed(settings: Any, values: dict[str, Any]) -> dict[str, Any]:
+    parser = _parser_of(settings)
+    return vars(parser.instantiate(parser.parse_object(values)))
 
 
 @cache

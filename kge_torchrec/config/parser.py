@@ -10,15 +10,15 @@ from collections.abc import Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
 from jsonargparse import ArgumentError, ArgumentParser
 
 from kge_torchrec.config import Config, ConfigError, all_keys
-from kge_torchrec.config.keys import check_effects, declared, default_of, moved_keys
-from kge_torchrec.config.options import wrong_type
-from kge_torchrec.config.registry import resolve
+from kge_torchrec.config.keys import check_effects, declared, default_of, key_of, moved_keys
+from kge_torchrec.config.options import settings_of, wrong_type
 from kge_torchrec.config.sizing import KEYS as PICKED
 from kge_torchrec.config.yaml_file import read_yaml
 
@@ -140,19 +140,16 @@ def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict
     return found
 
 
-_OWNERS = {  # of options: the kind of part, and the key that names it
-    "loss.options": ("loss", "loss.name"),
-    "negatives.options": ("negative_sampler", "negatives.sampling"),
-}
-
-
 def _has_option(options: str, name: str, values: dict[str, Any]) -> bool:
     """Return whether the part that flat values choose has an option."""
-    if options not in _OWNERS:
-        return True
-    kind, key = _OWNERS[options]
-    chosen = values.get(key, default_of(declared(Config)[key]))
-    return name in {item.name for item in fields(resolve(kind, chosen).Options)}
+    section = options.rpartition(".")[0]
+    chosen = {
+        key.removeprefix(f"{section}."): values.get(key, default_of(item))
+        for key, item in declared(Config).items()
+        if key.startswith(f"{section}.")
+    }
+    owner = key_of(declared(Config)[options]).owner(SimpleNamespace(**chosen))
+    return owner is None or name in {item.name for item in fields(settings_of(owner))}
 
 
 def _words(overrides: Overrides) -> list[str]:

@@ -7,14 +7,17 @@ checkout, and a test compares them.
 from __future__ import annotations
 
 import textwrap
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import Field, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from kge_torchrec.config import Config
-from kge_torchrec.config.keys import declared, default_of, key_of
+from kge_torchrec.config.keys import Key, Part, declared, default_of, key_of
+from kge_torchrec.config.options import settings_of
+from kge_torchrec.config.registry import KINDS, resolve
 
 _WIDTH = 100
 _HEAD = """\
@@ -35,6 +38,9 @@ The command lists the same keys. `python -m kge_torchrec.config.reference` write
 - A key that is set to another value than its default and has no effect is refused. The column
   "acts only with" says what gives it one.
 - "may change on resume" says whether `kge-torchrec train --resume RUN --key value` is accepted.
+- A key such as `model.dropout` holds options: `model: {dropout: {hidden: 0.1}}` in a file,
+  `--model.dropout.hidden 0.1` on the command line. `kge-torchrec list KIND` lists those of scorers,
+  losses and samplers.
 - null stands for a default that is resolved from the graph, see [defaults](defaults.md).
 """
 
@@ -72,16 +78,47 @@ def keys_page() -> str:
             f"`{name}`",
             f"`{_flow(default_of(item))}`",
             rules.help,
-            "; ".join(condition.words for condition in rules.acts),
+            _words(item),
             rules.resume.answer,
         )
-        parts.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        parts.append(_row(cells))
+        parts += [
+            _row((f"`{name}.{option.name}`", f"`{_flow(default_of(option))}`",
+                  f"{owners}{key_of(option).help}", _words(option), rules.resume.answer))
+            for option, owners in _options_of(rules)
+        ]  # fmt: skip
     return "\n".join(parts).replace("|\n## ", "|\n\n## ") + "\n"
+
+
+def _row(cells: Iterable[str]) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _words(item: Any) -> str:
+    return "; ".join(condition.words for condition in key_of(item).acts)
+
+
+def _options_of(rules: Key) -> list[tuple[Field[Any], str]]:
+    """Return the options in a key that are declared by ``key``, and the parts that have them."""
+    owners = {"": rules.options}
+    if isinstance(rules.options, Part):
+        of = KINDS[rules.options.kind]
+        owners = {name: resolve(rules.options.kind, name) for name in of.ours}
+        owners |= {"": rules.options.otherwise}
+    found: dict[str, tuple[Field[Any], list[str]]] = {}
+    for name, owner in owners.items():
+        for item in fields(settings_of(owner)) if owner is not None else ():
+            if "key" in item.metadata:
+                found.setdefault(item.name, (item, []))[1].append(name)
+    return [(item, f"{', '.join(names)}: " if any(names) else "") for item, names in found.values()]
 
 
 def _yaml_of(item: Any, indent: str) -> list[str]:
     value = _flow(default_of(item))
-    return [*_comment(key_of(item).help, indent), f"{indent}{item.name}: {value}"]
+    lines = [*_comment(key_of(item).help, indent), f"{indent}{item.name}: {value}"]
+    for option, _ in _options_of(key_of(item)):
+        lines.append(f"{indent}  # {option.name}: {_flow(default_of(option))}")
+    return lines
 
 
 def _comment(text: str, indent: str) -> list[str]:

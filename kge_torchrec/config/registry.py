@@ -115,6 +115,17 @@ KINDS = {
             "sgd": "kge_torchrec.embeddings.optimizers:SGD",
         },
     ),
+    "schedule": Kind(
+        "train.schedule",
+        "kge_torchrec.training.schedules:Schedule",
+        {
+            "constant": "kge_torchrec.training.schedules:Constant",
+            "linear": "kge_torchrec.training.schedules:Linear",
+            "cosine": "kge_torchrec.training.schedules:Cosine",
+            "exponential": "kge_torchrec.training.schedules:Exponential",
+            "plateau": "kge_torchrec.training.schedules:Plateau",
+        },
+    ),
     "reader": Kind("data.reader", "kge_torchrec.data.readers:Reader", {}),
     "negative_sampler": Kind(
         "negatives.sampling",
@@ -131,7 +142,7 @@ _registered: dict[tuple[str, str], str | type] = {}
 def register(kind: str, name: str, target: str | type) -> None:
     """Gives a class a name that configs can use in this process.
 
-    kind: scorer, loss, regularizer, negative_sampler, table_optimizer or reader.
+    kind: scorer, loss, regularizer, negative_sampler, table_optimizer, schedule or reader.
     target: the class, or where it is, as "package.module:Class".
 
     Every process that reads such a config has to register the name: where several train, let the

@@ -3,7 +3,7 @@
 Small or dense graphs take many epochs of small batches, large ones few of large batches; sparse
 ones need the penalty more.  Each rule names what it was fitted to.
 docs/reference/results.md has the results, beside tuned figures.  A key that is given stays, and a
-run's config.yaml has all numbers, so that they do not change when it goes on elsewhere.
+run's config.yaml has all numbers, so that they do not change when it resumes elsewhere.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GraphSize:
 
     @property
     def density(self) -> float:
-        """Training triples an entity."""
+        """Training triples per entity."""
         return self.triples / max(1, self.entities)
 
 
@@ -126,17 +126,22 @@ def _with_biases(dim: int, multiple: int) -> int:
 
 
 def _n3(config: Config, is_linear: bool, graph: GraphSize) -> float:
-    """Softmax's penalty, between Lacroix et al.'s .1 (WN18RR: 2.1 triples an entity), .05 of
-    FB15k-237 (19) and the .01 that served Kinship and UMLS here (82 and 39)."""
+    """Return the weight of softmax's penalty.
+
+    It lies between Lacroix et al.'s 0.1 (WN18RR: 2.1 triples per entity), 0.05 for FB15k-237 (19)
+    and the 0.01 that suits Kinship and UMLS (82 and 39).
+    """
     if not is_linear or config.loss.name != "softmax" or "n3" in config.loss.regularizers:
         return 0.0
     return round(min(0.1, max(0.01, 0.18 / math.sqrt(max(graph.density, 1e-3)))), 3)
 
 
 def _told(config: Config, graph: GraphSize) -> float:
-    """Relation prediction, where triples are trained one by one: the more relations there are to
-    tell apart, the more it teaches (Chen et al. 2021 take 4 for FB15k-237's, .05 for WN18RR's).
-    Not with thousands, whose scores would outgrow those of the candidates."""
+    """Return the weight of relation prediction, which needs triples that are trained one by one.
+
+    More relations teach more (Chen et al. 2021 take 4 for FB15k-237, 0.05 for WN18RR). With
+    thousands of relations their scores would outnumber those of the candidates.
+    """
     if graph.relations > _MOST_RELATIONS:
         return 0.0
     if config.loss.name != "softmax" or config.negatives.regime not in ("sampled", "1vsall"):
@@ -159,17 +164,19 @@ def _power_above(number: int) -> int:
 
 
 def _epochs(config: Config, graph: GraphSize) -> int:
-    """100 where there are few triples, 20 of FB15k-237's, and no fewer than 10; validation ends
-    training before."""
+    """Return 100 epochs for few triples, 20 for FB15k-237, at least 10.
+
+    Early stopping ends most runs before.
+    """
     epochs = min(100, max(10, math.ceil(5.5e6 / max(1, graph.triples))))
     return max(5, round(epochs * _EPOCHS[config.size]))
 
 
 def _batch(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> int:
-    """512 steps an epoch, within 128 and 1,024 triples.
+    """Return the batch size for 512 steps per epoch, between 128 and 1,024 triples.
 
-    A GPU waits for its launches where batches are small: 8,192 a rank there, but no more than leave
-    an epoch 100 steps; a graph that has few triples needs steps more than speed.
+    On GPUs small batches wait for kernel launches: 8,192 per rank there, as long as an epoch keeps
+    100 steps. A graph with few triples needs steps more than speed.
     """
     size = 2 ** round(math.log2(max(1, graph.triples) / 512)) if graph.triples > 512 else 128
     size = min(1024, max(128, size))
@@ -179,6 +186,6 @@ def _batch(config: Config, graph: GraphSize, on_cuda: bool, world_size: int) -> 
 
 
 def _validated(graph: GraphSize) -> int:
-    """0 (all) unless that takes minutes; at least a thousand."""
+    """Return 0 (all) unless that takes minutes; otherwise at least a thousand."""
     most = int(_SCORES_OF_VALIDATION / max(1, 2 * graph.entities))
     return 0 if graph.valid <= max(1000, most) else max(1000, most)

@@ -11,15 +11,14 @@ from kge_torchrec.config.checks import (
     PickedFloat,
     PickedInt,
     between,
-    check,
     choice,
     least,
-    not_negative,
     positive,
 )
 from kge_torchrec.config.keys import (
     PER_START,
     Condition,
+    Part,
     Resume,
     check_values,
     documented,
@@ -27,26 +26,17 @@ from kge_torchrec.config.keys import (
     key,
     only_with,
     only_without,
+    options_in,
 )
-from kge_torchrec.config.options import parse_options
-from kge_torchrec.config.registry import KINDS, check_name, resolve
+from kge_torchrec.config.registry import KINDS, check_name
 
 OPTIMIZER_NAMES = tuple(KINDS["table_optimizer"].ours)
 PRECISIONS = ("fp32", "bf16", "fp16")
 CANDIDATES = ("all", "seen", "types")
 
 
-SCHEDULES = ("constant", "linear", "cosine", "exponential", "plateau")
-_ADAM = only_with("train.optimizer", "adam", "rowwise_adam")
-_PLATEAU = only_with("train.schedule", "plateau")
-_VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
 _EXTENDED = Condition("a run that `extend` made", lambda _, facts: facts.extended)
-
-
-def _decay_rate(key: str, value: float) -> None:
-    check(0 <= value < 1, key, "in [0, 1)", value)
-    small = value < 1 - 2**-25  # what is not rounds to 1 in float32, where steps are taken
-    check(small, key, "at most 0.99999994, the float32 before 1", value)
+_VALIDATES = only_without("evaluation.every", 0, "evaluation.every above 0")
 
 
 @documented
@@ -80,59 +70,28 @@ class TrainConfig:
     relation_lr: Optional[float] = key(  # noqa: UP045
         None, "Learning rate of relations; null: train.lr.", check=positive
     )
-    beta1: float = key(
-        0.9,
-        "Decay rate of the first moment in adam and rowwise_adam.",
-        check=_decay_rate,
-        acts=_ADAM,
-    )
-    beta2: float = key(
-        0.999,
-        "Decay rate of the second moment in adam and rowwise_adam.",
-        check=_decay_rate,
-        acts=_ADAM,
-    )
-    eps: float = key(
-        1e-8,
-        "Epsilon of the optimizer, added outside the root.",
-        check=positive,
-        acts=only_without(
-            "train.optimizer", "sgd", "train.optimizer adam, rowwise_adam, adagrad or "
-            "rowwise_adagrad"
-        ),
-    )  # fmt: skip
-    weight_decay: float = key(
-        0.0,
-        "Weight decay of touched rows, decoupled for adam and rowwise_adam, L2 for "
-        "rowwise_adagrad.",
-        check=not_negative,
+    optimizer_options: dict[str, Any] = key(
+        dict,
+        "Options of the optimizer, such as {beta1: 0.8} of adam; `kge-torchrec list "
+        "table_optimizer` lists them.",
+        options=Part("table_optimizer", "optimizer"),
+        moved={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.0},
     )
     schedule: str = key(
         "constant",
-        "Schedule of the learning rate: constant, linear (to 0), cosine (to 0), exponential or "
-        "plateau.",
-        check=choice(*SCHEDULES),
+        "Schedule of the learning rate: constant, linear (to 0), cosine (to 0), exponential, "
+        "plateau, or package.module:Class.",
     )
     warmup_steps: int = key(
         0, "Steps over which the learning rate rises linearly from 0.", check=least(0)
     )
-    decay: float = key(
-        0.95,
-        "Factor of the learning rate per epoch (exponential) or at a plateau.",
-        check=between("in (0, 1]", lambda factor: 0 < factor <= 1),
-        acts=only_with("train.schedule", "exponential", "plateau"),
-    )
-    plateau_patience: int = key(
-        3,
-        "Validations without progress before a plateau decays.",
-        check=least(0),
-        acts=(_PLATEAU, _VALIDATES),
-    )
-    plateau_threshold: float = key(
-        1e-4,
-        "Relative gain over the best value that counts as progress (torch's ReduceLROnPlateau).",
-        check=not_negative,
-        acts=(_PLATEAU, _VALIDATES),
+    schedule_options: dict[str, Any] = key(
+        dict,
+        "Options of the schedule: decay (exponential, plateau), patience and threshold (plateau); "
+        "`kge-torchrec list schedule` lists them.",
+        options=Part("schedule", "schedule"),
+        moved={"decay": 0.95, "plateau_patience": 3, "plateau_threshold": 1e-4},
+        renamed={"plateau_patience": "patience", "plateau_threshold": "threshold"},
     )
     precision: str = key(
         "fp32",
@@ -169,9 +128,6 @@ class TrainConfig:
         "Steps between lines of metrics.jsonl and checks for a non-finite loss.",
         check=least(1),
     )
-    optimizer_options: dict[str, Any] = key(
-        dict, "Options of an optimizer that is package.module:Class."
-    )
     freeze: str = key(
         "none",
         "old trains only rows of new entities and relations of an extended run; none trains all.",
@@ -190,28 +146,16 @@ class TrainConfig:
         check_values(self, "train.")
         check_name("table_optimizer", self.optimizer)
         if self.optimizer not in OPTIMIZER_NAMES:
-            self._check_foreign()
-        elif self.weight_decay and resolve("table_optimizer", self.optimizer).weight_decay is None:
-            raise ConfigError(
-                f"train.weight_decay: FBGEMM's {self.optimizer} has none; use loss.l2, or one of "
-                "adam, rowwise_adam, rowwise_adagrad"
-            )
-        if self.optimizer_options:
             self.row_optimizer_options()
-
-    def _check_foreign(self) -> None:
-        """An optimizer that is not ours takes its own step, with settings of its own."""
-        if self.weight_decay:
-            raise ConfigError(
-                f"train.weight_decay is of our optimizers; {self.optimizer} takes its settings "
-                "from train.optimizer_options"
-            )
-        self.row_optimizer_options()
+        check_name("schedule", self.schedule)
 
     def row_optimizer_options(self) -> Any:
-        """The ``Options`` of the optimizer: none of ours has any."""
-        owner = resolve("table_optimizer", self.optimizer)
-        return parse_options(owner, self.optimizer_options, "train.optimizer_options")
+        """Return the optimizer's ``Options``."""
+        return options_in(self, "optimizer_options", "train.")
+
+    def scheduler_options(self) -> Any:
+        """Return the schedule's ``Options``."""
+        return options_in(self, "schedule_options", "train.")
 
     @property
     def steps_on_sums(self) -> bool:
@@ -300,6 +244,19 @@ class CheckpointConfig:
         check_values(self, "checkpoint.")
 
 
+@dataclass(frozen=True)
+class Trackers:
+    """Trackers of a run's metrics."""
+
+    tensorboard: bool = key(True, "Write TensorBoard events.")
+    wandb: Optional[str] = key(  # noqa: UP045
+        None, "Project of Weights & Biases that gets the metrics too; null: none."
+    )
+    mlflow: Optional[str] = key(  # noqa: UP045
+        None, "Experiment of MLflow that gets the metrics too; null: none."
+    )
+
+
 @documented
 @dataclass(frozen=True)
 class RunConfig:
@@ -323,14 +280,13 @@ class RunConfig:
         ),
     )
     progress: bool = key(True, "Show progress bars on rank 0.", resume=PER_START)
-    tensorboard: bool = key(True, "Write TensorBoard events.", resume=PER_START)
-    wandb: Optional[str] = key(  # noqa: UP045
-        None,
-        "Project of Weights & Biases that gets the metrics too; null: none.",
+    trackers: dict[str, Any] = key(
+        dict,
+        "Where the metrics go besides metrics.jsonl: tensorboard (true by default), wandb (a "
+        "project), mlflow (an experiment).",
         resume=PER_START,
-    )
-    mlflow: Optional[str] = key(  # noqa: UP045
-        None, "Experiment of MLflow that gets the metrics too; null: none.", resume=PER_START
+        options=Trackers,
+        moved={"tensorboard": True, "wandb": None, "mlflow": None},
     )
     plan: Optional[str] = key(  # noqa: UP045
         None,
@@ -341,3 +297,7 @@ class RunConfig:
         check_values(self, "run.")
         if self.resume != "never" and self.dir is None:
             raise ConfigError(f"run.resume {self.resume} needs run.dir, the folder to look in")
+
+    def tracker_options(self) -> Trackers:
+        """Return where the metrics go."""
+        return options_in(self, "trackers", "run.")

@@ -199,7 +199,8 @@ def encode(
     Args:
         batches: Split, and a batch of the large_string columns head, relation, tail, and of float32
             weight where there is one.
-        known_entities, known_relations: Labels that have the first ids, in this order.
+        known_entities: Labels of entities that have the first ids, in this order.
+        known_relations: Labels of relations that have the first ids, in this order.
     """
     entities, relations = Labels(known_entities), Labels(known_relations)
     blocks: dict[str, list[np.ndarray]] = defaultdict(list)

@@ -89,8 +89,9 @@ def prepare(
             order unless they have these names.  All but arrays may have the triple's weight as a
             fourth.
         output: The store's directory, replaced if it is a store and ``overwrite`` is set.
-        ratio, seed: Shares of train, valid and test, and the seed of the random split, where the
-            files name no split.  Every entity and relation is in train.
+        ratio: Shares of train, valid and test where the files name no split.  Every entity and
+            relation is in train.
+        seed: Seed of that random split.
         has_header: Whether text files start with a header.  None recognizes a header by its words,
             unless the next lines have them as labels.
         allow_unseen_relations: Accept relations without a training triple.
@@ -201,8 +202,13 @@ def extend_store(
     Args:
         base: The store that is extended.
         new: As ``sources`` of `prepare`.
-        output, has_header, allow_unseen_relations, literals, columns, reader, progress: As for
-            `prepare`.
+        output: As for `prepare`.
+        has_header: As for `prepare`.
+        allow_unseen_relations: As for `prepare`.
+        literals: As for `prepare`.
+        columns: As for `prepare`.
+        reader: As for `prepare`.
+        progress: As for `prepare`.
 
     Raises:
         DataError, StoreError: As `prepare`, and where nothing is new.

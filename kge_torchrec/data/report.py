@@ -231,7 +231,8 @@ def _labels(report: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"numbers are entities: {found['triples']:,} triples of {named}{more} have a number as "
             f"tail, such as {found['example']!r}, and numbers that lie close have nothing in "
-            "common; take those triples out of the files (data.literals drops literals of RDF only)"
+            "common; take those triples out of the files "
+            "(data.reader_options.literals drops literals of RDF only)"
         )
 
 

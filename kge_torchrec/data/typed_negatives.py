@@ -47,14 +47,15 @@ def typed_sampler(
     Raises:
         DataError: An unusable file, or a store without types.
     """
-    share = config.among_share
+    options = config.restriction()
+    share = options.share
     if config.among == "seen":
         return SeenSampler(others, share, store)
     if config.among == "types":
-        return TypeSampler(others, share, EntityTypes.find(config.types, store))
+        return TypeSampler(others, share, EntityTypes.find(options.types, store))
     if config.among == "own":
-        assert config.file is not None  # NegativesConfig has checked it
-        return FileSampler(others, share, read_negatives(config.file, store), store)
+        assert options.file is not None  # NegativesConfig has checked it
+        return FileSampler(others, share, read_negatives(options.file, store), store)
     return others
 
 

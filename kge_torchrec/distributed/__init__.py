@@ -1,0 +1,1 @@
+"""Processes, collectives and dense parameters on several ranks."""

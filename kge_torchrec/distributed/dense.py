@@ -219,7 +219,8 @@ def dense_wrapper(config: DenseConfig, processes: Processes) -> DenseWrapper:
     if name == "ddp":
         return Replicated(processes)
     mesh = _mesh(config, processes) if name == "hybrid" else _line(processes)
-    return Sharded(mesh, config.sharding == "full", config.cpu_offload)
+    options = config.settings()
+    return Sharded(mesh, options.sharding == "full", options.cpu_offload)
 
 
 def _line(processes: Processes) -> DeviceMesh:
@@ -229,10 +230,10 @@ def _line(processes: Processes) -> DeviceMesh:
 
 def _mesh(config: DenseConfig, processes: Processes) -> DeviceMesh:
     ranks = processes.world_size
-    replicas = config.replicas or max(1, ranks // processes.local_world_size)
+    replicas = config.settings().replicas or max(1, ranks // processes.local_world_size)
     if ranks % replicas:
         raise ConfigError(
-            f"dense.replicas: {ranks} ranks cannot form {replicas} groups of equal size; "
+            f"dense.options.replicas: {ranks} ranks cannot form {replicas} groups of equal size; "
             "use a divisor of the number of ranks, or dense.wrapper fsdp"
         )
     sizes, names = (replicas, ranks // replicas), ("replicate", "shard")

@@ -1,0 +1,1 @@
+"""The entity table: initial values, optimizers and backends."""

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from kge_torchrec.config.checks import ConfigError
+from kge_torchrec.config.checks import ConfigError, check, not_negative, positive
+from kge_torchrec.config.keys import key
 from kge_torchrec.config.registry import KINDS, names_of, resolve
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class RowOptimizer:
 
     states: tuple[State, ...] = ()  # initially zeros
     corrects_bias = False  # whether a step depends on the number of earlier steps
-    weight_decay: str | None = None  # "decoupled" or "l2"; None: train.weight_decay must be 0
+    weight_decay: str | None = None  # "decoupled" or "l2"; None: FBGEMM has none
     fbgemm: str | None = None  # member of FBGEMM's EmbOptimType, if FBGEMM has this optimizer
     by_row: str | None = None  # name of the variant that keeps less state, one element per row
 
@@ -83,6 +84,15 @@ class RowOptimizer:
         return None
 
 
+_WEIGHT_DECAY = "Weight decay of touched rows: decoupled for the Adams, L2 for rowwise_adagrad."
+
+
+def _decay_rate(key: str, value: float) -> None:
+    check(0 <= value < 1, key, "in [0, 1)", value)
+    small = value < 1 - 2**-25  # what is not rounds to 1 in float32, where steps are taken
+    check(small, key, "at most 0.99999994, the float32 before 1", value)
+
+
 class SGD(RowOptimizer):
     """Gradient descent: w -= lr * g."""
 
@@ -95,6 +105,12 @@ class SGD(RowOptimizer):
 
 class Adagrad(RowOptimizer):
     """Adagrad (Duchi et al. 2011): w -= lr * g / (sqrt(sum of g^2) + eps)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of Adagrad."""
+
+        eps: float = key(1e-8, "Epsilon, added outside the root.", check=positive)
 
     states = (State("sum"),)
     fbgemm = "EXACT_ADAGRAD"
@@ -109,6 +125,12 @@ class Adagrad(RowOptimizer):
 class RowwiseAdagrad(Adagrad):
     """Adagrad with one sum per row: that of the mean square of the row's gradient."""
 
+    @dataclass(frozen=True)
+    class Options(Adagrad.Options):
+        """Settings of row-wise Adagrad."""
+
+        weight_decay: float = key(0.0, _WEIGHT_DECAY, check=not_negative)
+
     states = (State("sum", by_row=True),)
     weight_decay = "l2"
     fbgemm, by_row = "EXACT_ROWWISE_ADAGRAD", None
@@ -116,6 +138,15 @@ class RowwiseAdagrad(Adagrad):
 
 class Adam(RowOptimizer):
     """Adam (Kingma and Ba 2015) with decoupled weight decay (Loshchilov and Hutter 2019)."""
+
+    @dataclass(frozen=True)
+    class Options:
+        """Settings of Adam."""
+
+        beta1: float = key(0.9, "Decay rate of the first moment.", check=_decay_rate)
+        beta2: float = key(0.999, "Decay rate of the second moment.", check=_decay_rate)
+        eps: float = key(1e-8, "Epsilon, added outside the root.", check=positive)
+        weight_decay: float = key(0.0, _WEIGHT_DECAY, check=not_negative)
 
     states = (State("exp_avg"), State("exp_avg_sq"))
     corrects_bias, weight_decay = True, "decoupled"
@@ -191,6 +222,15 @@ class TableOptimizer:
                 f"weight_decay: FBGEMM's {self.name} has none; use adam, rowwise_adam or "
                 "rowwise_adagrad, or a regularizer in the loss"
             )
+
+    @classmethod
+    def of(cls, name: str, lr: float, options: Any) -> TableOptimizer:
+        """Make an optimizer with its ``Options``."""
+        if name not in TABLE_OPTIMIZERS:
+            return cls(name, lr, options=options)
+        values = asdict(options)
+        betas = values.pop("beta1", cls.betas[0]), values.pop("beta2", cls.betas[1])
+        return cls(name, lr, betas, **values)
 
     @cached_property
     def kind(self) -> type[RowOptimizer]:

@@ -96,8 +96,9 @@ class PlainModel(Answering):
     def score(self, heads: Sequence[Triple], *, side: Side = "tail") -> list[float]: ...
 
     @overload
-    def score(self, heads: Labels, relations: Labels, tails: Labels, side: Side = "tail") -> Tensor:
-        """Score columns of heads, relations and tails."""
+    def score(
+        self, heads: Labels, relations: Labels, tails: Labels, side: Side = "tail"
+    ) -> Tensor: ...
 
     def score(
         self,

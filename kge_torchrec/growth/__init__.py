@@ -1,0 +1,1 @@
+"""Extend a trained run by new triples, entities and relations."""

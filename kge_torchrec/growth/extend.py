@@ -134,8 +134,8 @@ def _config_of(
     if epochs is None:
         epochs = 0 if place else -(-before.train.epochs // 10)
     kept, model = "old" if freeze else "none", before.model
-    if not model.init_frozen:  # the checkpoint already contains the vectors
-        model = replace(model, init_from=None, init_width="refuse")
+    if not model.vectors().frozen:  # the checkpoint already contains the vectors
+        model = replace(model, init_from=None, init_options={})
     config = replace(
         before,
         data=replace(before.data, path=str(folder.store)),
@@ -221,10 +221,8 @@ class _Extension:
             base,
             new,
             self.folder.store,
-            has_header=data.has_header,
+            **asdict(data.file_options()),
             allow_unseen_relations=allow_unseen or data.allow_unseen_relations,
-            literals=data.literals,
-            columns=data.columns,
             reader=make_reader(data.reader, data.reader_options, "data.reader_options"),
             progress=self.config.run.progress,
         )
@@ -305,7 +303,7 @@ class _Extension:
                 }
             )
             self.folder.save_resolved(self.source.load_resolved())
-            if self.config.model.init_frozen:  # new entities are not frozen
+            if self.config.model.vectors().frozen:  # new entities are not frozen
                 frozen = np.load(self.source.frozen)
                 self.folder.save_frozen(np.pad(frozen, (0, self.new["entities"])))
             self.folder.save_config(self.config)

@@ -243,6 +243,6 @@ def _left_along(along: Tensor, normal: Tensor) -> Tensor:
 
 
 def _moduli(difference: Tensor) -> Tensor:
-    """(..., D) -> (..., D/2)"""
+    """Return the moduli of complex numbers: (..., D) -> (..., D/2)."""
     real, imaginary = difference[..., 0::2], difference[..., 1::2]
     return (real.square() + imaginary.square() + EPSILON).sqrt()

@@ -56,7 +56,7 @@ def projected_distances(
     blocks = rows.shape[-1] // block
 
     def across(x: Tensor) -> Tensor:
-        """(..., n D) -> (..., n, k, B)"""
+        """Put the blocks last: (..., n D) -> (..., n, k, B)."""
         parts = x.float().unflatten(-1, (x.shape[-1] // (block * blocks), blocks, block))
         return parts.transpose(-1, -2).contiguous()
 
@@ -257,7 +257,7 @@ def _tiles_of_query(
 
 @helper
 def _put(t: int, x: np.ndarray, tile: np.ndarray) -> None:
-    """x (k, B) as number t of the four."""
+    """Copy x (k, B) into the tile as number t of four."""
     blocks = x.shape[1]
     for r in range(x.shape[0]):
         for i in range(blocks):
@@ -288,7 +288,7 @@ def _weigh(t: int, weight: np.float32, tile: np.ndarray) -> None:
 
 @helper
 def _fold(tile: np.ndarray, out: np.ndarray) -> None:
-    """Their sum: (k, 4 B) -> (k, B)"""
+    """Sum the four parts of the tile: (k, 4 B) -> (k, B)."""
     blocks = out.shape[1]
     for r in range(out.shape[0]):
         for i in range(blocks):
@@ -310,7 +310,7 @@ def _project(
 
 @helper
 def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
-    """<u, x> of each block: (k, B) twice -> (B,)"""
+    """Compute <u, x> of each block: (k, B) twice -> (B,)."""
     out[:] = np.float32(0)
     for r in range(u.shape[0]):
         _add_products(u[r], x[r], out)
@@ -320,7 +320,7 @@ def _inner(u: np.ndarray, x: np.ndarray, out: np.ndarray) -> None:
 def _remove(
     s: np.ndarray, along: np.ndarray, u: np.ndarray, x: np.ndarray, out: np.ndarray
 ) -> None:
-    """x - s along u"""
+    """Compute x - s along u."""
     for r in range(u.shape[0]):
         _less(s, along, u[r], x[r], out[r])
 

@@ -71,7 +71,7 @@ def _array(scores: Tensor) -> np.ndarray:
 
 
 def log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:
-    """log sum exp s, or sum log(1 + exp s), over the candidates that count; differentiable.
+    """Return log sum exp s, or sum log(1 + exp s), over the candidates that count; differentiable.
 
     scores: (..., K) float32 on a CPU, K > 0; mask: (..., K) bool, None where all count.  Returns
     (...); where none counts, -1e38 or 0, with the gradient 0.

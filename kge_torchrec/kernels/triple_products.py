@@ -245,7 +245,7 @@ def _add_of_anchor(
 def _add_of_target(
     factor: int, s: np.float32, a: np.ndarray, by: np.ndarray, total: np.ndarray
 ) -> None:
-    """s q."""
+    """Add s q to the total."""
     if factor == _REAL:
         for d in range(total.shape[0]):
             total[d] += s * (a[d] * by[d])

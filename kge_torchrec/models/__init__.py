@@ -1,0 +1,1 @@
+"""Scorers, losses, regularizers and objectives."""

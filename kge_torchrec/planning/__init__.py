@@ -1,0 +1,1 @@
+"""Predict memory and step time for a graph and devices."""

@@ -132,13 +132,14 @@ class DenseLayout:
             raise ConfigError(f"dense.wrapper none is for one rank, not for {ranks}; use auto")
         if config.wrapper not in ("fsdp", "hybrid"):
             return cls()
-        copies = (config.replicas or cluster.hosts) if config.wrapper == "hybrid" else 1
+        options = config.settings()
+        copies = (options.replicas or cluster.hosts) if config.wrapper == "hybrid" else 1
         if ranks % copies:
             raise ConfigError(
-                f"dense.replicas: {ranks} ranks cannot be split into {copies} equal groups"
+                f"dense.options.replicas: {ranks} ranks cannot be split into {copies} equal groups"
             )
-        gathers = 2 if config.sharding == "full" else 1
-        return cls(ranks // copies, True, gathers, config.cpu_offload)
+        gathers = 2 if options.sharding == "full" else 1
+        return cls(ranks // copies, True, gathers, options.cpu_offload)
 
     def memory(self, workload: Workload, is_cuda: bool) -> Bytes:
         """Return a rank's bytes of parameters, gradients and optimizer state, all float32.

@@ -1,0 +1,1 @@
+"""Exact filtered ranking and its metrics."""

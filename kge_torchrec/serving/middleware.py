@@ -18,7 +18,7 @@ _CONTROL = re.compile("[\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2066-\u2
 
 
 class SafeJSON(JSONResponse):
-    """JSON with control characters escaped as ``\\uXXXX``, which every JSON parser reads back."""
+    r"""JSON with control characters escaped as ``\uXXXX``, which every JSON parser reads back."""
 
     def render(self, content: Any) -> bytes:
         text = super().render(content).decode()

@@ -1,0 +1,1 @@
+"""Train: session, trainer, checkpoints and run folders."""

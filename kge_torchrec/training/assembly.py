@@ -100,7 +100,7 @@ def build_backend(config: Config, store: TripleStore, processes: Processes) -> E
     objective, _ = start_objective(config, store.num_relations)
     if config.dense.compile:
         assert isinstance(objective, TripleObjective)  # the config rejects other objectives
-        objective.compile_parts(processes.device.type, config.dense.compile_mode)
+        objective.compile_parts(processes.device.type, config.dense.settings().compile_mode)
     table = table_optimizer(train)
     kind: Callable[..., EmbeddingBackend] = AllToAllBackend
     if config.entities.engine == "torchrec":
@@ -140,7 +140,7 @@ def build_objective(config: Config, num_relations: int) -> Objective:
         build_regularizers(config.loss),
         config.loss.relation_weight,
         _DTYPES[config.train.precision],
-        config.model.entity_dropout,
+        config.model.dropouts().entity,
     )
 
 
@@ -172,14 +172,7 @@ def with_usable_plan(config: Config, store: TripleStore, processes: Processes) -
 
 def table_optimizer(train: TrainConfig) -> TableOptimizer:
     """Make the table's optimizer from the config."""
-    return TableOptimizer(
-        name=train.optimizer,
-        lr=train.lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        weight_decay=train.weight_decay,
-        options=train.row_optimizer_options(),
-    )
+    return TableOptimizer.of(train.optimizer, train.lr, train.row_optimizer_options())
 
 
 def dense_optimizer(

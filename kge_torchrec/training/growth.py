@@ -300,7 +300,7 @@ def _drift_of(before: Path, after: Path, rows: int) -> dict[str, Any]:
 
 
 def freeze(session: Session) -> None:
-    """Freeze the rows that train.freeze and model.init_frozen name.  Collective.
+    """Freeze the rows that train.freeze and model.init_options.frozen name.  Collective.
 
     Raises:
         ConfigError: train.freeze is "old" and the run is not extended.
@@ -315,7 +315,7 @@ def freeze(session: Session) -> None:
         )
     start, stop = backend.shard().row_range
     rows = torch.zeros(stop - start, dtype=torch.bool)
-    if config.model.init_frozen:
+    if config.model.vectors().frozen:
         own = on_all_ranks(
             session.processes, lambda: np.load(session.folder.frozen, mmap_mode="r")[start:stop]
         )
@@ -344,7 +344,8 @@ def old_rows(
     Args:
         parameters: The parameters by name.
         model: The ``model`` section of the config.
-        old, new: Number of relations before and after.
+        old: Number of relations before.
+        new: Number of relations after.
 
     Returns:
         (rows,) bool by parameter name.

@@ -13,7 +13,7 @@ Files:
     checkpoints.json names of the newest and the best checkpoint
     results.json     final results
     extended.json    for an extended run: the old run, and what is new
-    frozen.npy       entities that no step changes, with model.init_frozen
+    frozen.npy       entities that no step changes, with model.init_options.frozen
     .lock            the process that is training in the folder
 """
 

@@ -6,12 +6,14 @@ import logging
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kge_torchrec.config import Config, DataConfig, EvaluationConfig
+from kge_torchrec.config.parser import current_name
 from kge_torchrec.data.prepare import prepare
 from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.report import notes
@@ -316,10 +318,8 @@ def _prepare(config: DataConfig, seed: int, prepared: Path, progress: bool) -> N
             prepared,
             ratio=config.ratio,
             seed=seed,
-            has_header=config.has_header,
+            **asdict(config.file_options()),
             allow_unseen_relations=config.allow_unseen_relations,
-            literals=config.literals,
-            columns=config.columns,
             weights=None if config.weights == "ignore" else True,
             types_from=config.types_from,
             type_triples=config.type_triples,
@@ -343,7 +343,8 @@ def _as_key(name: str, value: Any) -> str:
         value = "loss"
     elif not isinstance(value, list):
         value = str(value).lower()
-    return f'--data.{name} "{value}"' if isinstance(value, list) else f"--data.{name} {value}"
+    key = current_name(f"data.{name}")
+    return f'--{key} "{value}"' if isinstance(value, list) else f"--{key} {value}"
 
 
 def remove_prepared(prepared: Path) -> None:

@@ -32,9 +32,9 @@ class Tracker(Protocol):
 def check_trackers(run: RunConfig) -> None:
     """Raise ConfigError if a tracker in ``run`` needs a package that is not installed."""
     for key in ("wandb", "mlflow"):
-        if getattr(run, key) is not None and find_spec(key) is None:
+        if getattr(run.tracker_options(), key) is not None and find_spec(key) is None:
             raise ConfigError(
-                f"run.{key} needs the package {key}: pip install 'kge-torchrec[{key}]'"
+                f"run.trackers.{key} needs the package {key}: pip install 'kge-torchrec[{key}]'"
             )
 
 
@@ -47,11 +47,13 @@ def trackers_of(folder: Path, config: Config, resumed_at: int | None) -> list[Tr
         resumed_at: Step from which the run resumes, or None.
     """
     found: list[Tracker] = []
-    if config.run.tensorboard:
+    chosen = config.run.tracker_options()
+    if chosen.tensorboard:
         found.append(TensorBoard(folder / "tensorboard", resumed_at))
-    for key, kind in (("wandb", WandB), ("mlflow", MLflow)):
-        if getattr(config.run, key) is not None:
-            found.append(_Forgiving(key, kind(folder, config)))
+    if chosen.wandb is not None:
+        found.append(_Forgiving("wandb", WandB(chosen.wandb, folder, config)))
+    if chosen.mlflow is not None:
+        found.append(_Forgiving("mlflow", MLflow(chosen.mlflow, folder, config)))
     return found
 
 
@@ -72,14 +74,14 @@ class TensorBoard:
 
 
 class WandB:
-    """A Weights & Biases run in the project ``run.wandb``; WANDB_MODE=offline works as well."""
+    """A Weights & Biases run in a project; WANDB_MODE=offline works as well."""
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, project: str, folder: Path, config: Config):
         import wandb
 
         ids = _Ids(folder)
         self._run = wandb.init(
-            project=config.run.wandb,
+            project=project,
             name=folder.name,
             dir=str(folder),
             config=config.to_dict(),
@@ -98,21 +100,16 @@ class WandB:
 
 
 class MLflow:
-    """An MLflow run in the experiment ``run.mlflow``, at MLFLOW_TRACKING_URI."""
+    """An MLflow run in an experiment, at MLFLOW_TRACKING_URI."""
 
-    def __init__(self, folder: Path, config: Config):
+    def __init__(self, experiment: str, folder: Path, config: Config):
         from mlflow.tracking import MlflowClient
 
-        assert config.run.mlflow is not None
         self._client, ids = MlflowClient(), _Ids(folder)
         run = ids.get("mlflow")
         if run is None:
-            experiment = self._client.get_experiment_by_name(config.run.mlflow)
-            number = (
-                self._client.create_experiment(config.run.mlflow)
-                if experiment is None
-                else experiment.experiment_id
-            )
+            known = self._client.get_experiment_by_name(experiment)
+            number = known.experiment_id if known else self._client.create_experiment(experiment)
             run = self._client.create_run(number, run_name=folder.name).info.run_id
             for name, value in _flat(config.to_dict()).items():
                 self._client.log_param(run, name, str(value)[:500])

@@ -8,11 +8,9 @@ The learning rate is a function of the step, so a resume needs no extra state.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +19,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
-from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import QueryBatch, SampledBatch
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, world_size
 from kge_torchrec.environment import peak_resident_bytes
@@ -32,6 +29,7 @@ from kge_torchrec.training.checkpoint_index import is_finite
 from kge_torchrec.training.checkpoints import name_of
 from kge_torchrec.training.growth import freeze
 from kge_torchrec.training.run_folder import MetricsLog
+from kge_torchrec.training.schedules import Plateau, Schedule
 from kge_torchrec.training.session import Session, selection_of
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.step import seed_dropout
@@ -214,9 +212,11 @@ class Trainer:
         return better
 
     def _plateau(self, metric: str, value: float) -> None:
-        progress, train = self.progress, self.config.train
-        waited = progress.waits_on_plateau(metric, value, train.plateau_threshold)
-        if waited > train.plateau_patience:
+        progress, schedule = self.progress, self.schedule
+        if not isinstance(schedule, Plateau):
+            return
+        waited = progress.waits_on_plateau(metric, value, schedule.options.threshold)
+        if waited > schedule.options.patience:
             progress.plateaus, progress.plateau_wait = progress.plateaus + 1, 0
 
     def _stop_early(self) -> bool:
@@ -279,48 +279,6 @@ def peak_memory_bytes() -> int:
     if world_size() > 1:
         dist.all_reduce(peak, op=dist.ReduceOp.MAX)
     return int(peak)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """The learning-rate schedule: a factor on the rates of table and dense parameters."""
-
-    name: str
-    warmup_steps: int
-    total_steps: int
-    steps_per_epoch: int
-    decay: float
-
-    @classmethod
-    def of(cls, config: TrainConfig, steps_per_epoch: int) -> Schedule:
-        """Make the schedule of a run from the ``train`` section of its config."""
-        return cls(
-            config.schedule,
-            config.warmup_steps,
-            max(1, config.epochs * steps_per_epoch),
-            steps_per_epoch,
-            config.decay,
-        )
-
-    def factor(self, step: int, plateaus: int = 0) -> float:
-        """Return the factor for a step.
-
-        Args:
-            step: Global step, from 0.
-            plateaus: Number of decays so far, for the schedule "plateau".
-        """
-        if step < self.warmup_steps:
-            return (step + 1) / self.warmup_steps
-        done = (step - self.warmup_steps) / max(1, self.total_steps - self.warmup_steps)
-        if self.name == "linear":
-            return max(0.0, 1 - done)
-        if self.name == "cosine":
-            return 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-        if self.name == "exponential":
-            return self.decay ** (step // self.steps_per_epoch)
-        if self.name == "plateau":
-            return self.decay**plateaus
-        return 1.0
 
 
 class NonFiniteLoss(KGEError, RuntimeError):

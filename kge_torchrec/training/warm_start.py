@@ -3,7 +3,7 @@
 Rank 0 reads the vectors in chunks and broadcasts them, and each rank keeps the rows of its shard.
 No rank holds the whole table, and only rank 0 needs access to the file.
 
-``model.init_width`` selects a projection for vectors of a different width:
+``model.init_options.width`` selects a projection for vectors of a different width:
 
     random  a random matrix with orthonormal columns (rows, if the width grows), scaled so that
             vectors keep their length on average
@@ -76,7 +76,7 @@ def _start_from(session: Session, source: str) -> None:
         shard.rows[ids[here] - shard.first_row, : own.shape[1]] = own
     if checkpoint is not None:
         _start_dense(session, on_first_rank(ranks, lambda: reading.dense(checkpoint)))
-    if session.config.model.init_frozen:
+    if session.config.model.vectors().frozen:
         on_first_rank(ranks, reading.save_frozen)
     if session.show:
         print(reading.summary, file=sys.stderr)
@@ -151,12 +151,12 @@ class _Reading:
         have, want, self._how = self.vectors.width, self.width, ""
         if have in (self.full, want):
             return lambda rows: rows
-        how = self.config.model.init_width
+        how = self.config.model.vectors().width
         if how == "refuse":
             raise ConfigError(
                 f"model.init_from: the vectors of {self.vectors.source} have {have} numbers, an "
                 f"entity here {want}; set model.dim to {have + self.full - want}, or project them: "
-                "--model.init_width random or pca"
+                "--model.init_options.width random or pca"
             )
         self._how = f" ({have} numbers projected to {want}, {how})"
         if how == "random":
@@ -164,8 +164,8 @@ class _Reading:
             return lambda rows: rows @ matrix
         if have < want:
             raise ConfigError(
-                f"model.init_width pca: {have} numbers have no {want} principal components; use "
-                "random"
+                f"model.init_options.width pca: {have} elements have no {want} principal "
+                "components; use random"
             )
         mean, matrix = self._principal(want)
         return lambda rows: (rows - mean) @ matrix

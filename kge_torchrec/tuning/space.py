@@ -5,7 +5,7 @@ A space file maps dotted keys to ranges or lists:
     train.lr: {low: 0.01, high: 1.0, log: true}      # integers if both bounds are integers
     train.batch_size: [128, 256, 512]                # choices
     loss.options.margin: {low: 1.0, high: 20.0, when: {loss.name: [margin, self_adversarial]}}
-    train.eps:                                       # several ranges with different conditions
+    train.optimizer_options.eps:                     # several ranges with different conditions
       - {low: 1.0e-10, high: 1.0e-6, log: true, when: {train.optimizer: adam}}
       - {choices: [1.0e-8], when: {train.optimizer: adagrad}}
 
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -33,6 +33,8 @@ from optuna.distributions import (
 from optuna.trial import Trial
 
 from kge_torchrec.config import Config, ConfigError, all_keys
+from kge_torchrec.config.keys import Part, all_values, declared, key_of
+from kge_torchrec.config.options import settings_of
 from kge_torchrec.config.parser import config_from_dict, current_name
 from kge_torchrec.config.registry import resolve
 from kge_torchrec.config.yaml_file import read_yaml
@@ -51,8 +53,6 @@ _FIXED = (
     "device",
     "threads",
 )
-_FREE_GROUPS = ("model.options", "loss.options", "negatives.options", "entities.options",
-             "train.optimizer_options")  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ class SearchSpace:
             config: Provides the values of all other keys.
             suggest: Returns a value for (name, distribution).
         """
-        known = _flat(config)
+        known = all_values(config)
         chosen: dict[str, Any] = {}
         for parameter in self.parameters:
             if parameter.key not in chosen and parameter.holds(known):
@@ -137,7 +137,7 @@ class SearchSpace:
     def of_config(self, config: Config) -> dict[str, Any]:
         """Return the config's own values that lie in the space, by Optuna's names."""
         inside: dict[str, Any] = {}
-        known = _flat(config)
+        known = all_values(config)
         for parameter in self.parameters:
             value, of = known.get(parameter.key), parameter.distribution
             if parameter.holds(known) and value is not None and _contains(of, value):
@@ -154,23 +154,27 @@ def with_values(config: Config, values: Mapping[str, Any]) -> Config:
         for group in groups:
             part = part[group]
         part[name] = value
+    _drop_options_of_others(changed, values)
     return config_from_dict(changed)
 
 
-def _flat(config: Config) -> dict[str, Any]:
-    def walk(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-        flat: dict[str, Any] = {}
-        for name, value in values.items():
-            nested = isinstance(value, dict)
-            flat.update(walk(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value})
-        return flat
-
-    return walk(config.to_dict(), "")
+def _drop_options_of_others(config: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Remove options of the config that a part has not, where ``values`` choose the part."""
+    for key, item in declared(Config).items():
+        section, _, name = key.rpartition(".")
+        part = key_of(item).options
+        if isinstance(part, Part) and f"{section}.{part.field}" in values:
+            owner = resolve(part.kind, values[f"{section}.{part.field}"])
+            known = {option.name for option in fields(settings_of(owner))}
+            options = config[section][name]
+            for option in options.keys() - known:
+                if f"{key}.{option}" not in values:
+                    del options[option]
 
 
 def _check_key(key: str, where: str) -> None:
     keys = all_keys()
-    if key not in keys and not key.startswith(tuple(f"{name}." for name in _FREE_GROUPS)):
+    if not _is_key(key):
         close = difflib.get_close_matches(str(key), keys, n=1, cutoff=0.6)
         raise ConfigError(
             f"unknown key {key} in {where}{f'; did you mean {close[0]}?' if close else ''}"
@@ -179,6 +183,13 @@ def _check_key(key: str, where: str) -> None:
         raise ConfigError(
             f"{key} in {where}: all trials of a study share this key; set it in the config"
         )
+
+
+def _is_key(name: str) -> bool:
+    """Return whether a name is that of a key, or may be that of an option in a key."""
+    keys = declared(Config)
+    parent = name.rpartition(".")[0]
+    return name in keys or (parent in keys and keys[parent].default_factory is dict)
 
 
 def _parameter(key: str, entry: Any, conditional: bool, where: str) -> Parameter:
@@ -194,8 +205,8 @@ def _parameter(key: str, entry: Any, conditional: bool, where: str) -> Parameter
         for other, values in (entry.get("when") or {}).items()
     }
     for other in when:
-        if other not in all_keys() and not other.startswith(tuple(f"{n}." for n in _FREE_GROUPS)):
-            raise ConfigError(f"{key} in {where}: the condition names {other}, which is no key")
+        if not _is_key(other):
+            raise ConfigError(f"{key} in {where}: its condition names {other}, which is no key")
     if conditional and not when:
         raise ConfigError(f"{key} in {where}: each of several ranges needs a `when`")
     condition = ", ".join(f"{k}={'|'.join(map(str, v))}" for k, v in when.items())
@@ -264,7 +275,7 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
         ],
         "train.batch_size": [128, 256, 512, 1024],
         "model.init_scale": {"low": 1e-3, "high": 0.5, "log": True},
-        "model.input_dropout": {"low": 0.0, "high": 0.5},
+        "model.dropout.input": {"low": 0.0, "high": 0.5},
     }
     full = ["1vsall", "kvsall"] if num_entities <= SMALL else []
     sampled = {"negatives.regime": "sampled"}
@@ -276,7 +287,7 @@ def default_space(config: Config, num_entities: int) -> dict[str, Any]:
         return space
     space["negatives.regime"] = [*(() if is_network and full else ("sampled",)), *full]
     space["negatives.count"] = {"low": 64, "high": 2048, "log": True, "when": sampled}
-    space["model.hidden_dropout"] = {"low": 0.0, "high": 0.5}
+    space["model.dropout.hidden"] = {"low": 0.0, "high": 0.5}
     if is_network:
         space["loss.options.label_smoothing"] = {"low": 0.0, "high": 0.3}
     else:

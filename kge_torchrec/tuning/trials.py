@@ -160,7 +160,7 @@ class Worker:
                 config.run,
                 dir=str(folder),
                 progress=False,
-                tensorboard=False,
+                trackers={**config.run.trackers, "tensorboard": False},
             ),
         )
 

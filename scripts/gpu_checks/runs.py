@@ -23,10 +23,10 @@ SHARED = {
     "train.batch_size": 256,
     "train.epochs": 8,  # about 50 steps
     "train.lr": 0.05,
-    "train.eps": 1e-4,  # so that the last bits of gradients near zero have little effect
+    "train.optimizer_options.eps": 1e-4,  # so that the last bits of gradients near zero have little effect
     "evaluation.every": 0,
     "run.progress": False,
-    "run.tensorboard": False,
+    "run.trackers.tensorboard": False,
     "seed": 5,
 }
 

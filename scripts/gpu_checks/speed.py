@@ -11,7 +11,7 @@ from random_graph import RandomGraph
 from gpu_checks.report import Report
 from gpu_checks.timing import Waited, counted, step_seconds
 from kge_torchrec.comparison.speed import split_of_a_step
-from kge_torchrec.config import Config, DenseConfig
+from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.torchrec import backend as engine_module
@@ -55,9 +55,8 @@ def compiled(report: Report) -> None:
         return
     plain = _train(report, "not compiled", 8192)
     losses = {"compiled": _train(report, "compiled", 8192, dense__compile=True)}
-    if "compile_mode" in DenseConfig.__dataclass_fields__:
-        keys = {"dense__compile": True, "dense__compile_mode": "reduce-overhead"}
-        losses["reduce-overhead"] = _train(report, "reduce-overhead", 8192, **keys)
+    keys = {"dense__compile": True, "dense__compile_mode": "reduce-overhead"}
+    losses["reduce-overhead"] = _train(report, "reduce-overhead", 8192, **keys)
     for name, loss in losses.items():
         if plain and loss:
             report.at_most(

@@ -51,7 +51,7 @@ REFUSED = {
     "presets without weight decay": (
         ["--engines", "handrolled", "dgl", "--train.optimizer", "adam",
          "--train.weight_decay", "0.1"],
-        "dgl: train.weight_decay",
+        "dgl: train.optimizer_options.weight_decay",
     ),
     "TorchRec's pipeline": (
         ["--engines", "torchrec", "handrolled", "--train.pipeline", "sparse_dist"],

@@ -172,8 +172,9 @@ def test_every_caller_is_told_once_and_how_to_change_it(tmp_path, capsys, caplog
         "columns=['HEAD', 'RELATION', 'TAIL'] reads others"
     )
     by_key = data_notes(DataConfig(path=str(folder)), store)
-    assert "; --data.has_header true reads it as a header" in by_key[0]
-    assert "; --data.has_header false reads it as a triple; --data.columns" in by_key[1]
+    assert "; --data.reader_options.has_header true reads it as a header" in by_key[0]
+    triple = "; --data.reader_options.has_header false reads it as a triple; "
+    assert triple + "--data.reader_options.columns" in by_key[1]
     of_store = data_notes(DataConfig(path=str(store.path)), store)
     assert [note.partition(";")[0] for note in of_store] == [n.partition(";")[0] for n in by_key]
     assert "has_header" not in " ".join(of_store)  # which would change nothing

@@ -183,7 +183,7 @@ def rank_asks_for(config: dict) -> str:
     "config, words",
     [
         ({"wrapper": "none"}, "dense.wrapper none would let the relations of 4 ranks drift"),
-        ({"wrapper": "hybrid", "replicas": 3}, "dense.replicas: 4 ranks cannot form 3"),
+        ({"wrapper": "hybrid", "options": {"replicas": 3}}, "4 ranks cannot form 3"),
     ],
 )
 def test_invalid_wrapper_is_rejected_on_every_rank(config, words):
@@ -194,8 +194,8 @@ def test_invalid_wrapper_is_rejected_on_every_rank(config, words):
     "config, words",
     [
         ({"wrapper": "fdsp"}, "dense.wrapper must be one of .*did you mean 'fsdp'"),
-        ({"sharding": "half"}, "dense.sharding must be one of full, grad_op"),
-        ({"wrapper": "hybrid", "replicas": 0}, "dense.replicas must be an integer >= 1"),
+        ({"options": {"sharding": "half"}}, "dense.options.sharding must be one of full, grad_op"),
+        ({"wrapper": "hybrid", "options": {"replicas": 0}}, "replicas must be an integer >= 1"),
     ],
 )
 def test_contradictory_keys_are_named(config, words):

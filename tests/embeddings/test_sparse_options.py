@@ -194,7 +194,7 @@ def test_contradictory_config_is_rejected():
     assert load_config(None, keys).entities.preset == "dicee"
     with pytest.raises(ConfigError, match=r"^entities\.preset: dicee has adam only"):
         load_config(None, {**keys, "train.optimizer": "adagrad"})
-    with pytest.raises(ConfigError, match=r"^train\.weight_decay: dicee"):
+    with pytest.raises(ConfigError, match=r"^train\.optimizer_options\.weight_decay: dicee"):
         load_config(None, {**keys, "train.weight_decay": 0.1})
     assert Config().entities.sparse_options(Config().train.optimizer) == FBGEMM
 

@@ -79,12 +79,12 @@ WRONG = [
     ({"negatives.sampling": "unifrom"}, "did you mean 'uniform'"),
     ({"negatives.sampling": MIXED, "negatives.options": {"share": "half"}},
      "negatives.options.share must be a number, got half"),
-    ({"train.optimizer": LION, "train.weight_decay": 0.1}, "settings from train.optimizer_options"),
+    ({"train.optimizer": LION, "train.weight_decay": 0.1}, "weight_decay is no option of Lion"),
     ({"train.optimizer": LION, "train.optimizer_options": {"beta3": 1}}, "beta3 is no option of L"),
     ({"train.optimizer": LION, "entities.engine": "handrolled", "entities.duplicates": "mean"},
      "entities.options.duplicates: .*Lion is not ours and takes its own step"),
     ({"data.reader": "jsonl"}, "data.reader must be a name or package.module:Class, got 'jsonl'"),
-    ({"data.reader_options": {"head": "h"}}, "data.reader_options are of data.reader"),
+    ({"data.reader_options": {"head": "h"}}, "is no option of FileOptions, which has"),
 ]  # fmt: skip
 
 

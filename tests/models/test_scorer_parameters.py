@@ -125,7 +125,7 @@ def test_what_cannot_be_made_raises(name, dim, reciprocal, options, message):
 @every_case
 def test_a_scorer_is_built_as_its_config_says(case):
     name, dim, options = case
-    config = ModelConfig(name, dim, normalization="layer", input_dropout=0.25, options=options)
+    config = ModelConfig(name, dim, normalization="layer", dropout={"input": 0.25}, options=options)
     scorer = build_scorer(config, RELATIONS)
     assert (scorer.name, scorer.dim, scorer.reciprocal) == (name, dim, True)
     assert asdict(scorer.options) == config.scorer_options()

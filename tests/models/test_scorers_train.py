@@ -38,7 +38,7 @@ def config(name: str, store: Path, folder: Path):
         "negatives__chunk_size": (0, 8)[number % 2],
         **OPTIONS.get(name, {}),
     }
-    run = RunConfig(str(folder / name), progress=False, tensorboard=False)
+    run = RunConfig(str(folder / name), progress=False, trackers={"tensorboard": False})
     return config_of(store, run.dir, **changes)
 
 

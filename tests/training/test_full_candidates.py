@@ -87,7 +87,7 @@ def rank_trains_all(store: Path, folder: Path, engine: str, prepare_fit) -> list
     out = []
     for number in range(len(PAIRS)):
         config = variant(store, number, engine)
-        run = RunConfig(str(folder / str(number)), progress=False, tensorboard=False)
+        run = RunConfig(str(folder / str(number)), progress=False, trackers={"tensorboard": False})
         config = replace(config, run=run)
         if prepare_fit is not None:
             out.append(fit(config, prepare_fit).parameters)

@@ -83,7 +83,7 @@ def rank_trains_all(store: Path, folder: Path, pipeline: str, numbers: list[int]
     out = {}
     for number in numbers:
         config = variant(store, number)
-        run = RunConfig(str(folder / str(number)), progress=False, tensorboard=False)
+        run = RunConfig(str(folder / str(number)), progress=False, trackers={"tensorboard": False})
         config = replace(config, run=run, train=replace(config.train, pipeline=pipeline))
         out[number] = {}
 

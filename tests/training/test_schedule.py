@@ -10,8 +10,9 @@ import pytest
 from training_runs import config_of, fit, tiny_store
 
 from kge_torchrec.config import TrainConfig
+from kge_torchrec.training.schedules import Schedule
 from kge_torchrec.training.state import TrainState
-from kge_torchrec.training.trainer import Schedule, Trainer
+from kge_torchrec.training.trainer import Trainer
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ def test_cosine():
 
 def test_exponential_decays_each_epoch():
     expected = [0.5 ** (i // 5) for i in range(20)]
-    assert factors(schedule="exponential", decay=0.5) == expected
+    assert factors(schedule="exponential", schedule_options={"decay": 0.5}) == expected
 
 
 @pytest.mark.parametrize("schedule", ["constant", "linear", "cosine"])
@@ -55,7 +56,8 @@ def test_a_warm_up_longer_than_training():
 
 
 def test_plateau():
-    schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", decay=0.5), 5)
+    options = {"decay": 0.5}
+    schedule = Schedule.of(TrainConfig(epochs=4, schedule="plateau", schedule_options=options), 5)
     assert [schedule.factor(9, plateaus) for plateaus in range(3)] == [1.0, 0.5, 0.25]
 
 

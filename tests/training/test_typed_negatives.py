@@ -74,7 +74,8 @@ def variant(name: str, folder: Path | None = None) -> Config:
         for key, value in VARIANTS[name].items()
     }
     config = config_of(the_store(), train__epochs=1, train__lr=0.1, train__eps=1e-3, **keys)
-    return replace(config, run=RunConfig(folder and str(folder), progress=False, tensorboard=False))
+    quiet = {"progress": False, "trackers": {"tensorboard": False}}
+    return replace(config, run=RunConfig(folder and str(folder), **quiet))
 
 
 def rank_trains_all(configs: dict[str, Config], folder: Path) -> dict:
@@ -118,7 +119,7 @@ def test_training_equals_the_dense_oracle(name, world_size):
 def test_draws_are_among_those_that_suit_and_all_of_them_come(side, name):
     store, config = TripleStore.open(the_store()), variant(name)
     rows = np.asarray(store.train, np.int64)
-    types = config.negatives.types
+    types = config.negatives.restriction().types
     others = UniformSampler(store.num_entities)
     sampler = SeenSampler(others, 1.0, store)
     if types is not None:
@@ -167,7 +168,8 @@ def test_own_negatives_are_those_of_the_query(caplog):
 def test_a_share_of_the_negatives_suits_and_the_others_stay():
     store = TripleStore.open(the_store())
     others = UniformSampler(store.num_entities)
-    sampler = typed_sampler(others, NegativesConfig(among="seen", among_share=0.3), store)
+    config = NegativesConfig(among="seen", among_options={"share": 0.3})
+    sampler = typed_sampler(others, config, store)
     random, rows = np.random.default_rng(0), np.asarray(store.train[:20], np.int64)
     chunks = Chunks("tail", random.random((4, 10)), lambda: rows.reshape(4, 5, 3))
     ids, before = sampler.sample(chunks), others.sample(chunks)
@@ -181,10 +183,10 @@ def test_a_share_of_the_negatives_suits_and_the_others_stay():
         ({"regime": "kvsall"}, "takes every entity as a candidate; use sampled"),
         ({"regime": "kvssample"}, "draws for all queries of a batch together; use sampled"),
         ({"log_q": True}, "negatives.log_q: with negatives.among seen"),
-        ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_share"),
-        ({"among": "own"}, "negatives.among own needs negatives.file"),
+        ({"sampling": "degree"}, "draws uniformly; set uniform, or negatives.among_options.sh"),
+        ({"among": "own"}, "negatives.among own needs negatives.among_options.file"),
         ({"among": "none"}, "negatives.among must be one of"),
-        ({"among_share": 0.0}, "negatives.among_share"),
+        ({"among_share": 0.0}, "negatives.among_options.share"),
     ],
 )
 def test_what_does_not_go_together_is_refused(keys, said):
@@ -201,5 +203,6 @@ def test_types_and_files_that_are_not_there(tmp_path):
     with pytest.raises(DataError, match="has no types of entities: prepare it again with --types"):
         typed_sampler(others, NegativesConfig(among="types"), store)
     (tmp_path / "x.tsv").write_text("no\tsuch\tlabel\n")
+    config = NegativesConfig(among="own", among_options={"file": str(tmp_path / "x.tsv")})
     with pytest.raises(DataError, match="none of its 1 triples is of labels in the graph"):
-        typed_sampler(others, NegativesConfig(among="own", file=str(tmp_path / "x.tsv")), store)
+        typed_sampler(others, config, store)

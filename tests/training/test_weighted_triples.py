@@ -58,7 +58,8 @@ def variant(name: str, folder: Path | None = None) -> Config:
     config = config_of(
         the_store(), train__epochs=1, train__lr=0.1, train__eps=1e-3, seed=3, **VARIANTS[name]
     )
-    return replace(config, run=RunConfig(folder and str(folder), progress=False, tensorboard=False))
+    quiet = {"progress": False, "trackers": {"tensorboard": False}}
+    return replace(config, run=RunConfig(folder and str(folder), **quiet))
 
 
 def rank_trains_all(store: Path, folder: Path, names: list[str]) -> dict:

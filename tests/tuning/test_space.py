@@ -50,7 +50,17 @@ def test_space_reads_conditions_ranges_and_types():
 def test_config_values_inside_the_space_are_tried():
     space = SearchSpace(yaml.safe_load(TEXT))
     own = space.of_config(config_from_dict({**BASE, "train.lr": 5.0, "negatives.count": 16}))
-    assert own == {"loss.name": "softmax", "train.optimizer": "adagrad", "negatives.count": 16}
+    expected = {"loss.name": "softmax", "train.optimizer": "adagrad", "negatives.count": 16}
+    assert own == {**expected, "model.options.p": 0}
+
+
+def test_options_of_another_part_are_left_out():
+    options = {"train.optimizer_options": {"beta1": 0.5, "eps": 1e-4}}
+    config = config_from_dict({**BASE, "train.optimizer": "adam", **options})
+    trial = with_values(config, {"train.optimizer": "adagrad"})
+    assert trial.train.optimizer_options == {"eps": 1e-4}
+    trial = with_values(config, {"train.optimizer": "rowwise_adam"})
+    assert trial.train.optimizer_options == {"beta1": 0.5, "eps": 1e-4}
 
 
 def test_space_round_trips_through_yaml():

@@ -142,7 +142,6 @@ def _rows(path: Path, delimiter: str, strict: bool = False) -> Iterator[tuple[in
         DataError: Invalid UTF-8 or invalid CSV; with ``strict`` also quotes that are not closed or
             that text follows.
     """
-
     if delimiter == "\t":
         yield from ((number, text.split("\t")) for number, text in text_lines(path) if text)
         return

@@ -163,7 +163,9 @@ def read_ntriples(
     characters.  Comments and blank lines are skipped.
 
     Args:
-        path, on_bytes, on_literals: As for ``read_rdf``.
+        path: As for ``read_rdf``.
+        on_bytes: As for ``read_rdf``.
+        on_literals: As for ``read_rdf``.
 
     Raises:
         DataError: A malformed line or escape, a label that is refused (`labels.fault_of`), invalid

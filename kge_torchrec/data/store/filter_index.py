@@ -73,7 +73,8 @@ def seen_pairs(
 
     Args:
         index: The index of side "tail" for the heads of a relation, "head" for its tails.
-        first, stop: Entities to look at; stop None means all.
+        first: First entity to look at.
+        stop: Entity at which to stop; None means all.
 
     Yields:
         Entities (M,) and relations (M,), int64, for a chunk of triples at a time.
@@ -120,7 +121,8 @@ class FilterIndex:
 
         Args:
             side: The missing side, "tail" or "head".
-            anchors, relations: (Q,) ids.
+            anchors: (Q,) entity ids.
+            relations: (Q,) relation ids.
 
         Raises:
             IndexError: An id is outside the store.
@@ -140,7 +142,8 @@ class FilterIndex:
 
         Args:
             side: The missing side, "tail" or "head".
-            anchors, relations: (Q,) ids.
+            anchors: (Q,) entity ids.
+            relations: (Q,) relation ids.
             candidates: (Q, K) entity ids, or (K,) shared by all queries.
 
         Raises:

@@ -24,8 +24,10 @@ def bounds(
 
     Args:
         values: (T,) ids, ascending within each range.
-        starts, stops: (B,) int64, the ranges.
-        lows, highs: (B,) int64.
+        starts: (B,) int64, where the ranges start.
+        stops: (B,) int64, where they stop.
+        lows: (B,) int64.
+        highs: (B,) int64.
 
     Returns:
         Starts (B,) and stops (B,), int64.

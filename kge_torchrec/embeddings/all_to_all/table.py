@@ -191,7 +191,8 @@ class HandrolledTable(nn.Module):
 
         Args:
             rows: (sum of ``send``, ...), grouped by destination rank.
-            send, receive: (W,) rows to and from each rank.
+            send: (W,) rows to each rank.
+            receive: (W,) rows from each rank.
 
         Returns:
             (sum of ``receive``, ...), grouped by source rank.

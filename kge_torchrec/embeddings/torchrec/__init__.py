@@ -1,0 +1,1 @@
+"""TorchRec's backend of the entity table."""

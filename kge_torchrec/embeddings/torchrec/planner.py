@@ -317,7 +317,8 @@ def table_memory(rows: int, columns: int, form: TableForm, is_cuda: bool) -> dic
     """Return the bytes of a shard by part.
 
     Args:
-        rows, columns: Size of the shard.
+        rows: Rows of the shard.
+        columns: Columns of the shard.
         form: Its storage.
         is_cuda: Whether the ranks use GPUs.
 

@@ -32,14 +32,15 @@ def build_scorer(config: ModelConfig, num_relations: int) -> Scorer:
         config: The model section of the config.
         num_relations: Number of relations, without inverses.
     """
+    dropout = config.dropouts()
     scorer = resolve("scorer", config.scorer)(
         num_relations,
         config.dim - (BIASES if config.biases else 0),
         config.reciprocal,
         normalization=config.normalization,
-        relation_dropout=config.relation_dropout,
-        input_dropout=config.input_dropout,
-        hidden_dropout=config.hidden_dropout,
+        relation_dropout=dropout.relation,
+        input_dropout=dropout.input,
+        hidden_dropout=dropout.hidden,
         **config.scorer_options(),
     )
     return Biased(scorer) if config.biases else scorer
