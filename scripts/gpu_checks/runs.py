@@ -23,7 +23,8 @@ SHARED = {
     "train.batch_size": 256,
     "train.epochs": 8,  # about 50 steps
     "train.lr": 0.05,
-    "train.optimizer_options.eps": 1e-4,  # so that the last bits of gradients near zero have little effect
+    # With a large eps the last bits of gradients near zero have little effect.
+    "train.optimizer_options.eps": 1e-4,
     "evaluation.every": 0,
     "run.progress": False,
     "run.trackers.tensorboard": False,
