@@ -14,11 +14,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS, Part, find_best
 from kge_torchrec.data.store import SPLITS
 from kge_torchrec.data.store.filter_index import FilterIndex
 from kge_torchrec.errors import DataError
+from kge_torchrec.trained_model import TrainedModel
 
 QUERIES = 512  # queries per batch
 RELATION_QUERIES = 1000  # a low limit: each entity pair is scored with all relations
@@ -33,7 +33,7 @@ class CandidateAnswers(NamedTuple):
 
 
 def candidate_answers(
-    model: AnsweringModel, split: str, asked: Part, top: int, limit: int, seed: int
+    model: TrainedModel, split: str, asked: Part, top: int, limit: int, seed: int
 ) -> CandidateAnswers:
     """Return the best candidates of each query of a split. Collective.
 

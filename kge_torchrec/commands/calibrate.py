@@ -66,7 +66,7 @@ def add_sample(verb: argparse.ArgumentParser, limit: int) -> None:
 def run(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
-            trained.answering_model()
+            _ = trained.model
         made = trained.calibrate(
             method=parsed.method,
             among=parsed.among,

@@ -79,7 +79,7 @@ def _trains(parsed: argparse.Namespace) -> bool:
 def run(parsed: argparse.Namespace) -> int:
     with loading_torch():
         config_of(parsed.folder)
-        from kge_torchrec.growth.extend import extend
+        from kge_torchrec.api import extend
 
     made = extend(
         parsed.folder,

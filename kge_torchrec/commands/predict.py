@@ -117,7 +117,7 @@ def _file(parsed: argparse.Namespace) -> int:
 def _relation(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
-            trained.answering_model()
+            _ = trained.model
         links = trained.new_links(
             parsed.relation,
             parsed.top,

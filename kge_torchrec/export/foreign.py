@@ -21,28 +21,22 @@ from kge_torchrec.config import ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.models.scorers import Scorer
+from kge_torchrec.trained_model import TrainedModel
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """A trained model in this process.
+class Contents:
+    """What is written in the layout of another program.
 
     Attributes:
+        model: The trained model; this process holds all of it, in evaluation mode.
         config: The model section of the config.
-        scorer: The scorer with its parameters, in evaluation mode.
-        rows: (N, D) float32 entity rows as stored.
-        entity_labels: Entity labels in order of id.
-        relation_labels: Relation labels in order of id.
         data: A short name of the graph: letters, digits, dots, dashes and underscores.
         epoch: The number of epochs that the model was trained for.
     """
 
+    model: TrainedModel
     config: ModelConfig
-    scorer: Scorer
-    rows: Tensor
-    entity_labels: Vocabulary
-    relation_labels: Vocabulary
     data: str
     epoch: int = 0
 
@@ -50,13 +44,14 @@ class WholeModel:
     @torch.no_grad()
     def entities(self) -> Tensor:
         """(N, D) float32 entity rows, normalized as the formula expects."""
-        return self.scorer.entity(self.rows)
+        return self.model.scorer.entity(self.model.shard.rows)
 
     @cached_property
     @torch.no_grad()
     def relations(self) -> Tensor:
         """(R, W) float32 relation rows, normalized as the formula expects."""
-        return self.scorer.relation(torch.arange(self.scorer.relation_rows), drop=False)
+        scorer = self.model.scorer
+        return scorer.relation(torch.arange(scorer.relation_rows), drop=False)
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class ForeignFormat:
     scorers: tuple[str, ...] | None
     holds_inverses: bool
     holds_biases: bool
-    write: Callable[[ExportFolder, WholeModel], str]
+    write: Callable[[ExportFolder, Contents], str]
 
     def check(self, model: ModelConfig) -> None:
         """Raise ExportError unless the layout can hold this model."""

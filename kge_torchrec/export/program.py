@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
-from kge_torchrec.export.foreign import ForeignFormat, WholeModel
+from kge_torchrec.export.foreign import Contents, ForeignFormat
 from kge_torchrec.export.text import label_lines
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.pages import render
@@ -35,11 +35,11 @@ class TripleScores(nn.Module):
         return self.scorer.score_triples(anchor, relation, target, "tail")
 
 
-def program_of(model: WholeModel) -> torch.export.ExportedProgram:
+def program_of(content: Contents) -> torch.export.ExportedProgram:
     """Return the traced module, for any number of triples."""
-    for parameter in model.scorer.parameters():
+    for parameter in content.model.scorer.parameters():
         parameter.requires_grad_(False)
-    module = TripleScores(model.scorer, model.rows).eval()
+    module = TripleScores(content.model.scorer, content.model.shard.rows).eval()
     ids = torch.zeros(3, dtype=torch.int64)
     count = {0: torch.export.Dim("triples", min=1)}
     return torch.export.export(
@@ -47,15 +47,15 @@ def program_of(model: WholeModel) -> torch.export.ExportedProgram:
     )
 
 
-def write(folder: ExportFolder, model: WholeModel) -> str:
+def write(folder: ExportFolder, content: Contents) -> str:
     """Write scores.pt2 and the labels; return how to load them, as Markdown."""
     buffer = io.BytesIO()  # see foreign.saved
-    torch.export.save(program_of(model), buffer)
+    torch.export.save(program_of(content), buffer)
     folder.append(PROGRAM, [buffer.getbuffer()])
-    folder.append(ENTITIES, label_lines(model.entity_labels))
-    folder.append(RELATIONS, label_lines(model.relation_labels))
-    count = len(model.relation_labels)
-    return render("load_torch.md", count=count, reciprocal=model.config.reciprocal)
+    folder.append(ENTITIES, label_lines(content.model.entity_labels))
+    folder.append(RELATIONS, label_lines(content.model.relation_labels))
+    count = len(content.model.relation_labels)
+    return render("load_torch.md", count=count, reciprocal=content.config.reciprocal)
 
 
 FORMAT = ForeignFormat("torch.export", None, True, True, write)

@@ -48,7 +48,7 @@ class EntityMap:
 
 def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
     """Answers to some test triples, drawn by a seed."""
-    store = run.session.store
+    store = run.model.known("a report")
     triples = np.asarray(store.test, np.int64)
     drawn = np.random.default_rng(seed).permutation(len(triples))[:count]
     found = []
@@ -62,25 +62,26 @@ def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
 
 def entity_map(run: Run) -> EntityMap | None:
     """By principal components; None for a graph of fewer than three entities."""
-    session = run.session
-    degrees = session.store.degrees().of(np.arange(session.store.num_entities))
+    model = run.model
+    store = model.known("a report")
+    degrees = store.degrees().of(np.arange(model.num_entities))
     chosen = np.argsort(-degrees, kind="stable")[:ON_MAP]
     if len(chosen) < 3:
         return None
-    rows = session.backend.shard().fetch(torch.from_numpy(chosen)).float().cpu()
+    rows = model.rows(torch.from_numpy(chosen)).cpu()
     rows = rows - rows.mean(0)
     # The sign of an axis is nobody's choice; this one is the same on every machine.
     left, spread, _ = torch.linalg.svd(rows.double(), full_matrices=False)
     places = (left * spread)[:, :2]
     places = places * torch.sign(places.gather(0, places.abs().argmax(0, keepdim=True)))
     explained = float(spread[:2].square().sum() / spread.square().sum().clamp_min(1e-30))
-    labels = session.store.entities.labels(chosen)
+    labels = model.entity_labels.labels(chosen)
     return EntityMap(places.numpy(), degrees[chosen], labels, explained)
 
 
 def ranks_by_relation(run: Run) -> dict[str, Any] | None:
     """As ``evaluate --by relation`` has it; None where ranking test again would take long."""
-    store = run.session.store
+    store = run.model.known("a report")
     if not len(store.test) or 2.0 * len(store.test) * store.num_entities > _QUICK:
         return None
     return run.evaluate("test", by=["relation"])["by"]["relation"]

@@ -222,7 +222,7 @@ def test_an_extended_run_is_a_run_like_others(tmp_path):
     assert on.results["train"]["epochs"] == 2
     assert len(on.predict(head="n0", relation="new0", k=3)) == 3
     again = extend(on.path, {"train": [("n0", "r0", "z")]}, tmp_path / "again", epochs=0)
-    assert again.session.store.base.entities == OLD_ENTITIES + 9
+    assert again.model.store.base.entities == OLD_ENTITIES + 9
 
 
 def test_what_cannot_be_extended_leaves_nothing(tmp_path):

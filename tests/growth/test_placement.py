@@ -124,10 +124,10 @@ def test_the_rate_falls_to_nothing_and_old_relations_stand_still(tmp_path, monke
             rates.append([group["lr"] for group in self.param_groups])
             return super().step(closure)
 
-    def watched(session, old):
-        before = session.scorer.relations.detach().clone().view(2, 5, -1)
-        placed = placement.place(session, old)
-        after = session.scorer.relations.detach().view(2, 5, -1)
+    def watched(model, config, old):
+        before = model.scorer.relations.detach().clone().view(2, 5, -1)
+        placed = placement.place(model, config, old)
+        after = model.scorer.relations.detach().view(2, 5, -1)
         assert torch.equal(before[:, :3], after[:, :3])
         assert not (before[:, 3:] == after[:, 3:]).any()
         return placed

@@ -19,6 +19,7 @@ from kge_torchrec.ranking import group_tables as report
 from kge_torchrec.ranking.cardinality import cardinalities, categories
 from kge_torchrec.ranking.groups import GROUPINGS, by_category, by_frequency, grouped
 from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.trained_model import TrainedModel
 
 TRAIN = [
     ("a", "one", "b"), ("c", "one", "d"),  # 1-1
@@ -100,9 +101,9 @@ def run(tmp_path_factory):
 
 def test_evaluate_by_ranks_once_and_writes_beside_the_results(run, capsys, monkeypatch):
     ranked = []
-    ranks_of = api.Session.ranks_of
+    ranks_of = TrainedModel.ranks_of
     monkeypatch.setattr(
-        api.Session, "ranks_of", lambda *args: ranked.append(args) or ranks_of(*args)
+        TrainedModel, "ranks_of", lambda *args: ranked.append(args) or ranks_of(*args)
     )
     monkeypatch.setattr(report, "LINES", 2)
     names = ["relation", "category", "frequency"]
