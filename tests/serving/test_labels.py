@@ -100,7 +100,8 @@ def test_labels_with_control_characters(model):
     evil = "\u202eevil\x9b2J\x1b"
     entities = [evil, *(f"e{i}" for i in range(1, 37))]
     vocabulary = Vocabulary(pa.array(entities, pa.large_string()), "entity")
-    model = replace(model, labels=SimpleNamespace(entities=vocabulary), store=None)
+    labels = SimpleNamespace(entities=vocabulary, relations=model.relation_labels)
+    model = replace(model, labels=labels, store=None)
     with TestClient(create_app(model, "evil")) as client:
         reply = client.get("/entities", params={"count": 1})
         assert reply.json()["labels"] == [evil]
