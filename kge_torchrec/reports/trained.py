@@ -1,6 +1,6 @@
-"""What a report says of a run's model: examples of answers, a map of entities, ranks by relation.
+"""Content of a report about a model: examples of answers, a map of entities, ranks by relation.
 
-Shapes: N entities, M of them on the map, D numbers an entity.
+Shapes: M entities on the map.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _QUICK = 2e9
 
 @dataclass(frozen=True)
 class Example:
-    """A test triple, and what the model answers when asked for its tail."""
+    """A test triple, and the model's answers to the query for its tail."""
 
     head: str
     relation: str
@@ -36,8 +36,11 @@ class Example:
 class EntityMap:
     """The entities with most triples, on the two principal axes of their rows.
 
-    places: (M, 2); degrees: (M,) training triples; labels: (M,), most triples first.
-    explained: the share of the rows' variance that both axes have.
+    Attributes:
+        places: (M, 2).
+        degrees: (M,), training triples per entity.
+        labels: (M,), most triples first.
+        explained: Share of the rows' variance on both axes.
     """
 
     places: np.ndarray
@@ -47,7 +50,7 @@ class EntityMap:
 
 
 def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
-    """Answers to some test triples, drawn by a seed."""
+    """Return the answers to some test triples, drawn by a seed."""
     store = run.model.known("a report")
     triples = np.asarray(store.test, np.int64)
     drawn = np.random.default_rng(seed).permutation(len(triples))[:count]
@@ -61,7 +64,7 @@ def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
 
 
 def entity_map(run: Run) -> EntityMap | None:
-    """By principal components; None for a graph of fewer than three entities."""
+    """Return the map, or None for a graph of fewer than three entities."""
     model = run.model
     store = model.known("a report")
     degrees = store.degrees().of(np.arange(model.num_entities))
@@ -70,7 +73,7 @@ def entity_map(run: Run) -> EntityMap | None:
         return None
     rows = model.rows(torch.from_numpy(chosen)).cpu()
     rows = rows - rows.mean(0)
-    # The sign of an axis is nobody's choice; this one is the same on every machine.
+    # Fix the sign of each axis, which would differ between machines.
     left, spread, _ = torch.linalg.svd(rows.double(), full_matrices=False)
     places = (left * spread)[:, :2]
     places = places * torch.sign(places.gather(0, places.abs().argmax(0, keepdim=True)))
@@ -80,7 +83,7 @@ def entity_map(run: Run) -> EntityMap | None:
 
 
 def ranks_by_relation(run: Run) -> dict[str, Any] | None:
-    """As ``evaluate --by relation`` has it; None where ranking test again would take long."""
+    """Return the groups of ``evaluate --by relation``; None if ranking test would take long."""
     store = run.model.known("a report")
     if not len(store.test) or 2.0 * len(store.test) * store.num_entities > _QUICK:
         return None

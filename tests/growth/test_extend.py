@@ -217,6 +217,7 @@ def rank_freezes_parts(run: Path, folder: Path) -> None:
 def test_an_extended_run_is_a_run_like_others(tmp_path):
     made = extend(base_run(), new_triples(), tmp_path / "run", epochs=1)
     assert made.results["extended"]["drift"]["rows"] == OLD_ENTITIES
+    assert (tmp_path / "run" / "plan.txt").is_file()
     (tmp_path / "run").rename(tmp_path / "moved")  # its store is its own
     on = api.resume(tmp_path / "moved", {"train.epochs": 2})
     assert on.results["train"]["epochs"] == 2

@@ -175,3 +175,14 @@ def test_wrong_choices_are_refused(run, capsys):
         api.evaluate(run, candidates="seen", types="types.tsv")
     assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
     assert "nowhere.tsv: no such file" in capsys.readouterr().err
+
+
+def test_each_evaluation_has_its_own_candidates(run, tmp_path):
+    with api.open_run(run) as opened:
+        labels = opened.entity_labels.array.to_pylist()
+        (tmp_path / "types").write_text("".join(f"{label}\tthing\n" for label in labels))
+        opened.evaluate("valid", candidates="seen")
+        found = opened.evaluate("valid", candidates="types", types=tmp_path / "types")
+        every = opened.evaluate("valid")
+    assert found["both"] == every["both"]  # all entities are of one type
+    assert found["candidates"] != every.get("candidates")
