@@ -14,7 +14,7 @@ _HOMES = {
     "check_data": "kge_torchrec.reports.data_check",
     "compare": "kge_torchrec.commands.compare",
     "evaluate": "kge_torchrec.trained_run",
-    "extend": "kge_torchrec.growth.extend",
+    "extend": "kge_torchrec.api",
     "load_config": "kge_torchrec.config.parser",
     "load_model": "kge_torchrec.export.plain_model",
     "open_run": "kge_torchrec.trained_run",
@@ -66,6 +66,7 @@ _SETTINGS = "kge_torchrec.config"
 __all__ = [*_HOMES]
 
 if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
+    from kge_torchrec.api import extend as extend
     from kge_torchrec.api import resume as resume
     from kge_torchrec.api import train as train
     from kge_torchrec.commands.compare import compare as compare
@@ -95,7 +96,6 @@ if TYPE_CHECKING:  # the same for type checkers, which do not run what is below
     from kge_torchrec.errors import DataError as DataError
     from kge_torchrec.errors import KGEError as KGEError
     from kge_torchrec.export.plain_model import load_model as load_model
-    from kge_torchrec.growth.extend import extend as extend
     from kge_torchrec.models.losses import Loss as Loss
     from kge_torchrec.models.regularizers import Regularizer as Regularizer
     from kge_torchrec.models.regularizers import TripleRegularizer as TripleRegularizer

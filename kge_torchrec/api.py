@@ -1,61 +1,24 @@
-"""The Python interface for training: ``train(config) -> run`` and ``resume(folder) -> run``."""
+"""The Python interface for training: each function trains, and returns the run."""
 
 from __future__ import annotations
 
-import gc
-import logging
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from operator import attrgetter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-
-from kge_torchrec.config import Config, ConfigError
-from kge_torchrec.config.keys import (
-    changed_keys,
-    check_effects,
-    check_resume,
-    declared,
-    key_of,
-)
 from kge_torchrec.config.parser import AnyConfig, Overrides, as_config
-from kge_torchrec.config.sizing import KEYS as PICKED_KEYS
-from kge_torchrec.data.prepare import prepare
+from kge_torchrec.data.readers import Sources
 from kge_torchrec.data.readers.tables import InMemory
-from kge_torchrec.data.relation_overlap import leak_notes
-from kge_torchrec.distributed.processes import (
-    Processes,
-    on_all_ranks,
-    on_first_rank,
-    processes,
-)
 from kge_torchrec.environment import has_torchrec
 from kge_torchrec.trained_run import Run
 from kge_torchrec.trained_run import evaluate as evaluate
 from kge_torchrec.trained_run import open_run as open_run
-from kge_torchrec.training.checkpoints import (
-    CheckpointError,
-    Checkpoints,
-    name_of,
-    no_checkpoint,
-)
-from kge_torchrec.training.effects import check_start, facts_of
-from kge_torchrec.training.growth import extension_results
-from kge_torchrec.training.run_folder import MetricsLog, RunFolder
-from kge_torchrec.training.session import Session, data_notes, remove_prepared, selection_of
-from kge_torchrec.training.state import TrainState
-from kge_torchrec.training.stop_signal import TrainingInterrupted
-from kge_torchrec.training.trackers import check_trackers, trackers_of
-from kge_torchrec.training.warm_start import begin
+from kge_torchrec.training.checkpoints import BEST
+from kge_torchrec.training.runs import Extras, resume_run, start_run
 
 if TYPE_CHECKING:
+    from kge_torchrec.training.session import Session
     from kge_torchrec.training.trainer import Callback
-
-log = logging.getLogger(__name__)
 
 
 def train(
@@ -88,44 +51,8 @@ def train(
             begun.
         RankLost: Another rank died.
     """
-    return run_training(as_config(config), callbacks, rank_test, triples)
-
-
-def run_training(
-    config: Config,
-    callbacks: Sequence[Callback] = (),
-    rank_test: bool = True,
-    triples: Mapping[str, InMemory] | None = None,
-    checks_effects: bool = True,
-) -> Run:
-    """Train, see ``train``.
-
-    Args:
-        config: See ``train``.
-        callbacks: See ``train``.
-        rank_test: See ``train``.
-        triples: See ``train``.
-        checks_effects: False accepts configured keys without effect, which trials of a search may
-            have.
-    """
-    if triples is not None and config.run.resume != "never":
-        raise ConfigError(
-            "run.resume: triples in memory cannot be compared with those of a run; write a store "
-            "with `prepare` and name it as data.path, or leave run.resume at never"
-        )
-    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        if checks_effects:
-            on_first_rank(ranks, lambda: _check_start(config, ranks, triples))
-        folder = RunFolder(ranks.broadcast(str(RunFolder.new(config).path)))
-        lock(folder, ranks, held)
-        held.enter_context(interrupts_named(folder, config))
-        found = on_first_rank(ranks, lambda: _run_to_go_on_with(folder, config))
-        if found is not None:
-            go_on(folder, found, ranks, callbacks, rank_test=rank_test)
-        else:
-            _begin(folder, config, ranks, callbacks, rank_test, triples)
-        _give_memory_back()
-    return Run(folder.path)
+    extras = Extras(callbacks, _write_plan, rank_test)
+    return Run(start_run(as_config(config), extras, triples).path)
 
 
 def resume(
@@ -149,297 +76,69 @@ def resume(
         CheckpointError: All checkpoints are missing.
         Exception: All errors of ``train``.
     """
-    folder = RunFolder(path)
-    before, config = folder.load_config(), folder.load_config(overrides)
-    folder.check_loss(overrides)
-    check_resume(before, config, folder.path)
-    with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        on_first_rank(ranks, lambda: _check_changes(before, config, folder, ranks))
-        lock(folder, ranks, held)
-        held.enter_context(interrupts_named(folder, config))
-        before, config = ranks.broadcast((before, config))  # another host may see an older file
-        if not (before.checkpoint.keep or Checkpoints(folder.checkpoints, ranks).names()):
-            raise no_checkpoint(folder.path, keep=0)
-        go_on(folder, config, ranks, callbacks, before, force=force)
-        _give_memory_back()
-    return Run(folder.path)
+    extras = Extras(callbacks, _write_plan)
+    return Run(resume_run(path, overrides, extras, force).path)
 
 
-def _check_start(config: Config, ranks: Processes, triples: Mapping[str, InMemory] | None) -> None:
-    """Raise ConfigError for a configured key without effect, unless a run resumes."""
-    if config.run.resume == "never" or not RunFolder.new(config).holds_run:
-        check_start(config, facts_of(config, ranks.device.type == "cuda", triples))
+def extend(
+    run: str | Path,
+    new_triples: Sources | Mapping[str, InMemory],
+    output: str | Path,
+    *,
+    epochs: int | None = None,
+    freeze: bool = False,
+    replay: float = 1.0,
+    place: bool = False,
+    checkpoint: str = BEST,
+    allow_unseen_relations: bool = False,
+    overrides: Overrides = (),
+    callbacks: Sequence[Callback] = (),
+) -> Run:
+    """Extend a run with new triples, and continue its training in a new run.
 
+    Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
+    run with this graph and seed draws, without optimizer state. Under torchrun, all ranks call
+    this function.
 
-def _check_changes(before: Config, config: Config, folder: RunFolder, ranks: Processes) -> None:
-    """Raise ConfigError for a key that changes on resume and has no effect."""
-    facts = facts_of(config, ranks.device.type == "cuda", extended=folder.extension.is_file())
-    check_effects(config, facts, changed_keys(before, config))
-
-
-def lock(folder: RunFolder, ranks: Processes, held: ExitStack) -> None:
-    """Lock the folder against other training processes until ``held`` closes.  Collective."""
-
-    def lock() -> None:
-        held.enter_context(folder.locked())
-
-    on_first_rank(ranks, lock)
-
-
-@contextmanager
-def interrupts_named(folder: RunFolder, config: Config) -> Iterator[None]:
-    """Turn a KeyboardInterrupt into TrainingInterrupted, which says how to resume the run."""
-    try:
-        yield
-    except TrainingInterrupted:
-        raise
-    except KeyboardInterrupt as error:
-        if not (folder.holds_run and config.checkpoint.keep):
-            raise
-        raise TrainingInterrupted(
-            f"interrupted; `train --resume {folder.path}` goes on."
-        ) from error
-
-
-def _run_to_go_on_with(folder: RunFolder, config: Config) -> Config | None:
-    """Return the config with which to resume the run in the folder, or None to start a new run.
-
-    Raises:
-        ConfigError: run.resume is "require" and there is no run, or the run's config differs.
-    """
-    wanted = config.run.resume
-    if wanted == "require" and not folder.holds_run:
-        raise ConfigError(f"run.resume require: {folder.path} holds no run to go on with")
-    if wanted == "never" or not folder.holds_run:
-        return None
-    there = folder.load_config()
-    config = config.filled_from(there)  # reuse resolved values, also with other ranks than before
-    for key in changed_keys(there, config):
-        rule = key_of(declared(Config)[key]).resume
-        if rule.per_start:
-            continue
-        remedy = "name another run.dir"
-        if not rule.refuses(there, config):
-            remedy += f", or change the run by `train --resume {folder.path} --{key} ...`"
-        raise ConfigError(
-            f"run.resume {wanted}: {folder.path} holds a run of another config: {key} is "
-            f"{attrgetter(key)(there)!r} there and {attrgetter(key)(config)!r} here; {remedy}"
-        )
-    folder.check_loss(())
-    return config
-
-
-def _begin(
-    folder: RunFolder,
-    config: Config,
-    ranks: Processes,
-    callbacks: Sequence[Callback],
-    rank_test: bool,
-    triples: Mapping[str, InMemory] | None,
-) -> None:
-    """Train a new run."""
-    if triples is not None:
-        config = replace(config, data=replace(config.data, path=str(folder.store)))
-    on_first_rank(ranks, lambda: check_trackers(config.run))
-    on_first_rank(ranks, lambda: folder.create(config))
-    try:
-        if triples is not None:
-            unseen = config.data.allow_unseen_relations
-            on_first_rank(
-                ranks,
-                lambda: prepare(
-                    triples, folder.store, allow_unseen_relations=unseen, log_notes=False
-                ),
-            )
-        session = Session(config, folder, ranks)
-        start = begin(session)
-    except Exception:
-        if ranks.is_first:
-            undo(folder)
-        raise
-    _save_resolved(config, session)
-    _fit(session, start, callbacks, resumed_at=None, rank_test=rank_test)
-
-
-def _save_resolved(config: Config, session: Session) -> None:
-    """Write and print the values resolved for null keys.  Collective."""
-    if session.config == config:
-        return
-    resolved = _resolved(config, session.config)
-
-    def save() -> None:
-        session.folder.save_resolved(resolved)
-        session.folder.save_config(session.config)
-
-    on_first_rank(session.processes, save)
-    if session.show:
-        values = ", ".join(f"{key} {value}" for key, value in resolved.items())
-        print(f"defaults for this graph: {values}", file=sys.stderr)
-
-
-def _resolved(config: Config, resolved: Config) -> dict[str, Any]:
-    """Return the resolved values of null keys, by key."""
-    keys = [key for key in PICKED_KEYS if attrgetter(key)(config) is None]
-    return {key: attrgetter(key)(resolved) for key in keys}
-
-
-def go_on(
-    folder: RunFolder,
-    config: Config,
-    ranks: Processes,
-    callbacks: Sequence[Callback],
-    before: Config | None = None,
-    rank_test: bool = True,
-    force: bool = False,
-) -> None:
-    """Resume training from the newest checkpoint, or start if no checkpoint was written yet.
+    If the process is killed before the first checkpoint is complete, the same call starts over.
+    After that, ``resume`` continues the training. The entry "extended" of the new results.json
+    describes the new data, how far old rows have moved, and the placement. Training can also raise
+    the errors of ``train``.
 
     Args:
-        folder: Folder of the run.
-        config: The config from now on.
-        ranks: The ranks of the run.
-        callbacks: See ``train``.
-        before: The config so far; None if it is the same.
-        rank_test: See ``train``.
-        force: Whether to start at epoch 1 if all written checkpoints are missing.
+        run: The folder of the old run, which is not changed.
+        new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
+            ...}. A file or table without a split is used for training.
+        output: The folder of the new run.
+        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place``.
+        freeze: Keep old entities, old relations and all other parameters bit for bit
+            (train.freeze old).
+        replay: The share of old triples per epoch (train.replay); 0 trains only on new triples.
+        place: First move the rows of new entities and relations to fit their triples, with all
+            other parameters fixed; see ``growth.placement``.
+        checkpoint: The checkpoint to extend: "best", "newest" or a name.
+        allow_unseen_relations: Accept new relations without a training triple.
+        overrides: Other config keys, such as {"train.lr": 0.01}.
+        callbacks: Callbacks of the training.
+
+    Returns:
+        The new run.
+
+    Raises:
+        DataError: The new triples cannot be used.
+        ConfigError: An option is invalid.
+        CheckpointError: The checkpoint cannot be extended.
     """
-    on_first_rank(ranks, lambda: check_trackers(config.run))
-    before = before or config
-    new_plan = config.run.plan != before.run.plan
-    starts_anew = not Checkpoints(folder.checkpoints, ranks).names()
-    if starts_anew:
-        on_first_rank(ranks, lambda: _check_nothing_is_lost(folder, config, force))
-    session = Session(config, folder, ranks, plan_may_differ=not new_plan)
-    progress = begin(session) if starts_anew else session.restore()
-    if starts_anew and before == config:
-        _save_resolved(config, session)
-    if progress.best_metric is not None and not progress.selection:  # saved by an older version
-        progress.selection = selection_of(before, session.store)
-    if session.config != before:
-        on_first_rank(ranks, lambda: folder.save_config(session.config))
-    _fit(session, progress, callbacks, progress.global_step, rank_test)
+    from kge_torchrec.growth.extend import Changes, extend_run
+
+    changes = Changes(epochs, freeze, replay, place, allow_unseen_relations, overrides)
+    extras = Extras(callbacks, _write_plan)
+    return Run(extend_run(run, new_triples, output, changes, checkpoint, extras).path)
 
 
-def _check_nothing_is_lost(folder: RunFolder, config: Config, force: bool) -> None:
-    """Raise CheckpointError unless a run without checkpoints may start at epoch 1."""
-    if folder.extension.is_file():
-        raise CheckpointError(
-            f"{folder.path} has no checkpoint, and its first one held the rows of the run that it "
-            "extends; extend that run again into another folder"
-        )
-    recorded = Checkpoints.recorded(folder.path)
-    if recorded is not None and config.checkpoint.keep and not force:
-        raise CheckpointError(
-            f"all checkpoints of {folder.path} are gone, the newest of which was "
-            f"{recorded['newest']}: put them back, or start at epoch 1 by "
-            f"`train --resume {folder.path} --force`"
-        )
-
-
-def _give_memory_back() -> None:
-    """Free the memory of a finished session before an evaluation loads the table again.
-
-    TorchRec's pipeline and the model refer to each other, so only the garbage collector frees them.
-    """
-    gc.collect()
-    if torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
-
-
-def _fit(
-    session: Session,
-    progress: TrainState,
-    callbacks: Sequence[Callback],
-    resumed_at: int | None,
-    rank_test: bool,
-) -> None:
-    from kge_torchrec.training.trainer import Trainer  # imported late: a trained run needs none
-
-    ranks, folder = session.processes, session.folder
-    notes = _notes(session, tells=rank_test)
-    if has_torchrec():  # the run plan needs TorchRec's planner
+def _write_plan(session: Session) -> None:
+    """Write and print the plan of a run."""
+    if has_torchrec():  # the plan needs TorchRec's planner
         from kge_torchrec.planning.report import write_run_plan
 
         write_run_plan(session)
-    log = on_all_ranks(ranks, lambda: _open_log(session, resumed_at))
-    try:
-        progress = Trainer(session, progress, log, callbacks).run()
-        results = _final_results(session, progress, rank_test) | {"notes": notes}
-
-        def write() -> None:
-            assert log is not None  # on the first rank
-            log.write("test", progress.global_step, results)
-            ranked = results["checkpoint"]["name"]
-            folder.write_results(results | extension_results(folder, ranked))
-
-        on_first_rank(ranks, write)
-    finally:
-        if log is not None:
-            log.close()
-
-
-def _notes(session: Session, tells: bool) -> list[str]:
-    """Return notes about the data, including leaks as counted by `data check`.  Collective.
-
-    Args:
-        session: The run.
-        tells: Whether to print the notes, or log them as warnings if the run shows no progress.
-    """
-    store, ranks = session.store, session.processes
-    found = on_first_rank(
-        ranks, lambda: [*data_notes(session.config.data, store), *leak_notes(store)]
-    )
-    for note in found if tells and ranks.is_first else ():
-        if session.show:
-            print(f"note: {note}", file=sys.stderr)
-        else:
-            log.warning(note)
-    return found
-
-
-def _open_log(session: Session, resumed_at: int | None) -> MetricsLog | None:
-    if not session.processes.is_first:
-        return None
-    trackers = trackers_of(session.folder.path, session.config, resumed_at)
-    return MetricsLog(session.folder, trackers, resumed_at)
-
-
-def _final_results(session: Session, progress: TrainState, rank_test: bool) -> dict[str, Any]:
-    from kge_torchrec.training.trainer import peak_memory_bytes
-
-    ranked = progress  # progress of the current parameters
-    if rank_test and progress.best_checkpoint not in (None, name_of(progress)):
-        ranked = session.restore_parameters()
-    train = {
-        "triples_per_second": progress.triples / max(progress.seconds, 1e-9),
-        "seconds": progress.seconds,
-        "peak_memory_bytes": peak_memory_bytes(),
-        "epochs": progress.epoch,
-        "world_size": session.processes.world_size,
-    }
-    return {
-        "test": session.rank("test") if rank_test and len(session.store.test) else None,
-        "valid": _selected(session, progress),
-        "train": train,
-        "checkpoint": {  # the ranked one
-            "name": name_of(ranked) if session.config.checkpoint.keep else None,
-            "epoch": ranked.epoch,
-        },
-    }
-
-
-def _selected(session: Session, progress: TrainState) -> dict[str, Any]:
-    evaluation = session.config.evaluation
-    found = {"metric": evaluation.metric, "best": progress.best_metric}
-    if evaluation.candidates != "all":
-        found["restricted_candidates"] = evaluation.candidates
-    return found
-
-
-def undo(folder: RunFolder) -> None:
-    """Remove the files of a run that failed to start."""
-    remove_prepared(folder.store)
-    for name in ("config.yaml", "resolved.json", ".lock", folder.frozen.name, "extended.json"):
-        (folder.path / name).unlink(missing_ok=True)
-    if not any(folder.path.iterdir()):
-        folder.path.rmdir()

@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from kge_torchrec.answers.answering import Answering
 from kge_torchrec.answers.calibration import Calibration
 from kge_torchrec.answers.corruptions import Among
 from kge_torchrec.answers.links import Link, new_links
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.questions import read_triples
 from kge_torchrec.config import Config, ConfigError, EvaluationConfig
 from kge_torchrec.data.readers.tables import InMemory
@@ -26,9 +24,10 @@ from kge_torchrec.distributed.processes import Processes, on_first_rank, process
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.ranking.groups import GROUPINGS, check_names, grouped
 from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.trained_model import FILTERS, TrainedModel
 from kge_torchrec.training.checkpoints import BEST
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import FILTERS, Session
+from kge_torchrec.training.session import load_trained
 from kge_torchrec.training.state import TrainState
 
 log = logging.getLogger(__name__)
@@ -49,8 +48,7 @@ class Run(Answering):
         self.config = config or self.folder.load_config()
         self._open = ExitStack()
         self._ranks: Processes | None = None
-        self._session: Session | None = None
-        self._answering: AnsweringModel | None = None
+        self._model: TrainedModel | None = None
         self._loaded: str | None = None  # the requested checkpoint
         self._progress: TrainState | None = None  # progress of the loaded checkpoint
 
@@ -88,8 +86,7 @@ class Run(Answering):
 
         Every rank gets a copy of the whole table in memory; ``export`` needs memory for one chunk.
         """
-        shard = self.session.backend.shard()
-        return shard.fetch(torch.arange(self.session.store.num_entities)).float().cpu().numpy()
+        return self.model.entities
 
     @cached_property
     def _store(self) -> TripleStore:
@@ -143,19 +140,21 @@ class Run(Answering):
             )
         check_names(by)
         evaluation = self._evaluation(candidates, types)
-        store = self.session.store
-        given = None if triples is None else read_triples(triples, self.answering_model())
+        model = self.model
+        store = model.known("ranking")
+        given = None if triples is None else read_triples(triples, model)
         ids = store.split(split) if given is None else given
         if not len(ids):
             raise ConfigError(f"{store.path} has no {split} triples")
-        ranks = self.session.ranks_of(ids, split if given is None else None, evaluation)
+        hide = None if self.config.run.progress else True
+        ranks = model.ranks_of(ids, split if given is None else None, evaluation, hide)
         found = metrics(ranks)
         if given is not None:
             split, found["triples"] = "triples", _where_known(store, given)
         if by:
             # Every process has the same ranks, so rank 0 groups them for all.
             found["by"] = on_first_rank(
-                self._processes, lambda: self._grouped(ranks, split, ids, by, evaluation.candidates)
+                self._processes, lambda: self._write_groups(ranks, split, ids, by, evaluation)
             )
         return found
 
@@ -169,16 +168,20 @@ class Run(Answering):
         kept = own.types if kind == "types" else None
         return replace(own, candidates=kind, types=kept if types is None else str(types))
 
-    def _grouped(
-        self, ranks: Ranks, split: str, ids: np.ndarray, by: Sequence[str], candidates: str
+    def _write_groups(
+        self,
+        ranks: Ranks,
+        split: str,
+        ids: np.ndarray,
+        by: Sequence[str],
+        evaluation: EvaluationConfig,
     ) -> dict[str, Any]:
         from kge_torchrec.ranking.group_tables import write  # imported late: it loads matplotlib
 
-        store = self.session.store
-        triples = np.asarray(ids, np.int64)
+        store, triples = self._store, np.asarray(ids, np.int64)
         found = {name: grouped(ranks, GROUPINGS[name](store, triples)) for name in by}
         try:
-            write(self.path, split, candidates, found)
+            write(self.path, split, evaluation.candidates, found)
         except OSError as error:  # the folder may be read-only for this user
             log.warning("the groups are not written: %s", error)
         return found
@@ -230,7 +233,7 @@ class Run(Answering):
         folder = ExportFolder(path, overwrite)
         on_first_rank(self._processes, folder.check)  # fails before the model is loaded
         wanted = checkpoint or BEST
-        session = self._load(wanted)
+        model = self._load(wanted)
         assert self._progress is not None  # set by _load
         licences = Licences(license or UNKNOWN, data_license or UNKNOWN)
         asked = licences if card or license or data_license else None
@@ -238,8 +241,11 @@ class Run(Answering):
             raise ConfigError("card, license: a model card is of a whole model, not of its changes")
         earlier = None
         if changed_since is not None:
-            earlier = Earlier.open(changed_since, session.store.entities, self._processes)
-        Export(session, folder, format, self._progress, wanted == BEST, asked, earlier).write()
+            earlier = Earlier.open(changed_since, model.entity_labels, self._processes)
+        of_best = wanted == BEST
+        Export(
+            model, self.folder, self.config, folder, format, self._progress, of_best, asked, earlier
+        ).write()
         return folder.path
 
     def new_links(
@@ -266,7 +272,7 @@ class Run(Answering):
             ConfigError: An argument is invalid.
             UnknownLabelError: The relation is not in the data.
         """
-        return new_links(self.answering_model(), relation, k, candidates, above, loops)
+        return new_links(self.model, relation, k, candidates, above, loops)
 
     def calibrate(self, **options: Any) -> Calibration:
         """Fit probabilities to the scores on valid, and save them in calibration.json.
@@ -290,9 +296,10 @@ class Run(Answering):
         from kge_torchrec.answers.probabilities import CalibrationOptions, calibrate
 
         chosen = CalibrationOptions(**options)
-        made = calibrate(self.answering_model(), self._step, chosen)
+        model = self.model
+        made = calibrate(model, self._step, chosen)
         on_first_rank(self._processes, lambda: made.write(self.path))
-        self._answering = None
+        self._model = replace(model, read_calibration=lambda: made)
         return made
 
     def classify(
@@ -316,27 +323,16 @@ class Run(Answering):
         """
         from kge_torchrec.answers.classification import classify
 
-        return classify(self.answering_model(), among, seed, limit)
+        return classify(self.model, among, seed, limit)
 
-    def answering_model(self) -> AnsweringModel:
-        """Return the model for predictions: the best checkpoint, the data and the calibration."""
-        session = self.session
-        if self._answering is None:
-            store = session.store
-            self._answering = AnsweringModel(
-                session.scorer,
-                session.backend.shard(),
-                lambda: store.entities,
-                lambda: store.relations,
-                store,
-                self._processes,
-                on_first_rank(self._processes, self._read_calibration),
-            )
-        return self._answering
+    @property
+    def model(self) -> TrainedModel:
+        """The model of the best checkpoint, with the data and the calibration."""
+        return self._load(BEST)
 
     def _read_calibration(self) -> Calibration | None:
         found = Calibration.read(self.path)
-        if found is None or found.is_of(self._step, self.session.store.fingerprint):
+        if found is None or found.is_of(self._step, self._store.fingerprint):
             return found
         log.warning(
             "%s was calibrated after %s steps, and is now at %s: no probabilities until "
@@ -351,30 +347,28 @@ class Run(Answering):
         return self._progress.global_step
 
     @property
-    def session(self) -> Session:
-        """The session with the best checkpoint loaded."""
-        return self._load(BEST)
-
-    @property
     def _processes(self) -> Processes:
         if self._ranks is None:
             joined = processes(self.config.device, self.config.timeout)
             self._ranks = self._open.enter_context(joined)
         return self._ranks
 
-    def _load(self, checkpoint: str) -> Session:
-        """Return the session with the parameters of "best", "newest" or a named checkpoint."""
-        if self._session is None:
-            self._session = Session(self.config, self.folder, self._processes, trains=False)
-        if self._loaded != checkpoint:
-            self._loaded = self._answering = None  # stays None if loading fails
-            self._progress = self._session.restore_parameters(checkpoint)
-            self._loaded = checkpoint
-        return self._session
+    def _load(self, checkpoint: str) -> TrainedModel:
+        """Return the model of "best", "newest" or a named checkpoint."""
+        if self._model is None or self._loaded != checkpoint:
+            self._model = self._loaded = None  # before another table is made
+            model, self._progress = load_trained(
+                self.config, self.folder, self._processes, checkpoint
+            )
+            # Read on rank 0 here, since later not every rank may need it.
+            calibration = on_first_rank(self._processes, self._read_calibration)
+            model.read_calibration = lambda: calibration
+            self._model, self._loaded = model, checkpoint
+        return self._model
 
     def close(self) -> None:
         """Free the model and the process group."""
-        self._session = self._loaded = self._ranks = self._answering = None
+        self._model = self._loaded = self._ranks = None
         self._open.close()
 
     def __enter__(self) -> Run:

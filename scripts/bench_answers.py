@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
@@ -21,12 +22,12 @@ import torch
 
 from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
 from kge_torchrec.answers.logical_queries import parse_query
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.nearest import nearest
 from kge_torchrec.answers.predictions import Choice, Query, predict
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers import SCORERS
+from kge_torchrec.trained_model import TrainedModel
 
 RELATIONS = 100
 
@@ -67,7 +68,7 @@ def main() -> int:
     return 0
 
 
-def made_up(entities: int, dim: int, scorer: str) -> AnsweringModel:
+def made_up(entities: int, dim: int, scorer: str) -> TrainedModel:
     """Return a model of random rows whose labels are the ids."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.empty(entities, dim).normal_(generator=generator)
@@ -79,7 +80,8 @@ def made_up(entities: int, dim: int, scorer: str) -> AnsweringModel:
         Vocabulary(pc.cast(pa.array(np.arange(count)), pa.large_string()))
         for count in (entities, RELATIONS)
     )
-    return AnsweringModel(model, EntityShard(rows, 0, entities), lambda: labels, lambda: relations)
+    both = SimpleNamespace(entities=labels, relations=relations)
+    return TrainedModel(model, EntityShard(rows, 0, entities), both)
 
 
 def memory(name: str) -> float:

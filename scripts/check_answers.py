@@ -29,9 +29,9 @@ def main() -> int:
     parsed = parser.parse_args()
     random, wrong = np.random.default_rng(parsed.seed), 0
     with open_run(parsed.run) as run:
-        test = np.asarray(run.session.store.test, np.int64)
+        test = np.asarray(run.model.store.test, np.int64)
         triples = test[random.integers(len(test), size=-(-parsed.queries // 2))]
-        ranks = run.session.ranks_of(triples, "test")
+        ranks = run.model.ranks_of(triples, "test", run.config.evaluation)
         for side in SIDES:
             start = time.perf_counter()
             answered = answer_ranks(run, triples, side)
@@ -45,8 +45,8 @@ def main() -> int:
 
 def answer_ranks(run, triples: np.ndarray, side: str) -> tuple[np.ndarray, np.ndarray]:
     """Return optimistic and pessimistic ranks (T,) of the true answers in predict's order."""
-    model, column = run.answering_model(), 0 if side == "head" else 2
-    index, ranks = run.session.store.filter_index(), []
+    model, column = run.model, 0 if side == "head" else 2
+    index, ranks = run.model.store.filter_index(), []
     for first in range(0, len(triples), BATCH):
         part = triples[first : first + BATCH]
         scores, ids = (x.numpy() for x in find_best(model, side, torch.from_numpy(part), 10**9))

@@ -24,10 +24,10 @@ GRADIENTS = "training/gradients.py"
 
 FAULTS = [
     # evaluation
-    Fault("test filter without valid", SESSION,
+    Fault("test filter without valid", "trained_model.py",
           '"test": ("train", "valid", "test"),', '"test": ("train", "test"),',
           "tests/training/test_session.py"),
-    Fault("valid filter with test in it", SESSION,
+    Fault("valid filter with test in it", "trained_model.py",
           '"valid": ("train", "valid"),', '"valid": ("train", "valid", "test"),',
           "tests/training/test_session.py"),
     Fault("only the first fetched group is ranked", "ranking/exact.py",

@@ -32,7 +32,7 @@ CONFIG_FAULTS = [
     Fault("reading options are taken in silence by train", "training/effects.py",
           "return Facts(on_cuda, extended, unread)", "return Facts(on_cuda, extended)",
           f"{RULES} -k reading"),
-    Fault("a changed key without effect is taken on resume", "api.py",
+    Fault("a changed key without effect is taken on resume", "training/runs.py",
           "    check_effects(config, facts, changed_keys(before, config))", "    pass",
           f"{RULES} -k earlier"),
     Fault("every key may change on resume", KEYS,

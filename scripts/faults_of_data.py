@@ -362,7 +362,7 @@ DATA_FAULTS = [
     ),
     Fault(
         "a search is told of the data at every trial",
-        "api.py",
+        "training/runs.py",
         "for note in found if tells and ranks.is_first else ():",
         "for note in found if ranks.is_first else ():",
         "tests/test_api.py -k says_what",

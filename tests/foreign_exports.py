@@ -14,6 +14,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -26,10 +27,12 @@ from torch import Tensor
 
 from kge_torchrec.config import ModelConfig
 from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.export import dglke, libkge, pykeen
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import ForeignFormat, WholeModel
+from kge_torchrec.export.foreign import Contents, ForeignFormat
 from kge_torchrec.models.scorers import build_scorer
+from kge_torchrec.trained_model import TrainedModel
 
 N, R, COUNT = 40, 3, 1000
 AWKWARD = [
@@ -51,7 +54,7 @@ def model_of(
     case: Any = None,
     entities: list[str] | None = None,
     relations: list[str] | None = None,
-) -> WholeModel:
+) -> Contents:
     """A model with random parameters; N entities and R relations unless labels are given."""
     name, dim, options = case or case_of(name)
     entities = entities or [f"e{i}" for i in range(N)]
@@ -65,8 +68,11 @@ def model_of(
         for parameter in scorer.parameters():
             parameter.copy_(torch.randn_like(parameter) / 2)
     rows = torch.randn(len(entities), config.dim)
-    labels = vocabulary(entities), vocabulary(relations, "relation")
-    return WholeModel(config, scorer, rows, *labels, "graph")
+    labels = SimpleNamespace(
+        entities=vocabulary(entities), relations=vocabulary(relations, "relation")
+    )
+    whole = EntityShard(rows, 0, len(rows), alone=True)
+    return Contents(TrainedModel(scorer, whole, labels), config, "graph")
 
 
 def triples() -> tuple[Tensor, Tensor, Tensor]:
@@ -74,27 +80,28 @@ def triples() -> tuple[Tensor, Tensor, Tensor]:
     return tuple(torch.from_numpy(random.integers(0, n, COUNT)) for n in (N, R, N))
 
 
-def our_scores(model: WholeModel, side: str) -> Tensor:
+def our_scores(content: Contents, side: str) -> Tensor:
     """Scores of ``triples()`` (n,), in float64."""
     head, relation, tail = triples()
-    rows, scorer = model.rows.double(), model.scorer.double()
+    model = content.model
+    rows, scorer = model.shard.rows.double(), model.scorer.double()
     anchor, target = (head, tail) if side == "tail" else (tail, head)
     with torch.no_grad():
         return scorer.score_triples(rows[anchor], relation, rows[target], side)
 
 
-def written(path: Path, of: ForeignFormat, model: WholeModel) -> tuple[Path, str]:
+def written(path: Path, of: ForeignFormat, content: Contents) -> tuple[Path, str]:
     """The folder of an export, and the text that says how to load it."""
-    of.check(model.config)
+    of.check(content.config)
     folder = ExportFolder(path / "out")
     folder.begin()
-    text = of.write(folder, model)
+    text = of.write(folder, content)
     folder.finish({})
     return folder.path, text
 
 
-def same(results: Tensor, model: WholeModel, side: str) -> None:
-    torch.testing.assert_close(results.double(), our_scores(model, side), rtol=1e-6, atol=1e-6)
+def same(results: Tensor, content: Contents, side: str) -> None:
+    torch.testing.assert_close(results.double(), our_scores(content, side), rtol=1e-6, atol=1e-6)
 
 
 def one_line_each(labels: list[str]) -> list[str]:

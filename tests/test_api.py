@@ -19,6 +19,7 @@ from kge_torchrec import api, cli
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.errors import DataError, UnknownLabelError
+from kge_torchrec.training import runs
 from kge_torchrec.training.checkpoints import CheckpointError
 
 
@@ -33,14 +34,14 @@ def run(tmp_path_factory):
 
 def scores_of_all(run: api.Run, relation: str, head=None, tail=None) -> dict[str, float]:
     """Label -> score, one triple at a time from the checkpoint's rows."""
-    session, store = run.session, run.session.store
-    rows = session.backend.shard().rows
+    model, store = run.model, run.model.store
+    rows = model.shard.rows
     side, anchor = ("tail", head) if tail is None else ("head", tail)
     (anchor,), (relation,) = store.entities.ids([anchor]), store.relations.ids([relation])
     relations = torch.full((len(rows),), int(relation))
     anchors = rows[int(anchor)].expand_as(rows)
     with torch.no_grad():
-        scores = session.scorer.score_triples(anchors, relations, rows, side)
+        scores = model.scorer.score_triples(anchors, relations, rows, side)
     return dict(zip(store.entities.labels(range(len(rows))), scores.tolist(), strict=True))
 
 
@@ -79,7 +80,7 @@ def test_a_run_shows_itself_and_what_it_holds(run, tmp_path):
     assert [line["epoch"] for line in run.history if line["kind"] == "valid"] == [2, 4]
     with api.open_run(run.path) as again:
         labels = again.entity_labels
-        assert len(labels) == again.session.store.num_entities
+        assert len(labels) == again.model.store.num_entities
         assert "Austria" in labels and "Atlantis" not in labels and 3 not in labels
         assert labels[int(labels.ids(["Austria"])[0])] == "Austria"
         assert repr(again.relation_labels).startswith(
@@ -109,7 +110,7 @@ def test_triples_in_memory_are_trained_on(tmp_path):
 
 
 def some_triple(run: api.Run, split: str) -> tuple[str, str, str]:
-    store = run.session.store
+    store = run.model.store
     head, relation, tail = store.split(split)[0].tolist()
     (relation,) = store.relations.labels([relation])
     return (*store.entities.labels([head]), relation, *store.entities.labels([tail]))
@@ -133,7 +134,7 @@ def test_predict_equals_brute_force(run, side):
 def test_known_answers_are_marked_or_left_out(run, split):
     head, relation, tail = some_triple(run, split)
     every = run.predict(head=head, relation=relation, k=10**6)
-    assert len(every) == run.session.store.num_entities
+    assert len(every) == run.model.store.num_entities
     assert {a.label: a.known for a in every}[tail] == split
     new = run.predict(head=head, relation=relation, k=10**6, known=False)
     assert [a.label for a in new] == [a.label for a in every if a.known is None]
@@ -231,7 +232,7 @@ def test_training_says_what_is_wrong_with_the_data_in_a_line_each(tmp_path, capl
                          "handrolled"}), (False, {"negatives__regime": "1vsall"})])  # fmt: skip
 def test_nothing_of_the_session_outlives_training(tmp_path, monkeypatch, resumes, changes):
     """Whatever ``evaluate`` loads would else lie in memory beside it, table and all."""
-    config, fit, alive = config_of("countries", tmp_path, train__epochs=1, **changes), api._fit, []
+    config, fit, alive = config_of("countries", tmp_path, train__epochs=1, **changes), runs._fit, []
     if resumes:
         api.train(config).close()
 
@@ -241,7 +242,7 @@ def test_nothing_of_the_session_outlives_training(tmp_path, monkeypatch, resumes
         alive[:] = [weakref.ref(x) for x in every]
         return fit(session, *rest, **named)
 
-    monkeypatch.setattr(api, "_fit", note)
+    monkeypatch.setattr(runs, "_fit", note)
     gc.disable()  # does not keep training from asking for it
     try:
         api.resume(tmp_path, {"train.epochs": 2}) if resumes else api.train(config)

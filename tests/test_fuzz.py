@@ -82,7 +82,7 @@ def places(tmp_path_factory) -> dict[str, str]:
 def stopped(monkeypatch, tmp_path):
     """Stops long work, and leaves the current folder alone."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("kge_torchrec.api.Session", stop)
+    monkeypatch.setattr("kge_torchrec.training.runs.Session", stop)
     monkeypatch.setattr("kge_torchrec.serving.server.serve", stop)
     monkeypatch.setattr("kge_torchrec.commands.tune._run", stop)
     monkeypatch.setattr("kge_torchrec.comparison.compare.Comparison.run", stop)

@@ -1,20 +1,30 @@
-"""Imports follow the order in docs/explanation/architecture.md; no two files import each other."""
+"""The two storeys of docs/explanation/architecture.md: who imports whom, and what alone works."""
 
 from __future__ import annotations
 
 import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import kge_torchrec
+from kge_torchrec.kernels import cache
 
 PACKAGE = Path(kge_torchrec.__file__).parent
-ROOMS = [
-    "kge_torchrec", "errors", "files", "environment", "pages", "config", "kernels",
-    "data", "models", "distributed", "embeddings", "ranking", "answers", "training", "planning",
-    "export", "comparison", "trained_run", "reports", "api", "growth", "serving", "tuning",
-    "commands", "cli", "__main__",
+DOCS = PACKAGE.parent / "docs"
+BASE = ["errors", "files", "environment", "pages"]  # under both storeys
+ENGINE = [
+    "config", "kernels", "data", "models", "distributed", "embeddings", "ranking", "trained_model",
+    "training",
 ]  # fmt: skip
+SHARED = ["answers", "export", "trained_run"]  # which every application may import
+APPLICATIONS = [*SHARED, "planning", "comparison", "reports", "growth", "serving", "tuning"]
+TOP = ["api", "commands", "cli", "__main__"]  # may import all
+ROOMS = ["kge_torchrec", *BASE, *ENGINE, *APPLICATIONS, *TOP]
 
 
 def modules() -> dict[str, Path]:
@@ -35,6 +45,25 @@ def imports(file: Path, known: dict[str, Path]) -> set[str]:
                 found.add(inner if inner in known else node.module)
         elif isinstance(node, ast.Import):
             found |= {n.name for n in node.names if n.name.startswith("kge_torchrec")}
+    return found
+
+
+def imported_names(file: Path) -> set[tuple[str, str]]:
+    """(module, name) of what a file imports from modules of the package."""
+    return {
+        (node.module, name.name)
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("kge_torchrec")
+        for name in node.names
+    }
+
+
+def public_names() -> set[tuple[str, str]]:
+    """(module, name) of the tables in docs/reference/engine.md."""
+    text = (DOCS / "reference" / "engine.md").read_text(encoding="utf-8")
+    found = set()
+    for module, names in re.findall(r"^\| `([\w.]+)` \| (.+) \|$", text, re.MULTILINE):
+        found |= {(module, name) for name in re.findall(r"`(\w+)`", names)}
     return found
 
 
@@ -76,8 +105,53 @@ def test_imports_run_one_way():
         raise AssertionError(f"files import each other: {' -> '.join(error.args[1])}") from None
 
 
+def test_the_engine_knows_no_application_and_applications_know_few():
+    wrong = []
+    for module, file in modules().items():
+        room = room_of(module)
+        allowed = {*BASE, *ENGINE, *(SHARED if room in APPLICATIONS else ()), room}
+        if room not in ("kge_torchrec", *TOP):
+            others = {room_of(other) for other in imports(file, modules())} - {"kge_torchrec"}
+            wrong += [f"{module} -> {other}" for other in sorted(others - allowed)]
+    assert wrong == []
+
+
+def test_applications_use_public_names_of_the_engine():
+    known, public = modules(), public_names()
+    used = {
+        (module, name)
+        for user, file in known.items()
+        if room_of(user) in APPLICATIONS
+        for module, name in imported_names(file)
+        if room_of(module) in ENGINE
+    }
+    lines = [f"| `{module}` | `{name}` |" for module, name in sorted(used - public)]
+    assert lines == [], "docs/reference/engine.md lacks:\n" + "\n".join(lines)
+    missing = [
+        f"{module}.{name}"
+        for module, name in sorted(public)
+        if f"{module}.{name}" not in known
+        and (module not in known or name not in names_of(known[module]))
+    ]
+    assert missing == [], f"docs/reference/engine.md lists what does not exist: {missing}"
+
+
+def test_the_engine_works_without_applications(tmp_path):
+    """All are removed at once, so it needs none of them."""
+    copy = tmp_path / "kge_torchrec"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("__pycache__"))
+    for room in (*APPLICATIONS, *TOP):
+        folder = copy / room
+        shutil.rmtree(folder) if folder.is_dir() else folder.with_suffix(".py").unlink()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NUMBA_CACHE_DIR": str(cache.folder())}
+    program = [sys.executable, str(Path(__file__).with_name("storeys.py"))]
+    done = subprocess.run([*program, str(tmp_path), ",".join([*BASE, *ENGINE])], env=environment,
+                          capture_output=True, text=True)  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 def test_every_room_is_described():
-    page = PACKAGE.parent / "docs" / "explanation" / "architecture.md"
+    page = DOCS / "explanation" / "architecture.md"
     text = page.read_text(encoding="utf-8")
     rooms = {room_of(module) for module in modules()} - {"kge_torchrec", "__main__"}
     assert rooms <= set(ROOMS)

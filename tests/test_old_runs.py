@@ -36,7 +36,7 @@ def test_an_old_run_is_evaluated_predicted_from_and_exported(run):
 
 def rank_resumes(run: str) -> dict:
     with api.resume(run, {"train.epochs": 4}) as opened:
-        return opened.results["test"], parameters(opened.session)
+        return opened.results["test"], parameters(opened.model)
 
 
 # Its scores were matrix products of copied rows; kernels since then round the last bit otherwise.

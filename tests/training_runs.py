@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -19,6 +20,7 @@ from kge_torchrec.data.prepare import prepare_triples
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.torchrec import sharder
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.run_folder import MetricsLog, RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
@@ -112,12 +114,11 @@ def fit(config: Config, prepare_fit=None, progress: TrainState | None = None) ->
 
 
 @torch.no_grad()
-def parameters(session: Session) -> dict[str, Tensor]:
+def parameters(of: Session | TrainedModel) -> dict[str, Tensor]:
     """The whole entity table and the scorer's parameters.  Collective."""
-    shard = session.backend.shard()
-    table = shard.fetch(torch.arange(shard.num_entities))
-    with session.whole_scorer() as scorer:
-        dense = {name: p.detach().clone() for name, p in scorer.named_parameters()}
+    with of.trained_model() if isinstance(of, Session) else nullcontext(of) as model:
+        table = model.rows(torch.arange(model.num_entities))
+        dense = {name: p.detach().clone() for name, p in model.scorer.named_parameters()}
     return {"entities": table, **dense}
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
+
+import torch
+from torch import Tensor
 
 from kge_torchrec.answers.batch_inference import FileReport, answer_file, score_file
-from kge_torchrec.answers.model import AnsweringModel, Label, check_side
 from kge_torchrec.answers.nearest import MEANINGS, Neighbour, metric_of, nearest
 from kge_torchrec.answers.predictions import Choice, Prediction, Query, predict
 from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.trained_model import Label, Labels, TrainedModel, check_side
 
 if TYPE_CHECKING:
     from kge_torchrec.answers.fuzzy_answers import Member
@@ -24,8 +27,9 @@ class Answering:
     Entities and relations are passed as labels or as ids.
     """
 
-    def answering_model(self) -> AnsweringModel:
-        """Return the model that answers the queries."""
+    @property
+    def model(self) -> TrainedModel:
+        """The model that answers the queries."""
         raise NotImplementedError
 
     def predict(
@@ -61,7 +65,7 @@ class Answering:
             IndexError: An id is out of range.
             KGEError: ``known`` is False and the model is an export.
         """
-        return predict(self.answering_model(), Query(head, relation, tail), Choice(k, known, above))
+        return predict(self.model, Query(head, relation, tail), Choice(k, known, above))
 
     def answer_file(
         self,
@@ -92,7 +96,7 @@ class Answering:
             OSError: The answers cannot be written. No output file is left behind.
         """
         choice = Choice(k, known, above)
-        return answer_file(self.answering_model(), path, choice, output, format)
+        return answer_file(self.model, path, choice, output, format)
 
     def score_file(
         self,
@@ -117,7 +121,7 @@ class Answering:
             OSError: The scores cannot be written. No output file is left behind.
         """
         check_side(side)
-        return score_file(self.answering_model(), path, side, output, format)
+        return score_file(self.model, path, side, output, format)
 
     def score(self, triples: Sequence[Triple], side: Side = "tail") -> list[float]:
         """Return the scores of triples, bit for bit the same as in ``predict``.
@@ -136,8 +140,7 @@ class Answering:
             ValueError: ``side`` is unknown.
         """
         check_side(side)
-        model = self.answering_model()
-        return model.scores(model.triple_ids(triples), side).tolist()
+        return self.model.scores(self.model.triple_ids(triples), side).tolist()
 
     def nearest(self, entity: Label, k: int = 10) -> list[Neighbour]:
         """Return the k nearest entities to an entity, nearest first.
@@ -154,12 +157,12 @@ class Answering:
             UnknownLabelError: The label is not in the data; the message has close matches.
             IndexError: The id is out of range.
         """
-        return nearest(self.answering_model(), entity, k)
+        return nearest(self.model, entity, k)
 
     @property
     def nearness(self) -> str:
         """A description of the scores that ``nearest`` returns."""
-        return MEANINGS[metric_of(self.answering_model().scorer)]
+        return MEANINGS[metric_of(self.model.scorer)]
 
     def write_index(self, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
         """Write a FAISS index of all entities, in order of id, with the metric of ``nearest``.
@@ -180,7 +183,7 @@ class Answering:
         """
         from kge_torchrec.answers.index import write_index
 
-        return write_index(self.answering_model(), path, kind)
+        return write_index(self.model, path, kind)
 
     def ask(self, query: Any, **options: Any) -> list[Member]:
         """Answer a logical query of several steps with CQD-Beam (Arakelyan et al. 2021).
@@ -205,6 +208,58 @@ class Answering:
         from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
         from kge_torchrec.answers.logical_queries import parse_query, read_query
 
-        chosen, model = AskOptions(**options), self.answering_model()
+        chosen, model = AskOptions(**options), self.model
         is_file = isinstance(query, str | Path)
         return ask(model, (read_query if is_file else parse_query)(query, model), chosen)
+
+
+class AnsweringModel(Answering, TrainedModel):
+    """A trained model with the query methods, such as ``load_model`` returns."""
+
+    @property
+    def model(self) -> TrainedModel:
+        """The model itself."""
+        return self
+
+    @overload  # type: ignore[override]
+    def score(self, heads: Sequence[Triple], *, side: Side = "tail") -> list[float]: ...
+
+    @overload
+    def score(
+        self, heads: Labels, relations: Labels, tails: Labels, side: Side = "tail"
+    ) -> Tensor: ...
+
+    def score(
+        self,
+        heads: Labels | Sequence[Triple],
+        relations: Labels | None = None,
+        tails: Labels | None = None,
+        side: Side = "tail",
+    ) -> Tensor | list[float]:
+        """Score triples, as ``score(triples)`` or as ``score(heads, relations, tails)``.
+
+        ``score(triples)`` works as it does on a run and returns a list of floats.
+
+        Args:
+            heads: Triples; or M labels or ids, or one for all triples.
+            relations: M labels or ids, or one for all triples.
+            tails: M labels or ids, or one for all triples.
+            side: The end that the query asks for. With reciprocal relations the two ends score
+                differently.
+
+        Returns:
+            A list of floats for triples. For columns a tensor (M,), or () if all are single; its
+            last bits may differ from the scores of ``predict``.
+
+        Raises:
+            UnknownLabelError: The model does not have a label.
+            IndexError: The model does not have an id.
+        """
+        if tails is None:  # a run takes the side as the second argument
+            return super().score(heads, side if relations is None else relations)  # type: ignore[arg-type]
+        check_side(side)
+        triples = self.entity_ids(heads), self.relation_ids(relations), self.entity_ids(tails)  # type: ignore[arg-type]
+        head, relation, tail = torch.broadcast_tensors(*triples)
+        anchor, target = (head, tail) if side == "tail" else (tail, head)
+        with torch.no_grad():
+            return self.scorer.score_triples(self.rows(anchor), relation, self.rows(target), side)

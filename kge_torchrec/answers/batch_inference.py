@@ -15,12 +15,12 @@ import numpy as np
 import pyarrow as pa
 import torch
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS, Choice, find
 from kge_torchrec.answers.questions import Problem, Questions, read_questions
 from kge_torchrec.answers.tables import answer_rows, check_output, triple_rows, written
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.trained_model import TrainedModel
 
 QUERIES = 512  # queries per search
 
@@ -35,7 +35,7 @@ class FileReport:
 
 
 def answer_file(
-    model: AnsweringModel,
+    model: TrainedModel,
     path: str | Path,
     choice: Choice,
     output: str | Path | None = None,
@@ -78,7 +78,7 @@ def answer_file(
 
 
 def score_file(
-    model: AnsweringModel,
+    model: TrainedModel,
     path: str | Path,
     side: Side = "tail",
     output: str | Path | None = None,
@@ -90,7 +90,11 @@ def score_file(
     ``answer_file``.
 
     Args:
+        model: As for ``answer_file``.
+        path: As for ``answer_file``.
         side: The side of the queries that score the triples.
+        output: As for ``answer_file``.
+        format: As for ``answer_file``.
     """
 
     def rows_of(batch: Questions) -> Callable[[], pa.Table]:
@@ -101,7 +105,7 @@ def score_file(
 
 
 def _each_batch(
-    model: AnsweringModel,
+    model: TrainedModel,
     path: str | Path,
     missing: int,
     rows_of: Callable[[Questions], Callable[[], pa.Table]],

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from kge_torchrec.answers.corruptions import Among, labelled
-from kge_torchrec.answers.model import AnsweringModel
+from kge_torchrec.trained_model import TrainedModel
 
 
 class Scored(NamedTuple):
@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 
 
 def classify(
-    model: AnsweringModel, among: Among = "seen", seed: int = 0, limit: int = 100_000
+    model: TrainedModel, among: Among = "seen", seed: int = 0, limit: int = 100_000
 ) -> dict[str, Any]:
     """Choose thresholds on valid and return the accuracy on test.
 
@@ -60,7 +60,7 @@ def classify(
             "triples": int(test.labels[test.relations == relation].sum()) // 2,
         }
         for label, relation in zip(
-            model.relations.labels(relations), relations.tolist(), strict=True
+            model.relation_labels.labels(relations), relations.tolist(), strict=True
         )
     }
     return {
@@ -72,7 +72,7 @@ def classify(
     }
 
 
-def _scored(model: AnsweringModel, split: str, among: Among, seed: int, limit: int) -> Scored:
+def _scored(model: TrainedModel, split: str, among: Among, seed: int, limit: int) -> Scored:
     parts = labelled(model.known("triple classification"), split, 1, among, seed, limit)
     triples = np.concatenate([part.triples for part in parts])
     labels = np.concatenate([part.labels for part in parts])

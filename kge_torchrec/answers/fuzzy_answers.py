@@ -28,12 +28,12 @@ from torch import Tensor
 
 from kge_torchrec.answers.calibration import TIE
 from kge_torchrec.answers.logical_queries import And, Entity, Node, Step
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import FEW, check_count
 from kge_torchrec.config import ConfigError
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
+from kge_torchrec.trained_model import TrainedModel
 
 TNorm = Literal["product", "min"]
 T_NORMS = ("product", "min")
@@ -79,7 +79,7 @@ class AskOptions:
             raise ConfigError(f"facts must be one of {', '.join(FACTS)}, got {self.facts!r}")
 
 
-def ask(model: AnsweringModel, query: Node, options: AskOptions) -> list[Member]:
+def ask(model: TrainedModel, query: Node, options: AskOptions) -> list[Member]:
     """Return the members of the highest degree, best first. Collective.
 
     Entities of degree 0 are left out.
@@ -87,8 +87,8 @@ def ask(model: AnsweringModel, query: Node, options: AskOptions) -> list[Member]
     with scoring(model.scorer):
         members = _Asker(model, options).members(query)
         degrees, ids = _best(members.degrees, model.shard, min(options.k, model.num_entities))
-        ways = [model.entities.labels(way.cpu().numpy()) for way in members.ways(ids)]
-    labels = model.entities.labels(ids.cpu().numpy())
+        ways = [model.entity_labels.labels(way.cpu().numpy()) for way in members.ways(ids)]
+    labels = model.entity_labels.labels(ids.cpu().numpy())
     vias = zip(*ways, strict=True) if ways else [()] * len(labels)
     answers = zip(labels, degrees.tolist(), vias, strict=True)
     return [Member(rank, *answer) for rank, answer in enumerate(answers, 1)]
@@ -147,7 +147,7 @@ def _best(degrees: Tensor, shard: EntityShard, k: int) -> tuple[Tensor, Tensor]:
 class _Asker:
     """Computes the members of a query and of its parts."""
 
-    def __init__(self, model: AnsweringModel, options: AskOptions):
+    def __init__(self, model: TrainedModel, options: AskOptions):
         self._model, self._options = model, options
         self._shard = model.shard
         splits, store = FACTS[options.facts], model.store

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 
 from kge_torchrec import files
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.nearest import EntitySimilarity
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import KGEError
+from kge_torchrec.trained_model import TrainedModel
 
 ROWS = 1 << 15  # rows per collective
 TRAINING = 1 << 17  # the most rows to train an index on, for kinds that need training
@@ -34,7 +34,7 @@ _METRICS = {
 }  # fmt: skip
 
 
-def write_index(model: AnsweringModel, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
+def write_index(model: TrainedModel, path: str | Path, kind: str = "HNSW32") -> dict[str, Any]:
     """Write an index of all entities in order of id. Collective.
 
     ``faiss.read_index`` reads the file. The function also writes FILE.json, the description, and
@@ -70,7 +70,7 @@ def write_index(model: AnsweringModel, path: str | Path, kind: str = "HNSW32") -
     return about
 
 
-def _points(model: AnsweringModel, similarity: EntitySimilarity) -> Iterator[np.ndarray]:
+def _points(model: TrainedModel, similarity: EntitySimilarity) -> Iterator[np.ndarray]:
     """Yield all entities in the form that the metric compares, (ROWS, D) float32. Collective."""
     with torch.no_grad():
         for ids in torch.arange(model.num_entities).split(ROWS):
@@ -112,7 +112,7 @@ class _Builder:
         )
 
 
-def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
+def _write(model: TrainedModel, builder: _Builder, path: Path, about: dict[str, Any]) -> None:
     import faiss
 
     files.check_place(path)
@@ -124,7 +124,7 @@ def _write(model: AnsweringModel, builder: _Builder, path: Path, about: dict[str
         except RuntimeError as error:  # such as a full disk
             raise OSError(f"{path} cannot be written: {error}") from error
         files.sync(partial)
-        model.entities.save(path.with_name(about["labels"]))
+        model.entity_labels.save(path.with_name(about["labels"]))
         files.write_json(path.with_name(f"{path.name}.json"), about)
         partial.replace(target)
     finally:

@@ -16,12 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.answers.predictions import Choice
 from kge_torchrec.config import ConfigError
 from kge_torchrec.distributed.processes import on_all_ranks
 from kge_torchrec.ranking.blocks import erase, local_scores, scoring
 from kge_torchrec.ranking.candidates import Candidates, SeenCandidates
+from kge_torchrec.trained_model import Label, TrainedModel
 
 HEADS = 512  # heads per batch
 CANDIDATES = ("all", "seen")
@@ -58,7 +58,7 @@ NOTHING = Triples(np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0, np.f
 
 
 def new_links(
-    model: AnsweringModel,
+    model: TrainedModel,
     relation: Label,
     k: int | None = None,
     candidates: str = "all",
@@ -102,18 +102,18 @@ def new_links(
             _score(model, heads, number, only, loops, best)
             bar.update(len(heads))
     links = Triples.best([Triples(*part) for part in model.processes.gather(best.triples)], limit)
-    (label,) = model.relations.labels([number])
+    (label,) = model.relation_labels.labels([number])
     columns = (
-        model.entities.labels(links.heads),
+        model.entity_labels.labels(links.heads),
         [label] * len(links.heads),
-        model.entities.labels(links.tails),
+        model.entity_labels.labels(links.tails),
         links.scores.tolist(),
         model.probabilities(links.scores, "tail"),
     )
     return [Link(rank, *link) for rank, link in enumerate(zip(*columns, strict=True), 1)]
 
 
-def _seen_heads(model: AnsweringModel, relation: int) -> Tensor:
+def _seen_heads(model: TrainedModel, relation: int) -> Tensor:
     """Return the heads of a relation in train: (M,) int64, ascending."""
     train = model.known("new links").train
     parts = [np.empty(0, np.int64)]
@@ -124,7 +124,7 @@ def _seen_heads(model: AnsweringModel, relation: int) -> Tensor:
 
 
 def _score(
-    model: AnsweringModel,
+    model: TrainedModel,
     heads: Tensor,
     relation: int,
     only: Candidates | None,

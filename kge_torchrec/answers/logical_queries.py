@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.errors import DataError, KGEError
 from kge_torchrec.files import in_words
 from kge_torchrec.models.scorers.base import Side
+from kge_torchrec.trained_model import TrainedModel
 
 DEEPEST = 50  # levels of nested steps
 
@@ -64,7 +64,7 @@ class Or:
 Node = Entity | Step | And | Or
 
 
-def read_query(path: str | Path, model: AnsweringModel) -> Node:
+def read_query(path: str | Path, model: TrainedModel) -> Node:
     """Read a query from a JSON file.
 
     Raises:
@@ -83,7 +83,7 @@ def read_query(path: str | Path, model: AnsweringModel) -> Node:
     return parse_query(value, model)
 
 
-def parse_query(value: Any, model: AnsweringModel) -> Node:
+def parse_query(value: Any, model: TrainedModel) -> Node:
     """Build a query from a JSON value.
 
     Raises:
@@ -96,7 +96,7 @@ def parse_query(value: Any, model: AnsweringModel) -> Node:
 class _Parser:
     """Builds nodes from JSON values; ``place`` is the position in the query, for error messages."""
 
-    def __init__(self, model: AnsweringModel):
+    def __init__(self, model: TrainedModel):
         self._model = model
 
     def node(self, value: Any, place: str, depth: int) -> Node:

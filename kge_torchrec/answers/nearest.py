@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.answers.predictions import check_count
 from kge_torchrec.data.store.filter_index import Answers
 from kge_torchrec.models.distances import complex_distance, euclidean, manhattan
 from kge_torchrec.models.scorers.base import Scorer, Side
 from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.trained_model import Label, TrainedModel
 
 # Similarities of points (1, b, D) and (1, n, D) by Scorer.entity_metric; larger is nearer.
 SIMILARITIES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -74,7 +74,7 @@ def metric_of(scorer: Scorer) -> str:
     return scorer.entity_metric or ("euclidean" if scorer.is_distance else "cosine")
 
 
-def nearest(model: AnsweringModel, entity: Label, k: int = 10) -> list[Neighbour]:
+def nearest(model: TrainedModel, entity: Label, k: int = 10) -> list[Neighbour]:
     """Return the k nearest entities to an entity, nearest first. Collective.
 
     The entity itself is left out.
@@ -88,7 +88,7 @@ def nearest(model: AnsweringModel, entity: Label, k: int = 10) -> list[Neighbour
     return neighbours
 
 
-def nearest_of_each(model: AnsweringModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
+def nearest_of_each(model: TrainedModel, entities: Tensor, k: int = 10) -> list[list[Neighbour]]:
     """Return the result of ``nearest`` for each of the ids (B,), in one pass over all entities."""
     check_count(k)
     similarity = EntitySimilarity(model.scorer)
@@ -99,7 +99,9 @@ def nearest_of_each(model: AnsweringModel, entities: Tensor, k: int = 10) -> lis
     for its_scores, its_ids in zip(scores.cpu(), ids.cpu(), strict=True):
         exists = its_ids >= 0
         pairs = zip(
-            model.entities.labels(its_ids[exists].numpy()), its_scores[exists].tolist(), strict=True
+            model.entity_labels.labels(its_ids[exists].numpy()),
+            its_scores[exists].tolist(),
+            strict=True,
         )
         neighbours.append([Neighbour(rank, *pair) for rank, pair in enumerate(pairs, 1)])
     return neighbours

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store.filter_index import Answers, FilterIndex
 from kge_torchrec.ranking.blocks import erase, local_scores, score_block, scoring
-from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.trained_model import Label, TrainedModel
 
 Part = Literal["head", "relation", "tail"]
 PARTS: tuple[Part, ...] = ("head", "relation", "tail")
@@ -109,7 +108,7 @@ class Results(NamedTuple):
         return np.arange(1, len(self.query) + 1) - np.searchsorted(self.query, self.query)
 
 
-def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Prediction]:
+def predict(model: TrainedModel, query: Query, choice: Choice) -> list[Prediction]:
     """Return the answers to one query, best first. Collective.
 
     Equal scores come in order of id; NaN counts as -inf.
@@ -130,7 +129,7 @@ def predict(model: AnsweringModel, query: Query, choice: Choice) -> list[Predict
 
 
 def predictions(
-    model: AnsweringModel, missing: Part, queries: Tensor, choice: Choice
+    model: TrainedModel, missing: Part, queries: Tensor, choice: Choice
 ) -> list[list[Prediction]]:
     """Return the answers to each of B queries that miss the same part. Collective.
 
@@ -141,7 +140,8 @@ def predictions(
         choice: Which candidates are answers.
     """
     results = find(model, missing, queries, choice)
-    labels = (model.relations if missing == "relation" else model.entities).labels(results.ids)
+    vocabulary = model.relation_labels if missing == "relation" else model.entity_labels
+    labels = vocabulary.labels(results.ids)
     known = splits(model, missing, queries.numpy(), results)
     probabilities = model.probabilities(results.scores, missing)
     columns = results.ranks.tolist(), labels, results.scores.tolist(), known, probabilities
@@ -151,7 +151,7 @@ def predictions(
     return answers
 
 
-def find(model: AnsweringModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
+def find(model: TrainedModel, missing: Part, queries: Tensor, choice: Choice) -> Results:
     """Return the answers to B queries that miss the same part. Collective.
 
     Memory holds one block of scores and the answers.
@@ -176,7 +176,7 @@ def find(model: AnsweringModel, missing: Part, queries: Tensor, choice: Choice) 
 
 
 def find_best(
-    model: AnsweringModel,
+    model: TrainedModel,
     missing: Part,
     queries: Tensor,
     k: int,
@@ -199,13 +199,11 @@ def find_best(
         return scores[:, :k], ids[:, :k]
     anchors, relations = _anchors_and_relations(queries, missing)
     left_out = _answers(exclude, missing, anchors, relations)
-    k = min(k, model.num_entities)
-    scores, ids = top_k(model.scorer, model.shard, anchors, relations, missing, k, left_out)
-    return scores.cpu(), ids.cpu()
+    return model.best(anchors, relations, missing, k, left_out)
 
 
 def _all_above(
-    model: AnsweringModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
+    model: TrainedModel, side: Part, queries: Tensor, exclude: FilterIndex | None, above: float
 ) -> Results:
     """Return all heads or tails that score at least ``above``. Collective."""
     assert side != "relation"
@@ -244,7 +242,7 @@ def _answers(
 
 
 def _relations(
-    model: AnsweringModel, queries: Tensor, exclude: FilterIndex | None
+    model: TrainedModel, queries: Tensor, exclude: FilterIndex | None
 ) -> tuple[Tensor, Tensor]:
     """Return all relations of (h, ?, t) in the format of ``find_best``, scored as tail queries."""
     scores = torch.stack([relation_scores(model, *ends) for ends in queries[:, ::2].tolist()])
@@ -257,7 +255,7 @@ def _relations(
     return scores.gather(1, torch.from_numpy(order)), torch.from_numpy(ids)
 
 
-def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
+def relation_scores(model: TrainedModel, head: int, tail: int) -> Tensor:
     """Return the scores (R,) float32 of all relations between two entities. Collective.
 
     They are bit for bit those of ``model.scores``.
@@ -274,7 +272,7 @@ def relation_scores(model: AnsweringModel, head: int, tail: int) -> Tensor:
 
 
 def splits(
-    model: AnsweringModel, missing: Part, queries: np.ndarray, results: Results
+    model: TrainedModel, missing: Part, queries: np.ndarray, results: Results
 ) -> list[str | None]:
     """Return the split that holds each of M answers.
 

@@ -28,7 +28,6 @@ from kge_torchrec.answers.calibration import (
     sigmoid,
 )
 from kge_torchrec.answers.corruptions import labelled
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import FEW, PARTS, Part, find_best
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.store import SPLITS
@@ -37,6 +36,7 @@ from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.environment import announced
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.scorers.base import SIDES
+from kge_torchrec.trained_model import TrainedModel
 
 Among = Literal["listed", "seen", "all"]
 AMONG = ("listed", "seen", "all")
@@ -103,7 +103,7 @@ class CalibrationOptions:
 Scored = tuple[np.ndarray, np.ndarray]  # scores (M,) float32 and labels (M,) bool
 
 
-def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> Calibration:
+def calibrate(model: TrainedModel, step: int, options: CalibrationOptions) -> Calibration:
     """Fit curves on valid and measure them on test. Collective.
 
     ``about`` of the result has the errors on test before and after the calibration. The
@@ -162,7 +162,7 @@ def calibrate(model: AnsweringModel, step: int, options: CalibrationOptions) -> 
 
 
 def _listed(
-    model: AnsweringModel, split: str, options: CalibrationOptions, stream: int
+    model: TrainedModel, split: str, options: CalibrationOptions, stream: int
 ) -> tuple[int, dict[str, Scored]]:
     """Return the number of queries of a split, and their listed answers by missing part."""
     candidates = {
@@ -178,7 +178,7 @@ def _listed(
 
 
 def _corrupted(
-    model: AnsweringModel, split: str, options: CalibrationOptions, stream: int
+    model: TrainedModel, split: str, options: CalibrationOptions, stream: int
 ) -> dict[str, Scored]:
     """Return the scored triples of a split and their corruptions, by side."""
     assert options.corruptions is not None and options.among != "listed"
@@ -243,7 +243,7 @@ class CandidateAnswers(NamedTuple):
 
 
 def candidate_answers(
-    model: AnsweringModel, split: str, missing: Part, top: int, limit: int, seed: int
+    model: TrainedModel, split: str, missing: Part, top: int, limit: int, seed: int
 ) -> CandidateAnswers:
     """Return the best candidates of each query of a split. Collective.
 

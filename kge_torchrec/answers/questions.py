@@ -19,7 +19,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS
 from kge_torchrec.data.readers.columns import roles
 from kge_torchrec.data.readers.tables import InMemory, batches_of
@@ -27,6 +26,7 @@ from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.data.streams import lines
 from kge_torchrec.distributed.processes import on_first_rank
 from kge_torchrec.errors import DataError
+from kge_torchrec.trained_model import TrainedModel
 
 UNKNOWN = "?"
 BATCH = 4096  # lines per label lookup
@@ -53,7 +53,7 @@ class _Line(NamedTuple):
     parts: tuple[str | None, ...]  # head, relation, tail
 
 
-def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Iterator[Questions]:
+def read_questions(path: str | Path, model: TrainedModel, missing: int) -> Iterator[Questions]:
     """Yield the queries or triples of a file in batches; skip empty lines and a header.
 
     Args:
@@ -81,7 +81,7 @@ def read_questions(path: str | Path, model: AnsweringModel, missing: int) -> Ite
         raise DataError(f"{path} is empty: write lines of {kind}")
 
 
-def read_triples(source: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
+def read_triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarray:
     """Return the ids (T, 3) int64 of triples of labels, from a file or from memory. Collective.
 
     Raises:
@@ -91,7 +91,7 @@ def read_triples(source: InMemory | str | Path, model: AnsweringModel) -> np.nda
     return on_first_rank(model.processes, lambda: _triples(source, model))
 
 
-def _triples(source: InMemory | str | Path, model: AnsweringModel) -> np.ndarray:
+def _triples(source: InMemory | str | Path, model: TrainedModel) -> np.ndarray:
     if isinstance(source, str | Path):
         place, batches = f"{source}:", read_questions(source, model, 0)
     else:
@@ -109,7 +109,7 @@ def _triples(source: InMemory | str | Path, model: AnsweringModel) -> np.ndarray
     return triples
 
 
-def _in_memory(rows: InMemory, model: AnsweringModel) -> Iterator[Questions]:
+def _in_memory(rows: InMemory, model: TrainedModel) -> Iterator[Questions]:
     """Yield batches of triples of labels, numbered from 0."""
     first = 0
     for batch in batches_of("triples", rows):
@@ -171,17 +171,17 @@ def _of_json(text: str) -> tuple[str | None, ...]:
 
 
 def _looked_up(
-    model: AnsweringModel, parsed: Sequence[_Line], suggestions: int
+    model: TrainedModel, parsed: Sequence[_Line], suggestions: int
 ) -> tuple[np.ndarray, list[Problem]]:
     """Return ids (B, 3), -1 for missing parts, and the lines that have an unknown label."""
     heads, relations, tails = ([line.parts[i] or "" for line in parsed] for i in range(3))
-    ends = model.entities.find(heads + tails).reshape(2, -1)
-    ids = np.stack([ends[0], model.relations.find(relations), ends[1]], 1)
+    ends = model.entity_labels.find(heads + tails).reshape(2, -1)
+    ids = np.stack([ends[0], model.relation_labels.find(relations), ends[1]], 1)
     problems: list[Problem] = []
     for line, its_ids in zip(parsed, ids.tolist(), strict=True):
         for part, label, number in zip(PARTS, line.parts, its_ids, strict=True):
             if label is not None and number < 0:
-                vocabulary = model.relations if part == "relation" else model.entities
+                vocabulary = model.relation_labels if part == "relation" else model.entity_labels
                 suggests = len(problems) < suggestions
                 problems.append(Problem(line.number, _unknown(vocabulary, part, label, suggests)))
                 break

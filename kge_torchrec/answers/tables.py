@@ -21,9 +21,9 @@ import numpy as np
 import pyarrow as pa
 
 from kge_torchrec import files
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.predictions import PARTS, Part, Results, splits
 from kge_torchrec.config import ConfigError
+from kge_torchrec.trained_model import TrainedModel
 
 FORMATS = ("table", "tsv", "json", "parquet")
 ROWS = 1 << 16  # rows converted to text at once
@@ -33,7 +33,7 @@ _ESCAPES = {"\\": "\\\\", "\t": "\\t", "\n": "\\n", "\r": "\\r"}
 
 
 def answer_rows(
-    model: AnsweringModel, missing: Part, queries: np.ndarray, results: Results, lines: np.ndarray
+    model: TrainedModel, missing: Part, queries: np.ndarray, results: Results, lines: np.ndarray
 ) -> pa.Table:
     """Return M answers to B queries as completed triples.
 
@@ -63,7 +63,7 @@ def answer_rows(
 
 
 def triple_rows(
-    model: AnsweringModel, triples: np.ndarray, scores: np.ndarray, lines: np.ndarray, side: str
+    model: TrainedModel, triples: np.ndarray, scores: np.ndarray, lines: np.ndarray, side: str
 ) -> pa.Table:
     """Return scored triples as rows.
 
@@ -91,15 +91,15 @@ def record_rows(records: Sequence[Any], kind: type) -> pa.Table:
     return pa.table(columns)
 
 
-def _labels(model: AnsweringModel, triples: np.ndarray) -> dict[str, pa.Array]:
-    vocabularies = model.entities, model.relations, model.entities
+def _labels(model: TrainedModel, triples: np.ndarray) -> dict[str, pa.Array]:
+    vocabularies = model.entity_labels, model.relation_labels, model.entity_labels
     return {
         part: vocabulary.array.take(pa.array(ids))
         for part, vocabulary, ids in zip(PARTS, vocabularies, triples.T, strict=True)
     }
 
 
-def _scores(model: AnsweringModel, scores: np.ndarray, missing: str) -> dict[str, Any]:
+def _scores(model: TrainedModel, scores: np.ndarray, missing: str) -> dict[str, Any]:
     columns = {"score": pa.array(scores, pa.float32())}
     if model.calibration is not None:
         columns["probability"] = pa.array(model.probabilities(scores, missing), pa.float64())

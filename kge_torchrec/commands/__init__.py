@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
+    from kge_torchrec.answers.answering import AnsweringModel
     from kge_torchrec.answers.batch_inference import FileReport
     from kge_torchrec.config import Config
-    from kge_torchrec.export.plain_model import PlainModel
     from kge_torchrec.trained_run import Run
 
 
@@ -88,7 +88,7 @@ def opened(folder: str) -> Run:
     return Run(folder, config)
 
 
-def answering(folder: str) -> AbstractContextManager[Run | PlainModel]:
+def answering(folder: str) -> AbstractContextManager[Run | AnsweringModel]:
     """The run in a folder, or the model that was exported to it."""
     if not (Path(folder) / "model.json").is_file():
         return opened(folder)

@@ -1,4 +1,4 @@
-"""``kge-torchrec calibrate``: probabilities of scores, kept in the run's folder."""
+"""``kge-torchrec calibrate`` and ``classify``: probabilities, and thresholds per relation."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
-            trained.answering_model()
+            _ = trained.model
         made = trained.calibrate(
             method=parsed.method,
             among=parsed.among,
@@ -120,3 +120,47 @@ def _errors(found: Mapping[str, Any], of: str) -> list[str]:
         before, after = found[name]["before"], found[name]["after"]
         lines.append(f"  {words:<48} {before:>14.4f}{after:>12.4f}")
     return lines
+
+
+def add_classify(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run")
+    verb.add_argument(
+        "--among",
+        choices=("seen", "all"),
+        default="seen",
+        help="draw corruptions from the entities that the relation has on that side in train, or "
+        "from all, most of which are plainly wrong (default: seen)",
+    )
+    add_sample(verb, 100_000)
+    add_format(verb)
+
+
+def run_classify(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    with opened(parsed.folder) as trained, announced("classifying"):
+        found = trained.classify(parsed.among, parsed.seed, parsed.limit)
+    if is_first_rank():
+        if parsed.format == "json":
+            print(json.dumps(found))
+        else:
+            _print_classify(found)
+    return 0
+
+
+def _print_classify(found: dict[str, Any]) -> None:
+    import pyarrow as pa
+
+    from kge_torchrec.answers.tables import written
+
+    by_size = sorted(found["relations"].items(), key=lambda one: -one[1]["triples"])
+    columns = {"relation": pa.array([label for label, _ in by_size], pa.string())}
+    for name in ("triples", "threshold", "accuracy"):
+        columns[name] = pa.array([values[name] for _, values in by_size])
+    with written("table", None) as write:
+        write(pa.table(columns))
+    drawn = {"seen": "entities seen with the relation", "all": "all entities"}[found["among"]]
+    print(
+        f"accuracy {found['accuracy']:.4f} of {found['triples']:,} test triples, each beside a "
+        f"corruption of its\nhead and one of its tail from {drawn}"
+    )

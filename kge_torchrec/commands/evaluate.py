@@ -1,4 +1,4 @@
-"""``kge-torchrec evaluate``: a split ranked exactly by a trained run."""
+"""``kge-torchrec evaluate`` and ``report``: the results of runs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 
 from kge_torchrec.commands import add_format, is_first_rank, opened
 from kge_torchrec.config.verb_options import acts_with
+from kge_torchrec.environment import announced, loading_torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
@@ -72,4 +73,30 @@ def run(parsed: argparse.Namespace) -> int:
             print(f"\n{table(name, found)}")
         split = parsed.split if parsed.triples is None else "triples"
         print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
+    return 0
+
+
+def add_report(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.add_argument("folders", nargs="+", metavar="RUN", help="the folders of runs")
+    verb.add_argument(
+        "-o", "--output", metavar="FILE", help="the page (default: report.html in the first run)"
+    )
+    verb.add_argument(
+        "--no-models",
+        action="store_true",
+        help="load no model: no examples, no map of entities, and ranks by relation only where "
+        "evaluate --by relation has written them",
+    )
+
+
+def run_report(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    with loading_torch():
+        from kge_torchrec.reports.page import report
+
+    output = parsed.output or f"{parsed.folders[0]}/report.html"
+    with announced("writing the report"):
+        page = report(parsed.folders, output, with_models=not parsed.no_models)
+    print(page)
     return 0

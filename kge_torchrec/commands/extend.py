@@ -81,7 +81,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     with loading_torch():
         config_of(parsed.folder)
-        from kge_torchrec.growth.extend import extend
+        from kge_torchrec.api import extend
 
     made = extend(
         parsed.folder,

@@ -1,9 +1,10 @@
-"""``kge-torchrec predict``: the missing part of triples, of one, of a file, or of a relation."""
+"""``kge-torchrec predict``, and its related verbs ``score``, ``nearest`` and ``ask``."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from dataclasses import asdict
 from typing import Any
 
@@ -119,7 +120,7 @@ def _file(parsed: argparse.Namespace) -> int:
 def _relation(parsed: argparse.Namespace) -> int:
     with opened(parsed.folder) as trained:
         with announced("loading the run"):
-            trained.answering_model()
+            _ = trained.model
         links = trained.new_links(
             parsed.relation,
             parsed.top,
@@ -130,4 +131,129 @@ def _relation(parsed: argparse.Namespace) -> int:
     from kge_torchrec.answers.links import Link
 
     write_records(parsed, links, Link)
+    return 0
+
+
+def add_score(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument(
+        "triples",
+        metavar="FILE",
+        help="lines of head, relation and tail with tabs between, or JSON objects with these keys; "
+        "bad lines are told and the others scored",
+    )
+    verb.add_argument(
+        "--side",
+        choices=("tail", "head"),
+        default="tail",
+        help="the end that is asked for: with reciprocal relations they score differently "
+        "(default: tail)",
+    )
+    add_output(verb)
+
+
+def run_score(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    with answering(parsed.folder) as trained:
+        report = trained.score_file(parsed.triples, parsed.output, parsed.format, parsed.side)
+    return tell_problems(report, parsed.triples)
+
+
+def add_nearest(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("entity", metavar="ENTITY", nargs="?", help="label of an entity")
+    top = verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    verb.add_argument(
+        "--index",
+        metavar="FILE",
+        help="write a FAISS index of all entities, in order of id, in place of a list, and "
+        "FILE.json, which says what it holds; needs pip install 'kge-torchrec[index]'",
+    )
+    kind = verb.add_argument(
+        "--kind",
+        default="HNSW32",
+        metavar="NAME",
+        help="of the index, as faiss.index_factory has them: Flat (exact), HNSW32, IVF4096,PQ32 "
+        "and more (default: HNSW32)",
+    )
+    acts_with(kind, "--index", lambda parsed: parsed.index is not None)
+    for option in (top, *add_output(verb)):
+        acts_with(option, "an ENTITY", lambda parsed: parsed.entity is not None)
+
+
+def run_nearest(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    if (parsed.entity is None) == (parsed.index is None):
+        raise ConfigError("nearest takes an ENTITY, or --index FILE")
+    check_top(parsed)
+    with answering(parsed.folder) as trained:
+        if parsed.index is not None:
+            with announced("writing the index"):
+                about = trained.write_index(parsed.index, parsed.kind)
+            if is_first_rank():
+                print(f"{about['entities']:,} entities, {about['metric']}: {parsed.index}")
+            return 0
+        with announced("searching"):
+            found = trained.nearest(parsed.entity, parsed.top)
+        meaning = trained.nearness
+    from kge_torchrec.answers.nearest import Neighbour
+
+    write_records(parsed, found, Neighbour)
+    if is_first_rank() and parsed.format == "table":
+        print(f"score: {meaning}", file=sys.stderr)
+    return 0
+
+
+_FORM = """\
+A query is one of these, where Q stands for any of them:
+
+  "Austria"                               an entity
+  {"relation": "borders", "from": Q}      tails of (Q, borders, ?)
+  {"relation": "locatedin", "to": Q}      heads of (?, locatedin, Q)
+  {"and": [Q, Q, {"not": Q}]}             members of all, and of none under "not"
+  {"or": [Q, Q]}                          members of any
+"""
+
+
+def add_ask(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.epilog = _FORM
+    verb.add_argument("folder", metavar="RUN", help="the folder of a run, or of an export")
+    verb.add_argument("query", metavar="FILE", help="a JSON file with the query")
+    verb.add_argument("--top", type=int, default=10, metavar="K", help="default: 10")
+    verb.add_argument(
+        "--beam", type=int, default=64, metavar="B",
+        help="entities that a step from many is taken from (default: 64)",
+    )  # fmt: skip
+    verb.add_argument(
+        "--t-norm",
+        choices=("product", "min"),
+        default="product",
+        help="what and multiplies or takes the smaller of (default: product)",
+    )
+    verb.add_argument(
+        "--facts",
+        choices=("all", "train", "none"),
+        default="all",
+        help="the splits whose triples are certain (default: all)",
+    )
+    add_output(verb)
+
+
+def run_ask(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    check_top(parsed)
+    with answering(parsed.folder) as trained, announced("answering"):
+        found = trained.ask(
+            parsed.query,
+            k=parsed.top,
+            beam=parsed.beam,
+            t_norm=parsed.t_norm,
+            facts=parsed.facts,
+        )
+    from kge_torchrec.answers.fuzzy_answers import Member
+
+    write_records(parsed, found, Member)
     return 0

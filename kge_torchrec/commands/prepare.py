@@ -1,12 +1,14 @@
-"""``kge-torchrec prepare``: files of triples become a store."""
+"""``kge-torchrec prepare``, ``encode`` and ``data check``: stores, vectors, checks of a graph."""
 
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
-from kge_torchrec.commands import as_flag
+from kge_torchrec.commands import add_format, as_flag
 from kge_torchrec.config.verb_options import acts_with
+from kge_torchrec.environment import loading_torch
 
 
 def add(verb: argparse.ArgumentParser) -> None:
@@ -165,4 +167,75 @@ def run(parsed: argparse.Namespace) -> int:
     print(store)
     for note in notes(store, as_flag):
         print(f"note: {note}")
+    return 0
+
+
+def add_encode(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.add_argument(
+        "source",
+        metavar="TEXTS",
+        help="a file of lines 'label, tab, text', or a prepared store, whose labels are the texts",
+    )
+    verb.add_argument(
+        "--encoder",
+        required=True,
+        metavar="NAME",
+        help="a model of sentence-transformers, by its name or folder; needs pip install "
+        "'kge-torchrec[text]'",
+    )
+    verb.add_argument(
+        "-o", "--output", required=True, metavar="FILE", help="NAME.parquet, of label and vector"
+    )
+    verb.add_argument("--device", help="of the encoder (default: a GPU where there is one)")
+    verb.add_argument(
+        "--batch-size", type=int, default=64, metavar="N", help="texts at once (default: 64)"
+    )
+
+
+def run_encode(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    from kge_torchrec.data.vectors import encode_texts
+
+    made = encode_texts(
+        parsed.source, parsed.output, parsed.encoder, parsed.device, parsed.batch_size
+    )
+    print(f"{parsed.output}: {made.vectors:,} vectors of {made.width} numbers")
+    return 0
+
+
+def add_data(verb: argparse.ArgumentParser) -> None:
+    """Add the arguments of the verb."""
+    verb.add_argument("check", choices=("check",), help="what to do")
+    verb.add_argument(
+        "data",
+        nargs="+",
+        metavar="DATA",
+        help="a store; or a directory, files or a graph by name, as prepare takes them",
+    )
+    verb.add_argument(
+        "-o", "--output", metavar="DIR", help="write data-check.json and degrees.png there"
+    )
+    verb.add_argument(
+        "--threshold",
+        type=float,
+        default=0.8,
+        metavar="SHARE",
+        help="of the triples of either that makes two relations inverses or duplicates "
+        "(default: 0.8)",
+    )
+    add_format(verb)
+    add_reading(verb)
+
+
+def run_data(parsed: argparse.Namespace) -> int:
+    """Run the verb; return the exit code."""
+    with loading_torch():
+        from kge_torchrec.reports.data_check import check_data, table
+
+    data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
+    found = check_data(
+        data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed, parsed.data)
+    )
+    print(json.dumps(found) if parsed.format == "json" else table(found))
     return 0

@@ -1,8 +1,9 @@
 """The table of verbs, and the one way in which every verb reads its options and runs.
 
-A verb is a module of this folder with ``add(verb)``, which declares its options, and
-``run(parsed)``, which does the work and returns the exit code. Only the module of the verb that is
-called is imported, so ``kge-torchrec --help`` imports none.
+A verb is two functions in a module of this folder: ``add(verb)`` declares its options, and
+``run(parsed)`` does the work and returns the exit code. Related verbs share a module, where these
+functions end with the verb's name. Only the module of the verb that is called is imported, so
+``kge-torchrec --help`` imports none.
 """
 
 from __future__ import annotations
@@ -29,15 +30,12 @@ class Verb(NamedTuple):
         alone: Whether it refuses to run as several processes of torchrun.
         takes_keys: Whether it takes CONFIG as its first word, and ``--key.sub value`` among its
             options. They arrive as ``parsed.config`` and ``parsed.overrides``.
-        module: The file of the verb, if its name is another one. A file list.py would hide the
-            built-in ``list`` from ``commands/__init__.py``.
     """
 
     place: str
     does: str
     alone: bool = False
     takes_keys: bool = False
-    module: str | None = None
 
 
 VERBS = {
@@ -47,7 +45,7 @@ VERBS = {
     "extend": Verb("Train", "add triples, with new entities and relations, to a run"),
     "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
     "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", alone=True),
-    "list": Verb("Look", "list scorers, losses and other parts of a config", module="parts"),
+    "list": Verb("Look", "list scorers, losses and other parts of a config"),
     "parts": Verb("list", "the earlier name of list"),
     "plan": Verb("Look", "estimate memory and step time without devices", takes_keys=True),
     "evaluate": Verb("Look", "rank the triples of a split with a trained run"),
@@ -61,6 +59,13 @@ VERBS = {
     "calibrate": Verb("Use", "fit probabilities to a run's scores"),
     "export": Verb("Share", "write a trained run as files that other programs read"),
     "serve": Verb("Share", "answer queries about a run over HTTP", alone=True),
+}  # fmt: skip
+
+
+# The module of a verb, if it has another name.
+MODULES = {
+    "encode": "prepare", "data": "prepare", "list": "parts", "report": "evaluate",
+    "score": "predict", "nearest": "predict", "ask": "predict", "classify": "calibrate",
 }  # fmt: skip
 
 
@@ -96,7 +101,7 @@ def parser_of(name: str) -> VerbParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=not verb.takes_keys,
     )
-    _module(name).add(parser)
+    _function(name, "add")(parser)
     return parser
 
 
@@ -127,12 +132,15 @@ def run_verb(name: str, words: Sequence[str]) -> int:
     ranks = os.environ.get("WORLD_SIZE", "1")
     if verb.alone and ranks != "1":
         raise ConfigError(f"{name} is for one process, not {ranks} ranks: run it without torchrun")
-    code: int = _module(name).run(parsed)
+    code: int = _function(name, "run")(parsed)
     return code
 
 
-def _module(name: str) -> Any:
-    return import_module(f"kge_torchrec.commands.{VERBS[name].module or name}")
+def _function(name: str, kind: str) -> Callable[[Any], Any]:
+    """Return the function ``add`` or ``run`` of a verb."""
+    module = import_module(f"kge_torchrec.commands.{MODULES.get(name, name)}")
+    found: Callable[[Any], Any] = getattr(module, f"{kind}_{name}", None) or getattr(module, kind)
+    return found
 
 
 def _check_known(parser: VerbParser, others: Sequence[str], takes_keys: bool) -> None:

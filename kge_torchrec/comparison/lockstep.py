@@ -113,8 +113,8 @@ def largest_differences(one: Session, other: Session) -> dict[str, float]:
     for start in range(0, first.num_entities, step):
         ids = torch.arange(start, min(start + step, first.num_entities), device=device)
         entities = torch.maximum(entities, _largest(first.fetch(ids), second.fetch(ids)))
-    with one.whole_scorer() as ours, other.whole_scorer() as others:
-        pairs = zip(ours.parameters(), others.parameters(), strict=True)
+    with one.trained_model() as ours, other.trained_model() as others:
+        pairs = zip(ours.scorer.parameters(), others.scorer.parameters(), strict=True)
         dense = [_largest(mine, theirs) for mine, theirs in pairs if mine.numel()]
     largest = float(torch.stack(dense).max()) if dense else 0.0
     return {"entities": float(entities), "dense": largest}

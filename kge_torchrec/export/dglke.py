@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import ForeignFormat, WholeModel, halves, single_lines
+from kge_torchrec.export.foreign import Contents, ForeignFormat, halves, single_lines
 from kge_torchrec.export.table_files import npy_file
 from kge_torchrec.pages import render
 
@@ -46,17 +46,17 @@ MODELS: dict[str, tuple[str, _Rows, _Rows]] = {
 }
 
 
-def write(folder: ExportFolder, model: WholeModel) -> str:
+def write(folder: ExportFolder, content: Contents) -> str:
     """Write arrays, config.json and maps; return how to load them, as Markdown."""
-    name, of_entities, of_relations = MODELS[model.config.scorer]
-    entities, relations = of_entities(model.entities), of_relations(model.relations)
-    stem = f"{model.data}_{name}"
+    name, of_entities, of_relations = MODELS[content.config.scorer]
+    entities, relations = of_entities(content.entities), of_relations(content.relations)
+    stem = f"{content.data}_{name}"
     for kind, table in (("entity", entities), ("relation", relations)):
         folder.append(f"{stem}_{kind}.npy", npy_file(table.numpy()))
     doubled = name == "RotatE"  # an entity row has twice the elements of a relation row
-    size = model.config.dim // 2 if doubled else model.config.dim
+    size = content.config.dim // 2 if doubled else content.config.dim
     config = {
-        "dataset": model.data,
+        "dataset": content.data,
         "model": name,
         "model_name": name,
         "emb_size": size,
@@ -68,8 +68,8 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
         "rmap_file": "relations.tsv",
     }
     folder.append("config.json", [f"{json.dumps(config, indent=4)}\n".encode()])
-    folder.append("entities.tsv", [_map(model.entity_labels)])
-    folder.append("relations.tsv", [_map(model.relation_labels)])
+    folder.append("entities.tsv", [_map(content.model.entity_labels)])
+    folder.append("relations.tsv", [_map(content.model.relation_labels)])
     return render("load_dglke.md", stem=stem)
 
 

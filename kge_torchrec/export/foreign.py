@@ -25,29 +25,24 @@ from kge_torchrec.export.description import ENTITIES, RELATIONS, ExportFolder
 from kge_torchrec.export.table_files import label_lines
 from kge_torchrec.models.scorers import Scorer
 from kge_torchrec.pages import render
+from kge_torchrec.trained_model import TrainedModel
 
 PROGRAM = "scores.pt2"
 
 
 @dataclass(frozen=True)
-class WholeModel:
-    """A trained model in this process.
+class Contents:
+    """What is written in the layout of another program.
 
     Attributes:
+        model: The trained model; this process holds all of it, in evaluation mode.
         config: The model section of the config.
-        scorer: The scorer with its parameters, in evaluation mode.
-        rows: (N, D) float32 entity rows as stored.
-        entity_labels: Entity labels in order of id.
-        relation_labels: Relation labels in order of id.
         data: A short name of the graph: letters, digits, dots, dashes and underscores.
         epoch: The number of epochs that the model was trained for.
     """
 
+    model: TrainedModel
     config: ModelConfig
-    scorer: Scorer
-    rows: Tensor
-    entity_labels: Vocabulary
-    relation_labels: Vocabulary
     data: str
     epoch: int = 0
 
@@ -55,13 +50,14 @@ class WholeModel:
     @torch.no_grad()
     def entities(self) -> Tensor:
         """(N, D) float32 entity rows, normalized as the formula expects."""
-        return self.scorer.entity(self.rows)
+        return self.model.scorer.entity(self.model.shard.rows)
 
     @cached_property
     @torch.no_grad()
     def relations(self) -> Tensor:
         """(R, W) float32 relation rows, normalized as the formula expects."""
-        return self.scorer.relation(torch.arange(self.scorer.relation_rows), drop=False)
+        scorer = self.model.scorer
+        return scorer.relation(torch.arange(scorer.relation_rows), drop=False)
 
 
 @dataclass(frozen=True)
@@ -80,7 +76,7 @@ class ForeignFormat:
     scorers: tuple[str, ...] | None
     holds_inverses: bool
     holds_biases: bool
-    write: Callable[[ExportFolder, WholeModel], str]
+    write: Callable[[ExportFolder, Contents], str]
 
     def check(self, model: ModelConfig) -> None:
         """Raise ExportError unless the layout can hold this model."""
@@ -159,11 +155,11 @@ class TripleScores(nn.Module):
         return self.scorer.score_triples(anchor, relation, target, "tail")
 
 
-def program_of(model: WholeModel) -> torch.export.ExportedProgram:
+def program_of(content: Contents) -> torch.export.ExportedProgram:
     """Return the traced module, for any number of triples."""
-    for parameter in model.scorer.parameters():
+    for parameter in content.model.scorer.parameters():
         parameter.requires_grad_(False)
-    module = TripleScores(model.scorer, model.rows).eval()
+    module = TripleScores(content.model.scorer, content.model.shard.rows).eval()
     ids = torch.zeros(3, dtype=torch.int64)
     count = {0: torch.export.Dim("triples", min=1)}
     return torch.export.export(
@@ -171,15 +167,15 @@ def program_of(model: WholeModel) -> torch.export.ExportedProgram:
     )
 
 
-def write_program(folder: ExportFolder, model: WholeModel) -> str:
+def write_program(folder: ExportFolder, content: Contents) -> str:
     """Write scores.pt2 and the labels; return how to load them, as Markdown."""
     buffer = io.BytesIO()  # see ``saved``
-    torch.export.save(program_of(model), buffer)
+    torch.export.save(program_of(content), buffer)
     folder.append(PROGRAM, [buffer.getbuffer()])
-    folder.append(ENTITIES, label_lines(model.entity_labels))
-    folder.append(RELATIONS, label_lines(model.relation_labels))
-    count = len(model.relation_labels)
-    return render("load_torch.md", count=count, reciprocal=model.config.reciprocal)
+    folder.append(ENTITIES, label_lines(content.model.entity_labels))
+    folder.append(RELATIONS, label_lines(content.model.relation_labels))
+    count = len(content.model.relation_labels)
+    return render("load_torch.md", count=count, reciprocal=content.config.reciprocal)
 
 
 PROGRAM_FORMAT = ForeignFormat("torch.export", None, True, True, write_program)

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.foreign import (
+    Contents,
     ForeignFormat,
-    WholeModel,
     halves,
     labels_of,
     saved,
@@ -46,12 +46,12 @@ MODELS: dict[str, tuple[str, dict[str, Any], _Rows, _Rows]] = {
 }
 
 
-def write(folder: ExportFolder, model: WholeModel) -> str:
+def write(folder: ExportFolder, content: Contents) -> str:
     """Write the checkpoint and the dataset folder; return how to load them, as Markdown."""
-    name, options, of_entities, of_relations = MODELS[model.config.scorer]
-    entities, relations = of_entities(model.entities), of_relations(model.relations)
+    name, options, of_entities, of_relations = MODELS[content.config.scorer]
+    entities, relations = of_entities(content.entities), of_relations(content.relations)
     tables = {"entity": entities, "relation": relations}
-    prefixes = ("", "_base_model.") if model.config.reciprocal else ("",)
+    prefixes = ("", "_base_model.") if content.config.reciprocal else ("",)
     state = {
         f"{prefix}_{side}_embedder._embeddings.weight": table
         for prefix in prefixes
@@ -59,18 +59,18 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     }
     widths = {f"{side}_embedder": {"dim": table.shape[1]} for side, table in tables.items()}
     dataset = {
-        "name": model.data,
+        "name": content.data,
         "num_entities": len(entities),
-        "num_relations": len(model.relation_labels),
+        "num_relations": len(content.model.relation_labels),
     }
-    config = _config(name, options | widths, dataset, model.config.reciprocal)
-    labels = {"entity": model.entity_labels, "relation": model.relation_labels}
+    config = _config(name, options | widths, dataset, content.config.reciprocal)
+    labels = {"entity": content.model.entity_labels, "relation": content.model.relation_labels}
     meta = {f"{kind}_ids": labels_of(of) for kind, of in labels.items()}
     with _config_class() as config_class:
         checkpoint = {
             "type": "package",
             "model": (state, {}),
-            "epoch": model.epoch,
+            "epoch": content.epoch,
             "job_id": None,
             "valid_trace": [],
             "config": config_class(config),
@@ -86,7 +86,7 @@ def write(folder: ExportFolder, model: WholeModel) -> str:
     files = {f"{kind}_ids": {"filename": f"{kind}_ids.del", "type": "map"} for kind in labels}
     text = yaml.safe_dump({"dataset": dataset | {"files": files}})
     folder.append("dataset/dataset.yaml", [text.encode()])
-    return render("load_libkge.md", data=model.data)
+    return render("load_libkge.md", data=content.data)
 
 
 def _config(

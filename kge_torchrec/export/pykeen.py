@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.export.description import ExportFolder
-from kge_torchrec.export.foreign import ForeignFormat, WholeModel, labels_of, saved
+from kge_torchrec.export.foreign import Contents, ForeignFormat, labels_of, saved
 from kge_torchrec.models.ops import as_real
 from kge_torchrec.models.scorers.bilinear import TuckER
 from kge_torchrec.pages import render
@@ -71,77 +71,77 @@ def _complex(numbers: Tensor) -> Representation:
     return Representation(numbers, (numbers.shape[1] // 2,), "cfloat")
 
 
-def _plain(name: str, **settings: Any) -> Callable[[WholeModel], Interaction]:
+def _plain(name: str, **settings: Any) -> Callable[[Contents], Interaction]:
     """Return a builder for an interaction that uses our entity and relation rows unchanged."""
-    return lambda model: Interaction(
-        name, [_real(model.entities)], [_real(model.relations)], settings
+    return lambda content: Interaction(
+        name, [_real(content.entities)], [_real(content.relations)], settings
     )
 
 
-def _complex_model(model: WholeModel) -> Interaction:
-    return Interaction("ComplEx", [_complex(model.entities)], [_complex(model.relations)])
+def _complex_model(content: Contents) -> Interaction:
+    return Interaction("ComplEx", [_complex(content.entities)], [_complex(content.relations)])
 
 
-def _rotate(model: WholeModel) -> Interaction:
-    turns = _turns(model)
+def _rotate(content: Contents) -> Interaction:
+    turns = _turns(content)
     relations = [_complex(as_real(x).float()) for x in (turns, torch.ones_like(turns))]
-    return Interaction("PairRE", [_complex(model.entities)], relations, {"p": 1})
+    return Interaction("PairRE", [_complex(content.entities)], relations, {"p": 1})
 
 
-def _rotate_l2(model: WholeModel) -> Interaction:
-    turns = _complex(as_real(_turns(model)).float())
-    return Interaction("RotatE", [_complex(model.entities)], [turns])
+def _rotate_l2(content: Contents) -> Interaction:
+    turns = _complex(as_real(_turns(content)).float())
+    return Interaction("RotatE", [_complex(content.entities)], [turns])
 
 
-def _turns(model: WholeModel) -> Tensor:
+def _turns(content: Contents) -> Tensor:
     """Return rotations as complex numbers: (R, D/2)."""
-    phases = model.relations.double()
+    phases = content.relations.double()
     return torch.polar(torch.ones_like(phases), phases)
 
 
-def _simple(model: WholeModel) -> Interaction:
-    swapped = torch.cat(model.entities.chunk(2, -1)[::-1], -1)
-    entities = [_real(rows[:, None]) for rows in (model.entities, swapped)]
-    return Interaction("CP", entities, [_real(model.relations[:, None] / 2)])
+def _simple(content: Contents) -> Interaction:
+    swapped = torch.cat(content.entities.chunk(2, -1)[::-1], -1)
+    entities = [_real(rows[:, None]) for rows in (content.entities, swapped)]
+    return Interaction("CP", entities, [_real(content.relations[:, None] / 2)])
 
 
-def _rescal(model: WholeModel) -> Interaction:
-    matrices = model.relations.unflatten(-1, (model.config.dim, model.config.dim))
-    return Interaction("RESCAL", [_real(model.entities)], [_real(matrices)])
+def _rescal(content: Contents) -> Interaction:
+    matrices = content.relations.unflatten(-1, (content.config.dim, content.config.dim))
+    return Interaction("RESCAL", [_real(content.entities)], [_real(matrices)])
 
 
-def _tucker(model: WholeModel) -> Interaction:
-    assert isinstance(model.scorer, TuckER)
-    dim, width = model.config.dim, model.relations.shape[1]
+def _tucker(content: Contents) -> Interaction:
+    assert isinstance(content.model.scorer, TuckER)
+    dim, width = content.config.dim, content.relations.shape[1]
     settings = {"embedding_dim": dim, "relation_dim": width, "apply_batch_normalization": False}
     dropped = dict.fromkeys(("head_dropout", "relation_dropout", "head_relation_dropout"), 0.0)
-    core = model.scorer.core.detach().transpose(0, 1).contiguous()  # head, relation, tail
-    tables = [_real(model.entities)], [_real(model.relations)]
+    core = content.model.scorer.core.detach().transpose(0, 1).contiguous()  # head, relation, tail
+    tables = [_real(content.entities)], [_real(content.relations)]
     return Interaction("TuckER", *tables, settings | dropped, {"core_tensor": core})
 
 
-def _mure(model: WholeModel) -> Interaction:
-    vector, as_head, as_tail = model.entities.split([model.config.dim - 2, 1, 1], -1)
-    diagonal, shift = model.relations.chunk(2, -1)
+def _mure(content: Contents) -> Interaction:
+    vector, as_head, as_tail = content.entities.split([content.config.dim - 2, 1, 1], -1)
+    diagonal, shift = content.relations.chunk(2, -1)
     entities = [_real(vector), _real(as_head[:, 0]), _real(as_tail[:, 0])]
     relations = [_real(-shift), _real(diagonal)]
     return Interaction("MuRE", entities, relations, {"p": 2, "power_norm": True})
 
 
-def _pairre(model: WholeModel) -> Interaction:
-    relations = [_real(x) for x in model.relations.chunk(2, -1)]
-    return Interaction("PairRE", [_real(model.entities)], relations, {"p": 1})
+def _pairre(content: Contents) -> Interaction:
+    relations = [_real(x) for x in content.relations.chunk(2, -1)]
+    return Interaction("PairRE", [_real(content.entities)], relations, {"p": 1})
 
 
-def _transh(model: WholeModel) -> Interaction:
-    normal, shift = model.relations.double().chunk(2, -1)
+def _transh(content: Contents) -> Interaction:
+    normal, shift = content.relations.double().chunk(2, -1)
     normal = nn.functional.normalize(normal, dim=-1)
     shift = shift - normal * (normal * shift).sum(-1, keepdim=True)
     relations = [_real(normal.float()), _real(shift.float())]
-    return Interaction("TransH", [_real(model.entities)], relations, {"p": 2, "power_norm": True})
+    return Interaction("TransH", [_real(content.entities)], relations, {"p": 2, "power_norm": True})
 
 
-INTERACTIONS: dict[str, Callable[[WholeModel], Interaction]] = {
+INTERACTIONS: dict[str, Callable[[Contents], Interaction]] = {
     "transe_l1": _plain("TransE", p=1),
     "transe_l2": _plain("TransE", p=2),
     "transh": _transh,
@@ -157,28 +157,31 @@ INTERACTIONS: dict[str, Callable[[WholeModel], Interaction]] = {
 }
 
 
-def write(folder: ExportFolder, model: WholeModel) -> str:
+def write(folder: ExportFolder, content: Contents) -> str:
     """Write pykeen.json, ids.json and state_dict.pt; return how to load them, as Markdown."""
-    interaction = INTERACTIONS[model.config.scorer](model)
+    interaction = INTERACTIONS[content.config.scorer](content)
     settings = {
-        "create_inverse_triples": model.config.reciprocal,
+        "create_inverse_triples": content.config.reciprocal,
         "interaction": interaction.name,
         "interaction_kwargs": interaction.settings,
         "entity_representations_kwargs": [x.settings for x in interaction.entities],
         "relation_representations_kwargs": [x.settings for x in interaction.relations],
     }
     folder.append(SETTINGS, [f"{json.dumps(settings, indent=1)}\n".encode()])
-    ids = {"entities": _ids(model.entity_labels), "relations": _ids(model.relation_labels)}
+    ids = {
+        "entities": _ids(content.model.entity_labels),
+        "relations": _ids(content.model.relation_labels),
+    }
     folder.append("ids.json", [json.dumps(ids, ensure_ascii=False).encode()])
     state = {f"interaction.{name}": values for name, values in interaction.parameters.items()}
     for side, tables in (("entity", interaction.entities), ("relation", interaction.relations)):
         for place, table in enumerate(tables):
             weight = table.weight
-            if side == "relation" and model.config.reciprocal:
+            if side == "relation" and content.config.reciprocal:
                 weight = torch.stack(weight.chunk(2), 1).flatten(0, 1)
             state[f"{side}_representations.{place}._embeddings.weight"] = weight
     folder.append(STATE, [saved(state)])
-    return render("load_pykeen.md", reciprocal=model.config.reciprocal)
+    return render("load_pykeen.md", reciprocal=content.config.reciprocal)
 
 
 def _ids(vocabulary: Vocabulary) -> dict[str, int]:

@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 from tqdm import tqdm
 
 from kge_torchrec.answers.calibration import Calibration
-from kge_torchrec.config import ConfigError, ModelConfig
-from kge_torchrec.data.store import Vocabulary
+from kge_torchrec.config import Config, ConfigError, ModelConfig
+from kge_torchrec.data.store import TripleStore, Vocabulary
 from kge_torchrec.distributed.processes import Processes, on_first_rank
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError
@@ -43,13 +43,14 @@ from kge_torchrec.export.description import (
     describe,
     describe_foreign,
 )
-from kge_torchrec.export.foreign import PROGRAM_FORMAT, WholeModel
+from kge_torchrec.export.foreign import PROGRAM_FORMAT, Contents
 from kge_torchrec.export.plain_model import load_scorer
 from kge_torchrec.export.table_files import FORMATS, label_lines, npy_file, parquet_file
 from kge_torchrec.models.scorers import Scorer, build_scorer
 from kge_torchrec.pages import render
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoints import name_of
-from kge_torchrec.training.session import Session
+from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
 OURS = (*FORMATS, "huggingface")  # formats that load_model reads
@@ -76,13 +77,15 @@ def check_format(name: str, model: ModelConfig, only_changes: bool = False) -> N
 
 @dataclass(frozen=True)
 class Export:
-    """The export of the parameters in a session.
+    """The export of a run's model.
 
-    Besides the session, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
+    Besides the model, rank 0 needs memory for a chunk of 65,536 rows and the scorer's parameters.
     For another program's format it also needs two or three copies of the table.
 
     Attributes:
-        session: The loaded run.
+        model: The model of a checkpoint, with the data.
+        run: The folder of the run.
+        config: The config of the run.
         folder: The folder to create.
         format: One of `OURS` and `FOREIGN`.
         progress: The training state of the loaded checkpoint.
@@ -91,13 +94,20 @@ class Export:
         earlier: If set, only entities whose rows differ from that run's are written.
     """
 
-    session: Session
+    model: TrainedModel
+    run: RunFolder
+    config: Config
     folder: ExportFolder
     format: str
     progress: TrainState
     with_results: bool
     licences: Licences | None = None
     earlier: Earlier | None = None
+
+    @property
+    def store(self) -> TripleStore:
+        """The data."""
+        return self.model.known("an export")
 
     def write(self) -> None:
         """Write the folder, completely or not at all.
@@ -107,9 +117,9 @@ class Export:
         Raises:
             ExportError: On every rank, for example if the disk is full.
         """
-        ranks, folder = self.session.processes, self.folder
-        check_format(self.format, self.session.config.model, self.earlier is not None)
-        parameters = dense_parameters(self.session.scorer)
+        ranks, folder = self.model.processes, self.folder
+        check_format(self.format, self.config.model, self.earlier is not None)
+        parameters = dense_parameters(self.model.scorer)
         write = self._write_foreign if self.format in FOREIGN else self._write_ours
         try:
             on_first_rank(ranks, folder.begin)
@@ -127,8 +137,8 @@ class Export:
 
     def _write_ours(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
         """Write our own layout; return the contents of model.json and how to load the files."""
-        session, folder, earlier = self.session, self.folder, self.earlier
-        ranks, store, shard = session.processes, session.store, session.backend.shard()
+        folder, earlier = self.folder, self.earlier
+        ranks, store, shard = self.model.processes, self.store, self.model.shard
         table_format = _TABLES.get(self.format, self.format)
         labels, changed = store.entities.array, None
         if earlier is not None:
@@ -143,7 +153,8 @@ class Export:
             _write_dense(folder, table_format, parameters, store.relations)
 
         on_first_rank(ranks, write_dense)
-        write_entities(folder, table_format, shard, labels, ranks, session.hide_bars)
+        hide = None if self.config.run.progress else True
+        write_entities(folder, table_format, shard, labels, ranks, hide)
         description = self._describe(table_format=table_format)
         if earlier is not None and changed is not None:
             ids = changed
@@ -154,20 +165,20 @@ class Export:
 
     def _write_foreign(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Any], str]:
         """Write the layout of another program; return the same as ``_write_ours``."""
-        session, target = self.session, FOREIGN[self.format]
-        ranks, store, shard = session.processes, session.store, session.backend.shard()
+        target, config = FOREIGN[self.format], self.config.model
+        ranks, store, shard = self.model.processes, self.store, self.model.shard
         rows = torch.empty(shard.num_entities, shard.dim) if ranks.is_first else torch.empty(0)
         for first, chunk in chunks_on_first_rank(shard, ranks):
             if chunk is not None:
                 rows[first : first + len(chunk)] = torch.from_numpy(chunk)
 
         def write() -> str:
-            model = session.config.model
-            scorer = build_scorer(model, store.num_relations)
+            scorer = build_scorer(config, store.num_relations)
             scorer.load_state_dict(parameters)
-            labels, name = (store.entities, store.relations), _data(session)
-            whole = WholeModel(model, scorer.eval(), rows, *labels, name, self.progress.epoch)
-            return target.write(self.folder, whole)
+            whole = EntityShard(rows, 0, len(rows), alone=True)
+            model = TrainedModel(scorer.eval(), whole, store)
+            name = _name_of_graph(self.config)
+            return target.write(self.folder, Contents(model, config, name, self.progress.epoch))
 
         loading = on_first_rank(ranks, write)
         return self._describe(program=target.program), loading
@@ -175,7 +186,7 @@ class Export:
     def _describe(
         self, table_format: str | None = None, program: str | None = None
     ) -> dict[str, Any]:
-        model, store = self.session.config.model, self.session.store
+        model, store = self.config.model, self.store
         sizes = store.num_entities, store.num_relations
         if table_format is not None:
             return describe(model, *sizes, table_format)
@@ -183,11 +194,11 @@ class Export:
 
     def _finish(self, description: dict[str, Any], loading: str) -> None:
         """Write calibration, model.json and the card, and put the folder in place."""
-        session, folder, store = self.session, self.folder, self.session.store
-        progress, results = self.progress, self.session.folder.results
+        folder, store = self.folder, self.store
+        progress, results = self.progress, self.run.results
         if self.format in OURS and "changes" not in description:
             load_scorer(folder.partial, description)  # do not keep an export that does not load
-            calibration = Calibration.read(session.folder.path)
+            calibration = Calibration.read(self.run.path)
             if calibration and calibration.is_of(progress.global_step, store.fingerprint):
                 calibration.write(folder.partial)
         description["checkpoint"] = {
@@ -199,18 +210,19 @@ class Export:
         if self.with_results and results.is_file():
             description["results"] = json.loads(results.read_text(encoding="utf-8"))
         if self.licences is not None or self.format not in FORMATS:
-            model, triples = session.config.model, store.report["triples"]
+            model, triples = self.config.model, store.report["triples"]
             licences = self.licences or Licences()
-            text = text_of_card(description, _data(session), triples, licences, loading)
+            name = _name_of_graph(self.config)
+            text = text_of_card(description, name, triples, licences, loading)
             folder.append(CARD, [text.encode()])
             if self.format == "huggingface":
                 folder.append(HUB_CONFIG, [hub_config(description, model.options).encode()])
         folder.finish(description)
 
 
-def _data(session: Session) -> str:
+def _name_of_graph(config: Config) -> str:
     """Return a short name of the graph that is valid in a file name."""
-    path = Path(session.config.data.path)
+    path = Path(config.data.path)
     name = path.parent.name if path.stem in ("store", "triples", "data") else path.stem
     return re.sub(r"[^\w.-]+", "_", name) or "graph"
 

@@ -10,18 +10,17 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kge_torchrec import api, files
+from kge_torchrec import files
 from kge_torchrec.config import Config, ConfigError, GraphSize
 from kge_torchrec.config.keys import (
     Facts,
@@ -42,109 +41,83 @@ from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.embeddings.init import CHUNK_ROWS, EntityInit, fill_rows
 from kge_torchrec.environment import quiet_dependencies
 from kge_torchrec.growth.placement import Placement, place
-from kge_torchrec.trained_run import Run
 from kge_torchrec.training.checkpoint_index import Damaged
-from kge_torchrec.training.checkpoints import BEST, NEWEST, CheckpointError, Checkpoints
+from kge_torchrec.training.checkpoints import NEWEST, CheckpointError, Checkpoints
 from kge_torchrec.training.growth import GrownCheckpoint, check_numbers
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
-
-if TYPE_CHECKING:
-    from kge_torchrec.training.trainer import Callback
+from kge_torchrec.training.runs import Extras, go_on, interrupts_named, lock, undo
+from kge_torchrec.training.session import load_trained
 
 
-def extend(
+@dataclass(frozen=True)
+class Changes:
+    """What differs in the new run; the attributes are arguments of ``api.extend``."""
+
+    epochs: int | None = None
+    freeze: bool = False
+    replay: float = 1.0
+    place: bool = False
+    allow_unseen_relations: bool = False
+    overrides: Overrides = ()
+
+
+def extend_run(
     run: str | Path,
     new_triples: Sources | Mapping[str, InMemory],
     output: str | Path,
-    *,
-    epochs: int | None = None,
-    freeze: bool = False,
-    replay: float = 1.0,
-    place: bool = False,
-    checkpoint: str = BEST,
-    allow_unseen_relations: bool = False,
-    overrides: Overrides = (),
-    callbacks: Sequence[Callback] = (),
-) -> Run:
-    """Extend a run with new triples, and continue its training in a new run.
-
-    Old labels keep their ids, rows and optimizer state. New rows get the initial values that a
-    run with this graph and seed draws, without optimizer state. Under torchrun, all ranks call
-    this function.
-
-    If the process is killed before the first checkpoint is complete, the same call starts over.
-    After that, ``resume`` continues the training. The entry "extended" of the new results.json
-    describes the new data, how far old rows have moved, and the placement. Training can also raise
-    the errors of ``train``.
+    changes: Changes,
+    checkpoint: str,
+    extras: Extras,
+) -> RunFolder:
+    """Extend a run with new triples, and continue its training in a new run; see ``api.extend``.
 
     Args:
         run: The folder of the old run, which is not changed.
-        new_triples: Files in the formats of ``prepare``, or splits in memory, {"train": triples,
-            ...}. A file or table without a split is used for training.
+        new_triples: Files in the formats of ``prepare``, or splits in memory.
         output: The folder of the new run.
-        epochs: The epochs to train. None: a tenth of the old run's epochs, or 0 with ``place``.
-        freeze: Keep old entities, old relations and all other parameters bit for bit
-            (train.freeze old).
-        replay: The share of old triples per epoch (train.replay); 0 trains only on new triples.
-        place: First move the rows of new entities and relations to fit their triples, with all
-            other parameters fixed; see ``placement``.
+        changes: What differs in the new run.
         checkpoint: The checkpoint to extend: "best", "newest" or a name.
-        allow_unseen_relations: Accept new relations without a training triple.
-        overrides: Other config keys, such as {"train.lr": 0.01}.
-        callbacks: Callbacks of the training.
+        extras: What the caller adds to the training.
 
     Returns:
-        The new run.
-
-    Raises:
-        DataError: The new triples cannot be used.
-        ConfigError: An option is invalid.
-        CheckpointError: The checkpoint cannot be extended.
+        The folder of the new run.
     """
     source, folder = RunFolder(run), RunFolder(output)
     before = source.load_config()
-    config = _config_of(before, folder, epochs, freeze, replay, place, overrides)
+    config = _config_of(before, folder, changes)
     with processes(config.device, config.timeout) as ranks, ExitStack() as held:
-        api.lock(folder, ranks, held)
+        lock(folder, ranks, held)
         made = _Extension(source, folder, before, config, ranks)
         try:
             with quiet_dependencies():
-                made.store_and_checkpoint(new_triples, checkpoint, allow_unseen_relations)
-                made.complete(made.place() if place else None)
+                made.store_and_checkpoint(new_triples, checkpoint, changes.allow_unseen_relations)
+                made.complete(made.place() if changes.place else None)
         except BaseException:
             if ranks.is_first:
                 made.undo()
             raise
-        with api.interrupts_named(folder, config):
-            api.go_on(folder, config, ranks, callbacks)
-    return Run(folder.path)
+        with interrupts_named(folder, config):
+            go_on(folder, config, ranks, extras)
+    return folder
 
 
-def _config_of(
-    before: Config,
-    folder: RunFolder,
-    epochs: int | None,
-    freeze: bool,
-    replay: float,
-    place: bool,
-    overrides: Overrides,
-) -> Config:
+def _config_of(before: Config, folder: RunFolder, changes: Changes) -> Config:
     """Return the config of the old run, adapted to the new folder and its store."""
+    epochs = changes.epochs
     if epochs is None:
-        epochs = 0 if place else -(-before.train.epochs // 10)
-    kept, model = "old" if freeze else "none", before.model
+        epochs = 0 if changes.place else -(-before.train.epochs // 10)
+    kept, model = "old" if changes.freeze else "none", before.model
     if not model.vectors().frozen:  # the checkpoint already contains the vectors
         model = replace(model, init_from=None, init_options={})
     config = replace(
         before,
         data=replace(before.data, path=str(folder.store)),
         model=model,
-        train=replace(before.train, epochs=epochs, freeze=kept, replay=replay),
+        train=replace(before.train, epochs=epochs, freeze=kept, replay=changes.replay),
         # The plan of the old run is for a smaller table.
         run=replace(before.run, dir=str(folder.path), resume="never", plan=None),
     )
-    changed = config_from_dict(config.to_dict(), overrides)
+    changed = config_from_dict(config.to_dict(), changes.overrides)
     if changed.data != config.data or changed.run.dir != config.run.dir:
         raise ConfigError("extend sets data.* and run.dir of the new run itself; leave them out")
     initial = [name for name, item in declared(Config).items() if key_of(item).resume is INITIAL]
@@ -280,12 +253,12 @@ class _Extension:
 
     def place(self) -> Placement:
         """Place the new rows, and write the checkpoint again with them."""
-        session = Session(self.config, self.folder, self.processes, trains=False)
-        session.restore_parameters(NEWEST)
-        placed = place(session, self.old)
-        shard = session.backend.shard()
-        rows = (shard.fetch(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
-        scorer = {f"scorer.{name}": p.detach() for name, p in session.scorer.named_parameters()}
+        model, _ = load_trained(self.config, self.folder, self.processes, NEWEST)
+        size, on_cuda = self.store.size, self.processes.device.type == "cuda"
+        config = self.config.settled(size, on_cuda, self.processes.world_size)
+        placed = place(model, config, self.old)
+        rows = (model.rows(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
+        scorer = {f"scorer.{name}": p.detach() for name, p in model.scorer.named_parameters()}
         self._write(rows, scorer)
         return placed
 
@@ -314,9 +287,9 @@ class _Extension:
         """Remove the new run's files if it could not be started."""
         if self._began:
             self._clear()
-            api.undo(self.folder)
+            undo(self.folder)
         elif {file.name for file in self.folder.path.iterdir()} <= {".lock"}:
-            api.undo(self.folder)  # this call created the folder, only for the lock
+            undo(self.folder)  # this call created the folder, only for the lock
 
     def _clear(self) -> None:
         """Remove the files of ``extend``, except the lock and the mark of an unfinished run."""

@@ -38,10 +38,10 @@ from kge_torchrec.data import ENTITY, SIDES, Side
 from kge_torchrec.data.batches import BatchPlan, Candidates
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.data.negatives import UniformSampler
-from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.triple_objective import TripleObjective
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.growth import old_rows
-from kge_torchrec.training.session import Session
 
 BLOCK_ROWS = 1 << 16  # rows per block
 PASSES, LEAST_STEPS = 10, 200  # per block; few triples get more passes to reach the least steps
@@ -71,16 +71,17 @@ class Placement:
     seconds: float
 
 
-def place(session: Session, old: GraphSize) -> Placement:
-    """Place the rows of new entities and relations in a session. Collective.
+def place(model: TrainedModel, config: Config, old: GraphSize) -> Placement:
+    """Place the rows of new entities and relations in a model. Collective.
 
     Args:
-        session: A session with the extended store and the parameters of its first checkpoint.
+        model: The model of the first checkpoint of the extended run, with the extended store.
+        config: The config of the extended run, with a number for every key that may be null.
         old: Counts of the graph before it was extended.
     """
     started, triples = time.perf_counter(), 0
-    placer = _Placer(session, old)
-    every = session.store.num_entities
+    placer = _Placer(model, config, old)
+    every = model.num_entities
     blocks = [(a, min(a + BLOCK_ROWS, every)) for a in range(old.entities, every, BLOCK_ROWS)]
     for first, stop in blocks:
         placer.start(first, stop)
@@ -90,7 +91,7 @@ def place(session: Session, old: GraphSize) -> Placement:
         of_relations = placer.place(every, every)
         triples = triples or of_relations
     return Placement(
-        session.store.num_entities - old.entities,
+        every - old.entities,
         sum(int((~rows).sum()) for rows in placer.relations.values()),
         triples,
         time.perf_counter() - started,
@@ -104,12 +105,11 @@ class _Placer:
         relations: For each parameter with rows of new relations, which rows are old: (rows,) bool.
     """
 
-    def __init__(self, session: Session, old: GraphSize):
-        self.session, self.old, self.store = session, old, session.store
-        self.shard: EntityShard = session.backend.shard()
+    def __init__(self, model: TrainedModel, config: Config, old: GraphSize):
+        self.model, self.config, self.old = model, config, old
+        self.store, self.shard = model.known("placing"), model.shard
         self.device = self.shard.rows.device
-        config = session.config
-        self.objective = _objective(config, session)
+        self.objective = _objective(config, model.scorer)
         parameters = dict(self.objective.named_parameters())
         every = old_rows(parameters, config.model, old.relations, self.store.num_relations)
         self.relations = {n: rows.to(self.device) for n, rows in every.items() if not rows.all()}
@@ -155,7 +155,7 @@ class _Placer:
 
     def _minimise(self, block: Tensor, first: int, groups: list[dict], triples: np.ndarray) -> None:
         optimizer = torch.optim.Adam(groups, lr=0.0)
-        seed, sides = self.session.config.seed, self.objective.sides
+        seed, sides = self.config.seed, self.objective.sides
         log_q = self._is_softmax and self.estimates_all
         sampler = UniformSampler(self.store.num_entities)
         candidates = Candidates(sampler, self.candidates, log_q=log_q)
@@ -179,7 +179,7 @@ class _Placer:
 
     @property
     def _is_softmax(self) -> bool:
-        return self.session.config.loss.name == "softmax"
+        return self.config.loss.name == "softmax"
 
     def _as_candidates(self, block: Tensor, of: _OldQueries, drawing: torch.Generator) -> Tensor:
         """Return the expected loss of the block's rows as candidates of old queries.
@@ -199,7 +199,7 @@ class _Placer:
             added = softplus(scores - of.log_sum[None, some, None]).sum(-1).mean()
             return added * chance * every / len(rows)
         loss = self.objective.loss(of.positive[None, some], scores, torch.ones_like(scores) > 0)
-        chosen = self.session.config.loss
+        chosen = self.config.loss
         if chosen.name == "bce" and chosen.loss_options().reduction == "sum":
             return loss.mean() * chance * every / len(rows)
         return loss.mean() * every / entities  # here the loss averages over candidates
@@ -207,7 +207,7 @@ class _Placer:
     @torch.no_grad()
     def _old_queries(self) -> Iterator[_OldQueries]:
         """Yield the queries of sampled old triples, per side."""
-        count, seed = self.old.triples, self.session.config.seed
+        count, seed = self.old.triples, self.config.seed
         stream = np.random.Generator(np.random.SFC64([seed, _STREAM]))
         sample = np.sort(stream.choice(count, min(count, OLD_TRIPLES), replace=False))
         head, relation, tail = torch.from_numpy(
@@ -288,7 +288,7 @@ class _Placer:
             sums = torch.zeros(self.store.num_relations, self.shard.dim, device=self.device)
             for places, of_relation in zip(local, own, strict=True):
                 sums.index_add_(0, of_relation, self.shard.rows[places].float())
-            if self.session.processes.world_size > 1:
+            if self.model.processes.world_size > 1:
                 dist.all_reduce(sums)
             counts = torch.bincount(relations, minlength=self.store.num_relations)
             means = sums / counts.clamp_min(1)[:, None].to(self.device)
@@ -320,7 +320,7 @@ class _Means:
     exists: Tensor  # (R,) bool
 
 
-def _objective(config: Config, session: Session) -> TripleObjective:
+def _objective(config: Config, scorer: Scorer) -> TripleObjective:
     """Return the run's loss of triples with sampled candidates, without dropout."""
     from kge_torchrec.training.assembly import (  # loads TorchRec
         build_loss,
@@ -329,7 +329,7 @@ def _objective(config: Config, session: Session) -> TripleObjective:
     )
 
     return TripleObjective(
-        session.scorer,
+        scorer,
         build_loss(config.loss),
         sides_of(config.negatives.sides),
         build_regularizers(config.loss),

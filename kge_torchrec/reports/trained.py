@@ -50,7 +50,7 @@ class EntityMap:
 
 def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
     """Return answers to some test triples, drawn with a seed."""
-    store = run.session.store
+    store = run.model.known("a report")
     triples = np.asarray(store.test, np.int64)
     drawn = np.random.default_rng(seed).permutation(len(triples))[:count]
     results = []
@@ -64,25 +64,26 @@ def examples(run: Run, count: int = EXAMPLES, seed: int = 0) -> list[Example]:
 
 def entity_map(run: Run) -> EntityMap | None:
     """Return the entity map by principal components; None for fewer than three entities."""
-    session = run.session
-    degrees = session.store.degrees().of(np.arange(session.store.num_entities))
+    model = run.model
+    store = model.known("a report")
+    degrees = store.degrees().of(np.arange(model.num_entities))
     chosen = np.argsort(-degrees, kind="stable")[:MAX_ON_MAP]
     if len(chosen) < 3:
         return None
-    rows = session.backend.shard().fetch(torch.from_numpy(chosen)).float().cpu()
+    rows = model.rows(torch.from_numpy(chosen)).cpu()
     rows = rows - rows.mean(0)
     # The sign of an axis is arbitrary; choose one that is the same on every machine.
     left, spread, _ = torch.linalg.svd(rows.double(), full_matrices=False)
     places = (left * spread)[:, :2]
     places = places * torch.sign(places.gather(0, places.abs().argmax(0, keepdim=True)))
     explained = float(spread[:2].square().sum() / spread.square().sum().clamp_min(1e-30))
-    labels = session.store.entities.labels(chosen)
+    labels = model.entity_labels.labels(chosen)
     return EntityMap(places.numpy(), degrees[chosen], labels, explained)
 
 
 def ranks_by_relation(run: Run) -> dict[str, Any] | None:
     """Return the result of ``evaluate --by relation``; None if ranking test would take long."""
-    store = run.session.store
+    store = run.model.known("a report")
     if not len(store.test) or 2.0 * len(store.test) * store.num_entities > _MAX_SCORES:
         return None
     return run.evaluate("test", by=["relation"])["by"]["relation"]

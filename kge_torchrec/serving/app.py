@@ -18,7 +18,6 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, PlainTextResponse
 from starlette.concurrency import run_in_threadpool
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.nearest import MEANINGS, metric_of
 from kge_torchrec.answers.predictions import Query as Triple
 from kge_torchrec.config import ConfigError
@@ -39,6 +38,7 @@ from kge_torchrec.serving.connections import Connections
 from kge_torchrec.serving.label_index import LabelIndex
 from kge_torchrec.serving.metrics import RequestMetrics
 from kge_torchrec.serving.middleware import Entrance, SafeJSON, SmallBodies, problem
+from kge_torchrec.trained_model import TrainedModel
 
 KINDS = ("entity", "relation")
 MAX_SUGGESTING = 64  # requests that may wait for suggestions; later ones get a 404 without them
@@ -86,7 +86,7 @@ class Limits:
 
 
 def create_app(
-    model: AnsweringModel,
+    model: TrainedModel,
     name: str,
     limits: Limits = Limits(),
     hosts: Collection[str] = ("*",),
@@ -166,7 +166,7 @@ def _add_queries(app: FastAPI, answerer: Answerer, limits: Limits) -> None:
         return await nearest(body)
 
 
-def _add_labels(app: FastAPI, model: AnsweringModel, indexes: dict[str, LabelIndex]) -> None:
+def _add_labels(app: FastAPI, model: TrainedModel, indexes: dict[str, LabelIndex]) -> None:
     def labels(kind: str, query: form.LabelsRequest) -> form.Labels:
         if query.prefix:
             if not indexes[kind].ready:

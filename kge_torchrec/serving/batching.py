@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from kge_torchrec.answers.model import AnsweringModel, Label
 from kge_torchrec.answers.nearest import Neighbour, nearest_of_each
 from kge_torchrec.answers.predictions import (
     PARTS,
@@ -31,6 +30,7 @@ from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import KGEError
 from kge_torchrec.models.scorers.base import Side
 from kge_torchrec.serving.metrics import SIZES, Histogram
+from kge_torchrec.trained_model import Label, TrainedModel
 
 log = logging.getLogger(__name__)
 KIND_OF: dict[Part, str] = {"head": "entity", "relation": "relation", "tail": "entity"}
@@ -108,7 +108,7 @@ class Answerer:
         sizes: The sizes of the batches.
     """
 
-    def __init__(self, model: AnsweringModel, most: int = 64, room: int = 1024):
+    def __init__(self, model: TrainedModel, most: int = 64, room: int = 1024):
         self.model, self.most, self.room = model, most, room
         self.batches = self.answered = 0
         self.sizes = Histogram(SIZES)
@@ -177,7 +177,7 @@ def _deliver(futures: list[asyncio.Future[Any]], results: list[Any]) -> None:
             future.set_result(result)
 
 
-def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
+def answers(model: TrainedModel, questions: Sequence[Question]) -> list[Any]:
     """Return the answer to each query, or its exception.
 
     An invalid query does not affect the other queries.
@@ -208,7 +208,7 @@ def answers(model: AnsweringModel, questions: Sequence[Question]) -> list[Any]:
 class _Ids:
     """The ids of all labels of a batch, looked up with one pass over each vocabulary."""
 
-    def __init__(self, model: AnsweringModel, pairs: Iterable[tuple[str, Label]]):
+    def __init__(self, model: TrainedModel, pairs: Iterable[tuple[str, Label]]):
         self._counts = {"entity": model.num_entities, "relation": model.num_relations}
         wanted: dict[str, dict[str, int]] = {"entity": {}, "relation": {}}
         for kind, name in pairs:
@@ -237,9 +237,9 @@ class _Ids:
         return [0 if name is None else self.of(KIND_OF[part], name) for part, name in parts]
 
 
-def vocabulary_of(model: AnsweringModel, kind: str) -> Vocabulary:
+def vocabulary_of(model: TrainedModel, kind: str) -> Vocabulary:
     """Return the vocabulary of a kind, "entity" or "relation"."""
-    return model.entities if kind == "entity" else model.relations
+    return model.entity_labels if kind == "entity" else model.relation_labels
 
 
 def _group(question: Question) -> tuple[Any, ...]:
@@ -249,14 +249,14 @@ def _group(question: Question) -> tuple[Any, ...]:
     return (Score, question.side) if isinstance(question, Score) else (Nearest,)
 
 
-def _predict(model: AnsweringModel, group: list[Predict], ids: _Ids) -> list[list[Prediction]]:
+def _predict(model: TrainedModel, group: list[Predict], ids: _Ids) -> list[list[Prediction]]:
     queries = torch.tensor([ids.of_triple(one.query) for one in group], dtype=torch.int64)
     choice = Choice(max(one.k for one in group), group[0].known)
     results = predictions(model, group[0].query.missing, queries, choice)
     return [answers[: one.k] for one, answers in zip(group, results, strict=True)]
 
 
-def _score(model: AnsweringModel, group: list[Score], ids: _Ids) -> list[list[float]]:
+def _score(model: TrainedModel, group: list[Score], ids: _Ids) -> list[list[float]]:
     triples = [ids.of_triple(triple) for one in group for triple in one.triples]
     of_all = torch.tensor(triples, dtype=torch.int64).view(-1, 3)
     scores = model.scores(of_all, group[0].side)
@@ -264,11 +264,11 @@ def _score(model: AnsweringModel, group: list[Score], ids: _Ids) -> list[list[fl
     return [part.tolist() for part in scores.split(sizes)]
 
 
-def _nearest(model: AnsweringModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
+def _nearest(model: TrainedModel, group: list[Nearest], ids: _Ids) -> list[list[Neighbour]]:
     entities = torch.tensor([ids.of("entity", one.entity) for one in group], dtype=torch.int64)
     results = nearest_of_each(model, entities, max(one.k for one in group))
     return [neighbours[: one.k] for one, neighbours in zip(group, results, strict=True)]
 
 
-_AnswerGroup = Callable[[AnsweringModel, list[Any], _Ids], list[Any]]
+_AnswerGroup = Callable[[TrainedModel, list[Any], _Ids], list[Any]]
 _ANSWER_GROUP: dict[type, _AnswerGroup] = {Predict: _predict, Score: _score, Nearest: _nearest}

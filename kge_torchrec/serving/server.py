@@ -14,11 +14,11 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.config import ConfigError
 from kge_torchrec.errors import KGEError
 from kge_torchrec.export.description import is_export
 from kge_torchrec.export.plain_model import load_model
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.trained_run import open_run
 
 LOCAL = ("localhost", "127.0.0.1", "::1")
@@ -28,7 +28,7 @@ LONGEST = 4000  # characters per log record
 
 
 @contextmanager
-def opened_model(path: str | Path) -> Iterator[AnsweringModel]:
+def opened_model(path: str | Path) -> Iterator[TrainedModel]:
     """Open the model of an export, or of a run (its best checkpoint and its data).
 
     Raises:
@@ -37,10 +37,10 @@ def opened_model(path: str | Path) -> Iterator[AnsweringModel]:
         ExportError: The export is not usable.
     """
     if is_export(Path(path)):
-        yield load_model(path).answering_model()
+        yield load_model(path)
         return
     with closing(open_run(path)) as run:
-        yield run.answering_model()
+        yield run.model
 
 
 def serve(

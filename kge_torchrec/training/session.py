@@ -1,4 +1,4 @@
-"""A run in memory: its store, backend and checkpoints, for training, ranking and prediction."""
+"""A run in memory: a session that trains it, or the trained model of one of its checkpoints."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from kge_torchrec.data.readers import make_reader
 from kge_torchrec.data.report import notes
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.distributed.processes import Processes, on_all_ranks, on_first_rank
-from kge_torchrec.embeddings.backend import EmbeddingBackend
-from kge_torchrec.embeddings.trained import TrainedModel
+from kge_torchrec.embeddings.backend import ENTITY_WEIGHT, EmbeddingBackend, EntityShard
+from kge_torchrec.embeddings.init import zeros_on_huge_pages
 from kge_torchrec.environment import (
     allow_tf32,
     announced,
@@ -30,25 +30,18 @@ from kge_torchrec.environment import (
 )
 from kge_torchrec.errors import DataError
 from kge_torchrec.models.loss_scaling import LossScale
+from kge_torchrec.models.scorers import build_scorer
 from kge_torchrec.models.scorers.base import Scorer
-from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.ranking.metrics import metrics
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.checkpoints import BEST, NEWEST, Checkpoints
 from kge_torchrec.training.memory_check import check_memory
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.state import TrainState
 
-if TYPE_CHECKING:
-    from kge_torchrec.embeddings.backend import EntityShard
-    from kge_torchrec.ranking.candidates import Candidates
-
 log = logging.getLogger(__name__)
 
-# The filter for valid excludes test triples, so that model selection does not see them.
-FILTERS = {
-    "train": ("train", "valid", "test"),
-    "valid": ("train", "valid"),
-    "test": ("train", "valid", "test"),
-}
+_SCORER = "objective.scorer."  # prefix of the scorer's parameters in a checkpoint
 
 
 def _engine(
@@ -63,10 +56,6 @@ def _engine(
     return build_backend(config, store, processes)
 
 
-def _trained_model(config: Config, store: TripleStore, processes: Processes) -> TrainedModel:
-    return TrainedModel(config.model, store.num_entities, store.num_relations, processes)
-
-
 def selection_of(config: Config, store: TripleStore) -> str:
     """Describe the value by which validations are compared: metric, sample size and candidates."""
     evaluation = config.evaluation
@@ -78,14 +67,74 @@ def selection_of(config: Config, store: TripleStore) -> str:
     return f"{of} among candidates {evaluation.candidates} {evaluation.types or ''}".rstrip()
 
 
+def load_trained(
+    config: Config, folder: RunFolder, processes: Processes, which: str = BEST
+) -> tuple[TrainedModel, TrainState]:
+    """Load the model of a checkpoint, of any backend and any number of ranks.  Collective.
+
+    It has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is ready
+    about a second after the program starts.  Its rows are split evenly over the ranks; each rank
+    holds the whole scorer.  Everything is float32.
+
+    Args:
+        config: The config of the run.
+        folder: Folder of the run.
+        processes: The ranks.
+        which: The checkpoint, see ``Session.restore_parameters``.
+
+    Returns:
+        The model, and the progress of its checkpoint.
+
+    Raises:
+        CheckpointError: The run has no readable checkpoint, or none of that name.
+    """
+    if config.untrained_side is not None and processes.is_first:
+        log.warning(
+            "negatives.sides %s with model.reciprocal true: nothing that %s queries are asked of "
+            "was trained in this run, their ranks and answers mean nothing",
+            config.negatives.sides,
+            config.untrained_side,
+        )
+    keep_large_blocks()
+    set_threads(config.threads, processes.local_world_size)
+    show = config.run.progress and processes.is_first
+    store = open_store(config.data, config.seed, folder.store, processes, show)
+    config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
+    count, rank = store.num_entities, processes.rank
+    start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
+    rows = zeros_on_huge_pages(stop - start, config.model.dim, device=processes.device)
+    scorer = build_scorer(config.model, store.num_relations).to(processes.device)
+    table: Any = rows
+    if processes.world_size > 1:
+        # Imported late: it loads most of torch.distributed and, with the first DTensor, torch's
+        # compiler.
+        from kge_torchrec.embeddings.chunks import row_sharded
+
+        table = row_sharded(rows, start, count, processes.group)
+    state = {"model": {ENTITY_WEIGHT: table, **scorer.state_dict(prefix=_SCORER)}}
+    checkpoints = checkpoints_of(config, folder, processes, store)
+    _, progress = checkpoints.load_first(state, checkpoints.order(which))
+    dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
+    scorer.load_state_dict(dense)
+    shard = EntityShard(rows, start, count)
+    return TrainedModel(scorer, shard, store, store, processes, path=folder.path), progress
+
+
+def checkpoints_of(
+    config: Config, folder: RunFolder, processes: Processes, store: TripleStore
+) -> Checkpoints:
+    """Return the checkpoints of a run."""
+    keep = config.checkpoint.keep
+    return Checkpoints(folder.checkpoints, processes, keep, store.fingerprint)
+
+
 class Session:
-    """A run in memory.  Collective: every rank makes one with the same arguments.
+    """A run in memory, ready to train.  Collective: every rank makes one with the same arguments.
 
     Args:
         config: The config; the attribute ``config`` has numbers in place of null where resolved.
         folder: Folder of the run.
         processes: The ranks of the run.
-        trains: False loads only rows and scorer, for ranking, prediction and export.
         plan_may_differ: Whether to ignore run.plan, with a warning, if it is missing or for other
             ranks.
 
@@ -99,18 +148,9 @@ class Session:
         config: Config,
         folder: RunFolder,
         processes: Processes,
-        trains: bool = True,
         plan_may_differ: bool = False,
     ):
-        if trains:
-            config.check_trainable()
-        elif config.untrained_side is not None and processes.is_first:
-            log.warning(
-                "negatives.sides %s with model.reciprocal true: nothing that %s queries are asked "
-                "of was trained in this run, their ranks and answers mean nothing",
-                config.negatives.sides,
-                config.untrained_side,
-            )
+        config.check_trainable()
         keep_large_blocks()
         set_threads(config.threads, processes.local_world_size)
         self.folder, self.processes = folder, processes
@@ -119,22 +159,17 @@ class Session:
         self.store: TripleStore = open_store(
             config.data, config.seed, folder.store, processes, self.show
         )
-        if trains:
-            on_first_rank(processes, self.store.check)
-            self._check_weights(config.data.weights)
-            self._check_types(config.evaluation)
+        on_first_rank(processes, self.store.check)
+        self._check_weights(config.data.weights)
+        self._check_types(config.evaluation)
         on_cuda = processes.device.type == "cuda"
         self.config = config = config.settled(self.store.size, on_cuda, processes.world_size)
-        if trains:
-            on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
-            allow_tf32(config.train.tf32)
-            self.backend = _engine(config, self.store, processes, plan_may_differ)
-        else:  # has only the reading methods of a backend
-            self.backend = _trained_model(config, self.store, processes)  # type: ignore[assignment]
-        self._kept_candidates: tuple[tuple[str, str | None], Candidates | None] | None = None
-        self.checkpoints = Checkpoints(
-            folder.checkpoints, processes, config.checkpoint.keep, self.store.fingerprint
-        )
+        on_all_ranks(processes, lambda: check_memory(config, self.store.size, processes))
+        allow_tf32(config.train.tf32)
+        self.backend = _engine(config, self.store, processes, plan_may_differ)
+        shard = self.backend.shard()
+        self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
+        self.checkpoints = checkpoints_of(config, folder, processes, self.store)
 
     def _check_weights(self, use: str) -> None:
         """Raise DataError if data.weights needs weights that the store does not have."""
@@ -157,10 +192,14 @@ class Session:
         return self.backend.scorer
 
     @contextmanager
-    def whole_scorer(self) -> Iterator[Scorer]:
-        """Yield the scorer with whole parameters, for use outside training steps.  Collective."""
+    def trained_model(self) -> Iterator[TrainedModel]:
+        """Yield the model after the last finished step, for use outside steps.  Collective.
+
+        Its scorer has whole parameters only until the end of the ``with`` block.
+        """
         with self.backend.dense.gathered():
-            yield self.scorer
+            self._model.shard = self.backend.shard()
+            yield self._model
 
     @property
     def loss_scale(self) -> dict[str, float]:
@@ -208,7 +247,11 @@ class Session:
         Returns:
             {"head" | "tail" | "both": {ties: {metric: value}}}.
         """
-        return metrics(self.ranks_of(self.store.split(split), split))
+        return self._metrics(self.store.split(split), split)
+
+    def _metrics(self, triples: np.ndarray, split: str) -> dict[str, Any]:
+        with self.trained_model() as model:
+            return metrics(model.ranks_of(triples, split, self.config.evaluation, self.hide_bars))
 
     def validation_triples(self) -> np.ndarray:
         """Return the valid split, or a fixed sample of evaluation.max_triples of its triples."""
@@ -220,63 +263,7 @@ class Session:
 
     def validate(self) -> dict[str, Any]:
         """Return the metrics of ``validation_triples``, in the form of ``rank``."""
-        return metrics(self.ranks_of(self.validation_triples(), "valid"))
-
-    def ranks_of(
-        self,
-        triples: np.ndarray,
-        split: str | None,
-        evaluation: EvaluationConfig | None = None,
-    ) -> Ranks:
-        """Return the filtered ranks of triples.  Collective.
-
-        Args:
-            triples: (T, 3).
-            split: Their split.  None: filter by all splits and by the triples themselves.
-            evaluation: Replaces the ``evaluation`` section of the config.
-        """
-        from tqdm import tqdm
-
-        from kge_torchrec.ranking.exact import rank_triples
-
-        evaluation = evaluation or self.config.evaluation
-        shard = self.backend.shard()
-        candidates = self._restricted(evaluation, shard)
-        total, triples = 2 * len(triples), np.asarray(triples, dtype=np.int64)
-        known = self.store.filter_index(FILTERS[split or "test"], None if split else triples)
-        with (
-            self.whole_scorer() as scorer,
-            tqdm(
-                total=total,
-                desc=f"rank {split or 'triples'}",
-                unit="query",
-                disable=self.hide_bars,
-                leave=False,
-            ) as bar,
-        ):
-            return rank_triples(
-                scorer,
-                shard,
-                triples,
-                known,
-                candidates=candidates,
-                batch_size=evaluation.batch_size,
-                progress=bar.update,
-            )
-
-    def _restricted(self, evaluation: EvaluationConfig, shard: EntityShard) -> Candidates | None:
-        """Return the restriction of a ranking's candidates, or None; cached.  Collective."""
-        if evaluation.candidates == "all":
-            return None
-        key = evaluation.candidates, evaluation.types
-        if self._kept_candidates is None or self._kept_candidates[0] != key:
-            from kge_torchrec.ranking.candidates import make_candidates
-
-            made = on_all_ranks(  # may read a file, and fail on one rank only
-                self.processes, lambda: make_candidates(*key, self.store, shard.row_range)
-            )
-            self._kept_candidates = key, made
-        return self._kept_candidates[1]
+        return self._metrics(self.validation_triples(), "valid")
 
 
 def open_store(

@@ -1,4 +1,4 @@
-"""Runs trials: each is an ordinary run of ``api.train`` with a callback that can end it.
+"""Runs trials: each is an ordinary run with a callback that can end it.
 
 With ``epochs``, a trial is one run, compared with other trials after the same number of epochs.
 With ``subgraphs``, a trial is up to three runs: few epochs on a small core of the graph, more on a
@@ -21,10 +21,10 @@ from typing import Any
 import optuna
 from optuna.trial import Trial, TrialState
 
-from kge_torchrec import api
 from kge_torchrec.config import Config, ConfigError
 from kge_torchrec.data.store import META, TripleStore
 from kge_torchrec.errors import KGEError
+from kge_torchrec.training.runs import Extras, start_run
 from kge_torchrec.training.stop_signal import TrainingStopped
 from kge_torchrec.tuning.space import with_values
 from kge_torchrec.tuning.study import ETA, RUNGS, Study, first_rung
@@ -127,15 +127,11 @@ class Worker:
             if last and halving == "epochs":
                 last_rung = first_rung(config) * ETA ** (RUNGS - 2)
                 callbacks.append(_Halving(trial, metric, last_rung))
-            run = api.run_training(
-                self._config_on(
-                    rung, config, self.study.folder_of(trial.number, None if last else place)
-                ),
-                callbacks,
-                rank_test=False,
-                checks_effects=False,  # keys of the space may act in some trials only
-            )
-            value = run.results["valid"]["best"]
+            folder = self.study.folder_of(trial.number, None if last else place)
+            # Keys of the space may act in some trials only.
+            extras = Extras(callbacks, rank_test=False, checks_effects=False)
+            run = start_run(self._config_on(rung, config, folder), extras)
+            value = run.load_results()["valid"]["best"]
             if halving != "epochs":
                 trial.report(value, ETA**place)
             if not last and trial.should_prune():

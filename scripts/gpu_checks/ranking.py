@@ -103,15 +103,15 @@ def _run(report: Report) -> None:
         report.passes("answers of an export on a CPU", same, f"best: {here[0].label}")
         report.at_most("scores of an export on a CPU", off, 1e-4)
         written = torch.from_numpy(np.load(folder / "export" / "entities.npy"))
-        good = torch.equal(written, run.session.backend.shard().rows.cpu())
+        good = torch.equal(written, run.model.shard.rows.cpu())
         report.passes("rows of an export", good, "bit for bit")
         _precision_of_scores(report, run)
 
 
 def _precision_of_scores(report: Report, run: api.Run) -> None:
     """Check that ranking ignores train.tf32: TF32 has ten bits and would lose 2^-12."""
-    session, products = run.session, []
-    prepared = session.scorer.prepared
+    scorer, products = run.model.scorer, []
+    prepared = scorer.prepared
 
     def watched(*arguments, **options):
         number = torch.full((64, 64), 1 + 2**-12, device=report.device)
@@ -119,10 +119,10 @@ def _precision_of_scores(report: Report, run: api.Run) -> None:
         products.append(float(product[0, 0]))
         return prepared(*arguments, **options)
 
-    session.scorer.prepared = watched
+    scorer.prepared = watched
     try:
-        session.rank("test")
+        run.evaluate("test")
     finally:
-        del session.scorer.prepared
+        del scorer.prepared
     good = bool(products) and set(products) == {1 + 2**-12}
     report.passes("ranking is in float32 with train.tf32", good, f"{len(products)} products")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from kge_torchrec.config import Config
 from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import processes
+from kge_torchrec.trained_model import TrainedModel
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -73,8 +75,9 @@ def trained(
 
 
 @torch.no_grad()
-def parameters_of(session: Session) -> dict[str, Tensor]:
+def parameters_of(of: Session | TrainedModel) -> dict[str, Tensor]:
     """Return the table and the scorer's parameters of one rank, on the CPU."""
-    with session.whole_scorer() as scorer:
-        dense = {name: p.detach().cpu().clone() for name, p in scorer.named_parameters()}
-    return {"entities": session.backend.shard().rows.float().cpu().clone(), **dense}
+    with of.trained_model() if isinstance(of, Session) else nullcontext(of) as model:
+        parameters = model.scorer.named_parameters()
+        dense = {name: p.detach().cpu().clone() for name, p in parameters}
+        return {"entities": model.shard.rows.float().cpu().clone(), **dense}

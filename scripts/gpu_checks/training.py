@@ -160,7 +160,7 @@ def checkpoints(report: Report) -> None:
 
 def _off_of_run(folder: Path, expected: dict[str, Tensor]) -> float:
     with api.open_run(folder) as run:
-        result = parameters_of(run.session)
+        result = parameters_of(run.model)
     return max(float((result[k].double() - v.double()).abs().max()) for k, v in expected.items())
 
 

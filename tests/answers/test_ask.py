@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from kge_torchrec.answers import fuzzy_answers
-from kge_torchrec.answers import model as answering
 from kge_torchrec.answers.calibration import Calibration, Curve
 from kge_torchrec.answers.fuzzy_answers import AskOptions, ask
 from kge_torchrec.answers.logical_queries import DEEPEST, QueryError, parse_query
@@ -36,7 +35,7 @@ QUERIES = {
 
 def tables(run, facts, calibration=None):
     """{(relation, side): (N, N) float64 of anchor and answer}, all probabilities."""
-    model, store = run.answering_model(), run.session.store
+    model, store = run.model, run.model.store
     results = {}
     every = torch.cartesian_prod(torch.arange(N), torch.arange(N))
     for relation in range(store.num_relations):
@@ -63,7 +62,7 @@ def tables(run, facts, calibration=None):
 
 def dense(run, query, chances, both, either):
     """(N,) degrees of a query as it stands in JSON."""
-    store = run.session.store
+    store = run.model.store
 
     def degrees(query):
         if isinstance(query, str):
@@ -101,7 +100,7 @@ NORMS = {
 def test_degrees_match_dense_evaluation(run, t_norm, facts):
     splits = {"all": ("train", "valid", "test"), "train": ("train",), "none": ()}[facts]
     chances = tables(run, splits)
-    label = run.session.store.entities.labels(range(N))
+    label = run.model.store.entities.labels(range(N))
     for name, query in QUERIES.items():
         expected = dense(run, query, chances, *NORMS[t_norm])
         results = run.ask(query, k=N, beam=N, t_norm=t_norm, facts=facts)
@@ -114,23 +113,21 @@ def test_degrees_match_dense_evaluation(run, t_norm, facts):
 
 def test_degrees_of_a_calibrated_run_are_probabilities(run):
     calibration = Calibration("platt", {"both": Curve(slope=3.0, intercept=-1.0)}, 0, "", {})
-    plain = run.answering_model()
-    model = answering.AnsweringModel(
-        plain.scorer, plain.shard, plain.entity_labels, plain.relation_labels, plain.store,
-        calibration=calibration,
-    )  # fmt: skip
+    plain = run.model
+    model = replace(plain, read_calibration=lambda: calibration)
     chances = tables(run, ("train",), calibration)
     expected = dense(run, TWO_STEPS, chances, *NORMS["product"])
     options = AskOptions(k=N, beam=N, facts="train")
     results = {m.label: m.score for m in ask(model, parse_query(TWO_STEPS, model), options)}
-    label = run.session.store.entities.labels(range(N))
+    label = run.model.store.entities.labels(range(N))
     assert [results[x] for x in label] == pytest.approx(expected.tolist(), abs=1e-5)
 
 
 def test_equal_probabilities_sort_by_score(run):
     """Isotonic calibration gives many entities the same probability."""
-    plain, curve = run.answering_model(), Curve(scores=(-0.1, 0.1), probabilities=(0.2, 0.2))
-    model = replace(plain, calibration=Calibration("isotonic", {"both": curve}, 0, "", {}))
+    plain, curve = run.model, Curve(scores=(-0.1, 0.1), probabilities=(0.2, 0.2))
+    calibration = Calibration("isotonic", {"both": curve}, 0, "", {})
+    model = replace(plain, read_calibration=lambda: calibration)
     results = ask(model, parse_query(NEIGHBOURS, model), AskOptions(k=N, facts="none"))
     expected = run.predict("e1", "r0", k=N)
     assert [member.label for member in results] == [answer.label for answer in expected]
@@ -138,7 +135,7 @@ def test_equal_probabilities_sort_by_score(run):
 
 def test_certain_answers_sort_by_score(run):
     """Several expected numbers of answers are above 1, where probabilities end."""
-    model = run.answering_model()
+    model = run.model
     for entity in range(N):
         for relation in range(3):
             query = {"relation": f"r{relation}", "from": f"e{entity}"}
@@ -154,8 +151,8 @@ def test_path_to_each_answer_is_returned(run):
     """Each step of the way, multiplied, is the degree."""
     query = {"relation": "r2", "from": {"relation": "r1", "to": NEIGHBOURS}}
     chances = tables(run, ("train", "valid", "test"))
-    ids = run.session.store.entities.ids
-    r0, r1, r2 = run.session.store.relations.ids(["r0", "r1", "r2"]).tolist()
+    ids = run.model.store.entities.ids
+    r0, r1, r2 = run.model.store.relations.ids(["r0", "r1", "r2"]).tolist()
     for member in run.ask(query, k=5):
         assert len(member.via) == 2
         answer, last, first, start = ids([member.label, *member.via, "e1"]).tolist()
@@ -174,7 +171,7 @@ def test_beam_bounds_the_search(run):
 
 
 def test_export_answers_with_softmax(run, model):
-    results, expected = model.ask(NEIGHBOURS, k=3), run.answering_model().scores
+    results, expected = model.ask(NEIGHBOURS, k=3), run.model.scores
     ids = torch.tensor([[*model.entity_labels.ids(["e1"]), *model.relation_labels.ids(["r0"]), t]
                         for t in range(N)])  # fmt: skip
     chances = expected(ids).softmax(0).sort(descending=True).values[:3]

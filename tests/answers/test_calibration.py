@@ -116,14 +116,14 @@ def test_calibrated_run_has_probabilities(own, tmp_path, method):
 
 def test_candidate_answers_match_predict(own):
     """Each distinct query of test lists its best answers, without those of train and valid."""
-    model, store = own.answering_model(), own.session.store
+    model, store = own.model, own.model.store
     known = {name: {tuple(t) for t in store.split(name).tolist()} for name in SPLITS}
     for missing, place in (("head", 0), ("relation", 1), ("tail", 2)):
         expected = []
         for query in sorted({(*t[:place], None, *t[place + 1 :]) for t in known["test"]}, key=str):
             ids = [x if x is None else int(x) for x in query]
             answers = own.predict(*ids, k=50)
-            vocabulary = model.relations if missing == "relation" else model.entities
+            vocabulary = model.relation_labels if missing == "relation" else model.entity_labels
             numbers = vocabulary.ids([a.label for a in answers]).tolist()
             whole = [tuple(n if x is None else x for x in ids) for n in numbers]
             left = [(a.score, t in known["test"]) for a, t in zip(answers, whole, strict=True)
@@ -139,7 +139,7 @@ def test_probabilities_match_the_share_of_true_answers(own):
     """On the answers themselves to which the curves were fitted."""
     made = own.calibrate(method="isotonic", top=5)
     for missing, curve in made.curves.items():
-        answers = candidate_answers(own.answering_model(), "valid", missing, 5, 1000, 0)
+        answers = candidate_answers(own.model, "valid", missing, 5, 1000, 0)
         results = curve.at(answers.scores)
         assert results.mean() == pytest.approx(answers.labels.mean(), abs=1e-3)
     own_share = made.about["test"]["mean_probability"]["after"]

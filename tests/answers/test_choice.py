@@ -44,7 +44,7 @@ def test_default_is_ten_answers(run):
 
 def brute_force(run, relation, heads=None, tails=None, loops=False):
     """(score, head, tail) of every pair that is not known, best first; equal ones by id."""
-    store = run.session.store
+    store = run.model.store
     (number,) = store.relations.ids([relation])
     known = {tuple(t) for s in ("train", "valid", "test") for t in store.split(s).tolist()}
     pairs = [
@@ -53,7 +53,7 @@ def brute_force(run, relation, heads=None, tails=None, loops=False):
         if (h, number, t) not in known and (loops or h != t)
         and (heads is None or h in heads) and (tails is None or t in tails)
     ]  # fmt: skip
-    scores = run.answering_model().scores(torch.tensor(pairs)).tolist()
+    scores = run.model.scores(torch.tensor(pairs)).tolist()
     label = store.entities.labels(range(store.num_entities))
     order = sorted(range(len(pairs)), key=lambda i: (-scores[i], pairs[i]))
     return [(label[pairs[i][0]], label[pairs[i][2]], scores[i]) for i in order]
@@ -81,7 +81,7 @@ def test_new_links_match_brute_force(run, monkeypatch, heads, loops):
 
 
 def test_new_links_among_seen_candidates(run):
-    store = run.session.store
+    store = run.model.store
     (number,) = store.relations.ids(["r2"])
     train = np.asarray(store.train)
     train = train[train[:, 1] == number]

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 from tqdm import tqdm
 
-from kge_torchrec.answers import model
+from kge_torchrec import trained_model
 from kge_torchrec.cli import main
 
 
@@ -186,7 +186,7 @@ def test_progress_is_shown_on_a_terminal(trained, monkeypatch, tmp_path, capsys,
     }[verb]
     shown = Terminal()
     monkeypatch.setattr(threading, "Timer", lambda _, show: AtOnce(show))
-    monkeypatch.setattr(model, "tqdm", lambda **options: tqdm(**{**options, "delay": 0}))
+    monkeypatch.setattr(trained_model, "tqdm", lambda **options: tqdm(**{**options, "delay": 0}))
     monkeypatch.setattr("sys.stderr", shown)
     assert main([str(argument) for argument in arguments]) == 0
     expected = {

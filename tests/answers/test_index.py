@@ -58,7 +58,7 @@ def test_symbolic_link_to_an_index_is_kept(model, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "disk" / "index")
     for text in ("one", "two"):
         about = {"labels": "link.labels.arrow", "kind": text}
-        index._write(model.answering_model(), SimpleNamespace(index=text), tmp_path / "link", about)
+        index._write(model.model, SimpleNamespace(index=text), tmp_path / "link", about)
         assert (tmp_path / "link").is_symlink()
         assert (tmp_path / "disk" / "index").read_text() == text
     assert {path.name for path in tmp_path.iterdir()} == {

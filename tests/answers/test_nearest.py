@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pyarrow as pa
 import pytest
 import torch
 from ranking_cases import whole
 
-from kge_torchrec.answers.model import AnsweringModel
 from kge_torchrec.answers.nearest import metric_of, nearest
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.data.store import Vocabulary
 from kge_torchrec.errors import UnknownLabelError
 from kge_torchrec.models.scorers import build_scorer
+from kge_torchrec.trained_model import TrainedModel
 
 N, D = 150, 8
 
@@ -42,7 +44,7 @@ def test_nearest_matches_hand_computation(name, biases, metric):
     assert metric_of(scorer) == metric
     table = torch.randn(N, dim + columns, generator=torch.Generator().manual_seed(1))
     labels = Vocabulary(pa.array([f"e{i}" for i in range(N)], pa.large_string()), "entity")
-    model = AnsweringModel(scorer, whole(table), lambda: labels, lambda: labels)
+    model = TrainedModel(scorer, whole(table), SimpleNamespace(entities=labels))
     with torch.no_grad():
         points = scorer.eval().entity(table)[:, :dim]
     scores = BY_HAND[metric](points[5], points)

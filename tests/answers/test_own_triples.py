@@ -18,8 +18,8 @@ from kge_torchrec.errors import DataError
 def own(run):
     """Two triples of one query that no split holds, and one of train."""
     new = [("e1", "r0", a.label) for a in run.predict("e1", "r0", k=9, known=False)[::4]]
-    (first,) = np.asarray(run.session.store.train[:1])
-    store = run.session.store
+    (first,) = np.asarray(run.model.store.train[:1])
+    store = run.model.store
     (head, tail), (relation,) = (
         store.entities.labels(first[::2]),
         store.relations.labels(first[1:2]),
@@ -62,7 +62,7 @@ def test_ranks_are_filtered_by_splits_and_own_triples(run, own, tmp_path):
 
 
 def test_own_triples_rank_like_the_split(run):
-    store = run.session.store
+    store = run.model.store
     heads, relations, tails = np.asarray(store.test).T
     labels = store.entities.labels(heads), store.relations.labels(relations), (
         store.entities.labels(tails)

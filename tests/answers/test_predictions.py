@@ -21,7 +21,7 @@ PARTS = ("head", "relation", "tail")
 
 def of_split(run, split):
     """Triples of labels."""
-    store = run.session.store
+    store = run.model.store
     heads, relations, tails = np.asarray(store.split(split), np.int64).T
     labels = store.entities.labels
     return list(zip(labels(heads), store.relations.labels(relations), labels(tails), strict=True))
@@ -68,12 +68,12 @@ def test_known_answers_are_marked_or_left_out(run, split, part):
 
 def test_ranks_match_evaluation(run):
     """Filtered ranks of 1,000 queries, counted in the answers of predict; to the tie."""
-    session = run.session
-    store, model = session.store, run.answering_model()
+    model = run.model
+    store = model.store
     random = np.random.default_rng(0)
     triples = np.concatenate([store.train, store.valid, store.test]).astype(np.int64)
     triples = triples[random.integers(len(triples), size=500)]
-    ranks = session.ranks_of(triples, "test")
+    ranks = model.ranks_of(triples, "test", run.config.evaluation)
     for side, column in (("head", 0), ("tail", 2)):
         scores, ids = find_best(model, side, torch.from_numpy(triples), 37)
         index = store.filter_index()
@@ -116,13 +116,13 @@ def test_queries_that_need_data_are_rejected(model):
 
 
 def test_scores_of_zero_and_many_triples(run, monkeypatch):
-    from kge_torchrec.answers import model
+    from kge_torchrec import trained_model
 
     assert run.score([]) == []
     triples = of_split(run, "train")
     expected = [run.score([triple])[0] for triple in triples]
     assert run.score(triples) == expected
-    monkeypatch.setattr(model, "FETCH_BYTES", 1)  # 64 triples at once
+    monkeypatch.setattr(trained_model, "FETCH_BYTES", 1)  # 64 triples at once
     assert run.score(triples) == expected
     with pytest.raises(ValueError, match="side must be one of"):
         run.score(triples, "both")

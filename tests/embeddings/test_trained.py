@@ -29,7 +29,7 @@ def write(store: Path, folder: Path, changes: dict) -> dict:
 
 def read(folder: Path) -> dict:
     with api.open_run(folder) as run:
-        shard, scorer = run.session.backend.shard(), run.session.scorer
+        shard, scorer = run.model.shard, run.model.scorer
         table = shard.fetch(torch.arange(shard.num_entities))
         dense = {name: p.detach().clone() for name, p in scorer.named_parameters()}
         return {"entities": table, **dense}

@@ -14,7 +14,7 @@ def trained(tmp_path_factory):
     folder = tmp_path_factory.mktemp("export")
     config = config_of(tiny_store(folder / "store").path, folder / "run", evaluation__every=2)
     with api.train(config) as run:
-        return run.path, parameters(run.session)["entities"].numpy().copy()
+        return run.path, parameters(run.model)["entities"].numpy().copy()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 from kge_torchrec import load_model
 from kge_torchrec.cli import main
 from kge_torchrec.errors import ExportError
+from kge_torchrec.trained_model import ALONE
+from kge_torchrec.training.checkpoints import Checkpoints
 
 N, R, D = 37, 3, 8
 
@@ -56,7 +58,7 @@ def test_card_is_written_on_request(run, tmp_path, capsys):
 
 
 def test_other_checkpoint_has_no_results(run, tmp_path):
-    name = run.session.checkpoints.names()[0]
+    name = Checkpoints(run.folder.checkpoints, ALONE).names()[0]
     path = run.export(tmp_path / "out", "huggingface", checkpoint=name)
     head, text = front_matter(path)
     assert "model-index" not in head and "Not measured for this checkpoint" in text
@@ -67,18 +69,18 @@ def test_parquet_holds_labels_and_vectors(run, tmp_path):
     path = run.export(tmp_path / "out", "parquet")
     entities = pq.read_table(path / "entities.parquet")
     assert entities.column_names == ["label", "vector"]
-    assert entities["label"].to_pylist() == run.session.store.entities.array.to_pylist()
+    assert entities["label"].to_pylist() == run.model.store.entities.array.to_pylist()
     assert np.array_equal(np.array(entities["vector"].to_pylist(), np.float32), run.table)
     relations = pq.read_table(path / "relations.parquet")
     table = np.array([relations[name].to_pylist() for name in ("vector", "inverse")], np.float32)
-    assert np.array_equal(table.reshape(2 * R, D), run.session.scorer.relations.detach().numpy())
+    assert np.array_equal(table.reshape(2 * R, D), run.model.scorer.relations.detach().numpy())
     assert np.array_equal(load_model(path).entities, run.table)
 
 
 def test_exported_program_scores_match_the_run(run, tmp_path):
     path = run.export(tmp_path / "out", "torch")
     scores = torch.export.load(path / "scores.pt2").module()
-    triples = torch.from_numpy(np.array(run.session.store.train, dtype=np.int64))
+    triples = torch.from_numpy(np.array(run.model.store.train, dtype=np.int64))
     model = load_model(run.export(tmp_path / "ours"))
     torch.testing.assert_close(scores(*triples.T), model.score(*triples.T), rtol=1e-6, atol=1e-6)
 

@@ -21,13 +21,16 @@ from worlds import WorldError, run_world
 from kge_torchrec import api, load_model
 from kge_torchrec.config import ConfigError
 from kge_torchrec.data.prepare import prepare_triples
+from kge_torchrec.distributed.processes import processes
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import write as rows
 from kge_torchrec.export.description import ExportFolder
 from kge_torchrec.export.table_files import FORMATS, open_table
 from kge_torchrec.export.write import dense_parameters
 from kge_torchrec.models.scorers.bilinear import ComplEx
-from kge_torchrec.training.checkpoints import CheckpointError
+from kge_torchrec.trained_model import ALONE
+from kge_torchrec.training.checkpoints import CheckpointError, Checkpoints
+from kge_torchrec.training.session import load_trained
 
 N, R, D = 37, 3, 8
 
@@ -46,7 +49,7 @@ def export_in_every_format(run_path, output):
 def test_every_format_holds_the_rows_of_the_run(run, tmp_path, world_size):
     paths = run_world(world_size, export_in_every_format, str(run.path), str(tmp_path))
     assert paths == [[str(tmp_path / name) for name in FORMATS]] * world_size
-    dense = dict(run.session.scorer.named_parameters())
+    dense = dict(run.model.scorer.named_parameters())
     for name, kind in FORMATS.items():
         assert same_bits(open_table(tmp_path / name / kind.name, name, N, D), run.table)
         results = load_file(tmp_path / name / "scorer.safetensors")
@@ -79,7 +82,7 @@ def test_export_files_have_documented_contents(run, export):
         "entities.npy", "entities.txt", "inverse_relations.npy", "model.json", "relations.npy",
         "relations.txt", "scorer.safetensors",
     ]  # fmt: skip
-    store = run.session.store
+    store = run.model.store
     for name in ("entities", "relations"):
         lines = (export / f"{name}.txt").read_text("utf-8").splitlines()
         assert lines == getattr(store, name).array.to_pylist()
@@ -119,20 +122,20 @@ def test_any_checkpoint_can_be_exported(run, tmp_path):
         table = np.load(path / "entities.npy")
         return description["checkpoint"]["name"], table, "results" in description
 
-    names = run.session.checkpoints.names()
+    checkpoints = Checkpoints(run.folder.checkpoints, ALONE)
+    names = checkpoints.names()
     older, newest = names[0], names[-1]
-    with api.open_run(run.path) as other:
-        session = other.session
-        session.restore_parameters(older)
-        expected = parameters(session)["entities"].numpy().copy()
+    with processes("cpu") as ranks:
+        model, _ = load_trained(run.config, run.folder, ranks, older)
+        expected = model.entities
     name, table, with_results = exported(older)
     assert name == older and same_bits(table, expected) and not with_results
     name, newest_table, _ = exported("newest")
     assert name == newest and not same_bits(newest_table, table)
     name, best, with_results = exported("best")
-    assert name == run.session.checkpoints.progress(newest).best_checkpoint
+    assert name == checkpoints.progress(newest).best_checkpoint
     assert same_bits(best, run.table) and with_results
-    assert same_bits(parameters(run.session)["entities"].numpy(), run.table)  # the best one again
+    assert same_bits(parameters(run.model)["entities"].numpy(), run.table)  # the best one again
 
 
 def test_unknown_checkpoints_and_formats_are_rejected(run, tmp_path):
@@ -141,7 +144,7 @@ def test_unknown_checkpoints_and_formats_are_rejected(run, tmp_path):
     with pytest.raises(ConfigError, match="format must be one of npy, safetensors, word2vec"):
         run.export(tmp_path / "out", "csv")
     assert not list(tmp_path.iterdir())
-    assert same_bits(parameters(run.session)["entities"].numpy(), run.table)
+    assert same_bits(parameters(run.model)["entities"].numpy(), run.table)
 
 
 def test_run_without_checkpoints_is_rejected(run, tmp_path):
@@ -191,7 +194,7 @@ def export_to_a_full_disk(run_path, output, limit):
     """The message that each rank gets; files cannot grow beyond ``limit`` bytes."""
     rows.CHUNK_ROWS = 5
     with api.open_run(run_path) as run:
-        _ = run.session
+        _ = run.model
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         try:

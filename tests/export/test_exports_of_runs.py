@@ -33,8 +33,8 @@ def check_every_format(path, folder):
         reciprocal = run.config.model.reciprocal
         chosen = [name for name in FORMATS if not (reciprocal and name == "dglke")]
         made = {name: run.export(folder / name, name) for name in chosen}
-        store = run.session.store
-        rows = parameters(run.session)["entities"].numpy()
+        store = run.model.store
+        rows = parameters(run.model)["entities"].numpy()
         triples = torch.from_numpy(np.concatenate([store.train, store.test]).astype(np.int64))
         labels = [of.array.to_pylist() for of in (store.entities, store.relations)]
     models = [load_model(made[name]) for name in OURS]

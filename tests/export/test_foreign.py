@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from kge_torchrec import load_model
 from kge_torchrec.config import ConfigError, ModelConfig
 from kge_torchrec.errors import ExportError
 from kge_torchrec.export import dglke, libkge, pykeen
-from kge_torchrec.export.foreign import PROGRAM_FORMAT, WholeModel
+from kge_torchrec.export.foreign import PROGRAM_FORMAT
 
 MODELS = [
     pytest.param(name, scorer, reciprocal, id=f"{name}-{scorer}{'-reciprocal' * reciprocal}")
@@ -79,20 +80,19 @@ def test_labels_that_collide_in_one_line_are_rejected(tmp_path, of):
 # torch.export
 
 
-def of_torch(tmp_path, model):
+def of_torch(tmp_path, content):
     """Compares the scores of a traced program with those of the model, both sides in float64."""
-    model.scorer.double()
-    twice = WholeModel(
-        model.config, model.scorer, model.rows.double(), model.entity_labels,
-        model.relation_labels, "graph",
-    )  # fmt: skip
+    content.model.scorer.double()
+    shard = content.model.shard
+    whole = replace(content.model, shard=replace(shard, rows=shard.rows.double()))
+    twice = replace(content, model=whole)
     path, text = written(tmp_path, PROGRAM_FORMAT, twice)
     scores = torch.export.load(path / "scores.pt2").module()
     head, relation, tail = triples()
-    same(scores(head, relation, tail), model, "tail")
-    if model.config.reciprocal:
+    same(scores(head, relation, tail), content, "tail")
+    if content.config.reciprocal:
         assert f"r + {R}, h" in text
-        same(scores(tail, relation + R, head), model, "head")
+        same(scores(tail, relation + R, head), content, "head")
 
 
 @pytest.mark.parametrize("name", ["complex", "rotate"])

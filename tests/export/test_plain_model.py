@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from training_runs import config_of
 from kge_torchrec import api, load_model
 from kge_torchrec.answers.predictions import find_best
 from kge_torchrec.config import SCORER_NAMES, ConfigError, ModelConfig
+from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.errors import ExportError, UnknownLabelError
 from kge_torchrec.export.description import describe
 from kge_torchrec.export.plain_model import load_scorer
@@ -31,7 +33,7 @@ def model(export):
 
 def run_scores(run, heads, relations, tails, side):
     """Scores of triples by the run's own scorer and rows."""
-    rows, scorer = run.session.backend.shard().rows, run.session.scorer
+    rows, scorer = run.model.shard.rows, run.model.scorer
     anchor, target = (heads, tails) if side == "tail" else (tails, heads)
     with torch.no_grad():
         return scorer.score_triples(rows[anchor], relations, rows[target], side)
@@ -39,7 +41,7 @@ def run_scores(run, heads, relations, tails, side):
 
 @pytest.mark.parametrize("side", ["head", "tail"])
 def test_loaded_scores_match_the_run(run, model, side):
-    triples = torch.from_numpy(np.array(run.session.store.train, dtype=np.int64))
+    triples = torch.from_numpy(np.array(run.model.store.train, dtype=np.int64))
     expected = run_scores(run, *triples.T, side)
     assert torch.equal(model.score(*triples.T, side=side), expected)
     entities, relations = model.entity_labels, model.relation_labels
@@ -99,7 +101,7 @@ def test_biases_are_stored_in_the_rows(tmp_path, run, table_format):
     config = config_of(run.config.data.path, tmp_path / "run", train__epochs=1, **settings)
     with api.train(config) as trained:
         model = load_model(trained.export(tmp_path / "out", table_format))
-        rows, scorer = trained.session.backend.shard().rows, trained.session.scorer
+        rows, scorer = trained.model.shard.rows, trained.model.scorer
         assert rows[:, -2:].abs().max() > 0
         np.testing.assert_allclose(model.entities, rows, 1e-5)
         with torch.no_grad():
@@ -140,9 +142,8 @@ def test_equal_scores_sort_by_id_and_nan_last(model, monkeypatch):
     monkeypatch.setattr(blocks, "CPU_BLOCK_BYTES", 1)  # blocks of 64 rows
     table = np.zeros((200, D), np.float32)
     table[[3, 70, 150]], table[[4, 199]] = 1, np.nan
-    tied = type(model)(model.path, model.description, table, model.scorer)
-    results = tied.answering_model()
-    scores, ids = (x[0] for x in find_best(results, "tail", torch.tensor([[3, 0, 0]]), 200))
+    tied = replace(model, shard=EntityShard(torch.from_numpy(table), 0, 200, alone=True))
+    scores, ids = (x[0] for x in find_best(tied, "tail", torch.tensor([[3, 0, 0]]), 200))
     assert scores[0] == scores[1] == scores[2]
     ones, zeros = [3, 70, 150], [i for i in range(200) if i not in (3, 4, 70, 150, 199)]
     order = [*ones, *zeros] if scores[0] > 0 else [*zeros, *ones]

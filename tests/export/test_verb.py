@@ -8,6 +8,8 @@ import pytest
 from kge_torchrec import load_model
 from kge_torchrec.cli import main
 from kge_torchrec.export.description import ExportFolder
+from kge_torchrec.trained_model import ALONE
+from kge_torchrec.training.checkpoints import Checkpoints
 
 
 def refused(capsys, arguments, *expected):
@@ -30,7 +32,7 @@ def test_export_verb_writes_the_folder(run, tmp_path, capsys, name):
 
 
 def test_export_verb_takes_checkpoint_and_overwrite(run, tmp_path, capsys):
-    out, name = tmp_path / "out", run.session.checkpoints.names()[0]
+    out, name = tmp_path / "out", Checkpoints(run.folder.checkpoints, ALONE).names()[0]
     command = ["export", str(run.path), "-o", str(out)]
     assert main(command) == 0
     assert main([*command, "--checkpoint", name, "--overwrite"]) == 0

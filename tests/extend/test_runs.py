@@ -138,8 +138,8 @@ def export(folder, store, tmp_path_factory) -> tuple[Path, torch.Tensor]:
     """An export, and the scores of all training triples by its run."""
     here = tmp_path_factory.mktemp("export")
     with api.train(config_of(store, here / "run", **{**ALL, "train__epochs": 1})) as run:
-        rows, scorer = run.session.backend.shard().rows, run.session.scorer
-        heads, relations, tails = torch.from_numpy(run.session.store.train.astype(np.int64)).T
+        rows, scorer = run.model.shard.rows, run.model.scorer
+        heads, relations, tails = torch.from_numpy(run.model.store.train.astype(np.int64)).T
         with torch.no_grad():
             scores = scorer.score_triples(rows[heads], relations, rows[tails])
         return run.export(here / "out"), scores

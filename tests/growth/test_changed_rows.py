@@ -44,8 +44,8 @@ def test_changed_rows_export_in_every_format(grown, tmp_path, world_size):
     earlier, path = grown
     run_world(world_size, export_changes, path, earlier, str(tmp_path))
     with api.open_run(path) as run:
-        rows = parameters(run.session)["entities"].numpy()[OLD_ENTITIES:]
-        labels = run.session.store.entities.array[OLD_ENTITIES:].to_pylist()
+        rows = parameters(run.model)["entities"].numpy()[OLD_ENTITIES:]
+        labels = run.model.store.entities.array[OLD_ENTITIES:].to_pylist()
     for name, table in FORMATS.items():
         out = tmp_path / name
         assert np.array_equal(open_table(out / table.name, name, *rows.shape), rows)

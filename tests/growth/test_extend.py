@@ -217,12 +217,13 @@ def rank_freezes_parts(run: Path, folder: Path) -> None:
 def test_extended_run_supports_all_verbs(tmp_path):
     made = extend(base_run(), new_triples(), tmp_path / "run", epochs=1)
     assert made.results["extended"]["drift"]["rows"] == OLD_ENTITIES
+    assert (tmp_path / "run" / "plan.txt").is_file()
     (tmp_path / "run").rename(tmp_path / "moved")  # its store is its own
     on = api.resume(tmp_path / "moved", {"train.epochs": 2})
     assert on.results["train"]["epochs"] == 2
     assert len(on.predict(head="n0", relation="new0", k=3)) == 3
     again = extend(on.path, {"train": [("n0", "r0", "z")]}, tmp_path / "again", epochs=0)
-    assert again.session.store.base.entities == OLD_ENTITIES + 9
+    assert again.model.store.base.entities == OLD_ENTITIES + 9
 
 
 def test_rejected_extension_leaves_no_files(tmp_path):

@@ -124,10 +124,10 @@ def test_learning_rate_decays_to_zero_and_old_relations_are_fixed(tmp_path, monk
             rates.append([group["lr"] for group in self.param_groups])
             return super().step(closure)
 
-    def watched(session, old):
-        before = session.scorer.relations.detach().clone().view(2, 5, -1)
-        placed = placement.place(session, old)
-        after = session.scorer.relations.detach().view(2, 5, -1)
+    def watched(model, config, old):
+        before = model.scorer.relations.detach().clone().view(2, 5, -1)
+        placed = placement.place(model, config, old)
+        after = model.scorer.relations.detach().view(2, 5, -1)
         assert torch.equal(before[:, :3], after[:, :3])
         assert not (before[:, 3:] == after[:, 3:]).any()
         return placed

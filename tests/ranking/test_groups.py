@@ -25,6 +25,7 @@ from kge_torchrec.ranking.groups import (
     grouped,
 )
 from kge_torchrec.ranking.metrics import Ranks, metrics
+from kge_torchrec.trained_model import TrainedModel
 
 TRAIN = [
     ("a", "one", "b"), ("c", "one", "d"),  # 1-1
@@ -106,9 +107,9 @@ def run(tmp_path_factory):
 
 def test_evaluate_by_ranks_once_and_writes_files(run, capsys, monkeypatch):
     ranked = []
-    ranks_of = api.Session.ranks_of
+    ranks_of = TrainedModel.ranks_of
     monkeypatch.setattr(
-        api.Session, "ranks_of", lambda *args: ranked.append(args) or ranks_of(*args)
+        TrainedModel, "ranks_of", lambda *args: ranked.append(args) or ranks_of(*args)
     )
     monkeypatch.setattr(report, "LINES", 2)
     names = ["relation", "category", "frequency"]
@@ -180,3 +181,14 @@ def test_invalid_choices_are_rejected(run, capsys):
         api.evaluate(run, candidates="seen", types="types.tsv")
     assert main(["evaluate", str(run), "--types", "nowhere.tsv"]) == 1
     assert "nowhere.tsv: no such file" in capsys.readouterr().err
+
+
+def test_each_evaluation_has_its_own_candidates(run, tmp_path):
+    with api.open_run(run) as opened:
+        labels = opened.entity_labels.array.to_pylist()
+        (tmp_path / "types").write_text("".join(f"{label}\tthing\n" for label in labels))
+        opened.evaluate("valid", candidates="seen")
+        found = opened.evaluate("valid", candidates="types", types=tmp_path / "types")
+        every = opened.evaluate("valid")
+    assert found["both"] == every["both"]  # all entities are of one type
+    assert found["candidates"] != every.get("candidates")

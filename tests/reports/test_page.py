@@ -131,12 +131,12 @@ def test_labels_are_escaped(tmp_path):
 
 def test_examples_and_map_come_from_the_model(runs):
     with api.open_run(runs / "one") as run:
-        rows = run.session.backend.shard().rows.numpy()
+        rows = run.model.shard.rows.numpy()
         results = entity_map(run)
         assert examples(run) == examples(run) and len(examples(run, 3)) == 3
         for example in examples(run, 3):
             assert example.answers == run.predict(example.head, example.relation, k=5)
-        order = run.session.store.entities.ids(results.labels)
+        order = run.model.store.entities.ids(results.labels)
     centred = rows[order] - rows[order].mean(0)
     values = np.linalg.eigvalsh(np.cov(centred.T))[::-1]
     assert results.explained == pytest.approx(values[:2].sum() / values.sum(), rel=1e-4)

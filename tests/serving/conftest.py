@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from serving_models import Answers, model_of
+from serving_models import model_of
 from starlette.testclient import TestClient
 from training_runs import tiny_store
 
@@ -22,7 +22,7 @@ def model(store):
 
 @pytest.fixture(scope="session")
 def python(model):
-    return Answers(model)
+    return model
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pyarrow as pa
 import pytest
@@ -99,7 +100,8 @@ def test_control_characters_in_labels_are_escaped(model):
     evil = "\u202eevil\x9b2J\x1b"
     entities = [evil, *(f"e{i}" for i in range(1, 37))]
     vocabulary = Vocabulary(pa.array(entities, pa.large_string()), "entity")
-    model = replace(model, entity_labels=lambda: vocabulary, store=None)
+    labels = SimpleNamespace(entities=vocabulary, relations=model.relation_labels)
+    model = replace(model, labels=labels, store=None)
     with TestClient(create_app(model, "evil")) as client:
         reply = client.get("/entities", params={"count": 1})
         assert reply.json()["labels"] == [evil]
@@ -114,6 +116,8 @@ def test_control_characters_in_labels_are_escaped(model):
 
 def test_calibrated_probabilities_are_served(model):
     calibration = Calibration("platt", {"tail": Curve(2.0)}, 1, "", {})
-    with TestClient(create_app(replace(model, calibration=calibration), "tiny")) as client:
+    with TestClient(
+        create_app(replace(model, read_calibration=lambda: calibration), "tiny")
+    ) as client:
         results = client.get("/predict", params={"head": "e1", "relation": "r1"}).json()["answers"]
         assert all(0 < one["probability"] < 1 for one in results)

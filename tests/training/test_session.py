@@ -16,8 +16,9 @@ from kge_torchrec.environment import allow_tf32
 from kge_torchrec.models.scorers import SIDES
 from kge_torchrec.ranking.metrics import Ranks, metrics
 from kge_torchrec.ranking.topk import top_k
+from kge_torchrec.training.checkpoints import CheckpointError
 from kge_torchrec.training.run_folder import RunFolder
-from kge_torchrec.training.session import Session
+from kge_torchrec.training.session import Session, load_trained
 
 ALL = ("train", "valid", "test")
 
@@ -76,10 +77,11 @@ def test_ranking_and_prediction_compute_in_float32(session, tf32_in_training, mo
 
 
 @pytest.mark.parametrize("key", [True, False])
-def test_a_session_that_only_reads_leaves_tf32_alone(session, tf32_in_training, key):
+def test_reading_a_model_leaves_tf32_alone(session, tf32_in_training, key):
     config = replace(session.config, train=replace(session.config.train, tf32=key))
     allow_tf32(not key)
-    Session(config, session.folder, session.processes, trains=False)
+    with pytest.raises(CheckpointError):  # nothing is saved, and the model is built before
+        load_trained(config, session.folder, session.processes)
     assert tf32_in_training() == (not key)
     Session(config, session.folder, session.processes)
     assert tf32_in_training() == key

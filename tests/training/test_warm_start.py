@@ -177,7 +177,7 @@ def test_warm_start_matches_labels(tmp_path, scorer, dim):
     entity_ids = before.entities.ids(["e3", "e1"])
     assert torch.equal(warm["entities"][:2], rows_of(run)[entity_ids])
     assert torch.equal(warm["entities"][2], drawn["entities"][2])
-    trained = dict(run.session.scorer.named_parameters())
+    trained = dict(run.model.scorer.named_parameters())
     relation_ids = before.relations.ids(["r2", "r0"])
     for name, parameter in trained.items():
         if name == "relations":

@@ -1,0 +1,337 @@
+"""A trained model: the entity rows, the scorer and what belongs to them.
+
+Training hands one out for validation, a checkpoint is read as one, and so is an export. Ranking,
+prediction, export and serving take this class. If several ranks hold the rows, every method is
+collective: each rank calls it with the same arguments and gets the same result. Only ``entities``
+and ``embedding`` hold the whole table.
+
+Shapes: B queries, M ids, T triples, N entities, R relations, D elements per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from kge_torchrec.config import EvaluationConfig
+from kge_torchrec.data.store import TripleStore, Vocabulary
+from kge_torchrec.data.store.filter_index import Answers
+from kge_torchrec.distributed.processes import Processes, on_all_ranks
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.errors import KGEError
+from kge_torchrec.models.scorers.base import SIDES, Scorer, Side
+from kge_torchrec.ranking.blocks import SMALLEST, score_block, scoring
+from kge_torchrec.ranking.topk import top_k
+
+if TYPE_CHECKING:
+    from kge_torchrec.ranking.candidates import Candidates
+    from kge_torchrec.ranking.metrics import Ranks
+
+Label = str | int  # a label, or an id
+Labels = str | int | Sequence[str] | Sequence[int] | np.ndarray | Tensor
+
+FETCH_BYTES = 32 << 20  # entity rows per fetch
+ALONE = Processes(0, 1, 1, torch.device("cpu"))
+# The filter for valid excludes test triples, so that model selection does not see them.
+FILTERS = {
+    "train": ("train", "valid", "test"),
+    "valid": ("train", "valid"),
+    "test": ("train", "valid", "test"),
+}
+_NO_DATA = "the data is no part of an export: {} needs the run"
+
+
+class Vocabularies(Protocol):
+    """The labels of a model, such as a ``TripleStore`` has them.  Each is read when needed."""
+
+    @property
+    def entities(self) -> Vocabulary:
+        """Entity labels and ids."""
+
+    @property
+    def relations(self) -> Vocabulary:
+        """Relation labels and ids."""
+
+
+class Probabilities(Protocol):
+    """A calibration, which turns scores into probabilities."""
+
+    def probabilities(self, scores: np.ndarray, asked: str) -> np.ndarray:
+        """Return the probabilities (M,) of scores (M,); ``asked`` is the missing part."""
+
+
+@dataclass(eq=False, repr=False)
+class TrainedModel:
+    """A trained model that ranks, scores and finds the best answers.
+
+    Attributes:
+        scorer: The scorer.
+        shard: The entity rows of this rank.
+        labels: The vocabularies.
+        store: The data; None for an export.
+        processes: The ranks.
+        read_calibration: Returns the calibration, or None. It is called when first needed.
+        path: Folder of the run or the export.
+        description: Contents of model.json of an export.
+        table: (N, D) float32, the table of an export as it was opened; read-only.
+    """
+
+    scorer: Scorer
+    shard: EntityShard
+    labels: Vocabularies
+    store: TripleStore | None = None
+    processes: Processes = ALONE
+    read_calibration: Callable[[], Probabilities | None] = lambda: None
+    path: Path | None = None
+    description: Mapping[str, Any] = field(default_factory=dict)
+    table: np.ndarray | None = None
+
+    @property
+    def entity_labels(self) -> Vocabulary:
+        """Entity labels and ids, read on first use."""
+        return self.labels.entities
+
+    @property
+    def relation_labels(self) -> Vocabulary:
+        """Relation labels and ids, read on first use."""
+        return self.labels.relations
+
+    @property
+    def num_entities(self) -> int:
+        """The number of entities N on all ranks."""
+        return self.shard.num_entities
+
+    @property
+    def num_relations(self) -> int:
+        """The number of relations R, without inverses."""
+        return self.scorer.num_relations
+
+    @property
+    def entities(self) -> np.ndarray:
+        """The rows of all entities, (N, D) float32, ordered by id.
+
+        The array of an export is read-only, and memory-mapped unless the export is word2vec text.
+        That of a run is a copy of the whole table on every rank.
+        """
+        if self.table is not None:
+            return self.table
+        return self.rows(torch.arange(self.num_entities)).cpu().numpy()
+
+    def embedding(self, freeze: bool = True) -> nn.Embedding:
+        """Return the entities as an embedding layer; copies the whole table into memory."""
+        return nn.Embedding.from_pretrained(torch.from_numpy(np.array(self.entities)), freeze)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Copy the rows of entity ids: (...) int64 -> (..., D) float32."""
+        found = self.shard.fetch(ids.flatten().to(self.shard.rows.device))
+        return found.view(*ids.shape, self.shard.dim)
+
+    @cached_property
+    def calibration(self) -> Probabilities | None:
+        """Turns scores into probabilities; None if the model is not calibrated."""
+        return self.read_calibration()
+
+    def probabilities(self, scores: np.ndarray, asked: str) -> list[float | None]:
+        """Return the probabilities (M,) of answers; each is None without a calibration.
+
+        Args:
+            scores: (M,).
+            asked: The part that the queries miss: "head", "relation" or "tail".
+        """
+        if self.calibration is None:
+            return [None] * len(scores)
+        return self.calibration.probabilities(scores, asked).tolist()
+
+    def bar(self, total: int | None, what: str, unit: str) -> tqdm[Any]:
+        """Return a progress bar on rank 0's terminal, shown after one second."""
+        hidden = None if self.processes.is_first else True  # None: tqdm looks for a terminal
+        return tqdm(total=total, desc=what, unit=unit, disable=hidden, leave=False, delay=1)
+
+    def known(self, purpose: str) -> TripleStore:
+        """Return the data.
+
+        Raises:
+            KGEError: The model is an export, which has no data; the message names the purpose.
+        """
+        if self.store is None:
+            raise KGEError(_NO_DATA.format(purpose))
+        return self.store
+
+    def entity_ids(self, given: Labels) -> Tensor:
+        """Return int64 entity ids, () or (M,).
+
+        Raises:
+            UnknownLabelError: A label is not in the data.
+            IndexError: An id is out of range.
+        """
+        return ids_of(given, "entity", self.num_entities, lambda: self.entity_labels)
+
+    def relation_ids(self, given: Labels) -> Tensor:
+        """Return int64 relation ids, () or (M,).
+
+        Raises:
+            UnknownLabelError: A label is not in the data.
+            IndexError: An id is out of range.
+        """
+        return ids_of(given, "relation", self.num_relations, lambda: self.relation_labels)
+
+    def triple_ids(self, triples: Sequence[Sequence[Label]]) -> Tensor:
+        """Return the ids (T, 3) int64 of triples of labels or ids.
+
+        Raises:
+            UnknownLabelError: A label is not in the data.
+            IndexError: An id is out of range.
+        """
+        if not len(triples):
+            return torch.empty(0, 3, dtype=torch.int64)
+        heads, relations, tails = (list(column) for column in zip(*triples, strict=True))
+        columns = self.entity_ids(heads), self.relation_ids(relations), self.entity_ids(tails)
+        return torch.stack(columns, 1)
+
+    def scores(self, triples: Tensor, side: Side = "tail") -> Tensor:
+        """Return the scores (T,) float32 of triples. Collective.
+
+        They are bit for bit those of the ranking.
+
+        Args:
+            triples: (T, 3) int64.
+            side: Score as a query for the "tail" or the "head". With reciprocal relations the two
+                scores differ.
+        """
+        queries = triples if side == "tail" else triples.flip(1)
+        batch = max(1, FETCH_BYTES // (2 * 4 * self.shard.dim * SMALLEST)) * SMALLEST
+        found = [torch.empty(0)]
+        with scoring(self.scorer):
+            for group in queries.split(batch):
+                anchor, target = self.rows(group[:, ::2].T)
+                relation = group[:, 1].to(anchor.device)
+                for part in torch.arange(len(group), device=anchor.device).split(SMALLEST):
+                    # Only a block of scores has the same bits as in ranking; keep its diagonal.
+                    block = score_block(
+                        self.scorer, anchor[part], relation[part], target[part], side
+                    )
+                    found.append(block.diagonal().cpu())
+        return torch.cat(found)
+
+    def best(
+        self,
+        anchors: Tensor,
+        relations: Tensor,
+        side: Side,
+        k: int,
+        exclude: Answers | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the k best entities of each query, and fewer if N is less. Collective.
+
+        Args:
+            anchors: (B,) int64, the known entities.
+            relations: (B,) int64.
+            side: The missing side.
+            k: The number of answers.
+            exclude: Answers of the B queries to leave out, such as the known ones.
+
+        Returns:
+            Scores (B, k) float32, best first, and ids (B, k) int64; see ``top_k``.
+        """
+        k = min(k, self.num_entities)
+        scores, ids = top_k(self.scorer, self.shard, anchors, relations, side, k, exclude)
+        return scores.cpu(), ids.cpu()
+
+    def ranks_of(
+        self,
+        triples: np.ndarray,
+        split: str | None,
+        evaluation: EvaluationConfig,
+        hide_bar: bool | None = None,
+    ) -> Ranks:
+        """Return the filtered ranks of triples.  Collective.
+
+        Args:
+            triples: (T, 3).
+            split: Their split.  None: filter by all splits and by the triples themselves.
+            evaluation: The ``evaluation`` section of the config.
+            hide_bar: Whether to hide the progress bar.  None shows it on a terminal.
+        """
+        from kge_torchrec.ranking.exact import rank_triples  # imported late: it loads Numba
+
+        store, triples = self.known("ranking"), np.asarray(triples, dtype=np.int64)
+        candidates = self._restricted(evaluation)
+        known = store.filter_index(FILTERS[split or "test"], None if split else triples)
+        with tqdm(
+            total=2 * len(triples),
+            desc=f"rank {split or 'triples'}",
+            unit="query",
+            disable=hide_bar,
+            leave=False,
+        ) as bar:
+            return rank_triples(
+                self.scorer,
+                self.shard,
+                triples,
+                known,
+                candidates=candidates,
+                batch_size=evaluation.batch_size,
+                progress=bar.update,
+            )
+
+    def _restricted(self, evaluation: EvaluationConfig) -> Candidates | None:
+        """Return the restriction of a ranking's candidates, or None; the last one is kept."""
+        if evaluation.candidates == "all":
+            return None
+        key = evaluation.candidates, evaluation.types
+        if self._last_candidates.get("key") != key:
+            from kge_torchrec.ranking.candidates import make_candidates
+
+            store, rows = self.known("restricted candidates"), self.shard.row_range
+            made = on_all_ranks(  # may read a file, and fail on one rank only
+                self.processes, lambda: make_candidates(*key, store, rows)
+            )
+            self._last_candidates.update(key=key, made=made)
+        return self._last_candidates["made"]
+
+    @cached_property
+    def _last_candidates(self) -> dict[str, Any]:
+        return {}
+
+    def __repr__(self) -> str:
+        size = f"{self.num_entities:,} entities x {self.scorer.dim}"
+        where = "" if self.path is None else f"{str(self.path)!r}: "
+        relations = f"{self.num_relations:,} relations"
+        return f"TrainedModel({where}{type(self.scorer).__name__}, {size}, {relations})"
+
+
+def check_side(side: str) -> None:
+    """Check that ``side`` is "head" or "tail".
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if side not in SIDES:
+        raise ValueError(f"side must be one of {', '.join(SIDES)}, got {side!r}")
+
+
+def ids_of(given: Labels, kind: str, count: int, vocabulary: Callable[[], Vocabulary]) -> Tensor:
+    """Return int64 ids, () or (M,), of labels, or of ids in [0, count).
+
+    Raises:
+        UnknownLabelError: A label is not in the vocabulary.
+        IndexError: An id is out of range.
+        TypeError: The values are neither labels nor integers.
+    """
+    array = np.asarray(given)
+    if array.dtype.kind in "UTO":  # text, or objects, such as labels from a data frame
+        found = vocabulary().ids(array.reshape(-1).tolist())
+        return torch.from_numpy(found.reshape(array.shape))
+    if array.size and array.dtype.kind not in "iu":
+        raise TypeError(f"{kind} ids must be integers or labels, not {array.dtype}")
+    if array.size and not (array.min() >= 0 and array.max() < count):
+        raise IndexError(f"{kind} ids must lie in [0, {count})")
+    return torch.from_numpy(np.array(array, np.int64))
