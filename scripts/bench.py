@@ -413,7 +413,7 @@ def main() -> None:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     busy = os.getloadavg()[0]
     if busy > 0.7:
-        print(f"something else is running here: load {busy:.1f}", flush=True)
+        print(f"other programs are running: load {busy:.1f}", flush=True)
     measured = {
         "training": lambda: training(options),
         "ranks": lambda: ranks(options),
