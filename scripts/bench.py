@@ -388,7 +388,7 @@ def draw(figures: list[Figure], path: Path) -> None:
         [figure.name for figure in shown], [figure.ratio for figure in shown], color="#4477aa"
     )
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_xlabel("examples a second, of the floor's")
+    axes.set_xlabel("share of the floor's rate")
     picture.savefig(path)
 
 
@@ -399,13 +399,22 @@ def main() -> None:
     parser.add_argument("--floor", type=Path, default=SHARED / "tools" / "peers")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument(
-        "--spread", type=float, default=0.2, help="that two processes may differ by"
+        "--spread",
+        type=float,
+        default=0.2,
+        help="largest relative difference between processes of a side",
     )
-    parser.add_argument("--only", metavar="PATTERN", help="of the names of training")
+    parser.add_argument(
+        "--only", metavar="PATTERN", help="measure only training figures whose names match"
+    )
     parser.add_argument("--pipeline", default="auto", choices=("auto", "sparse_dist", "loop"))
-    parser.add_argument("--allocators", action="store_true", help="glibc's defaults as well")
+    parser.add_argument(
+        "--allocators", action="store_true", help="also measure with glibc's default settings"
+    )
     parser.add_argument("--world-sizes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--with-peers", metavar="PYTHON", help="one that has some")
+    parser.add_argument(
+        "--with-peers", metavar="PYTHON", help="a Python with PyKEEN, PyG or PyTorch-BigGraph"
+    )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--chart", type=Path)
     options = parser.parse_args()
@@ -413,7 +422,7 @@ def main() -> None:
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(SECTIONS)}")
     busy = os.getloadavg()[0]
     if busy > 0.7:
-        print(f"something else is running here: load {busy:.1f}", flush=True)
+        print(f"other programs are running: load {busy:.1f}", flush=True)
     measured = {
         "training": lambda: training(options),
         "ranks": lambda: ranks(options),

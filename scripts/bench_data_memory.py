@@ -215,7 +215,12 @@ def anonymous() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--folder", type=Path, required=True, help="of the store, made if missing")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        required=True,
+        help="folder of the store, which is written if missing",
+    )
     parser.add_argument("--work", choices=list(WORKS))
     return parser.parse_args()
 

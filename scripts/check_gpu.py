@@ -159,7 +159,7 @@ def _commit() -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("parts", nargs="*", metavar="PART", help="default: all parts")
-    parser.add_argument("--list", action="store_true", help="names, time limits, what they check")
+    parser.add_argument("--list", action="store_true", help="list the parts with their time limits")
     parser.add_argument(
         "--patience", type=float, default=1.0, metavar="TIMES", help="factor for the time limits"
     )

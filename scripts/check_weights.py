@@ -66,7 +66,9 @@ def with_noise(clean: TripleStore, share: float, path: Path) -> TripleStore:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("directory", type=Path)
-    parser.add_argument("--noise", type=float, default=0.3, help="share of train (default: 0.3)")
+    parser.add_argument(
+        "--noise", type=float, default=0.3, help="noise as a share of train (default: 0.3)"
+    )
     parser.add_argument("--seeds", type=int, default=3)
     parsed, rest = parser.parse_known_args()
     overrides = dict(zip((key.removeprefix("--") for key in rest[::2]), rest[1::2], strict=True))

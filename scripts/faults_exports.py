@@ -60,7 +60,7 @@ FAULTS = [
           "if self.with_results and results.is_file():", "if results.is_file():",
           "tests/export/test_cards.py -k other_checkpoint"),
     # the server
-    Fault("answers of a batch are not cut to what each asked", "serving/batching.py",
+    Fault("answers of a batch are not cut to the k of each query", "serving/batching.py",
           "[answers[: one.k] for one", "[answers for one",
           "tests/serving/test_answers.py -k batched_answers"),
     Fault("both sides are scored as one", "serving/batching.py",

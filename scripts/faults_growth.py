@@ -89,7 +89,7 @@ FAULTS = [
     Fault("places are those of heads for either side", "growth/placement.py",
           'triples[:, 0 if side == "head" else 2].copy()', "triples[:, 0].copy()",
           "tests/growth/test_placement.py -k mean"),
-    Fault("new relations are placed by the first block alone", "growth/placement.py",
+    Fault("new relations are placed by the first block only", "growth/placement.py",
           "for parameter, rows in self.trained:\n            groups",
           "for parameter, rows in self.trained if first == self.old.entities else ():\n"
           "            groups",

@@ -35,7 +35,7 @@ DATA_FAULTS = [
         "tests/training/test_weighted_triples.py",
     ),
     Fault(
-        "slopes against all entities without weights",
+        "gradients against all entities without weights",
         "training/query_shards.py",
         "        return self.weight * weight\n",
         "        return torch.full_like(self.weight, weight)\n",
@@ -86,7 +86,7 @@ DATA_FAULTS = [
         "tests/training/test_typed_negatives.py",
     ),
     Fault(
-        "shared negatives count for triples of another kind",
+        "shared negatives count for triples with other types",
         "data/batches/triples.py",
         "mask = self.sampler.excluded(chunks[side], rows, ids)",
         "mask = None",
@@ -221,7 +221,7 @@ DATA_FAULTS = [
     ),
     # how files are read
     Fault(
-        "a line of column names is a header whatever follows",
+        "a line of column names is always a header",
         "data/readers/columns.py",
         'return len(again) > 1 or any(map(str.isdigit, "".join(again)))',
         "return False",
@@ -277,7 +277,7 @@ DATA_FAULTS = [
         "tests/data/test_labels.py",
     ),
     Fault(
-        "labels that differ from each other alone look alike to nobody",
+        "labels in one file that look alike are not noticed",
         "data/labels.py",
         "pa.chunked_array([plain, others])",
         "pa.chunked_array([plain.unique(), others])",
@@ -354,14 +354,14 @@ DATA_FAULTS = [
         "tests/reports/test_data_check.py",
     ),
     Fault(
-        "training is told of leaks of test alone",
+        "training reports leaks of test only",
         "data/relation_overlap.py",
         'for split in ("valid", "test") if len(store.split(split))}',
         'for split in ("test",) if len(store.split(split))}',
         "tests/reports/test_data_check.py -k same_leaks",
     ),
     Fault(
-        "a search is told of the data at every trial",
+        "a search reports the data at every trial",
         "training/runs.py",
         "for note in found if tells and ranks.is_first else ():",
         "for note in found if ranks.is_first else ():",

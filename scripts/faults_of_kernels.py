@@ -7,7 +7,7 @@ from faults import Fault
 JIT, BLOCKS, CACHE = (f"kernels/{name}.py" for name in ("jit", "blocks", "cache"))
 
 FAULTS = [
-    Fault("kernels have the fastmath of whoever compiles them first", JIT,
+    Fault("kernels have the fastmath of their first caller", JIT,
           "fastmath=flags, **options)", '**({"fastmath": flags} if flags else {}), **options)',
           "tests/models/test_scorers.py -k small_distances"),
     Fault("helpers are functions of their own", JIT,

@@ -95,7 +95,7 @@ def _speeds(report: Report, preset: Device | None) -> None:
         table = torch.zeros(rows, 100, device=device)
         ids = torch.randint(rows, (131_072,), device=device)
         rate = 2 * 400 * len(ids) / seconds(lambda: table.index_select(0, ids), device) / 1e9
-        report.note("gather of 131k rows of 100 numbers, read and written", rate, "GB/s")
+        report.note("gather of 131k rows of dim 100, read and written", rate, "GB/s")
     with report.check("launch"):
         small = torch.zeros(8, device=device)
         report.note("one tiny kernel after another", 1e6 * seconds(small.neg, device, 1000), "us")

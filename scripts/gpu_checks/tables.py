@@ -205,14 +205,14 @@ def large(report: Report) -> None:
     middle = 1000 if report.small else (1 << 31) // dim
     rows = middle + 1000
     if not report.small and torch.cuda.mem_get_info(report.device)[0] < 1.2 * 4 * rows * dim:
-        report.skip("more than 2^31 numbers", "not enough free memory")
+        report.skip("more than 2^31 elements", "not enough free memory")
         return
     places = [0, 1, middle - 1, middle, middle + 1, rows - 2, rows - 1]
     ids = torch.tensor(places, device=report.device)
-    with processes(report.device.type) as ranks, report.check("rows around number 2^31"):
+    with processes(report.device.type) as ranks, report.check("rows around element 2^31"):
         model = sharded(rows, dim, TableOptimizer("sgd", lr=0.5), ranks)
         shard = entity_shard(model)
-        report.note("numbers in the table", float(shard.rows.numel()), "")
+        report.note("elements in the table", float(shard.rows.numel()), "")
         shard.rows.zero_()
         values = torch.arange(len(ids) * dim, device=report.device).view(-1, dim).float()
         for place, row in zip(places, values, strict=True):
@@ -225,4 +225,4 @@ def large(report: Report) -> None:
         report.passes("stepped", torch.equal(stepped, values - 1), "bit for bit")
         others = entity_shard(model).rows.count_nonzero()
         wanted = (values - 1).count_nonzero()
-        report.passes("no other row touched", bool(others == wanted), f"{int(others):,} numbers")
+        report.passes("no other row touched", bool(others == wanted), f"{int(others):,} elements")
