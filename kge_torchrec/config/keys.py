@@ -182,11 +182,23 @@ def check_values(section: Any, prefix: str) -> None:
         if rules.check is not None and value is not None:
             rules.check(f"{prefix}{item.name}", value)
         if rules.options is not None and value:
-            # Earlier runs list the options of all parts, as null.
-            given = {name: one for name, one in value.items() if one is not None}
-            object.__setattr__(section, item.name, given)
-            if given:
+            object.__setattr__(section, item.name, _without_idle(section, rules, value))
+            if getattr(section, item.name):
                 options_in(section, item.name, prefix)
+
+
+def _without_idle(section: Any, rules: Key, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not null, without defaults that the owner does not have.
+
+    Earlier runs list the options of all parts: as null, or as keys at their default.
+    """
+    owned = {item.name for item in fields(settings_of(rules.owner(section)))}
+    defaults = {rules.renamed.get(name, name): value for name, value in rules.moved.items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name in owned or defaults.get(name, MISSING) != value)
+    }
 
 
 def options_in(section: Any, name: str, prefix: str) -> Any:

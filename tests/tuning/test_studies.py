@@ -149,14 +149,14 @@ def test_a_failed_trial_says_why_and_the_study_goes_on(tmp_path, capsys):
     assert len(found["trials"]) == 6 and found["best"]["value"] > 0
     page = (tmp_path / "report.html").read_text()
     assert "weight_decay is no option of Adagrad" in page and "<th>reason</th>" in page
-    assert "has none" in capsys.readouterr().err
+    assert "is no option of" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_a_study_in_which_all_fails_ends_with_the_reason(tmp_path):
     space = {"train.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
-    with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*FBGEMM's adagrad"):
+    with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*no option of Adagrad"):
         kge_torchrec.tune(config, trials=9, study=tmp_path, space=space)
     assert "No trial was completed" in (tmp_path / "report.html").read_text()
 
