@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kge_torchrec.environment import loading_torch
 
 if TYPE_CHECKING:
-    from kge_torchrec.answers.files_of_questions import FileReport
+    from kge_torchrec.answers.answering import FileReport
     from kge_torchrec.config import Config
     from kge_torchrec.export.plain_model import PlainModel
     from kge_torchrec.trained_run import Run

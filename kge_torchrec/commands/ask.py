@@ -47,7 +47,7 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     check_top(parsed)
     with answering(parsed.folder) as trained, announced("answering"):
-        found = trained.ask(
+        results = trained.ask(
             parsed.query,
             k=parsed.top,
             beam=parsed.beam,
@@ -56,5 +56,5 @@ def run(parsed: argparse.Namespace) -> int:
         )
     from kge_torchrec.answers.fuzzy_answers import Member
 
-    write_records(parsed, found, Member)
+    write_records(parsed, results, Member)
     return 0

@@ -110,13 +110,13 @@ def _fitted_to(about: Mapping[str, Any]) -> str:
     )
 
 
-def _errors(found: Mapping[str, Any], of: str) -> list[str]:
+def _errors(results: Mapping[str, Any], of: str) -> list[str]:
     lines = [f"{of:<50} sigmoid(score)  calibrated"]
     for name, words in (
-        ("mean_probability", f"mean probability ({found['true']:.4f} are true)"),
+        ("mean_probability", f"mean probability ({results['true']:.4f} are true)"),
         ("expected_calibration_error", "expected calibration error"),
         ("brier_score", "Brier score"),
     ):
-        before, after = found[name]["before"], found[name]["after"]
+        before, after = results[name]["before"], results[name]["after"]
         lines.append(f"  {words:<48} {before:>14.4f}{after:>12.4f}")
     return lines

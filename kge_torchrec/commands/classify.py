@@ -28,28 +28,28 @@ def add(verb: argparse.ArgumentParser) -> None:
 def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained, announced("classifying"):
-        found = trained.classify(parsed.among, parsed.seed, parsed.limit)
+        results = trained.classify(parsed.among, parsed.seed, parsed.limit)
     if is_first_rank():
         if parsed.format == "json":
-            print(json.dumps(found))
+            print(json.dumps(results))
         else:
-            _print_table(found)
+            _print_table(results)
     return 0
 
 
-def _print_table(found: dict[str, Any]) -> None:
+def _print_table(results: dict[str, Any]) -> None:
     import pyarrow as pa
 
     from kge_torchrec.answers.tables import written
 
-    by_size = sorted(found["relations"].items(), key=lambda one: -one[1]["triples"])
+    by_size = sorted(results["relations"].items(), key=lambda one: -one[1]["triples"])
     columns = {"relation": pa.array([label for label, _ in by_size], pa.string())}
     for name in ("triples", "threshold", "accuracy"):
         columns[name] = pa.array([values[name] for _, values in by_size])
     with written("table", None) as write:
         write(pa.table(columns))
-    drawn = {"seen": "entities seen with the relation", "all": "all entities"}[found["among"]]
+    drawn = {"seen": "entities seen with the relation", "all": "all entities"}[results["among"]]
     print(
-        f"accuracy {found['accuracy']:.4f} of {found['triples']:,} test triples, each beside a "
+        f"accuracy {results['accuracy']:.4f} of {results['triples']:,} test triples, each beside a "
         f"corruption of its\nhead and one of its tail from {drawn}"
     )

@@ -40,8 +40,8 @@ def run(parsed: argparse.Namespace) -> int:
         from kge_torchrec.reports.data_check import check_data, table
 
     data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
-    found = check_data(
+    stats = check_data(
         data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed, parsed.data)
     )
-    print(json.dumps(found) if parsed.format == "json" else table(found))
+    print(json.dumps(stats) if parsed.format == "json" else table(stats))
     return 0

@@ -53,11 +53,11 @@ def run(parsed: argparse.Namespace) -> int:
                 print(f"{about['entities']:,} entities, {about['metric']}: {parsed.index}")
             return 0
         with announced("searching"):
-            found = trained.nearest(parsed.entity, parsed.top)
+            results = trained.nearest(parsed.entity, parsed.top)
         meaning = trained.nearness
     from kge_torchrec.answers.nearest import Neighbour
 
-    write_records(parsed, found, Neighbour)
+    write_records(parsed, results, Neighbour)
     if is_first_rank() and parsed.format == "table":
         print(f"score: {meaning}", file=sys.stderr)
     return 0

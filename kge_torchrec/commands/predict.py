@@ -73,14 +73,14 @@ def _lists_links(parsed: argparse.Namespace) -> bool:
 def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     check_top(parsed)
-    given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
+    parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
-        if given:
+        if parts:
             raise ConfigError("predict takes --queries or a query of its own, not both")
         return _file(parsed)
     if _lists_links(parsed):
         return _relation(parsed)
-    if len(given) != 2:
+    if len(parts) != 2:
         raise ConfigError(
             "predict takes two of --head, --relation and --tail, or --relation alone, or --queries"
         )
@@ -98,8 +98,8 @@ def _query(parsed: argparse.Namespace) -> int:
         write_records(parsed, answers, Prediction)
     elif is_first_rank():
         query = {"head": parsed.head, "relation": parsed.relation, "tail": parsed.tail}
-        found = [_without_nothing(asdict(answer)) for answer in answers]
-        print(json.dumps({"query": query, "answers": found}))
+        rows = [_without_nothing(asdict(answer)) for answer in answers]
+        print(json.dumps({"query": query, "answers": rows}))
     return 0
 
 

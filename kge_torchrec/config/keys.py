@@ -217,14 +217,14 @@ def options_in(section: Any, name: str, prefix: str) -> Any:
 @cache
 def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
     """Return the field of every dotted key of a config class, in order."""
-    found: dict[str, Field[Any]] = {}
+    results: dict[str, Field[Any]] = {}
     for item in fields(of):
         nested: Any = item.default_factory
         if hasattr(nested, "__dataclass_fields__"):
-            found.update(declared(nested, f"{prefix}{item.name}."))
+            results.update(declared(nested, f"{prefix}{item.name}."))
         else:
-            found[prefix + item.name] = item
-    return found
+            results[prefix + item.name] = item
+    return results
 
 
 @cache
@@ -246,18 +246,18 @@ def without_effect(
     config: Config, facts: Facts, keys: Iterable[str] | None = None
 ) -> dict[str, str]:
     """Return why each key or option that was set, of these keys or of all, has no effect."""
-    found = {}
+    results = {}
     for name, value, item in _settings(config, keys):
         rules = key_of(item)
         if value == default_of(item) or value in rules.silent:
             continue
         failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
         if failing is not None:
-            found[name] = (
+            results[name] = (
                 f"{name} {_as_yaml(value)} has no effect here: it acts only with {failing.words}; "
                 f"change that, or leave {name} at its default, {_as_yaml(default_of(item))}"
             )
-    return found
+    return results
 
 
 def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str, Any, Field[Any]]]:
