@@ -438,7 +438,7 @@ FAULTS = [
           "if name in KINDS[kind].ours or others != {place}:", "if others != {place}:",
           "tests/extend/test_names.py -k registered_name"),
     Fault("a class for another part is accepted", "config/registry.py",
-          "inspect.isclass(found) and issubclass(found, base)", "inspect.isclass(found)",
+          "inspect.isclass(loaded) and issubclass(loaded, base)", "inspect.isclass(loaded)",
           "tests/extend/test_names.py -k wrong_names"),
     Fault("the last of a row's gradients counts in another's step", FOREIGN,
           ".index_add_(0, inverse, grad)", ".index_copy_(0, inverse, grad)",

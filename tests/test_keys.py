@@ -141,6 +141,14 @@ def test_a_key_without_effect_is_refused_and_says_what_makes_it_act(key):
     assert key not in without_effect(config, facts)
 
 
+def test_a_default_that_the_part_does_not_have_is_left_out():
+    """Command lines of before gave them, and studies try them."""
+    config = load_config(None, {"train.optimizer": "sgd", "train.eps": 1e-8, "train.decay": 0.95})
+    assert config.train.optimizer_options == config.train.schedule_options == {}
+    config = load_config(None, {"train.optimizer": "adam", "train.beta1": 0.9})
+    assert config.train.optimizer_options == {"beta1": 0.9}
+
+
 def _with(key: str, value: Any, others: dict[str, Any] | Facts) -> tuple[Config, Facts]:
     if isinstance(others, Facts):
         return config_from_dict({key: value}), others

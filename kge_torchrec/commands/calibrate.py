@@ -110,14 +110,14 @@ def _fitted_to(about: Mapping[str, Any]) -> str:
     )
 
 
-def _errors(found: Mapping[str, Any], of: str) -> list[str]:
+def _errors(results: Mapping[str, Any], of: str) -> list[str]:
     lines = [f"{of:<50} sigmoid(score)  calibrated"]
     for name, words in (
-        ("mean_probability", f"mean probability ({found['true']:.4f} are true)"),
+        ("mean_probability", f"mean probability ({results['true']:.4f} are true)"),
         ("expected_calibration_error", "expected calibration error"),
         ("brier_score", "Brier score"),
     ):
-        before, after = found[name]["before"], found[name]["after"]
+        before, after = results[name]["before"], results[name]["after"]
         lines.append(f"  {words:<48} {before:>14.4f}{after:>12.4f}")
     return lines
 
@@ -139,10 +139,10 @@ def add_classify(verb: argparse.ArgumentParser) -> None:
 def run_classify(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     with opened(parsed.folder) as trained, announced("classifying"):
-        found = trained.classify(parsed.among, parsed.seed, parsed.limit)
+        results = trained.classify(parsed.among, parsed.seed, parsed.limit)
     if is_first_rank():
         if parsed.format == "json":
-            print(json.dumps(found))
+            print(json.dumps(results))
         else:
             _print_classify(found)
     return 0
@@ -153,14 +153,14 @@ def _print_classify(found: dict[str, Any]) -> None:
 
     from kge_torchrec.answers.tables import written
 
-    by_size = sorted(found["relations"].items(), key=lambda one: -one[1]["triples"])
+    by_size = sorted(results["relations"].items(), key=lambda one: -one[1]["triples"])
     columns = {"relation": pa.array([label for label, _ in by_size], pa.string())}
     for name in ("triples", "threshold", "accuracy"):
         columns[name] = pa.array([values[name] for _, values in by_size])
     with written("table", None) as write:
         write(pa.table(columns))
-    drawn = {"seen": "entities seen with the relation", "all": "all entities"}[found["among"]]
+    drawn = {"seen": "entities seen with the relation", "all": "all entities"}[results["among"]]
     print(
-        f"accuracy {found['accuracy']:.4f} of {found['triples']:,} test triples, each beside a "
+        f"accuracy {results['accuracy']:.4f} of {results['triples']:,} test triples, each beside a "
         f"corruption of its\nhead and one of its tail from {drawn}"
     )

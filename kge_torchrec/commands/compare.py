@@ -108,15 +108,15 @@ def variants(config: Config, names: Sequence[str]) -> dict[str, Config]:
             "train.schedule plateau follows validation, and a comparison validates at its end "
             "only; use constant, linear, cosine or exponential"
         )
-    found = {}
+    configs = {}
     for name in names:
         engine, preset = VARIANTS[name]
         entities = replace(config.entities, engine=engine, preset=preset)
         try:
-            found[name] = replace(config, entities=entities)
+            configs[name] = replace(config, entities=entities)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-    return found
+    return configs
 
 
 def compare(

@@ -69,8 +69,8 @@ def run(parsed: argparse.Namespace) -> int:
     if by:
         from kge_torchrec.ranking.group_tables import table
 
-        for name, found in by.items():
-            print(f"\n{table(name, found)}")
+        for name, stats in by.items():
+            print(f"\n{table(name, stats)}")
         split = parsed.split if parsed.triples is None else "triples"
         print(f"\nfiles and pictures: {trained.path}/evaluation-{split}-by-*")
     return 0

@@ -205,9 +205,9 @@ def _sizes_of_data(
         raise ConfigError(f"give all of {flags}, or --data.path to take the others from")
     if path != EMBEDDED and not is_named(path) and not Path(path).exists():
         raise ConfigError(f"data.path: there is nothing at {path}; give {flags} to plan without")
-    alone = Processes(0, 1, 1, torch.device("cpu"))
+    one_rank = Processes(0, 1, 1, torch.device("cpu"))
     with tempfile.TemporaryDirectory() as folder:
-        store = open_store(config.data, config.seed, Path(folder) / "store", alone, False)
+        store = open_store(config.data, config.seed, Path(folder) / "store", one_rank, False)
         counts = store.num_entities, store.num_relations, len(store.train)
         return counts, EntityFrequency.of_degrees(store.degrees())
 

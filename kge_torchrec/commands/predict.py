@@ -74,14 +74,14 @@ def _lists_links(parsed: argparse.Namespace) -> bool:
 def run(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     check_top(parsed)
-    given = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
+    parts = [part for part in (parsed.head, parsed.relation, parsed.tail) if part is not None]
     if parsed.queries is not None:
-        if given:
+        if parts:
             raise ConfigError("predict takes --queries or a query of its own, not both")
         return _file(parsed)
     if _lists_links(parsed):
         return _relation(parsed)
-    if len(given) != 2:
+    if len(parts) != 2:
         raise ConfigError(
             "predict takes two of --head, --relation and --tail, or --relation alone, or --queries"
         )
@@ -99,8 +99,8 @@ def _query(parsed: argparse.Namespace) -> int:
         write_records(parsed, answers, Prediction)
     elif is_first_rank():
         query = {"head": parsed.head, "relation": parsed.relation, "tail": parsed.tail}
-        found = [_without_nothing(asdict(answer)) for answer in answers]
-        print(json.dumps({"query": query, "answers": found}))
+        rows = [_without_nothing(asdict(answer)) for answer in answers]
+        print(json.dumps({"query": query, "answers": rows}))
     return 0
 
 
@@ -196,11 +196,11 @@ def run_nearest(parsed: argparse.Namespace) -> int:
                 print(f"{about['entities']:,} entities, {about['metric']}: {parsed.index}")
             return 0
         with announced("searching"):
-            found = trained.nearest(parsed.entity, parsed.top)
+            results = trained.nearest(parsed.entity, parsed.top)
         meaning = trained.nearness
     from kge_torchrec.answers.nearest import Neighbour
 
-    write_records(parsed, found, Neighbour)
+    write_records(parsed, results, Neighbour)
     if is_first_rank() and parsed.format == "table":
         print(f"score: {meaning}", file=sys.stderr)
     return 0
@@ -246,7 +246,7 @@ def run_ask(parsed: argparse.Namespace) -> int:
     """Run the verb; return the exit code."""
     check_top(parsed)
     with answering(parsed.folder) as trained, announced("answering"):
-        found = trained.ask(
+        results = trained.ask(
             parsed.query,
             k=parsed.top,
             beam=parsed.beam,
@@ -255,5 +255,5 @@ def run_ask(parsed: argparse.Namespace) -> int:
         )
     from kge_torchrec.answers.fuzzy_answers import Member
 
-    write_records(parsed, found, Member)
+    write_records(parsed, results, Member)
     return 0

@@ -35,7 +35,7 @@ def add(verb: argparse.ArgumentParser) -> None:
 
 
 def add_reading(verb: argparse.ArgumentParser) -> None:
-    """The options of how files are read, which are not there in what is parsed unless given."""
+    """Add the options of how files are read; an option that is left out stays unset."""
     reading = verb.add_argument_group("how files are read", argument_default=argparse.SUPPRESS)
     reading.add_argument(
         "--ratio",
@@ -117,11 +117,12 @@ def reading_of(parsed: argparse.Namespace, sources: list[str]) -> dict[str, Any]
     from kge_torchrec.data.readers import make_reader
     from kge_torchrec.data.reading_options import ACTS_ON, unread_options
 
-    given = vars(parsed)
-    reading = {name: given[name] for name in _READING if name in given}
-    if given.get("header", "auto") != "auto":
-        reading["has_header"] = given["header"] == "yes"
-    reader = make_reader(given.get("reader"), given.get("reader_options", {}), "--reader-options")
+    options = vars(parsed)
+    reading = {name: options[name] for name in _READING if name in options}
+    if options.get("header", "auto") != "auto":
+        reading["has_header"] = options["header"] == "yes"
+    of_reader = options.get("reader_options", {})
+    reader = make_reader(options.get("reader"), of_reader, "--reader-options")
     if reader is not None:
         reading["reader"] = reader
     unread = unread_options(sources[0] if len(sources) == 1 else sources, reader)
@@ -234,8 +235,8 @@ def run_data(parsed: argparse.Namespace) -> int:
         from kge_torchrec.reports.data_check import check_data, table
 
     data = parsed.data[0] if len(parsed.data) == 1 else parsed.data
-    found = check_data(
+    stats = check_data(
         data, parsed.output, parsed.threshold, spell=as_flag, **reading_of(parsed, parsed.data)
     )
-    print(json.dumps(found) if parsed.format == "json" else table(found))
+    print(json.dumps(stats) if parsed.format == "json" else table(stats))
     return 0

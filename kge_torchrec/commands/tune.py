@@ -72,8 +72,8 @@ def run(parsed: argparse.Namespace) -> int:
         config = load_config(parsed.config, parsed.overrides)
         trials = 30 if parsed.trials is None else parsed.trials
         study = _open(config, trials, parsed.study, parsed.space, parsed.halving)
-    found = _run(study, trials, parsed.jobs)
-    return _tell(study, found)
+    results = _run(study, trials, parsed.jobs)
+    return _tell(study, results)
 
 
 def tune(
@@ -104,8 +104,8 @@ def tune(
         DataError: The data cannot be used.
         TrainingStopped: A signal stopped a training.
     """
-    found = _open(as_config(config), trials, study, space, halving)
-    return _run(found, trials, jobs)
+    opened = _open(as_config(config), trials, study, space, halving)
+    return _run(opened, trials, jobs)
 
 
 def _resume(parsed: argparse.Namespace) -> int:
@@ -113,10 +113,10 @@ def _resume(parsed: argparse.Namespace) -> int:
     if any(value is not None for value in (parsed.config, parsed.space, parsed.study)):
         raise ConfigError("tune --resume takes all from the study; give no config, space or study")
     here = read_config(None, parsed.overrides)
-    given = {word.split("=")[0] for word in parsed.overrides if word.startswith("--")}
-    if given - {"--threads", "--device"}:
+    keys = {word.split("=")[0] for word in parsed.overrides if word.startswith("--")}
+    if keys - {"--threads", "--device"}:
         raise ConfigError(
-            f"{sorted(given - {'--threads', '--device'})[0].removeprefix('--')}: the trials of a "
+            f"{sorted(keys - {'--threads', '--device'})[0].removeprefix('--')}: the trials of a "
             "study share all keys but those that it tries; start another study"
         )
     with loading_torch():
@@ -124,15 +124,15 @@ def _resume(parsed: argparse.Namespace) -> int:
 
         study = Study(Path(parsed.resume))
     trials = study.settings.trials if parsed.trials is None else parsed.trials
-    found = _run(
+    results = _run(
         study,
         trials,
         parsed.jobs,
-        threads=here.threads if "--threads" in given else None,
-        device=here.device if "--device" in given else None,
+        threads=here.threads if "--threads" in keys else None,
+        device=here.device if "--device" in keys else None,
         is_job=parsed.as_job,
     )
-    return 0 if parsed.as_job else _tell(study, found)
+    return 0 if parsed.as_job else _tell(study, results)
 
 
 def check_optuna() -> None:
@@ -159,12 +159,12 @@ def _open(
     from kge_torchrec.tuning.study import Settings, Study, now
 
     check_start(config, facts_of(config))
-    given = None
+    ranges = None
     if space is not None:
-        given = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
+        ranges = SearchSpace(space) if isinstance(space, dict) else SearchSpace.read(space)
     settings = Settings(trials, halving, config.evaluation.metric, config.seed)
     folder = Path(path or f"studies/{config.model.scorer}-{now()}")
-    return Study.open_or_make(folder, config, given, settings)
+    return Study.open_or_make(folder, config, ranges, settings)
 
 
 def _run(
@@ -194,8 +194,8 @@ def _run(
             if other.poll() is None:
                 other.terminate()
                 other.wait()
-        found = {} if is_job else write_report(study)
-    return found
+        results = {} if is_job else write_report(study)
+    return results
 
 
 def _start(
@@ -210,14 +210,14 @@ def _start(
     return subprocess.Popen(command, env={**os.environ, "PYTHONPATH": places})
 
 
-def _tell(study: Study, found: dict[str, Any]) -> int:
+def _tell(study: Study, results: dict[str, Any]) -> int:
     """Print the best trial; return the exit code."""
-    best = found["best"]
+    best = results["best"]
     if best is None:
         print(f"no trial was completed; {study.path / 'report.html'} says why", file=sys.stderr)
         return 1
-    print(f"best of {len(found['trials'])} trials: trial {best['number']}, "
-          f"valid {found['metric']} {best['value']:.4f}")  # fmt: skip
+    print(f"best of {len(results['trials'])} trials: trial {best['number']}, "
+          f"valid {results['metric']} {best['value']:.4f}")  # fmt: skip
     for key, value in best["values"].items():
         print(f"  {key}: {value:.4g}" if isinstance(value, float) else f"  {key}: {value}")
     print(f"report: {study.path / 'report.html'}\n"

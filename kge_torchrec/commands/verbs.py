@@ -27,30 +27,30 @@ class Verb(NamedTuple):
     Attributes:
         place: Its heading in ``kge-torchrec --help``; or the verb whose own --help mentions it.
         does: One line of help.
-        alone: Whether it refuses to run as several processes of torchrun.
+        one_process: Whether it refuses to run as several processes of torchrun.
         takes_keys: Whether it takes CONFIG as its first word, and ``--key.sub value`` among its
             options. They arrive as ``parsed.config`` and ``parsed.overrides``.
     """
 
     place: str
     does: str
-    alone: bool = False
+    one_process: bool = False
     takes_keys: bool = False
 
 
 VERBS = {
-    "prepare": Verb("Train", "turn files of triples into a store for many runs", alone=True),
-    "encode": Verb("prepare", "make vectors of texts, for model.init_from", alone=True),
+    "prepare": Verb("Train", "turn files of triples into a store for many runs", one_process=True),
+    "encode": Verb("prepare", "make vectors of texts, for model.init_from", one_process=True),
     "train": Verb("Train", "train a model and rank the test triples with it", takes_keys=True),
     "extend": Verb("Train", "add triples, with new entities and relations, to a run"),
     "tune": Verb("Train", "search for good settings by many runs", takes_keys=True),
-    "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", alone=True),
+    "data": Verb("Look", "check a graph for leaks, repeats and unseen entities", one_process=True),
     "list": Verb("Look", "list scorers, losses and other parts of a config"),
     "parts": Verb("list", "the earlier name of list"),
     "plan": Verb("Look", "estimate memory and step time without devices", takes_keys=True),
     "evaluate": Verb("Look", "rank the triples of a split with a trained run"),
     "compare": Verb("Look", "train and measure several engines side by side", takes_keys=True),
-    "report": Verb("Look", "write an HTML page about one run or several", alone=True),
+    "report": Verb("Look", "write an HTML page about one run or several", one_process=True),
     "predict": Verb("Use", "list the best answers to a triple with one part missing"),
     "score": Verb("predict", "score the triples of a file"),
     "nearest": Verb("predict", "list the entities nearest to one, or write a FAISS index of all"),
@@ -58,7 +58,7 @@ VERBS = {
     "classify": Verb("predict", "tell true triples from false, with a threshold per relation"),
     "calibrate": Verb("Use", "fit probabilities to a run's scores"),
     "export": Verb("Share", "write a trained run as files that other programs read"),
-    "serve": Verb("Share", "answer queries about a run over HTTP", alone=True),
+    "serve": Verb("Share", "answer queries about a run over HTTP", one_process=True),
 }  # fmt: skip
 
 
@@ -130,7 +130,7 @@ def run_verb(name: str, words: Sequence[str]) -> int:
         parsed.config, parsed.overrides = config, others
     check_options(parser, parsed)
     ranks = os.environ.get("WORLD_SIZE", "1")
-    if verb.alone and ranks != "1":
+    if verb.one_process and ranks != "1":
         raise ConfigError(f"{name} is for one process, not {ranks} ranks: run it without torchrun")
     code: int = _function(name, "run")(parsed)
     return code

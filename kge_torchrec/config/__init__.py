@@ -1,7 +1,6 @@
-"""Every setting of a run: one frozen dataclass a concern, read from YAML with dotted overrides.
+"""The config of a run: one frozen dataclass per section, read from YAML and dotted overrides.
 
-The defaults are sensible for any data; ``configs/default.yaml`` lists them all.  Errors name the
-key and say what would be right.
+The defaults suit any data; ``configs/default.yaml`` lists them. An error names the key to change.
 """
 
 from __future__ import annotations
@@ -139,7 +138,7 @@ class Config:
         self._check_regularizers()
         if self.run.resume != "never" and not self.checkpoint.keep:
             raise ConfigError(
-                f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to go on with; "
+                f"checkpoint.keep: 0 leaves run.resume {self.run.resume} nothing to resume from; "
                 "set it to 1 or more, or run.resume never"
             )
         if self.train.optimizer_options.get("weight_decay") and self.entities.preset != "fbgemm":
@@ -160,7 +159,7 @@ class Config:
             )
 
     def _check_weights(self) -> None:
-        """Weights are of single triples, drawn or trained one by one."""
+        """Raise ConfigError if the training type has no use for weights of single triples."""
         use, negatives = self.data.weights, self.negatives
         if use == "ignore":
             return
@@ -202,8 +201,8 @@ class Config:
             )
         if self.loss.relation_weight and regime != "1vsall":
             raise ConfigError(
-                f"loss.relation_weight: queries of negatives.regime {regime} are no single triples "
-                "whose relation could be told; use sampled or 1vsall"
+                f"loss.relation_weight: negatives.regime {regime} trains queries, and relation "
+                "prediction needs single triples; use sampled or 1vsall"
             )
         if regime == "kvssample" and (self.negatives.chunk_size or self.dense.compile):
             key, why = "negatives.chunk_size", "samples entities for the whole batch; set it to 0"
@@ -228,7 +227,7 @@ class Config:
             kind.check_scorer(resolve("scorer", self.model.scorer), key)
 
     def _check_encodes(self, regime: str, scorer: str) -> None:
-        """All of ours are query scorers; looking at others loads torch."""
+        """Raise ConfigError unless a scorer from outside encodes queries; it loads torch."""
         if not hasattr(resolve("scorer", scorer), "encode_query"):
             raise ConfigError(
                 f"model.scorer: negatives.regime {regime} encodes each query once, which {scorer} "
@@ -250,26 +249,26 @@ class Config:
 
     @property
     def untrained_side(self) -> str | None:
-        """The side whose queries are asked of relations that training never reaches, if any.
+        """The side whose queries use relations that training never reaches, if any.
 
-        With reciprocal relations tail queries are asked of relations, head queries of their
-        inverses; without, both of the same ones.
+        With reciprocal relations, tail queries use relations and head queries their inverses.
+        Without, both use the same relations.
         """
         if not self.model.reciprocal:
             return None
         return {"tail": "head", "head": "tail", "both": None}[self.negatives.sides]
 
     def check_trainable(self) -> None:
-        """Raises ConfigError if a part of what ranking and prediction ask would stay untrained.
+        """Raise ConfigError if ranking would use relations that are never trained.
 
-        Apart from the other checks, so that runs trained like this before can still be opened.
+        The other checks leave this one out, so that earlier runs of this kind can be opened.
         """
         side = self.untrained_side
         if side is not None:
-            asked = "the relations' inverses" if side == "head" else "the relations themselves"
+            used = "the relations' inverses" if side == "head" else "the relations themselves"
             raise ConfigError(
                 f"negatives.sides {self.negatives.sides}: with model.reciprocal true, {side} "
-                f"queries are asked of {asked}, which would never be trained but are ranked; "
+                f"queries use {used}, which would never be trained but are ranked; "
                 "set negatives.sides both, or model.reciprocal false"
             )
 
@@ -279,7 +278,7 @@ class Config:
         return self.train.freeze != "none" or self.model.vectors().frozen
 
     def check_device(self, on_cuda: bool) -> None:
-        """Raises ConfigError if the table's backend cannot take the optimizer's steps there."""
+        """Raise ConfigError if the table's backend does not have the optimizer on the device."""
         optimizer = self.train.optimizer
         if on_cuda and self.entities.engine == "torchrec" and optimizer not in OPTIMIZER_NAMES:
             raise ConfigError(
@@ -289,15 +288,15 @@ class Config:
             )
 
     def settled(self, graph: GraphSize, on_cuda: bool = False, world_size: int = 1) -> Config:
-        """With a number for every null that stands for one: for this graph, on these ranks."""
+        """Return the config with a number for every null, for a graph on some ranks."""
         return settled(self, graph, on_cuda, world_size)
 
     def filled_from(self, other: Config) -> Config:
-        """With another config's numbers where this one leaves them to be picked."""
+        """Return the config with the numbers of another one in place of nulls."""
         return filled(self, {key: attrgetter(key)(other) for key in PICKED_KEYS})
 
     def to_dict(self) -> dict[str, Any]:
-        """Nested plain values, as YAML and JSON take them."""
+        """Return nested plain values, for YAML and JSON."""
         out = asdict(self)
         out["data"]["ratio"] = list(self.data.ratio)
         return out
@@ -307,10 +306,10 @@ class Config:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def save(self, path: Path) -> None:
-        """Writes the resolved config as YAML."""
+        """Write the config as YAML."""
         path.write_text(self.to_yaml(), encoding="utf-8")
 
 
 def all_keys() -> list[str]:
-    """Every dotted key, in order."""
+    """Return every dotted key, in order."""
     return list(declared(Config))

@@ -297,7 +297,7 @@ class NegativesConfig:
         return self.filtered or self.among != "all"
 
     def _check_candidates(self) -> None:
-        """Raises ConfigError where options of sampled candidates contradict each other."""
+        """Raise ConfigError if options of sampled candidates contradict each other."""
         if self.in_batch and self.chunk_size == 1:
             raise ConfigError(
                 "negatives.in_batch: negatives.chunk_size 1 leaves a chunk no other triples"
@@ -337,11 +337,11 @@ class NegativesConfig:
         return options_in(self, "among_options", "negatives.")
 
     def drawn(self, side: str) -> int:
-        """Entities that are drawn for each chunk of a side."""
+        """Return the number of sampled entities per chunk of a side."""
         return self.count if side == "tail" or self.head_count is None else self.head_count
 
     def candidates(self, side: str, chunk_size: int) -> int:
-        """Candidates of each chunk of a side, of so many triples."""
+        """Return the number of candidates per chunk of ``chunk_size`` triples."""
         return self.drawn(side) + (chunk_size if self.in_batch else 0)
 
     @property

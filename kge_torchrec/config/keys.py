@@ -182,11 +182,23 @@ def check_values(section: Any, prefix: str) -> None:
         if rules.check is not None and value is not None:
             rules.check(f"{prefix}{item.name}", value)
         if rules.options is not None and value:
-            # Earlier runs list the options of all parts, as null.
-            given = {name: one for name, one in value.items() if one is not None}
-            object.__setattr__(section, item.name, given)
-            if given:
+            object.__setattr__(section, item.name, _without_idle(section, rules, value))
+            if getattr(section, item.name):
                 options_in(section, item.name, prefix)
+
+
+def _without_idle(section: Any, rules: Key, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options that are not null, without defaults that the owner does not have.
+
+    Earlier runs list the options of all parts: as null, or as keys at their default.
+    """
+    owned = {item.name for item in fields(settings_of(rules.owner(section)))}
+    defaults = {rules.renamed.get(name, name): value for name, value in rules.moved.items()}
+    return {
+        name: value
+        for name, value in values.items()
+        if value is not None and (name in owned or defaults.get(name, MISSING) != value)
+    }
 
 
 def options_in(section: Any, name: str, prefix: str) -> Any:
@@ -205,14 +217,14 @@ def options_in(section: Any, name: str, prefix: str) -> Any:
 @cache
 def declared(of: Any, prefix: str = "") -> Mapping[str, Field[Any]]:
     """Return the field of every dotted key of a config class, in order."""
-    found: dict[str, Field[Any]] = {}
+    results: dict[str, Field[Any]] = {}
     for item in fields(of):
         nested: Any = item.default_factory
         if hasattr(nested, "__dataclass_fields__"):
-            found.update(declared(nested, f"{prefix}{item.name}."))
+            results.update(declared(nested, f"{prefix}{item.name}."))
         else:
-            found[prefix + item.name] = item
-    return found
+            results[prefix + item.name] = item
+    return results
 
 
 @cache
@@ -234,18 +246,18 @@ def without_effect(
     config: Config, facts: Facts, keys: Iterable[str] | None = None
 ) -> dict[str, str]:
     """Return why each key or option that was set, of these keys or of all, has no effect."""
-    found = {}
+    results = {}
     for name, value, item in _settings(config, keys):
         rules = key_of(item)
         if value == default_of(item) or value in rules.silent:
             continue
         failing = next((c for c in rules.acts if c.holds(config, facts) is False), None)
         if failing is not None:
-            found[name] = (
+            results[name] = (
                 f"{name} {_as_yaml(value)} has no effect here: it acts only with {failing.words}; "
                 f"change that, or leave {name} at its default, {_as_yaml(default_of(item))}"
             )
-    return found
+    return results
 
 
 def _settings(config: Config, keys: Iterable[str] | None) -> Iterator[tuple[str, Any, Field[Any]]]:

@@ -248,14 +248,14 @@ class LossConfig:
 
     def regularizer_options(self) -> dict[str, Any]:
         """The ``Options`` of each of ``regularizers``, by name."""
-        found = {}
-        for name, given in self.regularizers.items():
-            if given is None:
+        parsed = {}
+        for name, chosen in self.regularizers.items():
+            if chosen is None:
                 raise ConfigError(f"loss.regularizers.{name} has no value; give its weight")
-            values = given if isinstance(given, dict) else {"weight": given}
+            values = chosen if isinstance(chosen, dict) else {"weight": chosen}
             of = resolve("regularizer", name)
-            found[name] = parse_options(of, values, f"loss.regularizers.{name}")
-        return found
+            parsed[name] = parse_options(of, values, f"loss.regularizers.{name}")
+        return parsed
 
 
 WRAPPERS = ("auto", "none", "ddp", "fsdp", "hybrid")
@@ -367,9 +367,9 @@ class EntitiesConfig:
     )
 
     def __post_init__(self) -> None:
-        given = {name: value for name, value in self.options.items() if value is not None}
-        object.__setattr__(self, "options", given)
-        for name in given:
+        chosen = {name: value for name, value in self.options.items() if value is not None}
+        object.__setattr__(self, "options", chosen)
+        for name in chosen:
             one_of("entities.options", name, tuple(asdict(FBGEMM)))
         check_values(self, "entities.")
 

@@ -1,7 +1,6 @@
-"""Settings that a class of any module owns: its ``Options``, a dataclass, from values of a config.
+"""Read the options of a class, its dataclass ``Options``, from values of a config.
 
-Types, defaults and help texts are the dataclass's own, so that whoever writes a class writes them
-once.
+The dataclass is the only place of their types, defaults and help texts.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from typing import (
 
 from kge_torchrec.config.checks import ConfigError
 
-if TYPE_CHECKING:  # a tenth of a second, which whoever prepares a store need not wait for
+if TYPE_CHECKING:  # the import takes a tenth of a second
     from jsonargparse import ArgumentParser
 
 _KINDS = {
@@ -97,16 +96,16 @@ def options_help(owner: Any) -> list[Option]:
     settings = settings_of(owner)
     said = {p.arg_name: p.description for p in parse_docstring(settings.__doc__ or "").params}
     hints = get_type_hints(settings)
-    found = []
+    options = []
     for item in fields(settings):
         text = item.metadata["key"].help if "key" in item.metadata else said.get(item.name) or ""
         text = " ".join(text.split())
-        found.append(Option(item.name, _kind(hints[item.name]), _default(item), text))
-    return found
+        options.append(Option(item.name, _kind(hints[item.name]), _default(item), text))
+    return options
 
 
 def wrong_type(message: str, prefix: str = "") -> str | None:
-    """The parser's message about a value of the wrong type in the words of the other errors."""
+    """Return the parser's message about a wrong type in the words of the other errors."""
     key = re.search(r'Parser key "([\w.]+)"', message)
     kinds = [_KINDS.get(kind, kind) for kind in re.findall(r"Expected a <class '(\w+)'>", message)]
     value = re.search(r"(?:Got|Given) value: (.*)$", message)
@@ -118,7 +117,7 @@ def wrong_type(message: str, prefix: str = "") -> str | None:
 def _default(item: Field[Any]) -> str:
     """Return the default of a field as a config file writes it."""
     if item.default is MISSING and item.default_factory is MISSING:
-        return "none, to be given"
+        return "none, must be set"
     value = item.default if item.default_factory is MISSING else item.default_factory()
     if value is None:
         return "null"
@@ -126,7 +125,7 @@ def _default(item: Field[Any]) -> str:
 
 
 def _of_option(message: str, owner: Any, chosen: dict[str, Any], key: str) -> str:
-    """The parser's message about the value of an option in the words of the other errors."""
+    """Return the parser's message about an option in the words of the other errors."""
     named = re.search(r'Parser key "(\w+)', message)
     if not named:
         return f"{key}: {message}"
@@ -156,7 +155,7 @@ def _kind(hint: Any) -> str:
 
 
 def _wanted(hint: Any) -> str:
-    """An annotation in words."""
+    """Return an annotation in words."""
     origin = get_origin(hint)
     if origin is Literal:
         return f"one of {', '.join(map(str, get_args(hint)))}"

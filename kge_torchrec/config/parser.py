@@ -32,7 +32,7 @@ CONFIGS = _INSTALLED if _INSTALLED.is_dir() else _INSTALLED.parents[1] / "config
 
 
 def build_parser() -> ArgumentParser:
-    """The parser of every key; its --help lists them with their meaning and default."""
+    """Return the parser of every key; its --help lists them with their meaning and default."""
     parser = ArgumentParser(prog="kge-torchrec train", exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--config", action="config", help="YAML file with any of the keys below.")
     parser.add_class_arguments(Config, None)
@@ -45,12 +45,15 @@ def _parser() -> ArgumentParser:
 
 
 def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Config:
-    """Reads a config.
+    """Read a config.
 
-    path: YAML file, the name of one in ``configs/`` ("demo"), or None for the defaults.
-    overrides: ["--train.lr", "0.1", ...] or {"train.lr": 0.1, ...}; they win over the file.
-    Raises ConfigError on an unknown key, a wrong type, a value out of range, or a key that was set
-    and has no effect.
+    Args:
+        path: YAML file, the name of one in ``configs/`` ("demo"), or None for the defaults.
+        overrides: ["--train.lr", "0.1", ...] or {"train.lr": 0.1, ...}; they win over the file.
+
+    Raises:
+        ConfigError: A key is unknown, a value has a wrong type or is out of range, or a key was
+            set and has no effect.
     """
     file = {} if path is None else _flatten(_values_of(_find(path)))
     for old in [*file, *(word.partition("=")[0].removeprefix("--") for word in _words(overrides))]:
@@ -65,9 +68,12 @@ def load_config(path: str | Path | None = None, overrides: Overrides = ()) -> Co
 def read_config(
     path: str | Path | None = None, overrides: Overrides = (), drops_unknown: bool = False
 ) -> Config:
-    """Reads a config as ``load_config``, with keys that have no effect, as earlier runs may.
+    """Read a config as ``load_config`` does, but accept keys without effect.
 
-    drops_unknown: leave out a moved key that had no effect in an earlier run.
+    Args:
+        path: As for ``load_config``.
+        overrides: As for ``load_config``.
+        drops_unknown: Leave out a moved key that had no effect in an earlier run.
     """
     arguments = []
     if path is not None:
@@ -78,16 +84,16 @@ def read_config(
             arguments = _as_arguments(_with_new_names(values, drops_unknown))
     try:
         # Without defaults, which it would check with everything: that takes twenty times as long.
-        given = _parser().parse_args([*arguments, *_as_arguments(overrides)], defaults=False)
+        parsed = _parser().parse_args([*arguments, *_as_arguments(overrides)], defaults=False)
     except ArgumentError as error:
         raise ConfigError(_explain(str(error))) from None
     except RecursionError:
         raise ConfigError("a value is nested too deeply; flatten it") from None
-    return _made_of(given.as_dict())
+    return _made_of(parsed.as_dict())
 
 
 def _made_of(values: dict[str, Any]) -> Config:
-    """A Config of what is given, and of defaults."""
+    """Return the Config with some values, and defaults for the others."""
     sections: dict[str, Any] = {field.name: field.default_factory for field in fields(Config)}
     made: dict[str, Any] = {}
     for name, value in values.items():
@@ -97,13 +103,13 @@ def _made_of(values: dict[str, Any]) -> Config:
 
 
 def config_from_dict(values: dict[str, Any], overrides: Overrides = ()) -> Config:
-    """A Config from nested values, as ``Config.to_dict`` gives them, with overrides."""
+    """Return the Config of nested values, such as those of ``Config.to_dict``, with overrides."""
     arguments = _as_arguments(_with_new_names(_flatten(values)))
     return read_config(None, [*arguments, *_as_arguments(overrides)])
 
 
 def as_config(config: AnyConfig) -> Config:
-    """A Config itself, or what ``load_config`` or ``config_from_dict`` make one of."""
+    """Return a Config as it is, or make one of values, a file or the name of a config."""
     if isinstance(config, Config):
         return config
     if isinstance(config, dict):
@@ -112,7 +118,7 @@ def as_config(config: AnyConfig) -> Config:
 
 
 def is_set(key: str, overrides: Overrides) -> bool:
-    """Whether overrides name a key."""
+    """Return whether overrides name a key."""
     option = re.compile(rf"--{re.escape(current_name(key))}(=|$)")
     return any(option.match(word) for word in _as_arguments(overrides))
 
@@ -129,15 +135,15 @@ def _with_new_names(values: dict[str, Any], drops_unknown: bool = False) -> dict
     or not; those are left out.
     """
     moved = moved_keys(Config)
-    found = {key: value for key, value in values.items() if key not in moved}
+    flat = {key: value for key, value in values.items() if key not in moved}
     for old, (new, default) in moved.items():
         if old not in values or values[old] == default:
             continue
         options, _, name = new.rpartition(".")
         if drops_unknown and not _has_option(options, name, values):
             continue
-        found[options] = {name: values[old], **(found.get(options) or {})}
-    return found
+        flat[options] = {name: values[old], **(flat.get(options) or {})}
+    return flat
 
 
 def _has_option(options: str, name: str, values: dict[str, Any]) -> bool:
@@ -230,7 +236,7 @@ def _check_file(path: Path) -> dict[str, Any]:
 
 
 def _explain(message: str) -> str:
-    """The parser's message in the words of the other errors."""
+    """Return the parser's message in the words of the other errors."""
     unknown = re.search(r"unrecognized arguments: --?([\w.-]+)", message)
     if unknown:
         return f"unknown key {unknown[1]}{_closest(unknown[1], all_keys())}"

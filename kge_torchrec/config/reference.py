@@ -1,7 +1,7 @@
 """Write the keys of the config for people: configs/default.yaml and docs/reference/keys.md.
 
-Both come from the fields alone. ``python -m kge_torchrec.config.reference`` writes them anew in a
-checkout, and a test compares them.
+Both come from the fields. ``python -m kge_torchrec.config.reference`` writes them in a checkout; a
+test compares them.
 """
 
 from __future__ import annotations
@@ -105,12 +105,12 @@ def _options_of(rules: Key) -> list[tuple[Field[Any], str]]:
         of = KINDS[rules.options.kind]
         owners = {name: resolve(rules.options.kind, name) for name in of.ours}
         owners |= {"": rules.options.otherwise}
-    found: dict[str, tuple[Field[Any], list[str]]] = {}
+    rows: dict[str, tuple[Field[Any], list[str]]] = {}
     for name, owner in owners.items():
         for item in fields(settings_of(owner)) if owner is not None else ():
             if "key" in item.metadata:
-                found.setdefault(item.name, (item, []))[1].append(name)
-    return [(item, f"{', '.join(names)}: " if any(names) else "") for item, names in found.values()]
+                rows.setdefault(item.name, (item, []))[1].append(name)
+    return [(item, f"{', '.join(names)}: " if any(names) else "") for item, names in rows.values()]
 
 
 def _yaml_of(item: Any, indent: str) -> list[str]:

@@ -11,7 +11,7 @@ or, so that it is known wherever the package is installed, by an entry point:
         [project.entry-points."kge_torchrec.scorer"]
         my_scorer = "my_package.models:MyScorer"
 
-Nothing is imported before it is asked for: reading a config costs what the config names.
+A part is imported when a config names it.
 """
 
 from __future__ import annotations
@@ -140,16 +140,18 @@ _registered: dict[tuple[str, str], str | type] = {}
 
 
 def register(kind: str, name: str, target: str | type) -> None:
-    """Gives a class a name that configs can use in this process.
+    """Give a class a name that configs can use in this process.
 
-    kind: scorer, loss, regularizer, negative_sampler, table_optimizer, schedule or reader.
-    target: the class, or where it is, as "package.module:Class".
+    Every process that reads such a config must register the name. Where several processes train,
+    let the config name the import path, or let an entry point register it.
 
-    Every process that reads such a config has to register the name: where several train, let the
-    config name the import path, or let an entry point register it.
+    Args:
+        kind: scorer, loss, regularizer, negative_sampler, table_optimizer, schedule or reader.
+        name: The name.
+        target: The class, or its place as "package.module:Class".
 
-    Raises ValueError for an unknown kind, a target that is neither, and for a name that another
-    class has.
+    Raises:
+        ValueError: The kind is unknown, the target is neither, or another class has the name.
     """
     if kind not in KINDS:
         raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
@@ -165,18 +167,18 @@ def register(kind: str, name: str, target: str | type) -> None:
 
 
 def canonical(name: str) -> str:
-    """A name as it is looked up: of lower case, with underscores; import paths as they are."""
+    """Return a name in lower case with underscores; import paths stay as they are."""
     return name if ":" in name or "." in name else name.lower().replace("-", "_")
 
 
 def names_of(kind: str) -> list[str]:
-    """The names a config can use: ours, registered ones, those of installed packages."""
+    """Return the names that a config can use: built-in, registered and installed ones."""
     registered = [name for of, name in _registered if of == kind]
     return list(dict.fromkeys([*KINDS[kind].ours, *registered, *_installed(kind)]))
 
 
 def check_name(kind: str, name: str) -> None:
-    """Raises ConfigError unless the name is known or an import path; imports nothing."""
+    """Raise ConfigError unless the name is known or an import path; import nothing."""
     key, names = KINDS[kind].key, names_of(kind)
     if name in names or _is_path(name):
         return
@@ -186,20 +188,20 @@ def check_name(kind: str, name: str) -> None:
 
 
 def resolve(kind: str, name: str) -> Any:
-    """The class of that name.
+    """Return the class of a name.
 
-    Raises ConfigError, naming the key, for an unknown name, for one that two installed packages
-    give to different classes, for a module or class that cannot be imported, and for a class that
-    is not of this kind.
+    Raises:
+        ConfigError: The name is unknown, two installed packages give it to different classes, the
+            class cannot be imported, or it is not of this kind. The message names the key.
     """
     check_name(kind, name)
-    found = _loaded(KINDS[kind].key, _target(kind, name))
+    loaded = _loaded(KINDS[kind].key, _target(kind, name))
     base = _loaded(KINDS[kind].key, KINDS[kind].base)
-    if not (inspect.isclass(found) and issubclass(found, base)):
+    if not (inspect.isclass(loaded) and issubclass(loaded, base)):
         raise ConfigError(
             f"{KINDS[kind].key}: {name} is no class derived from {base.__module__}.{base.__name__}"
         )
-    return found
+    return loaded
 
 
 def _target(kind: str, name: str) -> str | type:
@@ -218,7 +220,7 @@ def _target(kind: str, name: str) -> str | type:
 
 
 def _is_path(text: str) -> bool:
-    """Whether it has the form of package.module:Class."""
+    """Return whether a text has the form package.module:Class."""
     module, _, name = text.partition(":")
     return all(word.isidentifier() for word in (*module.split("."), *name.split(".")))
 
@@ -232,16 +234,16 @@ def _loaded(key: str, target: str | type) -> Any:
         return target
     module, _, name = target.partition(":")
     try:
-        found = importlib.import_module(module)
+        loaded = importlib.import_module(module)
     except ImportError as error:
         raise ConfigError(
             f"{key}: {target} cannot be imported: {error}; install its package, or start Python "
             "where the module lies"
         ) from error
     try:
-        return attrgetter(name)(found)
+        return attrgetter(name)(loaded)
     except AttributeError:
-        close = difflib.get_close_matches(name, vars(found), n=1, cutoff=0.7)
+        close = difflib.get_close_matches(name, vars(loaded), n=1, cutoff=0.7)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise ConfigError(f"{key}: the module {module} has no {name}{hint}") from None
 
@@ -249,11 +251,11 @@ def _loaded(key: str, target: str | type) -> Any:
 @cache
 def _installed(kind: str) -> dict[str, tuple[str, ...]]:
     """Return the entry points of installed packages: {name: (module:Class, ...)}."""
-    found: dict[str, set[str]] = defaultdict(set)
+    installed: dict[str, set[str]] = defaultdict(set)
     for point in entry_points(group=f"kge_torchrec.{kind}"):
         name, place = canonical(point.name), f"{point.module}:{point.attr}"
         if name in KINDS[kind].ours:
             log.warning("%s is named %s, as one of ours, and so has no name here", place, name)
         else:
-            found[name].add(place)
-    return {name: tuple(sorted(places)) for name, places in found.items()}
+            installed[name].add(place)
+    return {name: tuple(sorted(places)) for name, places in installed.items()}

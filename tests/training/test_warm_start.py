@@ -200,7 +200,7 @@ def broken(folder: Path, what: str) -> tuple[Path, str]:
     if what == "width":
         return write(folder, ".npy", some_vectors(6)), "have 6 numbers, an entity here 8"
     if what == "narrow":
-        return write(folder, ".npy", some_vectors(6)), "6 numbers have no 8 principal"
+        return write(folder, ".npy", some_vectors(6)), "6 elements have no 8 principal"
     if what == "twice":
         labels[4] = "e30"
         return write(folder, ".parquet", table, labels), "'e30' has 2 vectors .number 1 and 5"

@@ -149,14 +149,14 @@ def test_failed_trial_is_reported_and_study_continues(tmp_path, capsys):
     assert len(results["trials"]) == 6 and results["best"]["value"] > 0
     page = (tmp_path / "report.html").read_text()
     assert "weight_decay is no option of Adagrad" in page and "<th>reason</th>" in page
-    assert "has none" in capsys.readouterr().err
+    assert "is no option of" in capsys.readouterr().err
 
 
 @pytest.mark.slow
 def test_study_stops_if_the_first_trials_all_fail(tmp_path):
     space = {"train.weight_decay": {"low": 0.1, "high": 0.2}}
     config = config_of("countries", **SMALL)
-    with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*FBGEMM's adagrad"):
+    with pytest.raises(ConfigError, match=r"the first 5 trials all failed.*no option of Adagrad"):
         kge_torchrec.tune(config, trials=9, study=tmp_path, space=space)
     assert "No trial was completed" in (tmp_path / "report.html").read_text()
 
