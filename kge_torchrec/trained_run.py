@@ -51,6 +51,7 @@ class Run(Answering):
         self._model: TrainedModel | None = None
         self._loaded: str | None = None  # the requested checkpoint
         self._progress: TrainState | None = None  # progress of the loaded checkpoint
+        self._settled = self.config  # with numbers in place of null, once a model is loaded
 
     @property
     def path(self) -> Path:
@@ -242,10 +243,8 @@ class Run(Answering):
         earlier = None
         if changed_since is not None:
             earlier = Earlier.open(changed_since, model.entity_labels, self._processes)
-        of_best = wanted == BEST
-        Export(
-            model, self.folder, self.config, folder, format, self._progress, of_best, asked, earlier
-        ).write()
+        source, of_best = (model, self.folder, self._settled), wanted == BEST
+        Export(*source, folder, format, self._progress, of_best, asked, earlier).write()
         return folder.path
 
     def new_links(
@@ -357,9 +356,8 @@ class Run(Answering):
         """Return the model of "best", "newest" or a named checkpoint."""
         if self._model is None or self._loaded != checkpoint:
             self._model = self._loaded = None  # before another table is made
-            model, self._progress = load_trained(
-                self.config, self.folder, self._processes, checkpoint
-            )
+            found = load_trained(self.config, self.folder, self._processes, checkpoint)
+            model, self._progress, self._settled = found
             # Read on rank 0 here, since later not every rank may need it.
             calibration = on_first_rank(self._processes, self._read_calibration)
             model.read_calibration = lambda: calibration

@@ -29,7 +29,7 @@ def main(copy: Path, rooms: list[str]) -> None:
     folder = resume_run(folder.path, {"train.epochs": 2})
     config = folder.load_config()
     with processes("cpu") as ranks:
-        model, progress = load_trained(config, folder, ranks)
+        model, progress, _ = load_trained(config, folder, ranks)
         assert progress.epoch == 2
         valid = np.asarray(model.known("a test").valid)
         ranked = model.ranks_of(valid, "valid", config.evaluation)

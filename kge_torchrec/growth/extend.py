@@ -253,9 +253,7 @@ class _Extension:
 
     def place(self) -> Placement:
         """Place the new rows, and write the checkpoint again with them."""
-        model, _ = load_trained(self.config, self.folder, self.processes, NEWEST)
-        size, on_cuda = self.store.size, self.processes.device.type == "cuda"
-        config = self.config.settled(size, on_cuda, self.processes.world_size)
+        model, _, config = load_trained(self.config, self.folder, self.processes, NEWEST)
         placed = place(model, config, self.old)
         rows = (model.rows(torch.arange(a, a + n)).cpu() for a, n in self._blocks())
         scorer = {f"scorer.{name}": p.detach() for name, p in model.scorer.named_parameters()}

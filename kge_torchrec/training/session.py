@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -67,9 +67,17 @@ def selection_of(config: Config, store: TripleStore) -> str:
     return f"{of} among candidates {evaluation.candidates} {evaluation.types or ''}".rstrip()
 
 
+class Loaded(NamedTuple):
+    """The model of a checkpoint, its progress, and the config with numbers in place of null."""
+
+    model: TrainedModel
+    progress: TrainState
+    config: Config
+
+
 def load_trained(
     config: Config, folder: RunFolder, processes: Processes, which: str = BEST
-) -> tuple[TrainedModel, TrainState]:
+) -> Loaded:
     """Load the model of a checkpoint, of any backend and any number of ranks.  Collective.
 
     It has no optimizer, no lookup and no sharding plan, and does not load TorchRec, so it is ready
@@ -82,9 +90,6 @@ def load_trained(
         processes: The ranks.
         which: The checkpoint, see ``Session.restore_parameters``.
 
-    Returns:
-        The model, and the progress of its checkpoint.
-
     Raises:
         CheckpointError: The run has no readable checkpoint, or none of that name.
     """
@@ -95,10 +100,7 @@ def load_trained(
             config.negatives.sides,
             config.untrained_side,
         )
-    keep_large_blocks()
-    set_threads(config.threads, processes.local_world_size)
-    show = config.run.progress and processes.is_first
-    store = open_store(config.data, config.seed, folder.store, processes, show)
+    store = _opened_store(config, folder, processes)
     config = config.settled(store.size, processes.device.type == "cuda", processes.world_size)
     count, rank = store.num_entities, processes.rank
     start, stop = (count * r // processes.world_size for r in (rank, rank + 1))
@@ -112,18 +114,26 @@ def load_trained(
 
         table = row_sharded(rows, start, count, processes.group)
     state = {"model": {ENTITY_WEIGHT: table, **scorer.state_dict(prefix=_SCORER)}}
-    checkpoints = checkpoints_of(config, folder, processes, store)
+    checkpoints = _checkpoints_of(config, folder, processes, store)
     _, progress = checkpoints.load_first(state, checkpoints.order(which))
     dense = {k.removeprefix(_SCORER): v for k, v in state["model"].items() if k != ENTITY_WEIGHT}
     scorer.load_state_dict(dense)
     shard = EntityShard(rows, start, count)
-    return TrainedModel(scorer, shard, store, store, processes, path=folder.path), progress
+    model = TrainedModel(scorer, shard, store, store, processes, path=folder.path)
+    return Loaded(model, progress, config)
 
 
-def checkpoints_of(
+def _opened_store(config: Config, folder: RunFolder, processes: Processes) -> TripleStore:
+    """Set threads and memory of this process, and open the store of a run.  Collective."""
+    keep_large_blocks()
+    set_threads(config.threads, processes.local_world_size)
+    show = config.run.progress and processes.is_first
+    return open_store(config.data, config.seed, folder.store, processes, show)
+
+
+def _checkpoints_of(
     config: Config, folder: RunFolder, processes: Processes, store: TripleStore
 ) -> Checkpoints:
-    """Return the checkpoints of a run."""
     keep = config.checkpoint.keep
     return Checkpoints(folder.checkpoints, processes, keep, store.fingerprint)
 
@@ -151,14 +161,10 @@ class Session:
         plan_may_differ: bool = False,
     ):
         config.check_trainable()
-        keep_large_blocks()
-        set_threads(config.threads, processes.local_world_size)
         self.folder, self.processes = folder, processes
         self.show = config.run.progress and processes.is_first
         self.hide_bars = None if self.show else True  # None: tqdm shows bars only on terminals
-        self.store: TripleStore = open_store(
-            config.data, config.seed, folder.store, processes, self.show
-        )
+        self.store = _opened_store(config, folder, processes)
         on_first_rank(processes, self.store.check)
         self._check_weights(config.data.weights)
         self._check_types(config.evaluation)
@@ -169,7 +175,7 @@ class Session:
         self.backend = _engine(config, self.store, processes, plan_may_differ)
         shard = self.backend.shard()
         self._model = TrainedModel(self.scorer, shard, self.store, self.store, processes)
-        self.checkpoints = checkpoints_of(config, folder, processes, self.store)
+        self.checkpoints = _checkpoints_of(config, folder, processes, self.store)
 
     def _check_weights(self, use: str) -> None:
         """Raise DataError if data.weights needs weights that the store does not have."""
