@@ -195,7 +195,8 @@ def _overwrite_by_gradients(loss: FullLoss, scores: Tensor) -> None:
     """Turn scores (Q, m) into the loss's gradients, as if no answer were among them."""
     none = scores.new_zeros(0, dtype=torch.int64)
     answers = BlockAnswers(none, none, scores.new_zeros(0))
-    loss.finish(scores, loss.observe(scores, answers), answers, scores.new_ones(len(scores)))
+    statistics = loss.partial_statistics(scores, answers)
+    loss.backward(scores, statistics, answers, scores.new_ones(len(scores)))
 
 
 class OperationCounter(TorchDispatchMode):
