@@ -83,7 +83,8 @@ class FullCandidates(Step):
         self.closed_form = None if isinstance(loss, Loss) else with_current_names(loss)
         self.row_ranges = score_rows.row_ranges(backend.shard()) if self.any_loss else []
         self._sums_rows = train.needs_whole_gradient or self.any_loss is not None
-        self._row_sums: Tensor | None = None  # (n, D) float32
+        self._row_sums: Tensor | None = None  # (n, D) float32, of the micro-batches so far
+        self.dense_sums: list[Tensor] = []  # this rank's terms of the dense gradients
         in_bf16 = objective.precision == torch.bfloat16
         # Otherwise autocast converts whole operands and also rounds scores and gradients.
         self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
@@ -96,16 +97,11 @@ class FullCandidates(Step):
         self.penalizes_entities = objective.regularizers.any_of_entities
         self.penalizes_triples = objective.regularizers.any_of_triples
 
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        self.dense_sums: list[Tensor] = []  # this rank's terms of the dense gradients
-        if self._sums_rows:
-            rows = self.backend.shard().rows
-            self._row_sums = torch.zeros_like(rows, dtype=torch.float32)
-
     def forward_backward(self, batches: Iterator[QueryBatch], last: bool) -> Tensor:
         """Run forward and backward of a micro-batch.  Rows step at once where they can."""
         batch, shard = next(batches), self.backend.shard()
+        if self._sums_rows and self._row_sums is None:
+            self._row_sums = torch.zeros_like(shard.rows, dtype=torch.float32)
         loss = torch.zeros((), device=shard.rows.device)
         rounding = products_in_bf16() if self._rounds_products else nullcontext()
         with rounding, self.backend.dense.gathered():
@@ -121,6 +117,7 @@ class FullCandidates(Step):
                 loss += queries.loss()
         if last:
             self.backend.dense.set_gradients(self.dense_sums)
+            self.dense_sums = []
         return loss
 
     def _parts(self, batch: QueryBatch) -> Iterator[QueryBatch]:
@@ -163,4 +160,4 @@ class FullCandidates(Step):
                 RowGradients(ids[own.start : own.stop], sums[own.start : own.stop], None, True)
                 for own in blocks
             )
-        super().update()
+        self.backend.optimizer.step()

@@ -73,6 +73,7 @@ class QueryPass:
         self.world = world_size()
         self.rank = dist.get_rank() if self.world > 1 else 0
         self.query_shards = [QueryShard(queries, shard) for queries in batch.asked]
+        self.queries = sum(len(x.relation) for x in self.query_shards)
         with_answers = bool(step.relation_weight) or step.penalizes_triples
         self.gathered = GatheredRows(batch.asked, shard, with_answers)
         with torch.enable_grad(), self._drawing(_QUERIES):
@@ -92,8 +93,9 @@ class QueryPass:
     def row_gradients(self) -> Iterator[RowGradients]:
         """Yield the complete gradients of all n rows, each row once."""
         step, loss = self.step, self.step.closed_form
-        blocks = self._blocks()
-        keeps = keeps_scores(len(self.shard.rows), self.batch.queries, step.kept_bytes)
+        size = len(self.shard.rows), self.queries
+        blocks = self._cells() if step.drops_pairs else score_blocks(*size, step.block_bytes)
+        keeps = keeps_scores(*size, step.kept_bytes)
         if loss is None or keeps:
             scored = [self._forward(places) for places in blocks]
             if loss is None:
@@ -146,11 +148,13 @@ class QueryPass:
             dropped = rows * self._row_factors(places) if step.drops_entities else rows
             entities = self.scorer.entity(dropped)
             with self.objective.autocast(step.device) if step.casts else nullcontext():
-                scores = self._scores(places, entities)
-            if loss is None:
-                scores = [x.float() for x in scores]
-            else:
-                scores = [x if keeps_bfloat16(loss, x[0]) else x.float() for x in scores]
+                if step.drops_pairs:
+                    scores = self._scores_of_cell(places, entities)
+                else:
+                    scores = [x.scores(self.scorer, entities) for x in self.query_shards]
+            for i, x in enumerate(scores):
+                if x.dtype != torch.float32 and not (loss is not None and keeps_bfloat16(loss, x[0])):
+                    scores[i] = x.float()
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
         statistics = None
         if loss is not None and self.statistics is None:
@@ -159,22 +163,17 @@ class QueryPass:
             self.block_statistics.append(statistics)
         return _Block(places, rows, scores, answers, statistics)
 
-    def _scores(self, places: range, entities: Tensor) -> list[Tensor]:
-        """Return the scores (1, q, m) of a block; ``entities`` (m, D) are from ``Scorer.entity``.
+    def _scores_of_cell(self, places: range, entities: Tensor) -> list[Tensor]:
+        """Return the scores (1, q, m) of a block with dropout of pairs.
 
-        Gradients later overwrite the scores.
+        It draws for the whole cell, including its rows on other ranks.
         """
-        if not self.step.drops_pairs:
-            return [query_shard.scores(self.scorer, entities) for query_shard in self.query_shards]
-        # Draw for the whole cell, including its rows on other ranks.
         cell, before = divmod(self.shard.first_row + places.start, CELL)
         after = CELL - before - len(places)
         entities = nn.functional.pad(entities, (0, 0, before, after))
         own = slice(before, before + len(places))
         with self._drawing(_PAIRS, cell):
-            scores = [
-                query_shard.scores(self.scorer, entities) for query_shard in self.query_shards
-            ]
+            scores = [x.scores(self.scorer, entities) for x in self.query_shards]
         return [x[..., own].clone() for x in scores]  # views must not be overwritten
 
     def _row_factors(self, places: range) -> Tensor:
@@ -195,7 +194,7 @@ class QueryPass:
         if self.world == 1:
             self.statistics = own
             return
-        size, device = (3, self.batch.queries), self.shard.rows.device
+        size, device = (3, self.queries), self.shard.rows.device
         # Send float64: a rank without rows does not know the dtype of the statistics.
         sent = torch.zeros(size, dtype=torch.float64, device=device)
         if own is not None:
@@ -213,7 +212,7 @@ class QueryPass:
         Such queries are of one side.  Collective.
         """
         step, (query_shard,) = self.step, self.query_shards
-        queries, loss = self.batch.queries, step.any_loss
+        queries, loss = self.queries, step.any_loss
         assert loss is not None
         no_scores = torch.empty(queries, 0, device=self.shard.rows.device)
         scores = torch.cat([no_scores, *(block.scores[0].data[0] for block in blocks)], 1)
@@ -347,13 +346,8 @@ class QueryPass:
             seed_generators(self.batch.seed, *place)
             yield
 
-    def _blocks(self) -> list[range]:
-        """Split the rows of this rank into blocks.
-
-        With dropout of pairs, blocks are the cells of the random streams.
-        """
-        if not self.step.drops_pairs:
-            return score_blocks(len(self.shard.rows), self.batch.queries, self.step.block_bytes)
+    def _cells(self) -> list[range]:
+        """Return the cells of the random streams for dropout of pairs, as blocks of rows."""
         start, stop = self.shard.row_range
         edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
         return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]

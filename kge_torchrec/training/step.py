@@ -48,30 +48,24 @@ class Step:
             StopIteration: There is no batch left.
         """
         count = self.train.accumulation
-        self.zero_grad()
+        self.backend.optimizer.zero_grad()  # also passes the learning rate to the table
         losses = [self.forward_backward(batches, part == count - 1) for part in range(count)]
-        if self._unscale():
+        if self.scale is None or self._unscale(self.scale):
             if self._clips:
                 clip(self.train, self.backend, self.row_gradients())
             self.update()
         self._ended("update")
         return losses[0] if count == 1 else torch.stack(losses).sum()
 
-    def _unscale(self) -> bool:
-        """Divide gradients by the loss scale, if there is one.
+    def _unscale(self, scale: LossScale) -> bool:
+        """Divide gradients by the loss scale.
 
         Returns:
             False if a gradient overflowed on any rank, so that the step is skipped.
         """
-        if self.scale is None:
-            return True
-        factor = unscale(self.scale, self.backend, self.scaled_row_gradients())
+        factor = unscale(scale, self.backend, self.scaled_row_gradients())
         self.unscale_rows(factor)
         return factor is not None
-
-    def zero_grad(self) -> None:
-        """Clear the gradients; also pass the learning rate to the table."""
-        self.backend.optimizer.zero_grad()
 
     def forward_backward(self, batches: Iterator[Any], last: bool) -> Tensor:
         """Run forward and backward of the next micro-batch; return its loss, detached.
@@ -121,11 +115,6 @@ class SampledStep(Step):
             self._ended = unwatched
             for hook in hooks:
                 hook.remove()
-
-    def zero_grad(self) -> None:
-        super().zero_grad()
-        if isinstance(self._barrier, GradientBarrier):
-            self._barrier.drop()  # of a step that an error ended
 
     def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
         batch = next(batches)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranking_cases import make_known
+from recorded_steps import CPU, ENTITIES, Recorder, objective_of
 from scorer_cases import CASES, RELATIONS, identify
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,14 +23,11 @@ from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models import distances
 from kge_torchrec.models.full_losses import FullSoftmax
-from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.model import Objective
-from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
 from kge_torchrec.training import full_candidates, query_pass
 from kge_torchrec.training.full_candidates import FullCandidates
@@ -38,39 +36,6 @@ from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
-
-ENTITIES = 11
-CPU = torch.device("cpu")
-
-
-class Recorder:
-    """An engine that keeps gradients instead of stepping by them."""
-
-    def __init__(self, objective: Objective, rows: torch.Tensor):
-        self.unwrapped_model = SimpleNamespace(objective=objective, scale=None)
-        self.dense = DenseWrapper()
-        self.dense.wrap(self.unwrapped_model)
-        self.rows = rows
-        self.optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
-
-    def shard(self) -> EntityShard:
-        return EntityShard(self.rows, 0, len(self.rows))
-
-    def step_rows(self, gradients) -> None:
-        self.grad = torch.full_like(self.rows, torch.nan)
-        for part in gradients:
-            assert self.grad[part.ids].isnan().all()  # each row once
-            self.grad[part.ids] = part.grad
-        assert not self.grad.isnan().any()
-
-
-def objective_of(case, reciprocal: bool, **shared) -> Objective:
-    name, dim, options = case
-    torch.manual_seed(0)
-    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared)
-    for parameter in scorer.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(n3=0.02, l2=0.01))
 
 
 def gradients(
@@ -204,7 +169,7 @@ def test_ranks_tell_each_other_normalizers_whole(monkeypatch, has_rows):
     other = torch.tensor([[3000.0001], [0.0], [0.0]], dtype=torch.float64)
     own = query_pass.QueryPass.__new__(query_pass.QueryPass)
     own.world, own.block_statistics = 2, [other.clone()] if has_rows else []
-    own.batch, own.shard = SimpleNamespace(queries=1), SimpleNamespace(rows=torch.zeros(1, 2))
+    own.queries, own.shard = 1, SimpleNamespace(rows=torch.zeros(1, 2))
 
     def all_gather(every, sent):
         every[0].copy_(sent)
@@ -344,7 +309,10 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"negatives__regime": "allvsall", "loss__name": "margin"}, "loss.name: margin has nothing"),
+        (
+            {"negatives__regime": "allvsall", "loss__name": "margin"},
+            "loss.name: margin has nothing",
+        ),
         ({"negatives__filtered": True}, "negatives.filtered: 1vsall takes every entity"),
         ({"train__pipeline": "sparse_dist"}, "train.pipeline: with negatives.regime 1vsall"),
         ({"dense__compile": True}, "dense.compile: with negatives.regime 1vsall"),

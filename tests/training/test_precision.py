@@ -125,10 +125,10 @@ def spoil(loop: Trainer, where: str) -> None:
         return
     unscale, (relations, *_) = step._unscale, engine.dense.parameters()
 
-    def spoilt() -> bool:
+    def spoilt(scale) -> bool:
         if relations.grad is not None:
             local_part(relations.grad).fill_(math.inf)
-        return unscale()
+        return unscale(scale)
 
     step._unscale = spoilt
 
