@@ -24,7 +24,7 @@ Shapes: n rows on this rank, D elements per row, N entities.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import cast
 
@@ -83,8 +83,7 @@ class FullCandidates(Step):
         self.closed_form = None if isinstance(loss, Loss) else with_current_names(loss)
         self.row_ranges = score_rows.row_ranges(backend.shard()) if self.any_loss else []
         self._sums_rows = train.needs_whole_gradient or self.any_loss is not None
-        self._row_sums: Tensor | None = None  # (n, D) float32, of the micro-batches so far
-        self.dense_sums: list[Tensor] = []  # this rank's terms of the dense gradients
+        self._row_sums: Tensor | None = None  # (n, D) float32, of a step
         in_bf16 = objective.precision == torch.bfloat16
         # Otherwise autocast converts whole operands and also rounds scores and gradients.
         self._rounds_products = in_bf16 and device.type == "cpu" and rounds_as_it_multiplies()
@@ -97,27 +96,31 @@ class FullCandidates(Step):
         self.penalizes_entities = objective.regularizers.any_of_entities
         self.penalizes_triples = objective.regularizers.any_of_triples
 
-    def forward_backward(self, batches: Iterator[QueryBatch], last: bool) -> Tensor:
-        """Run forward and backward of a micro-batch.  Rows step at once where they can."""
-        batch, shard = next(batches), self.backend.shard()
-        if self._sums_rows and self._row_sums is None:
-            self._row_sums = torch.zeros_like(shard.rows, dtype=torch.float32)
-        loss = torch.zeros((), device=shard.rows.device)
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Give each rank the whole dense parameters; then set their gradients, over all ranks."""
         rounding = products_in_bf16() if self._rounds_products else nullcontext()
         with rounding, self.backend.dense.gathered():
             self.parameters = [p for p in self.objective.parameters() if p.requires_grad]
-            self.dense_sums = self.dense_sums or [torch.zeros_like(p) for p in self.parameters]
-            for part in self._parts(batch):
-                queries = QueryPass(self, part, shard)
-                if self._row_sums is None:
-                    self.backend.step_rows(queries.row_gradients())
-                else:
-                    for rows in queries.row_gradients():  # each row once
-                        self._row_sums.index_add_(0, rows.ids, rows.grad)
-                loss += queries.loss()
-        if last:
-            self.backend.dense.set_gradients(self.dense_sums)
-            self.dense_sums = []
+            self.dense_sums = [torch.zeros_like(p) for p in self.parameters]  # this rank's terms
+            if self._sums_rows:
+                rows = self.backend.shard().rows
+                self._row_sums = torch.zeros_like(rows, dtype=torch.float32)
+            yield
+        self.backend.dense.set_gradients(self.dense_sums)
+
+    def forward_backward(self, batches: Iterator[QueryBatch], last: bool) -> Tensor:
+        """Run forward and backward of a micro-batch.  Rows step at once where they can."""
+        batch, shard = next(batches), self.backend.shard()
+        loss = torch.zeros((), device=shard.rows.device)
+        for part in self._parts(batch):
+            queries = QueryPass(self, part, shard)
+            if self._row_sums is None:
+                self.backend.step_rows(queries.row_gradients())
+            else:
+                for rows in queries.row_gradients():  # each row once
+                    self._row_sums.index_add_(0, rows.ids, rows.grad)
+            loss += queries.loss()
         return loss
 
     def _parts(self, batch: QueryBatch) -> Iterator[QueryBatch]:

@@ -153,7 +153,7 @@ class QueryPass:
                 else:
                     scores = [x.scores(self.scorer, entities) for x in self.query_shards]
             for i, x in enumerate(scores):
-                if x.dtype != torch.float32 and not (loss is not None and keeps_bfloat16(loss, x[0])):
+                if x.dtype != torch.float32 and not (loss and keeps_bfloat16(loss, x[0])):
                     scores[i] = x.float()
         answers = [query_shard.answers(places) for query_shard in self.query_shards]
         statistics = None

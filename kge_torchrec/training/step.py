@@ -11,7 +11,7 @@ position in training, not of earlier random draws.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -49,7 +49,8 @@ class Step:
         """
         count = self.train.accumulation
         self.backend.optimizer.zero_grad()  # also passes the learning rate to the table
-        losses = [self.forward_backward(batches, part == count - 1) for part in range(count)]
+        with self.accumulating():
+            losses = [self.forward_backward(batches, part == count - 1) for part in range(count)]
         if self.scale is None or self._unscale(self.scale):
             if self._clips:
                 clip(self.train, self.backend, self.row_gradients())
@@ -66,6 +67,10 @@ class Step:
         factor = unscale(scale, self.backend, self.scaled_row_gradients())
         self.unscale_rows(factor)
         return factor is not None
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        """Return the context of all micro-batches of a step.  Collective."""
+        return nullcontext()
 
     def forward_backward(self, batches: Iterator[Any], last: bool) -> Tensor:
         """Run forward and backward of the next micro-batch; return its loss, detached.
