@@ -153,6 +153,16 @@ def test_autograd_and_closed_forms_are_one_loss():
     assert largest_difference(gradients_of(SoftmaxLoss(), batches), expected) < 1e-6
 
 
+def test_queries_that_are_taken_apart_have_their_own_random_numbers():
+    (batch,) = some_queries().epoch(0)
+    engine = Recorder(objective_of(("complex", 6, {}), True), torch.randn(ENTITIES, 6))
+    kept_bytes = 16 * ENTITIES * 7
+    step = FullCandidates(engine, foreign_parts.MeanGap(), TrainConfig(), CPU, kept_bytes)
+    parts = list(step._parts(batch))
+    assert [part.queries for part in parts] == [7] * 9 + [3]
+    assert len({part.seed for part in parts}) == 10 and parts[0].seed == batch.seed
+
+
 def test_several_answers_are_averaged():
     loss, scores = SelfAdversarialLoss(1.0), torch.randn(4, 9, dtype=torch.float64)
     answers = torch.tensor([[1, 1, 0], [0] * 3, [0, 1, 0], [1, 1, 1]], dtype=torch.bool)
