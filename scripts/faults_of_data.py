@@ -23,22 +23,22 @@ DATA_FAULTS = [
     Fault(
         "penalties of anchors without their weight",
         "training/query_shards.py",
-        "of_anchors = to_device(self._weight[self._query_of_anchor[found]], self.device)",
+        "of_anchors = to_device(weight, self.device)",
         "pass",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(
         "weights of answers and anchors mixed up",
         "training/query_shards.py",
-        "self._weight[self._query_of_anchor[found]]",
-        "self._weight[: len(anchor)]",
+        "self.queries.weight[self._query_of_anchor[anchors]]",
+        "self.queries.weight[: len(anchor)]",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(
         "gradients against all entities without weights",
-        "training/query_shards.py",
-        "        return self.weight * weight\n",
-        "        return torch.full_like(self.weight, weight)\n",
+        "training/query_pass.py",
+        "else x.weight * self.weight",
+        "else torch.full_like(x.weight, self.weight)",
         "tests/training/test_weighted_triples.py",
     ),
     Fault(

@@ -2,7 +2,7 @@
 
 from faults import Fault
 
-BIASED, FULL = "models/scorers/biased.py", "training/full_candidates.py"
+BIASED, PASS = "models/scorers/biased.py", "training/query_pass.py"
 TRIPLES, PROJECTED = "kernels/triple_products.py", "kernels/projected_distances.py"
 FUSED = "kernels/fused_distances.py"
 
@@ -28,7 +28,7 @@ FAULTS = [
     Fault("DURA of queries with many answers", "config/__init__.py",
           'if regime not in ("sampled", "1vsall"):', "if False:",
           "tests/training/test_penalties_and_biases.py -k penalty_of_triples"),
-    Fault("every rank penalises all triples of a step", FULL,
+    Fault("every rank penalises all triples of a step", PASS,
           "range(self.rank * CELL, len(query_shard.relation), self.world * CELL)",
           "range(0, len(query_shard.relation), CELL)",
           "tests/training/test_penalties_and_biases.py -k 1vsall"),

@@ -87,3 +87,25 @@ class _OverAll:
         scores.sub_(stats[0][:, None]).exp_()
         scores[place] = slopes  # which torch refuses to be of another type
         scores.mul_(weight[:, None])
+
+
+class MeanGap(Loss):
+    """log(1 + the mean of e^(negative - positive)), of any candidates; no form but ``forward``."""
+
+    def forward(self, positive, negative, mask):
+        gap = negative - positive[..., None]
+        if mask is None:
+            mask = torch.ones_like(gap, dtype=torch.bool)
+        mean = gap.masked_fill(~mask, -torch.inf).logsumexp(-1) - mask.sum(-1).log()
+        return torch.nn.functional.softplus(mean)
+
+
+class Scaled(MeanGap):
+    """The same of scores times a factor that is learned."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.tensor([0.7]))
+
+    def forward(self, positive, negative, mask):
+        return super().forward(self.factor * positive, self.factor * negative, mask)

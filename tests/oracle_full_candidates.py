@@ -23,6 +23,7 @@ from oracle_training import (
     score_of,
     table_optimizer,
 )
+from oracle_training import query_loss as loss_of_answer
 from oracle_training import score as score_triples
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
@@ -182,8 +183,13 @@ def query_loss(config, num_relations, entities, dense, query, answers, others) -
     label = torch.zeros_like(scores)
     label[: len(answers)] = 1
     of = config.loss.loss_options()
-    smooth = of.label_smoothing
-    if config.loss.name == "softmax":
+    smooth = getattr(of, "label_smoothing", 0.0)
+    if config.loss.name not in ("softmax", "bce"):  # the mean over the answers
+        negative = scores[None, len(answers) :].expand(len(answers), -1)
+        positive = scores[: len(answers), None]
+        mask = torch.ones_like(negative, dtype=torch.bool)
+        loss = loss_of_answer(config, positive, negative, mask).mean()
+    elif config.loss.name == "softmax":
         label = (1 - smooth) * label / label.sum() + smooth / len(label)
         loss = cross_entropy(scores[None], label[None])
     else:

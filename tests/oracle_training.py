@@ -352,6 +352,9 @@ def query_loss(config: Config, positive: Tensor, negative: Tensor, mask: Tensor)
         return total if of.reduction == "sum" else total / (1 + mask.sum(1))
     if loss.name == "margin":
         return ((of.margin - positive + negative).clamp(min=0) * mask).sum(1) / count
+    if loss.name == "foreign_parts:MeanGap":
+        mean = (negative.exp() * mask).sum(1) / count
+        return torch.log1p(mean / positive[:, 0].exp())
     logits = (of.temperature * negative.detach()).masked_fill(~mask, -math.inf)
     shares = logits.softmax(1).nan_to_num()  # no candidate counts: all are nan
     of_negative = (shares * log_sigmoid(-of.margin - negative)).sum(1)

@@ -144,11 +144,11 @@ def run_classify(parsed: argparse.Namespace) -> int:
         if parsed.format == "json":
             print(json.dumps(results))
         else:
-            _print_classify(found)
+            _print_classify(results)
     return 0
 
 
-def _print_classify(found: dict[str, Any]) -> None:
+def _print_classify(results: dict[str, Any]) -> None:
     import pyarrow as pa
 
     from kge_torchrec.answers.tables import written

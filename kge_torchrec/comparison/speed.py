@@ -36,12 +36,11 @@ from kge_torchrec.data.batches.queries import QuerySampleBatches, SampledBatch
 from kge_torchrec.data.batches.triples import Batch, TripleBatches
 from kge_torchrec.distributed.processes import Processes
 from kge_torchrec.distributed.shared_memory import CollectiveWatch
-from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.environment import peak_resident_bytes
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.step import PARTS, PlainStep, StepOptimizer
+from kge_torchrec.training.step import PARTS, SampledStep
 from kge_torchrec.training.trainer import Trainer
 from kge_torchrec.training.warm_start import begin
 
@@ -92,9 +91,9 @@ def measure_speed(
     session = Session(config, RunFolder(config.run.dir), ranks)
     found: dict[str, Any] = {"threads": torch.get_num_threads()}
     stream = _endless(_batches(session, config))
-    update = StepOptimizer(session.backend, config.train)
+    step = SampledStep(session.backend, config.train, ranks.device)
     for steps in (timing.settling, timing.split):
-        found["split"] = split_of_a_step(session.backend, update, stream, steps, ranks.device)
+        found["split"] = split_of_a_step(step, stream, steps)
         reporter.advance(steps)
     # The pipeline takes the lookup over: from here on nothing else may train the model.
     trainer = Trainer(session, begin(session), None)
@@ -193,19 +192,13 @@ def _seconds_everywhere(session: Session) -> float:
     return time.perf_counter()
 
 
-def split_of_a_step(
-    backend: EmbeddingBackend,
-    optimizer: StepOptimizer,
-    batches: Iterator[Batch],
-    steps: int,
-    device: torch.device,
-) -> dict[str, float]:
+def split_of_a_step(step: SampledStep, batches: Iterator[Batch], steps: int) -> dict[str, float]:
     """Return the median milliseconds of each part of a step. Collective.
 
     The micro-batches of a step are summed. Call it before a pipeline takes over the lookup.
     """
     found: list[dict[str, float]] = []
-    last = _seconds(device)
+    device, last = step.device, _seconds(step.device)
 
     def watch(part: str) -> None:
         nonlocal last
@@ -213,7 +206,6 @@ def split_of_a_step(
         found[-1][part] += now - last
         last = now
 
-    step = PlainStep(backend, optimizer, device)
     with step.watched(watch):
         for _ in range(steps):
             found.append(dict.fromkeys(PARTS, 0.0))

@@ -188,13 +188,7 @@ class Config:
         scorer = self.model.scorer
         if ":" in scorer or scorer not in SCORER_NAMES:
             self._check_encodes(regime, scorer)
-        form = "over_answers" if regime == "kvssample" else "over_all"
-        if not resolve("loss", loss).covers(form):
-            raise ConfigError(
-                f"loss.name: {loss} compares an answer with sampled negatives; with "
-                f"negatives.regime {regime} use softmax or bce"
-            )
-        if regime == "allvsall" and resolve("loss", loss).needs_answers:
+        if regime == "allvsall" and not resolve("loss", loss).learns_without_answers():
             raise ConfigError(
                 f"loss.name: {loss} has nothing to learn from the queries without answers that "
                 "negatives.regime allvsall adds; use bce, or kvsall"

@@ -6,16 +6,22 @@ devices and dtypes, and code that torch.compile fuses itself.
 
 numba takes a second to load, so a file of kernels is imported when the first of them is called.
 
-Shapes: U rows, M places, D elements per row; K candidates.
+Shapes: U rows, M places, D elements per row; K candidates; Q queries, m entities of a block.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from types import ModuleType
 
 import torch
 from torch import Tensor
 from torch.nn.functional import dropout, softplus
+
+from kge_torchrec.kernels.kinds import block_device
+
+# Scores per temporary; on a CPU these fit in the cache.
+_CHUNK_SCORES = {"cpu": 1 << 19, "cuda": 1 << 25}
 
 
 def sums_by_row(index: Tensor, parts: Sequence[Tensor], count: int) -> Tensor:
@@ -87,6 +93,71 @@ def softplus_sum(scores: Tensor, mask: Tensor | None) -> Tensor:
         return _log_sums(scores, mask, False)
     values = softplus(scores)
     return (values if mask is None else values * mask).sum(-1)
+
+
+def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
+    """Write log sum exp s, or the sum of log(1 + exp s), of each query's scores.
+
+    Args:
+        scores: (Q, m).
+        out: (Q,) float64, overwritten.
+        softmax: Which of the two.
+    """
+    if kernels := _full_kernels(scores):
+        kernels.normalizers(scores, out, softmax)
+        return
+    for part in _chunks(scores):
+        if softmax:
+            top = scores[part].amax(1)  # added in float64 at the end; torch.logsumexp would round
+            out[part].copy_((scores[part] - top[:, None]).exp_().sum(1).log_()).add_(top)
+        else:
+            out[part].copy_(softplus(scores[part]).sum(1))
+
+
+def gradients(
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
+) -> None:
+    """Overwrite scores by the gradients of weight (normalizer - rest sum s).
+
+    Args:
+        scores: (Q, m), overwritten.
+        normalizer: (Q,) float64, from ``normalizers``, over the scores of all entities.
+        weight: (Q,) float32.
+        rest: Subtracted from every gradient before the weight.
+        softmax: Which of the two normalizers.
+    """
+    if kernels := _full_kernels(scores):
+        kernels.gradients(scores, normalizer, weight, rest, softmax)
+        return
+    if softmax:
+        scores.sub_(normalizer[:, None]).exp_()
+    else:
+        scores.sigmoid_()
+    if rest:
+        scores.sub_(rest)
+    scores.mul_(weight[:, None])
+
+
+def keeps_bfloat16(scores: Tensor) -> bool:
+    """Return whether ``normalizers`` and ``gradients`` compute in float32 from these scores."""
+    return scores.dtype == torch.bfloat16 and _full_kernels(scores) is not None
+
+
+def _full_kernels(scores: Tensor) -> ModuleType | None:
+    """Return the CPU kernels if they support these scores, otherwise None."""
+    if scores.device.type != "cpu":
+        return None
+    from kge_torchrec.kernels import score_gradients  # numba loads slowly
+
+    return score_gradients if score_gradients.takes(scores) else None
+
+
+def _chunks(scores: Tensor) -> Iterator[slice]:
+    """Yield slices of queries that limit the size of temporaries."""
+    at_once = _CHUNK_SCORES[block_device(scores)]
+    step = max(1, at_once // max(1, scores.shape[1]))
+    for start in range(0, scores.shape[0], step):
+        yield slice(start, start + step)
 
 
 def _log_sums(scores: Tensor, mask: Tensor | None, softmax: bool) -> Tensor:

@@ -4,8 +4,9 @@ Operations of torch one after another would move all scores for each of them, an
 and logarithm take their time.  They are polynomials here, since compilers make vectors of those
 (Cody and Waite 1980 have the reduction): right to 3e-7.
 
-Against all entities scores are read once for ``normalizers``, and overwritten by ``gradients``.
-They are of float32, or of bfloat16, as an array of the 16-bit integers that have its bits; all is
+Against all entities ``normalizers`` reads the scores once and ``gradients`` overwrites them.  Both
+are operators of torch; ``operators`` has the same formulas in plain torch.  Scores are of float32,
+or of bfloat16, as an array of the 16-bit integers that have its bits; all is
 computed in float32 but for what a normalizer adds to exponents, and a gradient rounded as it is
 written.  Sampled candidates are few enough for slopes of their own: ``log_sums`` has both in one
 pass.
@@ -33,16 +34,23 @@ _LEAST = np.float32(-1e38)  # no score is below it
 _F = np.float32  # a number that is not one would make all others double
 
 
+@torch.library.custom_op("kge_torchrec::normalizers", mutates_args=("out",), device_types="cpu")
 def normalizers(scores: Tensor, out: Tensor, softmax: bool) -> None:
-    """Overwrites (Q,) float64 by log sum exp s, or by sum log(1 + exp s), of scores (Q, m)."""
+    """Write log sum exp s, or sum log(1 + exp s), of scores (Q, m) into ``out`` (Q,) float64."""
     arrays = _array(scores), scores.shape[1], out.numpy(), softmax
     _normalizers(len(scores), scores.numel(), *arrays)
 
 
+@normalizers.register_fake
+def _no_result(scores: Tensor, out: Tensor, softmax: bool) -> None:
+    """Return nothing, as the operator itself."""
+
+
+@torch.library.custom_op("kge_torchrec::gradients", mutates_args=("scores",), device_types="cpu")
 def gradients(
     scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
 ) -> None:
-    """Overwrites scores (Q, m) by weight (f(s) - rest), with one weight a query, (Q,) float32.
+    """Overwrite scores (Q, m) by weight (f(s) - rest), with one weight per query, (Q,) float32.
 
     f(s) is exp(s - normalizer), with a normalizer (Q,) float64, or the sigmoid of s.
     """
@@ -54,8 +62,15 @@ def gradients(
     _gradients(len(scores), scores.numel(), *given)
 
 
+@gradients.register_fake
+def _nothing(
+    scores: Tensor, normalizer: Tensor, weight: Tensor, rest: float, softmax: bool
+) -> None:
+    """Return nothing, as the operator itself."""
+
+
 def takes(scores: Tensor) -> bool:
-    """Whether scores are such: on a CPU, and each query's beside each other."""
+    """Return whether scores are on a CPU, float32 or bfloat16, and contiguous for each query."""
     if scores.device.type != "cpu" or scores.dtype not in (torch.float32, torch.bfloat16):
         return False
     rows, step = len(scores), scores.stride(0)

@@ -1,13 +1,15 @@
-"""Losses, each in three forms; a name means the same loss in every training type.
+"""Losses: functions of scores. A name means the same loss in every training type.
 
-1.  Sampled candidates. ``Loss.forward`` maps ``positive`` (C, b), ``negative`` (C, b, K) and
-    ``mask`` (C, b, K) to one loss per query, (C, b). ``mask`` is false for candidates that are not
-    negatives (the answer itself or a known fact). None means all true.
-2.  Queries with any number of answers and sampled candidates: ``Loss.over_answers``.
-3.  Queries over all entities, in closed form over blocks of scores: ``Loss.over_all``, implemented
-    in ``full_losses``.
+``Loss.forward`` maps ``positive`` (C, b), ``negative`` (C, b, K) and ``mask`` (C, b, K) to one loss
+per query, (C, b). ``mask`` is false for candidates that are not negatives (the answer itself or a
+known fact). None means all true. That is enough for every training type:
 
-With one answer, form 2 equals form 1. If all entities are candidates, both equal form 3.
+    one answer       ``forward``
+    several answers  ``over_answers``: by default the mean of ``forward`` over the answers
+    all entities     ``over_all``: by default autograd through ``forward``, averaged over answers
+
+A loss overrides the other two where it has a formula of its own (``full_losses`` for all entities).
+With one answer, all three are equal if all entities are candidates.
 
 Shapes: C chunks, b queries per chunk, K candidates per chunk, Q queries, M answers of the queries,
 N entities.
@@ -34,7 +36,7 @@ def _masked_mean(values: Tensor, mask: Tensor | None) -> Tensor:
 
 
 class Loss(nn.Module):
-    """The loss of a query against sampled candidates; subclasses may support two more forms.
+    """The loss of a query, a function of the scores of its answer and of candidates.
 
     The fields of ``Options`` are passed to the constructor by name.
     """
@@ -59,21 +61,36 @@ class Loss(nn.Module):
         raise NotImplementedError
 
     def over_answers(self) -> nn.Module:
-        """Return the loss of queries with any number of answers (form 2).
+        """Return the loss of queries with any number of answers.
 
         The module is called with positive (M,), the scores of all answers of all queries; query
         (M,), the query of each answer; negative (Q, K); and mask (Q, K). It returns (Q,).
         """
-        raise NotImplementedError
+        return MeanOverAnswers(self)
 
-    def over_all(self, num_entities: int) -> FullLoss:
-        """Return the loss of queries over all entities (form 3)."""
-        raise NotImplementedError
+    def over_all(self, num_entities: int) -> FullLoss | None:
+        """Return the closed form over all entities; None means autograd through ``forward``."""
+        return None
 
     @classmethod
-    def covers(cls, form: str) -> bool:
-        """Whether the loss has the form "over_answers" or "over_all"."""
-        return getattr(cls, form) is not getattr(Loss, form)
+    def learns_without_answers(cls) -> bool:
+        """Return whether a query without answers has a gradient if all entities are candidates."""
+        return not cls.needs_answers and cls.over_all is not Loss.over_all
+
+
+class MeanOverAnswers(nn.Module):
+    """The mean over a query's answers of a loss of one answer; 0 for a query without answers."""
+
+    def __init__(self, loss: Loss):
+        super().__init__()
+        self.loss = loss
+
+    def forward(self, positive: Tensor, query: Tensor, negative: Tensor, mask: Tensor) -> Tensor:
+        """Compute the losses as ``Loss.over_answers`` says; it copies (M, K) scores."""
+        candidates = (x.index_select(0, query)[None] for x in (negative, mask))
+        losses = self.loss(positive[None], *candidates)[0]
+        answers = _sums(torch.ones_like(losses), query, len(negative))
+        return _sums(losses, query, len(negative)) / answers.clamp(min=1)
 
 
 class OfHardest(nn.Module):

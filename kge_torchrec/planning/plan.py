@@ -168,6 +168,13 @@ class TrainingPlan(Setup):
                 f"negatives.regime {regime}: an epoch has at most {self.workload.examples:,} "
                 "queries; queries that several triples share occur once"
             )
+        if self.workload.is_full and not self.workload.has_closed_form:
+            found.append(
+                f"loss.name {config.loss.name} has no closed form over all entities: the scores of "
+                f"every query, {4 * self.workload.num_entities:,} bytes, also travel between ranks "
+                "and back, and the loss is computed once per answer. Traffic and time leave this "
+                "out; softmax and bce need neither"
+            )
         if config.train.precision != "fp32":
             found.append(f"activations are counted in float32; {config.train.precision} needs less")
         return found

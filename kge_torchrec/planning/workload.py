@@ -26,6 +26,7 @@ from kge_torchrec.config.registry import resolve
 from kge_torchrec.data.batches.triples import share_of
 from kge_torchrec.data.store import TripleStore
 from kge_torchrec.data.store.filter_index import Degrees
+from kge_torchrec.models.losses import Loss
 from kge_torchrec.models.model import Objective
 from kge_torchrec.models.scorers import Side
 from kge_torchrec.training.assembly import build_objective, sides_of
@@ -102,6 +103,11 @@ class Workload:
     def is_full(self) -> bool:
         """Whether every query is compared with all entities."""
         return self.config.negatives.is_full
+
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether the loss over all entities has a closed form, see ``Loss.over_all``."""
+        return resolve("loss", self.config.loss.name).over_all is not Loss.over_all
 
     @property
     def sides(self) -> tuple[Side, ...]:

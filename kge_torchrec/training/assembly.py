@@ -6,7 +6,7 @@ import logging
 import platform
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -45,7 +45,7 @@ from kge_torchrec.models.scorers import SIDES, Side, build_scorer
 from kge_torchrec.models.triple_objective import TripleObjective
 from kge_torchrec.training import step as steps
 from kge_torchrec.training.full_candidates import FullCandidates
-from kge_torchrec.training.step import Pipeline
+from kge_torchrec.training.step import Step
 
 log = logging.getLogger(__name__)
 
@@ -189,12 +189,13 @@ def dense_optimizer(
     return build
 
 
-def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Processes) -> Pipeline:
-    """Make the pipeline that trains the batches of ``build_batches``."""
+def build_pipeline(config: Config, backend: EmbeddingBackend, processes: Processes) -> Step:
+    """Make the step that trains the batches of ``build_batches``.  Collective."""
     if not config.negatives.is_full:
         return steps.build_pipeline(config.train, backend, processes.device)
-    loss = build_loss(config.loss).over_all(backend.shard().num_entities)
-    return FullCandidates(backend, loss, config.train, processes.device)
+    loss = cast(Loss, backend.unwrapped_model.objective.loss)  # as build_objective
+    closed_form = loss.over_all(backend.shard().num_entities)
+    return FullCandidates(backend, closed_form or loss, config.train, processes.device)
 
 
 def build_batches(

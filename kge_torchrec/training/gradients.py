@@ -26,74 +26,61 @@ from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.models.loss_scaling import LossScale
 
 
-class StepGradient:
-    """The gradient of table and dense parameters between backward and step."""
+def unscale(scale: LossScale, backend: EmbeddingBackend, rows: list[Tensor]) -> float | None:
+    """Divide dense gradients by the loss scale and update the scale.  Collective.
 
-    def __init__(self, backend: EmbeddingBackend, train: TrainConfig):
-        self.backend = backend
-        self.clip_norm, self.clip_value = train.clip_norm, train.clip_value
-        scale = backend.unwrapped_model.scale
-        self.scale = scale if isinstance(scale, LossScale) else None
+    Args:
+        scale: The loss scale.
+        backend: Its dense gradients are those of this step.
+        rows: (U, D) each, only checked for overflow.
 
-    @property
-    def loss_factor(self) -> float:
-        """The factor on the loss before backward."""
-        return 1.0 if self.scale is None else self.scale.value
+    Returns:
+        The factor by which the caller must multiply ``rows``, or None if a gradient overflowed on
+        any rank and the step must be skipped.
 
-    @property
-    def clips(self) -> bool:
-        return self.clip_norm is not None or self.clip_value is not None
+    Raises:
+        ScaleTooSmall: Gradients keep overflowing.
+    """
+    factor = 1 / scale.value
+    overflow = _any_rank(~_is_finite([*_dense(backend), *rows]))
+    scale.after_step(overflow)
+    if overflow:
+        return None
+    for gradient in _dense(backend):
+        gradient.mul_(factor)
+    return factor
 
-    def unscale(self, rows: list[Tensor]) -> float | None:
-        """Divide dense gradients by the loss scale.  Collective.
 
-        Args:
-            rows: (U, D) each, only checked for overflow.
-
-        Returns:
-            The factor by which the caller must multiply ``rows``, or None if a gradient overflowed
-            on any rank and the step must be skipped.
-
-        Raises:
-            ScaleTooSmall: Gradients keep overflowing.
-        """
-        if self.scale is None:
-            return 1.0
-        factor = 1 / self.scale.value
-        overflow = _any_rank(~_is_finite([*self._dense(), *rows]))
-        self.scale.after_step(overflow)
-        if overflow:
-            return None
-        for gradient in self._dense():
-            gradient.mul_(factor)
-        return factor
-
-    def clip(self, rows: Tensor) -> None:
-        """Clip dense gradients and those of rows (U, D) in place.  Collective."""
-        if self.backend.dense.frozen is not None:
-            self.backend.dense.frozen.drop_gradients()
-        if self.clip_value is not None:
-            for gradient in [*self._dense(), rows]:
-                gradient.clamp_(-self.clip_value, self.clip_value)
-        if self.clip_norm is not None:
-            self._clip_norm(self.clip_norm, rows)
-
-    def _clip_norm(self, limit: float, rows: Tensor) -> None:
-        dense, device = list(self._dense()), self.backend.shard().rows.device
-        of_dense = sum((_squares(g).to(device) for g in dense), torch.zeros((), device=device))
-        of_rows = _squares(rows).to(device)
-        if world_size() > 1:
-            dist.all_reduce(of_rows)
-        norm = (self.backend.dense.sum_of_parts(of_dense) + of_rows).sqrt()
-        factor = (limit / (norm + 1e-6)).clamp(max=1.0)  # formula of torch's clip_grad_norm_
-        for gradient in [*dense, rows]:
+def clip(train: TrainConfig, backend: EmbeddingBackend, rows: Tensor) -> None:
+    """Clip dense gradients and those of rows (U, D) in place.  Collective."""
+    if backend.dense.frozen is not None:
+        backend.dense.frozen.drop_gradients()
+    gradients = [*_dense(backend), rows]
+    if train.clip_value is not None:
+        for gradient in gradients:
+            gradient.clamp_(-train.clip_value, train.clip_value)
+    if train.clip_norm is not None:
+        factor = (train.clip_norm / (_norm(backend, rows) + 1e-6)).clamp(max=1.0)
+        for gradient in gradients:  # formula of torch's clip_grad_norm_
             gradient.mul_(factor.to(gradient.device))
 
-    def _dense(self) -> Iterator[Tensor]:
-        """Yield this rank's parts of the dense gradients, as views."""
-        for parameter in self.backend.dense.parameters():
-            if parameter.grad is not None:
-                yield local_part(parameter.grad)
+
+def _norm(backend: EmbeddingBackend, rows: Tensor) -> Tensor:
+    """Return the norm (), over all ranks, of dense gradients and those of rows (U, D)."""
+    device = backend.shard().rows.device
+    of_dense = torch.zeros((), device=device)
+    of_dense = sum((_squares(g).to(device) for g in _dense(backend)), of_dense)
+    of_rows = _squares(rows).to(device)
+    if world_size() > 1:
+        dist.all_reduce(of_rows)
+    return (backend.dense.sum_of_parts(of_dense) + of_rows).sqrt()
+
+
+def _dense(backend: EmbeddingBackend) -> Iterator[Tensor]:
+    """Yield this rank's parts of the dense gradients, as views."""
+    for parameter in backend.dense.parameters():
+        if parameter.grad is not None:
+            yield local_part(parameter.grad)
 
 
 def _squares(gradient: Tensor) -> Tensor:
@@ -103,10 +90,10 @@ def _squares(gradient: Tensor) -> Tensor:
 
 def _any_rank(flag: Tensor) -> bool:
     """Return whether a flag () is true on any rank.  Collective."""
-    found = flag.float()
+    overflow = flag.float()
     if world_size() > 1:
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return bool(found)
+        dist.all_reduce(overflow, op=dist.ReduceOp.MAX)
+    return bool(overflow)
 
 
 def _is_finite(gradients: list[Tensor]) -> Tensor:

@@ -26,28 +26,36 @@ from kge_torchrec.models.scorers.base import Scorer
 from kge_torchrec.models.scorers.queries import QueryScorer
 
 
-def directed(asked: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
+def directed(sides: Sequence[SideQueries], scorer: Scorer) -> list[SideQueries]:
     """Return the queries in the form for scoring.
 
     With reciprocal relations, head queries become tail queries of the inverse relation.
     """
     if not scorer.reciprocal:
-        return list(asked)
-    inverses = [part.relation + (part.side == "head") * scorer.num_relations for part in asked]
+        return list(sides)
+    inverses = [part.relation + (part.side == "head") * scorer.num_relations for part in sides]
+    weights = [part.weight for part in sides if part.weight is not None]
     return [
         SideQueries(
             "tail",
-            np.concatenate([part.anchor for part in asked]),
+            np.concatenate([part.anchor for part in sides]),
             np.concatenate(inverses),
-            Answers.joined([part.answers for part in asked]),
-            _joined_weights(asked),
+            Answers.joined([part.answers for part in sides]),
+            np.concatenate(weights) if weights else None,
         )
     ]
 
 
-def _joined_weights(asked: Sequence[SideQueries]) -> np.ndarray | None:
-    parts = [part.weight for part in asked if part.weight is not None]
-    return np.concatenate(parts) if parts else None
+def some_of(queries: SideQueries, start: int, stop: int) -> SideQueries:
+    """Return the queries from ``start`` to ``stop`` - 1 with their answers."""
+    parts = []
+    for part in queries.answers.parts:
+        own = (part.query >= start) & (part.query < stop)
+        query, starts, stops = part.query[own] - start, part.starts[own], part.stops[own]
+        parts.append(part._replace(query=query, starts=starts, stops=stops))
+    anchor, relation = queries.anchor[start:stop], queries.relation[start:stop]
+    weight = None if queries.weight is None else queries.weight[start:stop]
+    return SideQueries(queries.side, anchor, relation, Answers(len(anchor), parts), weight)
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
@@ -62,9 +70,10 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 class QueryShard:
-    """Encoded queries on one side, and their answers and anchors on this rank.
+    """Queries on one side, and their answers and anchors on this rank.
 
     Attributes:
+        queries: The queries, on the host.
         relation: (q,) relation ids.
         weight: (q,) float32, weight of each query in the loss; None: all weights are equal.
         encoded: The parts of the encoded queries that need gradients, detached from their graph.
@@ -72,17 +81,17 @@ class QueryShard:
         gradients: Sums of the gradients of ``encoded``.
     """
 
-    def __init__(self, asked: SideQueries, shard: EntityShard):
-        device, (start, stop) = shard.rows.device, shard.row_range
-        self.side, self.device = asked.side, device
-        self.relation = to_device(asked.relation, device)
-        self._weight = asked.weight
-        self.weight = None if asked.weight is None else to_device(asked.weight, device)
-        self._answers, self._first_row = asked.answers, start
-        self._share = (1 / np.maximum(asked.answers.counts, 1)).astype(np.float32)
-        own = np.flatnonzero((asked.anchor >= start) & (asked.anchor < stop))
-        own = own[np.argsort(asked.anchor[own], kind="stable")]
-        self._anchor, self._query_of_anchor = asked.anchor[own] - start, own
+    def __init__(self, queries: SideQueries, shard: EntityShard):
+        self.queries, self.side = queries, queries.side
+        self.device, (start, stop) = shard.rows.device, shard.row_range
+        self.relation = to_device(queries.relation, self.device)
+        weight = queries.weight
+        self.weight = None if weight is None else to_device(weight, self.device)
+        self._first_row = start
+        self._share = (1 / np.maximum(queries.answers.counts, 1)).astype(np.float32)
+        own = np.flatnonzero((queries.anchor >= start) & (queries.anchor < stop))
+        own = own[np.argsort(queries.anchor[own], kind="stable")]
+        self._anchor, self._query_of_anchor = queries.anchor[own] - start, own
 
     def encode_query(self, scorer: QueryScorer, anchors: Tensor) -> None:
         """Encode the queries of anchor rows (q, D)."""
@@ -115,24 +124,19 @@ class QueryShard:
     def answers(self, block: range) -> BlockAnswers:
         """Return the answers among the rows of a block."""
         first = self._first_row + block.start
-        query, entity = self._answers.between(first, self._first_row + block.stop)
+        query, entity = self.queries.answers.between(first, self._first_row + block.stop)
         arrays = query, entity - first, self._share[query]
         return BlockAnswers(*(to_device(x, self.device) for x in arrays))
 
-    def weights(self, weight: float) -> Tensor:
-        """Return (q,) the weights of the queries in the loss, with ``weight`` as common factor."""
-        if self.weight is None:
-            return torch.full((len(self.relation),), weight, device=self.device)
-        return self.weight * weight
-
-    def touched(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
+    def penalized(self, block: range, answers: BlockAnswers) -> tuple[Tensor, Tensor]:
         """Return the positions of anchors and answers in a block, and their weights in the loss."""
-        found = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
-        anchor = to_device(self._anchor[found] - block.start, self.device)
+        anchors = slice(*np.searchsorted(self._anchor, (block.start, block.stop)))
+        anchor = to_device(self._anchor[anchors] - block.start, self.device)
         query, answer, share = answers
         of_anchors = share.new_ones(len(anchor))
-        if self.weight is not None and self._weight is not None:
-            of_anchors = to_device(self._weight[self._query_of_anchor[found]], self.device)
+        if self.weight is not None and self.queries.weight is not None:
+            weight = self.queries.weight[self._query_of_anchor[anchors]]
+            of_anchors = to_device(weight, self.device)
             share = share * self.weight.index_select(0, query)
         return torch.cat([anchor, answer]), torch.cat([of_anchors, share])
 
@@ -141,48 +145,35 @@ class GatheredRows:
     """The rows of anchors, and optionally of answers, gathered on every rank.  Collective.
 
     Args:
-        asked: The query shards.
+        sides: The queries.
         shard: This rank's rows.
         with_answers: Whether to gather answers; then every query must have exactly one.
 
     Attributes:
         rows: (F, D) float32, the same on every rank; a leaf that requires gradients.
-        anchors: (q, D) views of ``rows`` for each query shard.
-        answers: (q, D) views for each query shard, or None without answers.
+        anchors: (q, D) views of ``rows`` for each of ``sides``.
+        answers: (q, D) views for each of ``sides``, or None without answers.
     """
 
-    def __init__(self, asked: Sequence[SideQueries], shard: EntityShard, with_answers: bool):
+    def __init__(self, sides: Sequence[SideQueries], shard: EntityShard, with_answers: bool):
         self.device, (start, stop) = shard.rows.device, shard.row_range
-        ids = [part.anchor for part in asked]
-        ids += [part.answers.all()[1] for part in asked] if with_answers else []
+        ids = [part.anchor for part in sides]
+        ids += [part.answers.all()[1] for part in sides] if with_answers else []
         every = np.concatenate(ids)
         position = np.flatnonzero((every >= start) & (every < stop))
         # Rows of this shard whose gradients are complete only after the last block.
-        self._held, inverse = np.unique(every[position] - start, return_inverse=True)
-        arrays = self._held, position, inverse
-        self._rows_held, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
-        self._gradients = torch.zeros(len(self._held), shard.dim, device=self.device)
-        self.rows = self._fetch(shard, len(every)).requires_grad_()
+        self._own, inverse = np.unique(every[position] - start, return_inverse=True)
+        arrays = self._own, position, inverse
+        self._own_rows, self._position, self._inverse = (to_device(x, self.device) for x in arrays)
+        own = shard.rows.detach().index_select(0, self._own_rows).float()
+        self._gradients = torch.zeros_like(own)
+        rows = own.new_zeros(len(every), own.shape[1])
+        rows.index_copy_(0, self._position, own.index_select(0, self._inverse))
+        self.rows = _summed(rows).requires_grad_()
         with torch.enable_grad():
             parts = self.rows.split([len(part) for part in ids])
-        self.anchors = parts[: len(asked)]
-        self.answers = parts[len(asked) :] or [None] * len(asked)
-
-    def _fetch(self, shard: EntityShard, count: int) -> Tensor:
-        out = torch.zeros(count, shard.dim, device=self.device)
-        own = shard.rows.detach().index_select(0, self._rows_held).float()
-        out.index_copy_(0, self._position, own.index_select(0, self._inverse))
-        return _summed(out)
-
-    def hold_back(self, block: range, grad: Tensor) -> RowGradients:
-        """Return the gradients (m, D) of a block's rows, but keep those of gathered rows."""
-        low, high = np.searchsorted(self._held, (block.start, block.stop))
-        held = self._rows_held[low:high] - block.start
-        rows = _all_but(held, len(block))
-        if low < high:
-            self._gradients[low:high] = grad.index_select(0, held)
-            grad = grad.index_select(0, rows)
-        return RowGradients(rows + block.start, grad, None, True)
+        self.anchors = parts[: len(sides)]
+        self.answers = parts[len(sides) :] or [None] * len(sides)
 
     def add(self, grad: Tensor) -> None:
         """Reduce the ranks' terms of the gradients (F, D) of ``rows`` and add them.  Collective."""
@@ -191,21 +182,31 @@ class GatheredRows:
 
     def completed(self, block: range, grad: Tensor) -> RowGradients:
         """Return the gradients (m, D) of a block's rows plus the added gradients."""
-        low, high = np.searchsorted(self._held, (block.start, block.stop))
-        grad.index_add_(0, self._rows_held[low:high] - block.start, self._gradients[low:high])
+        low, high = np.searchsorted(self._own, (block.start, block.stop))
+        grad.index_add_(0, self._own_rows[low:high] - block.start, self._gradients[low:high])
         rows = torch.arange(block.start, block.stop, device=self.device)
         return RowGradients(rows, grad, None, True)
 
+    def hold_back(self, block: range, grad: Tensor) -> RowGradients:
+        """Return the gradients (m, D) of a block's rows, but keep those of gathered rows."""
+        low, high = np.searchsorted(self._own, (block.start, block.stop))
+        own = self._own_rows[low:high] - block.start
+        rows = _all_but(own, len(block))
+        if low < high:
+            self._gradients[low:high] = grad.index_select(0, own)
+            grad = grad.index_select(0, rows)
+        return RowGradients(rows + block.start, grad, None, True)
+
     def gradients(self) -> RowGradients:
         """Return the gradients of the gathered rows on this rank."""
-        return RowGradients(self._rows_held, self._gradients, None, True)
+        return RowGradients(self._own_rows, self._gradients, None, True)
 
 
-def _all_but(held: Tensor, count: int) -> Tensor:
-    """Return 0 to count - 1 without ``held`` (ascending), without device synchronization."""
-    kept = torch.arange(count - len(held), device=held.device)
-    # Exactly held[k] - k of the kept positions are before held[k].
-    before = held - torch.arange(len(held), device=held.device)
+def _all_but(excluded: Tensor, count: int) -> Tensor:
+    """Return 0 to count - 1 without ``excluded`` (ascending), without device synchronization."""
+    kept = torch.arange(count - len(excluded), device=excluded.device)
+    # Exactly excluded[k] - k of the kept positions are before excluded[k].
+    before = excluded - torch.arange(len(excluded), device=excluded.device)
     return kept + torch.searchsorted(before, kept, right=True)
 
 

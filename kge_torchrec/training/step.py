@@ -1,18 +1,18 @@
-"""One training step with sampled candidates: lookup, score, loss, backward, clipping, optimizers.
+"""One training step: forward and backward of each micro-batch, clip, update.
 
-    PlainStep      the parts of a step one after another
+    Step           the order of a step; ``progress`` shows it
+    SampledStep    forward and backward with sampled candidates
     PipelinedStep  the same in TorchRec's pipeline
-    StepOptimizer  sums micro-batches, unscales and clips gradients (see ``gradients``), and steps
-                   table and dense parameters
 
-Dropout is a function of the position in training, not of earlier random draws.
+``full_candidates`` has the step with all entities as candidates.  Dropout is a function of the
+position in training, not of earlier random draws.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, Protocol
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,28 +22,88 @@ from kge_torchrec.config import TrainConfig
 from kge_torchrec.data.batches.queries import SampledBatch
 from kge_torchrec.embeddings.backend import EmbeddingBackend
 from kge_torchrec.errors import KGEError
-from kge_torchrec.models.loss_scaling import GradientBarrier
-from kge_torchrec.training.gradients import StepGradient
+from kge_torchrec.models.loss_scaling import GradientBarrier, LossScale
+from kge_torchrec.training.gradients import clip, unscale
+
+PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, see SampledStep.watched
 
 
-class Pipeline(Protocol):
-    """An object that trains one step per call of ``progress``.
+class Step:
+    """The order of a training step.
 
-    ``progress`` takes an iterator of micro-batches and raises StopIteration at its end.
+    Subclasses run forward and backward and say where the gradients of rows are.
     """
 
-    def progress(self, batches: Iterator[Any]) -> Tensor: ...
-
-
-PARTS = ("data", "lookup", "score", "backward", "update")  # of a step, see PlainStep.watched
-
-
-class PlainStep:
-    """A step without overlap: batch, device, forward, backward, optimizer, one after another."""
-
-    def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
-        self.backend, self.optimizer, self.device = backend, optimizer, device
+    def __init__(self, backend: EmbeddingBackend, train: TrainConfig, device: torch.device):
+        self.backend, self.train, self.device = backend, train, device
+        scale = backend.unwrapped_model.scale
+        self.scale = scale if isinstance(scale, LossScale) else None
+        self._clips = train.clip_norm is not None or train.clip_value is not None
         self._ended: Callable[[str], object] = lambda part: None
+
+    def progress(self, batches: Iterator[Any]) -> Tensor:
+        """Train one step of micro-batches; return its loss, detached.  Collective.
+
+        Raises:
+            StopIteration: There is no batch left.
+        """
+        count = self.train.accumulation
+        self.backend.optimizer.zero_grad()  # also passes the learning rate to the table
+        with self.accumulating():
+            losses = [self.forward_backward(batches, part == count - 1) for part in range(count)]
+        if self.scale is None or self._unscale(self.scale):
+            if self._clips:
+                clip(self.train, self.backend, self.row_gradients())
+            self.update()
+        self._ended("update")
+        return losses[0] if count == 1 else torch.stack(losses).sum()
+
+    def _unscale(self, scale: LossScale) -> bool:
+        """Divide gradients by the loss scale.
+
+        Returns:
+            False if a gradient overflowed on any rank, so that the step is skipped.
+        """
+        factor = unscale(scale, self.backend, self.scaled_row_gradients())
+        self.unscale_rows(factor)
+        return factor is not None
+
+    def accumulating(self) -> AbstractContextManager[object]:
+        """Return the context of all micro-batches of a step.  Collective."""
+        return nullcontext()
+
+    def forward_backward(self, batches: Iterator[Any], last: bool) -> Tensor:
+        """Run forward and backward of the next micro-batch; return its loss, detached.
+
+        Args:
+            batches: Micro-batches.
+            last: Whether the micro-batch is the last one of the step.
+        """
+        raise NotImplementedError
+
+    def scaled_row_gradients(self) -> list[Tensor]:
+        """Return the gradients (U, D) of rows times the loss scale."""
+        raise NotImplementedError
+
+    def unscale_rows(self, factor: float | None) -> None:
+        """Multiply the gradients of rows by a factor; None discards them.  Collective."""
+        raise NotImplementedError
+
+    def row_gradients(self) -> Tensor:
+        """Return the gradients (U, D) of rows.  Changes in place take effect in ``update``."""
+        raise NotImplementedError
+
+    def update(self) -> None:
+        """Update the parameters."""
+        self.backend.optimizer.step()
+
+
+class SampledStep(Step):
+    """A step with sampled candidates."""
+
+    def __init__(self, backend: EmbeddingBackend, train: TrainConfig, device: torch.device):
+        super().__init__(backend, train, device)
+        self._barrier = backend.unwrapped_model.hold
 
     @contextmanager
     def watched(self, watch: Callable[[str], object]) -> Iterator[None]:
@@ -61,21 +121,31 @@ class PlainStep:
             for hook in hooks:
                 hook.remove()
 
-    def progress(self, batches: Iterator[SampledBatch]) -> Tensor:
-        """Train one step; return its loss, detached."""
-        return self.optimizer.group(lambda: self._train(batches))
-
-    def _train(self, batches: Iterator[SampledBatch]) -> Tensor:
+    def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
         batch = next(batches)
         self._ended("data")
         batch = self.backend.prepare(batch).to(self.device, non_blocking=True)
-        self.optimizer.zero_grad()
-        loss, detached = self.backend.model(batch)
-        loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
+        with self.backend.dense.synchronised(last):
+            loss, detached = self.backend.model(batch)
+            loss.backward()  # FBGEMM's table on CUDA steps here, unless deferred
         self._ended("backward")
-        self.optimizer.step()
-        self._ended("update")
         return detached
+
+    def scaled_row_gradients(self) -> list[Tensor]:
+        assert isinstance(self._barrier, GradientBarrier)  # there is a loss scale
+        return self._barrier.gradients()
+
+    def unscale_rows(self, factor: float | None) -> None:
+        assert isinstance(self._barrier, GradientBarrier)
+        if factor is not None:
+            self._barrier.release(factor)
+            return
+        self._barrier.drop()
+        self.backend.skip_step()
+
+    def row_gradients(self) -> Tensor:
+        assert self.backend.pending is not None  # ensured by TrainConfig.steps_on_sums
+        return self.backend.pending.sums()
 
 
 class NotPipelined(KGEError, RuntimeError):
@@ -84,28 +154,29 @@ class NotPipelined(KGEError, RuntimeError):
     on_every_rank = True
 
 
-class PipelinedStep:
-    """TorchRec's pipeline, which sends the ids of the next batch during the current one.
+class PipelinedStep(SampledStep):
+    """A step in TorchRec's pipeline, which sends the ids of the next batch during the current one.
 
     Only ids are sent ahead.  Rows are looked up after the previous step, so results are the same as
-    with ``PlainStep``.
+    with ``SampledStep``.
 
     Raises:
         NotPipelined: TorchRec could not pipeline the lookup.  Raised after the first step.
     """
 
-    def __init__(self, backend: EmbeddingBackend, optimizer: StepOptimizer, device: torch.device):
+    def __init__(self, backend: EmbeddingBackend, train: TrainConfig, device: torch.device):
         from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
-        # The pipeline calls the optimizer for every micro-batch, as StepOptimizer expects.
+        super().__init__(backend, train, device)
+        # The pipeline runs forward and backward only; ``Step`` clears gradients and updates.
         self._pipeline = TrainPipelineSparseDist(
-            backend.model, optimizer, device, execute_all_batches=True
+            backend.model, _NoOptimizer(), device, execute_all_batches=True
         )
-        self.optimizer, self._model, self._checked = optimizer, backend.model, False
+        self._checked = False
 
-    def progress(self, batches: Iterator[SampledBatch]) -> Tensor:
-        """Train one step; return its loss, detached."""
-        loss = self.optimizer.group(lambda: self._pipeline.progress(batches))
+    def forward_backward(self, batches: Iterator[SampledBatch], last: bool) -> Tensor:
+        with self.backend.dense.synchronised(last):
+            loss: Tensor = self._pipeline.progress(batches)
         if not self._checked:
             self._check()
         return loss
@@ -113,7 +184,8 @@ class PipelinedStep:
     def _check(self) -> None:
         from torchrec.distributed.embedding import ShardedEmbeddingCollection
 
-        tables = [m for m in self._model.modules() if isinstance(m, ShardedEmbeddingCollection)]
+        modules = self.backend.model.modules()
+        tables = [m for m in modules if isinstance(m, ShardedEmbeddingCollection)]
         if not (tables and all(table.is_pipelined for table in tables)):
             raise NotPipelined(
                 "TorchRec could not pipeline the entity lookup; use train.pipeline loop"
@@ -121,75 +193,23 @@ class PipelinedStep:
         self._checked = True
 
 
-def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Pipeline:
-    """Make the pipeline that train.pipeline names; "auto" is sparse_dist where it is faster."""
+class _NoOptimizer:
+    """An optimizer that does nothing."""
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+def build_pipeline(train: TrainConfig, backend: EmbeddingBackend, device: torch.device) -> Step:
+    """Make the step that train.pipeline names; "auto" is sparse_dist where it is faster."""
     name = train.pipeline
     if name == "auto":
         name = "sparse_dist" if backend.gains_by_pipeline else "loop"
-    optimizer = StepOptimizer(backend, train)
-    if name == "sparse_dist":
-        return PipelinedStep(backend, optimizer, device)
-    return PlainStep(backend, optimizer, device)
-
-
-class StepOptimizer:
-    """An optimizer for pipelines that call it for every micro-batch; it steps at the last one."""
-
-    def __init__(self, backend: EmbeddingBackend, train: TrainConfig):
-        self.backend, self.parts = backend, train.accumulation
-        self.gradient = StepGradient(backend, train)
-        held = backend.unwrapped_model.hold
-        self.held = held if isinstance(held, GradientBarrier) else None
-        self._part = 0
-
-    def group(self, train_one: Callable[[], Tensor]) -> Tensor:
-        """Call ``train_one`` for every micro-batch of a step; return the sum of the losses."""
-        if self.parts == 1:
-            return train_one()
-        losses = []
-        for part in range(self.parts):
-            self._part = part
-            with self.backend.dense.synchronised(self._is_last):
-                losses.append(train_one())
-        return torch.stack(losses).sum()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients before the first micro-batch; do nothing before later ones."""
-        if self._part == 0:
-            self.backend.optimizer.zero_grad(set_to_none)
-            if self.held is not None:
-                self.held.drop()
-
-    def step(self) -> None:
-        """Step after the last micro-batch; do nothing after earlier ones.  Collective."""
-        if not self._is_last:
-            return
-        if not self._unscale():
-            self.backend.skip_step()
-            return
-        if self.gradient.clips:
-            assert self.backend.pending is not None  # ensured by TrainConfig.steps_on_sums
-            self.gradient.clip(self.backend.pending.sums())
-        self.backend.optimizer.step()
-
-    @property
-    def _is_last(self) -> bool:
-        return self._part == self.parts - 1
-
-    def _unscale(self) -> bool:
-        """Divide by the loss scale, if there is one, and finish the table's backward.
-
-        Returns:
-            False if a gradient overflowed.
-        """
-        if self.held is None:
-            return True
-        factor = self.gradient.unscale(self.held.gradients())
-        if factor is None:
-            self.held.drop()
-            return False
-        self.held.release(factor)
-        return True
+    kind = PipelinedStep if name == "sparse_dist" else SampledStep
+    return kind(backend, train, device)
 
 
 _STREAM = 0xD60  # separates these random streams from others with the same seed

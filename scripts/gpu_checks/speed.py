@@ -16,7 +16,7 @@ from kge_torchrec.config.parser import config_from_dict
 from kge_torchrec.distributed.processes import Processes, processes
 from kge_torchrec.embeddings.torchrec import backend as engine_module
 from kge_torchrec.training.assembly import build_backend, build_batches
-from kge_torchrec.training.step import Pipeline, StepOptimizer, build_pipeline
+from kge_torchrec.training.step import SampledStep, Step, build_pipeline
 
 
 @contextmanager
@@ -85,7 +85,7 @@ def _train(report: Report, name: str, batch: int, **keys) -> float | None:
 
 
 def _measure(
-    report: Report, name: str, config: Config, store, ranks: Processes, pipeline: Pipeline,
+    report: Report, name: str, config: Config, store, ranks: Processes, pipeline: Step,
     steps: int,
 ) -> float:  # fmt: skip
     """Report speed and waiting times; return triples/s."""
@@ -102,7 +102,7 @@ def _measure(
     return rate
 
 
-def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: Pipeline) -> None:
+def _counts(report: Report, name: str, config: Config, store, ranks, pipeline: Step) -> None:
     stream = _endless(config, store, ranks)
     steps = 2 if report.small else 10
     counts = counted(lambda: pipeline.progress(stream), ranks.device, steps)
@@ -138,8 +138,8 @@ def train_at_scale(
             sized = config_of_batch(config, batch)
             with report.check(f"batch {batch:,}, split of a step"):
                 stream = _endless(sized, store, ranks)
-                update = StepOptimizer(engine, sized.train)
-                times = split_of_a_step(engine, update, stream, 3 if report.small else 20, device)
+                step = SampledStep(engine, sized.train, device)
+                times = split_of_a_step(step, stream, 3 if report.small else 20)
                 for part, milliseconds in times.items():
                     report.note(f"batch {batch:,}, {part}", milliseconds, "ms")
             with report.check(f"batch {batch:,}, loader"):

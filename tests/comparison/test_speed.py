@@ -23,7 +23,7 @@ from kge_torchrec.models.model import KGEModel
 from kge_torchrec.training.assembly import build_batches
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
-from kge_torchrec.training.step import StepOptimizer
+from kge_torchrec.training.step import SampledStep
 
 DELAY = 0.05  # seconds, far above what any part of a step of a tiny graph takes
 
@@ -84,8 +84,8 @@ def test_a_slow_part_is_found(session, part, monkeypatch):
         monkeypatch.setattr(batches, "batch", after_a_delay(batches.batch))
     slow_down(part, session, monkeypatch)
     cpu = session.processes.device
-    update = StepOptimizer(session.backend, session.config.train)
-    found = split_of_a_step(session.backend, update, batches.epoch(0), 3, cpu)
+    step = SampledStep(session.backend, session.config.train, cpu)
+    found = split_of_a_step(step, batches.epoch(0), 3)
     assert list(found) == list(PARTS)
     assert found.pop(part) >= 1e3 * DELAY
     assert max(found.values()) < 1e3 * DELAY and min(found.values()) > 0

@@ -27,7 +27,7 @@ HERE = __name__  # parts below are of this module
 
 
 class NoForms(Loss):
-    """Sampled candidates only."""
+    """No closed form over all entities."""
 
 
 class NoQuery(Scorer):
@@ -71,8 +71,7 @@ WRONG = [
     ({"model.scorer": f"{HERE}:NoDataclass"}, "NoDataclass.Options must be a dataclass"),
     ({"model.scorer": f"{HERE}:NoQuery", "negatives.regime": "kvsall"}, "derive it from QueryScor"),
     ({"loss.name": SQUARED, "loss.options": {"rest": 0}}, "loss.options.rest must be > 0, got 0"),
-    ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "1vsall"}, "use softmax or bce"),
-    ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "kvssample"}, "use softmax or bce"),
+    ({"loss.name": f"{HERE}:NoForms", "negatives.regime": "allvsall"}, "has nothing to learn from"),
     ({"loss.regularizers": {"l3": 1}}, "loss.regularizers must be one of n3, l2, lp, d"),
     ({"loss.regularizers": {LP: None}}, "has no value; give its weight"),
     ({"loss.regularizers": {LP: {"q": 1}}}, "Lp.q is no option of Lp, which has weight, rel"),

@@ -60,11 +60,11 @@ def test_the_forms_of_the_loss_are_one_loss(folder):
         share = 1 / answers.sum(1)[query[here]]
         block = BlockAnswers(query[here], column[here] - start, share)
         slopes = scores.detach()[:, start:stop].clone()
-        parts.append((slopes, full.observe(slopes, block), block))
-    seen = full.join(torch.stack([part[1] for part in parts]))
-    torch.testing.assert_close(full.values(seen), expected.detach())
+        parts.append((slopes, full.partial_statistics(slopes, block), block))
+    seen = full.reduce(torch.stack([part[1] for part in parts]))
+    torch.testing.assert_close(full.loss(seen), expected.detach())
     for slopes, of_block, block in parts:
-        full.finish(slopes, of_block, block, torch.full((3,), 0.5))
+        full.backward(slopes, of_block, block, torch.full((3,), 0.5))
     torch.testing.assert_close(torch.cat([part[0] for part in parts], 1), gradient)
 
 

@@ -34,6 +34,38 @@ def test_torch_checks_log_sums(softmax, masked):
     opcheck(score_gradients._log_sums, (made(3, 4, 9), mask, softmax))
 
 
+@pytest.mark.parametrize("softmax", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_torch_checks_full_scores(softmax, dtype):
+    scores, out = made(5, 9).detach().to(dtype), torch.zeros(5, dtype=torch.float64)
+    opcheck(score_gradients.normalizers, (scores, out, softmax))
+    opcheck(score_gradients.gradients, (scores, out, torch.ones(5), 0.1, softmax))
+
+
+@settings(deadline=None)
+@given(
+    seed=st.integers(0, 999),
+    size=st.tuples(st.integers(1, 5), st.integers(1, 90)),
+    scale=st.sampled_from([0.1, 3.0, 60.0]),
+    rest=st.sampled_from([0.0, 0.1]),
+    softmax=st.booleans(),
+)
+def test_kernels_of_full_scores_compute_what_torch_does(seed, size, scale, rest, softmax):
+    """Columns of each query that are apart have no kernel, nor has double precision."""
+    torch.manual_seed(seed)
+    scores, weight = torch.randn(size) * scale, torch.rand(size[0]) + 0.5
+    found = []
+    for own in (scores.clone(), scores.t().contiguous().t(), scores.double()):
+        normalizer = torch.empty(size[0], dtype=torch.float64)
+        operators.normalizers(own, normalizer, softmax)
+        operators.gradients(own, normalizer, weight.to(own.dtype), rest, softmax)
+        found.append((normalizer, own.double()))
+    assert score_gradients.takes(scores) and not score_gradients.takes(scores.double())
+    for (normalizer, gradients), close in ((found[0], 1e-5), (found[1], 1e-4)):
+        torch.testing.assert_close(normalizer, found[2][0], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(gradients, found[2][1], rtol=close, atol=1e-6)
+
+
 def test_torch_checks_dropout():
     opcheck(dropout.dropped, (made(5, 7), 0.3, 12345678901))
     opcheck(dropout.dropped, (made(5, 7).detach().t().requires_grad_(), 0.3, 12345678901))

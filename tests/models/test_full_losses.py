@@ -71,14 +71,14 @@ def test_blocks_together_equal_torchs_losses(case):
         if by_column:
             block = block.T.contiguous().T
         blocks.append((block, answers))
-        seen.append(loss.observe(block, answers))
-    joined = loss.join(torch.stack(seen))
+        seen.append(loss.partial_statistics(block, answers))
+    joined = loss.reduce(torch.stack(seen))
     weight = torch.linspace(0.5, 2, len(scores))
     for block, answers in blocks:
-        loss.finish(block, joined, answers, weight)
+        loss.backward(block, joined, answers, weight)
     losses, gradient = dense(name, smoothing, scores, labels)
     scale = 1 + scores.abs().max().item()
-    assert (loss.values(joined) - losses).abs().max() < 1e-5 * scale
+    assert (loss.loss(joined) - losses).abs().max() < 1e-5 * scale
     found = torch.cat([block for block, _ in blocks], 1)
     assert (found - weight[:, None] * gradient).abs().max() < 1e-5
 
@@ -86,9 +86,9 @@ def test_blocks_together_equal_torchs_losses(case):
 def test_a_rank_without_rows_changes_nothing():
     scores = torch.tensor([[1.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
-    seen = FullSoftmax(2).observe(scores, answers)
+    seen = FullSoftmax(2).partial_statistics(scores, answers)
     nothing = torch.tensor([[-torch.inf], [0.0], [0.0]])
-    assert torch.equal(FullSoftmax(2).join(torch.stack([nothing, seen])), seen)
+    assert torch.equal(FullSoftmax(2).reduce(torch.stack([nothing, seen])), seen)
 
 
 def test_bce_needs_no_other_block():
@@ -96,8 +96,8 @@ def test_bce_needs_no_other_block():
     assert not loss.normalizes
     scores = torch.tensor([[0.0, 2.0]])
     answers = BlockAnswers(torch.tensor([0]), torch.tensor([1]), torch.tensor([1.0]))
-    of_this_block = loss.observe(scores, answers)
-    loss.finish(scores, of_this_block, answers, torch.ones(1))
+    of_this_block = loss.partial_statistics(scores, answers)
+    loss.backward(scores, of_this_block, answers, torch.ones(1))
     expected = torch.tensor([[0.5, torch.sigmoid(torch.tensor(2.0)).item() - 1]]) / 4
     assert scores.tolist()[0] == pytest.approx(expected.tolist()[0])
 
@@ -120,31 +120,31 @@ def test_scores_of_any_kind_have_the_same_gradients(name, kind):
     loss, answers = LOSSES[name](70, 0.2), answers_of(labels, 0, 70)
     is_kept = keeps_bfloat16(loss, block)
     assert is_kept == (kind == "bfloat16")
-    seen = loss.observe(block, answers)
-    loss.finish(block, seen, answers, torch.ones(7, dtype=seen.dtype))
+    seen = loss.partial_statistics(block, answers)
+    loss.backward(block, seen, answers, torch.ones(7, dtype=seen.dtype))
     losses, gradient = dense(name, 0.2, scores, labels)
-    torch.testing.assert_close(loss.values(seen).double(), losses, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(loss.loss(seen).double(), losses, rtol=1e-5, atol=1e-5)
     close = {"rtol": 2**-8, "atol": 1e-7} if is_kept else {"rtol": 1e-4, "atol": 1e-6}
     torch.testing.assert_close(block.double(), gradient, **close)
 
 
 def test_many_queries_go_through_in_chunks(monkeypatch):
-    from kge_torchrec.models import full_losses
+    from kge_torchrec.kernels import operators
 
     scores, labels = torch.randn(7, 5).double(), torch.eye(7, 5, dtype=torch.bool)
     seen = {}
     for name in sorted(LOSSES):
-        seen[name] = LOSSES[name](5, 0.0).observe(scores, answers_of(labels, 0, 5))
-    monkeypatch.setitem(full_losses._CHUNK_SCORES, "cpu", 11)  # two queries at a time
+        seen[name] = LOSSES[name](5, 0.0).partial_statistics(scores, answers_of(labels, 0, 5))
+    monkeypatch.setitem(operators._CHUNK_SCORES, "cpu", 11)  # two queries at a time
     for name in sorted(LOSSES):
-        again = LOSSES[name](5, 0.0).observe(scores, answers_of(labels, 0, 5))
+        again = LOSSES[name](5, 0.0).partial_statistics(scores, answers_of(labels, 0, 5))
         assert torch.equal(again, seen[name])
 
 
 def test_scores_far_apart_underflow_to_nothing():
     scores, labels = torch.tensor([[0.0, -60.0, -200.0, -1e6]]), torch.eye(1, 4, dtype=torch.bool)
     answers, loss = answers_of(labels, 0, 4), FullSoftmax(4)
-    seen = loss.observe(scores, answers)
-    loss.finish(scores, seen, answers, torch.ones(1))
+    seen = loss.partial_statistics(scores, answers)
+    loss.backward(scores, seen, answers, torch.ones(1))
     assert not (scores.abs()[0, 1:] < torch.finfo(torch.float32).tiny).any()  # slow, to a CPU
-    assert scores.abs().max() < 1e-6 and float(loss.values(seen)) < 1e-6
+    assert scores.abs().max() < 1e-6 and float(loss.loss(seen)) < 1e-6

@@ -30,9 +30,9 @@ def of_full(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, to
     loss, scores = build_loss(config).over_all(ENTITIES), random_scores()
     query, column = answers.nonzero(as_tuple=True)
     block = BlockAnswers(query, column, 1 / answers.sum(1)[query].float())
-    seen = loss.observe(scores, block)
-    loss.finish(scores, seen, block, torch.ones(QUERIES))
-    return loss.values(seen).float(), scores
+    seen = loss.partial_statistics(scores, block)
+    loss.backward(scores, seen, block, torch.ones(QUERIES))
+    return loss.loss(seen).float(), scores
 
 
 def of_answers(config: LossConfig, answers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from ranking_cases import make_known
+from recorded_steps import CPU, ENTITIES, Recorder, objective_of
 from scorer_cases import CASES, RELATIONS, identify
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,55 +23,19 @@ from kge_torchrec.config import ConfigError, TrainConfig
 from kge_torchrec.data.batches import BatchPlan
 from kge_torchrec.data.batches.queries import DistinctQueries, QueryBatches, TripleQueries
 from kge_torchrec.data.prepare import prepare_triples
-from kge_torchrec.distributed.dense import DenseWrapper
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.embeddings.backend import EntityShard
 from kge_torchrec.models import distances
 from kge_torchrec.models.full_losses import FullSoftmax
-from kge_torchrec.models.losses import SoftmaxLoss
 from kge_torchrec.models.model import Objective
-from kge_torchrec.models.regularizers import Regularizers
 from kge_torchrec.models.scorers import SCORERS
-from kge_torchrec.training import full_candidates
+from kge_torchrec.training import full_candidates, query_pass
 from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.query_shards import GatheredRows, QueryShard, _all_but
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.state import TrainState
 from kge_torchrec.training.trainer import NonFiniteLoss, Trainer
-
-ENTITIES = 11
-CPU = torch.device("cpu")
-
-
-class Recorder:
-    """An engine that keeps gradients instead of stepping by them."""
-
-    def __init__(self, objective: Objective, rows: torch.Tensor):
-        self.unwrapped_model = SimpleNamespace(objective=objective, scale=None)
-        self.dense = DenseWrapper()
-        self.dense.wrap(self.unwrapped_model)
-        self.rows = rows
-        self.optimizer = SimpleNamespace(zero_grad=lambda: None, step=lambda: None)
-
-    def shard(self) -> EntityShard:
-        return EntityShard(self.rows, 0, len(self.rows))
-
-    def step_rows(self, gradients) -> None:
-        self.grad = torch.full_like(self.rows, torch.nan)
-        for part in gradients:
-            assert self.grad[part.ids].isnan().all()  # each row once
-            self.grad[part.ids] = part.grad
-        assert not self.grad.isnan().any()
-
-
-def objective_of(case, reciprocal: bool, **shared) -> Objective:
-    name, dim, options = case
-    torch.manual_seed(0)
-    scorer = SCORERS[name](RELATIONS, dim, reciprocal, **options, **shared)
-    for parameter in scorer.parameters():
-        torch.nn.init.normal_(parameter, std=0.7)
-    return Objective(scorer, SoftmaxLoss(), regularizers=Regularizers(n3=0.02, l2=0.01))
 
 
 def gradients(
@@ -171,7 +136,7 @@ def test_aligned_scores_are_overwritten_as_others_are(monkeypatch, kept_bytes):
 def test_scores_in_bfloat16_stay_so(kept_bytes):
     objective, types = objective_of(("complex", 64, {}), True), []
     expected = gradients(objective, kept_bytes)
-    objective.precision, observe = torch.bfloat16, FullSoftmax.observe
+    objective.precision, observe = torch.bfloat16, FullSoftmax.partial_statistics
 
     def seen(loss, scores, answers):
         types.append(scores.dtype)
@@ -180,7 +145,7 @@ def test_scores_in_bfloat16_stay_so(kept_bytes):
     objective.zero_grad()
     with (
         patch.object(full_candidates, "rounds_as_it_multiplies", lambda: False),
-        patch.object(FullSoftmax, "observe", seen),
+        patch.object(FullSoftmax, "partial_statistics", seen),
     ):
         found = gradients(objective, kept_bytes)
     assert set(types) == {torch.bfloat16}
@@ -202,19 +167,18 @@ def test_dropout_is_the_same_when_scores_are_computed_again(case):
 def test_ranks_tell_each_other_normalizers_whole(monkeypatch, has_rows):
     """One of 3,000, in float32, has steps of 2e-4."""
     other = torch.tensor([[3000.0001], [0.0], [0.0]], dtype=torch.float64)
-    own = full_candidates._Backward.__new__(full_candidates._Backward)
-    own.loss, own.world, own.joined = FullSoftmax(4), 2, None
-    own.seen = [other.clone()] if has_rows else []
-    own.batch, own.shard = SimpleNamespace(queries=1), SimpleNamespace(rows=torch.zeros(1, 2))
+    own = query_pass.QueryPass.__new__(query_pass.QueryPass)
+    own.world, own.block_statistics = 2, [other.clone()] if has_rows else []
+    own.queries, own.shard = 1, SimpleNamespace(rows=torch.zeros(1, 2))
 
     def all_gather(every, sent):
         every[0].copy_(sent)
         every[1].copy_(other.to(sent.dtype))
 
-    monkeypatch.setattr(full_candidates.dist, "all_gather", all_gather)
-    own._join()
+    monkeypatch.setattr(query_pass.dist, "all_gather", all_gather)
+    own._reduce(FullSoftmax(4))
     expected = 3000.0001 + (math.log(2) if has_rows else 0)
-    assert abs(own.joined[0].item() - expected) < 1e-9
+    assert abs(own.statistics[0].item() - expected) < 1e-9
 
 
 def rank_trains(store, folder, changes) -> dict:
@@ -272,7 +236,7 @@ DROPPING = {
 
 
 def rank_trains_in_small_cells(configs) -> list[dict]:
-    full_candidates.CELL = 8  # ranks begin and end in the middle of one
+    query_pass.CELL = 8  # ranks begin and end in the middle of one
     return [fit(config, without_saving).parameters for config in configs]
 
 
@@ -345,7 +309,10 @@ def test_a_loss_that_is_no_number_ends_training(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"loss__name": "margin"}, "loss.name: margin compares"),
+        (
+            {"negatives__regime": "allvsall", "loss__name": "margin"},
+            "loss.name: margin has nothing",
+        ),
         ({"negatives__filtered": True}, "negatives.filtered: 1vsall takes every entity"),
         ({"train__pipeline": "sparse_dist"}, "train.pipeline: with negatives.regime 1vsall"),
         ({"dense__compile": True}, "dense.compile: with negatives.regime 1vsall"),
@@ -389,7 +356,7 @@ def test_a_gpu_waits_for_no_copy_of_ids(copies):
     triples = np.stack([np.arange(20) % 9, np.arange(20) % 2, np.arange(20)], 1)
     (asked,) = TripleQueries(triples, ("tail",)).ask(np.arange(20)[None])
     direction, fetched = QueryShard(asked, shard), GatheredRows([asked], shard, True)
-    direction.touched(block, direction.answers(block))
+    direction.penalized(block, direction.answers(block))
     kept = fetched.hold_back(block, rows[10:40])
     assert len(kept.ids) == len(kept.grad) == 30 - 10
     fetched.gradients()

@@ -37,7 +37,7 @@ from kge_torchrec.distributed.dense import local_part
 from kge_torchrec.distributed.processes import processes
 from kge_torchrec.training import assembly
 from kge_torchrec.training.assembly import examples_per_epoch
-from kge_torchrec.training.full_candidates import HeldGradients
+from kge_torchrec.training.full_candidates import FullCandidates
 from kge_torchrec.training.run_folder import RunFolder
 from kge_torchrec.training.session import Session
 from kge_torchrec.training.trainer import Trainer
@@ -212,12 +212,13 @@ def test_float16_ends_near_float32_and_scaling_changes_no_bit(tmp_path, world_si
 
 def rank_overflows(store: Path, folder: Path) -> tuple:
     """A row's gradient is infinite on the last rank at the 8th step."""
-    same, add = [], HeldGradients.add
+    same, gradients = [], FullCandidates.scaled_row_gradients
 
-    def spoilt(held: HeldGradients, gradients) -> None:
-        add(held, gradients)
+    def spoilt(step: FullCandidates) -> list[torch.Tensor]:
+        (sums,) = gradients(step)
         if rank() == dist.get_world_size() - 1:
-            held.sums[0, 0] = math.inf
+            sums[0, 0] = math.inf
+        return [sums]
 
     def inject(loop: Trainer) -> None:
         without_checkpoints(loop)
@@ -226,7 +227,8 @@ def rank_overflows(store: Path, folder: Path) -> tuple:
         def watched(batches):
             is_spoilt = loop.progress.global_step == 7
             before = parameters(loop.session)
-            with patch.object(HeldGradients, "add", spoilt if is_spoilt else add):
+            used = spoilt if is_spoilt else gradients
+            with patch.object(FullCandidates, "scaled_row_gradients", used):
                 loss = progress(batches)
             same.append(largest_difference(before, parameters(loop.session)) == 0)
             return loss

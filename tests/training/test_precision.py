@@ -118,24 +118,24 @@ def snapshot(session: Session) -> list[torch.Tensor]:
 
 def spoil(loop: Trainer, where: str) -> None:
     """Makes this rank's gradients of one step infinite: all of the loss, or of the relations."""
-    engine, update = loop.session.backend, loop.pipeline.optimizer
+    engine, step = loop.session.backend, loop.pipeline
     if where == "loss":
         loss = engine.unwrapped_model.scale.forward
         engine.unwrapped_model.scale.forward = lambda value: loss(value) * math.inf
         return
-    step, (relations, *_) = update.step, engine.dense.parameters()
+    unscale, (relations, *_) = step._unscale, engine.dense.parameters()
 
-    def spoilt() -> None:
+    def spoilt(scale) -> bool:
         if relations.grad is not None:
             local_part(relations.grad).fill_(math.inf)
-        step()
+        return unscale(scale)
 
-    update.step = spoilt
+    step._unscale = spoilt
 
 
 def mend(loop: Trainer) -> None:
     vars(loop.session.backend.unwrapped_model.scale).pop("forward", None)
-    vars(loop.pipeline.optimizer).pop("step", None)
+    vars(loop.pipeline).pop("_unscale", None)
 
 
 def rank_overflows(store: Path, folder: Path, where: str) -> dict:

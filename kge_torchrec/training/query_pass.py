@@ -1,0 +1,360 @@
+"""Forward and backward of queries against all entities, over this rank's rows.
+
+``full_candidates`` explains the parts.
+
+Random numbers of dropout belong to the step and, within it, to the encoded queries (the same on
+every rank), to a cell of entities or to a cell of queries.  They do not depend on which rows a rank
+holds.
+
+Shapes: Q queries, F gathered rows (one per query, repeats included), n rows on this rank, m rows of
+a block, D elements per row, N entities.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from kge_torchrec.data.batches.queries import QueryBatch
+from kge_torchrec.distributed.processes import world_size
+from kge_torchrec.embeddings.backend import EntityShard
+from kge_torchrec.embeddings.pending import RowGradients
+from kge_torchrec.models.full_losses import (
+    BlockAnswers,
+    FullLoss,
+    keeps_bfloat16,
+    keeps_scores,
+    score_blocks,
+)
+from kge_torchrec.models.model import relation_prediction
+from kge_torchrec.training import score_rows
+from kge_torchrec.training.query_shards import GatheredRows, QueryShard, some_of, to_device
+from kge_torchrec.training.step import seed_generators
+
+if TYPE_CHECKING:
+    from kge_torchrec.training.full_candidates import FullCandidates
+
+CELL = 256  # entities or queries that share a random stream, independent of ranks
+_QUERIES, _PAIRS, _RELATIONS, _ROWS, _TRIPLES = range(5)  # purposes of random streams
+
+
+class _Block(NamedTuple):
+    """A block of rows with its scores.  Lists have one entry per query shard."""
+
+    places: range  # positions of its rows in the shard
+    rows: Tensor  # (m, D)
+    scores: list[Tensor]  # (1, q, m), with their graph
+    answers: list[BlockAnswers]
+    statistics: Tensor | None  # (3, Q) of this block; None after the reduction over all blocks
+
+
+class QueryPass:
+    """Forward and backward of the queries that are scored together.  Collective.
+
+    Exhaust ``row_gradients`` before you call ``loss``.
+
+    Args:
+        step: The step, which has the sums of dense gradients.
+        batch: The queries, the same on every rank.
+        shard: This rank's rows.
+    """
+
+    def __init__(self, step: FullCandidates, batch: QueryBatch, shard: EntityShard):
+        self.step, self.batch, self.shard = step, batch, shard
+        self.objective, self.scorer = step.objective, step.scorer
+        self.scale = 1.0 if step.scale is None else step.scale.value
+        self.weight = batch.weight * self.scale  # makes the loss a mean over the step's queries
+        self.world = world_size()
+        self.rank = dist.get_rank() if self.world > 1 else 0
+        self.query_shards = [QueryShard(queries, shard) for queries in batch.asked]
+        self.queries = sum(len(x.relation) for x in self.query_shards)
+        with_answers = bool(step.relation_weight) or step.penalizes_triples
+        self.gathered = GatheredRows(batch.asked, shard, with_answers)
+        with torch.enable_grad(), self._drawing(_QUERIES):
+            for query_shard, anchors in zip(self.query_shards, self.gathered.anchors, strict=True):
+                if step.drops_entities:
+                    anchors = self.objective.entity_dropout(anchors)
+                query_shard.encode_query(self.scorer, anchors)
+        one = torch.full((), self.weight, device=shard.rows.device)
+        self.weights = [  # (q,) of each query shard
+            one.expand(len(x.relation)) if x.weight is None else x.weight * self.weight
+            for x in self.query_shards
+        ]
+        self.block_statistics: list[Tensor] = []  # (3, Q) of each scored block
+        self.statistics: Tensor | None = None  # (3, Q) of all blocks of all ranks
+        self.own_terms = torch.zeros((), device=shard.rows.device)  # of the loss, on this rank only
+
+    def row_gradients(self) -> Iterator[RowGradients]:
+        """Yield the complete gradients of all n rows, each row once."""
+        step, loss = self.step, self.step.closed_form
+        size = len(self.shard.rows), self.queries
+        blocks = self._cells() if step.drops_pairs else score_blocks(*size, step.block_bytes)
+        keeps = keeps_scores(*size, step.kept_bytes)
+        if loss is None or keeps:
+            scored = [self._forward(places) for places in blocks]
+            if loss is None:
+                self._differentiate_rows(scored)
+            else:
+                self._reduce(loss)
+            finished = []
+            while scored:
+                block = scored.pop(0)  # frees its scores after this iteration
+                finished.append((block.places, self._backward(block)))
+            self.gathered.add(self._backward_of_queries())
+            for places, grad in finished:
+                yield self.gathered.completed(places, grad)
+            return
+        if loss.normalizes:  # needs statistics of all blocks first, so scores twice
+            for places in blocks:
+                self._forward(places, graph=False)
+            self._reduce(loss)
+        for places in blocks:
+            yield self.gathered.hold_back(places, self._backward(self._forward(places)))
+        if self.statistics is None:
+            self._reduce(loss)
+        self.gathered.add(self._backward_of_queries())
+        yield self.gathered.gradients()
+
+    def loss(self) -> Tensor:
+        """Return the unscaled loss.  Its mean over the ranks is the global loss.
+
+        Every rank knows the loss in closed form, and only its own part of all other terms.
+        """
+        scaled = self.own_terms * self.world
+        if self.step.closed_form is not None:
+            assert self.statistics is not None  # row_gradients was exhausted
+            losses = self.step.closed_form.loss(self.statistics)
+            weights = [x.weight for x in self.query_shards if x.weight is not None]
+            if weights:
+                losses = losses * torch.cat(weights)
+            scaled = losses.sum() * self.weight + scaled
+        return (scaled / self.scale).float()
+
+    def _forward(self, places: range, graph: bool = True) -> _Block:
+        """Score a block of rows, with the graph for gradients if ``graph``.
+
+        Scores are in float32 unless the loss has kernels for bfloat16.
+        """
+        step, loss = self.step, self.step.closed_form
+        with torch.set_grad_enabled(graph):
+            rows = self.shard.rows[places.start : places.stop].detach().float()
+            rows = rows.requires_grad_(graph)
+            dropped = rows * self._row_factors(places) if step.drops_entities else rows
+            entities = self.scorer.entity(dropped)
+            with self.objective.autocast(step.device) if step.casts else nullcontext():
+                if step.drops_pairs:
+                    scores = self._scores_of_cell(places, entities)
+                else:
+                    scores = [x.scores(self.scorer, entities) for x in self.query_shards]
+            for i, x in enumerate(scores):
+                if x.dtype != torch.float32 and not (loss and keeps_bfloat16(loss, x[0])):
+                    scores[i] = x.float()
+        answers = [query_shard.answers(places) for query_shard in self.query_shards]
+        statistics = None
+        if loss is not None and self.statistics is None:
+            each = zip(scores, answers, strict=True)
+            statistics = torch.cat([loss.partial_statistics(x.detach()[0], a) for x, a in each], 1)
+            self.block_statistics.append(statistics)
+        return _Block(places, rows, scores, answers, statistics)
+
+    def _scores_of_cell(self, places: range, entities: Tensor) -> list[Tensor]:
+        """Return the scores (1, q, m) of a block with dropout of pairs.
+
+        It draws for the whole cell, including its rows on other ranks.
+        """
+        cell, before = divmod(self.shard.first_row + places.start, CELL)
+        after = CELL - before - len(places)
+        entities = nn.functional.pad(entities, (0, 0, before, after))
+        own = slice(before, before + len(places))
+        with self._drawing(_PAIRS, cell):
+            scores = [x.scores(self.scorer, entities) for x in self.query_shards]
+        return [x[..., own].clone() for x in scores]  # views must not be overwritten
+
+    def _row_factors(self, places: range) -> Tensor:
+        """Return the factors (m, D) of entity dropout, with a random stream per cell."""
+        first, stop = (self.shard.first_row + place for place in (places.start, places.stop))
+        cells = range(first // CELL, -(-stop // CELL))
+        factors = torch.ones(len(cells) * CELL, self.shard.dim, device=self.shard.rows.device)
+        for number, cell in enumerate(cells):
+            with self._drawing(_ROWS, cell):
+                part = slice(number * CELL, (number + 1) * CELL)
+                factors[part] = self.objective.entity_dropout(factors[part])
+        before = first - cells.start * CELL
+        return factors[before : before + len(places)]
+
+    def _reduce(self, loss: FullLoss) -> None:
+        """Reduce the partial statistics over blocks and ranks, with one collective."""
+        own = loss.reduce(torch.stack(self.block_statistics)) if self.block_statistics else None
+        if self.world == 1:
+            self.statistics = own
+            return
+        size, device = (3, self.queries), self.shard.rows.device
+        # Send float64: a rank without rows does not know the dtype of the statistics.
+        sent = torch.zeros(size, dtype=torch.float64, device=device)
+        if own is not None:
+            sent.copy_(own)
+        elif loss.normalizes:
+            sent[0] = -torch.inf
+        every = sent.new_empty(self.world, *size)
+        dist.all_gather(list(every.unbind()), sent)
+        statistics = loss.reduce(every)
+        self.statistics = statistics if own is None else statistics.to(own.dtype)
+
+    def _differentiate_rows(self, blocks: list[_Block]) -> None:
+        """Overwrite the scores of all blocks by gradients of a loss without a closed form.
+
+        Such queries are of one side.  Collective.
+        """
+        step, (query_shard,) = self.step, self.query_shards
+        queries, loss = self.queries, step.any_loss
+        assert loss is not None
+        no_scores = torch.empty(queries, 0, device=self.shard.rows.device)
+        scores = torch.cat([no_scores, *(block.scores[0].data[0] for block in blocks)], 1)
+        scores = score_rows.to_complete_rows(scores, step.row_ranges)
+        share = score_rows.shares(queries)[self.rank]
+        own = some_of(query_shard.queries, share.start, share.stop).answers
+        query, answer = (to_device(x, step.device) for x in own.all())
+        counts = to_device(own.counts, step.device)
+        weight = (self.weights[0][share.start : share.stop] / counts)[query]  # mean over answers
+        gradients = torch.zeros_like(scores)
+        for some, losses, rows in score_rows.losses_of_rows(
+            loss, scores, query, answer, step.block_bytes
+        ):
+            total = (losses * weight[some]).sum()
+            self.own_terms = self.own_terms + total.detach()
+            grad, _ = self._differentiate([total], [torch.ones_like(total)], [rows])
+            gradients.index_add_(0, query[some], grad)
+        gradients = score_rows.to_owners(gradients, step.row_ranges, queries)
+        for block in blocks:
+            places = block.places
+            block.scores[0].data[0] = gradients[:, places.start : places.stop]
+
+    def _backward(self, block: _Block) -> Tensor:
+        """Return the gradients (m, D) of a block's rows; add up those of queries and parameters."""
+        # Gradients overwrite the scores, which are not needed any more, not even by their graph.
+        # ``data`` hides this from autograd.
+        gradients = [scores.data for scores in block.scores]
+        if self.step.closed_form is not None:
+            statistics = block.statistics if self.statistics is None else self.statistics
+            assert statistics is not None  # blocks have none only after the reduction
+            parts = statistics.split([x.shape[1] for x in gradients], 1)
+            for x, *rest in zip(gradients, parts, block.answers, self.weights, strict=True):
+                self.step.closed_form.backward(x[0], *rest)
+        encoded = [x for query_shard in self.query_shards for x in query_shard.encoded]
+        of_rows, of_encoded = self._differentiate(block.scores, gradients, [block.rows, *encoded])
+        _add([x for query_shard in self.query_shards for x in query_shard.gradients], of_encoded)
+        if self.step.penalizes_entities:
+            self._add_penalty(block, of_rows)
+        return of_rows
+
+    def _add_penalty(self, block: _Block, of_rows: Tensor) -> None:
+        """Add the gradients of penalties on anchors and answers in this block to the rows."""
+        each = zip(self.query_shards, block.answers, strict=True)
+        penalized = [query_shard.penalized(block.places, answers) for query_shard, answers in each]
+        place, weight = (torch.cat(parts) for parts in zip(*penalized, strict=True))
+        with torch.enable_grad():
+            rows = block.rows.detach().index_select(0, place).requires_grad_()
+            total = (self.objective.penalty_of_entities(rows) * weight).sum() * self.weight
+        of_rows.index_add_(0, place, *torch.autograd.grad(total, rows))
+        self.own_terms = self.own_terms + total.detach()
+
+    def _backward_of_queries(self) -> Tensor:
+        """Return the gradients (F, D) of gathered rows, from encoded queries and own terms."""
+        outputs = [x for query_shard in self.query_shards for x in query_shard.graph]
+        gradients = [x for query_shard in self.query_shards for x in query_shard.gradients]
+        if self.step.penalizes or self.step.relation_weight:
+            with torch.enable_grad():
+                total = self._terms_of_own_queries()
+            self.own_terms = self.own_terms + total.detach()
+            outputs.append(total)
+            gradients.append(torch.ones_like(total))
+        grad, _ = self._differentiate(outputs, gradients, [self.gathered.rows])
+        return grad
+
+    def _terms_of_own_queries(self) -> Tensor:
+        """Return the loss terms per query for this rank's share of the queries.
+
+        These are penalties on relations and on whole triples, and relation prediction.
+        """
+        total = self.gathered.rows.new_zeros(())
+        for number, query_shard in enumerate(self.query_shards):
+            for start in range(self.rank * CELL, len(query_shard.relation), self.world * CELL):
+                total = total + self._terms_of_cell(number, slice(start, start + CELL))
+        return total * self.weight
+
+    def _terms_of_cell(self, number: int, cell: slice) -> Tensor:
+        """Return these loss terms for a cell of queries of one query shard."""
+        query_shard, objective = self.query_shards[number], self.objective
+        relation, side, weight = query_shard.relation[cell], query_shard.side, query_shard.weight
+        own = self.gathered.rows.new_ones(()) if weight is None else weight[cell]
+        total = self.gathered.rows.new_zeros(())
+        if self.step.penalizes:
+            total = total + (objective.penalty_of_relations(relation, side) * own).sum()
+        if self.gathered.answers[number] is None:
+            return total
+        anchor, answer = (x[number][cell] for x in (self.gathered.anchors, self.gathered.answers))
+        if self.step.penalizes_triples:
+            triples = anchor[None], relation[None], answer[None], side
+            with self._drawing(_TRIPLES, number, cell.start):
+                of_triples = objective.regularizers.of_triples(self.scorer, *triples)
+            total = total + (of_triples * own).sum()
+        if self.step.relation_weight:
+            with self._drawing(_RELATIONS, number, cell.start):
+                anchor, answer = (objective.entity_dropout(x) for x in (anchor, answer))
+                relation_loss = relation_prediction(
+                    self.scorer, anchor[None], relation[None], answer[None], side
+                )
+            total = total + self.step.relation_weight * (relation_loss * own).sum()
+        return total
+
+    def _differentiate(
+        self, outputs: list[Tensor], gradients: list[Tensor], inputs: list[Tensor]
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
+        """Return the gradients of inputs; add up those of dense parameters.
+
+        Returns:
+            The gradient of the first input, zeros if it has none, and of the others, or None.
+        """
+        pairs = [(x, g) for x, g in zip(outputs, gradients, strict=True) if x.requires_grad]
+        results = torch.autograd.grad(
+            [x for x, _ in pairs],
+            [*inputs, *self.step.parameters],
+            [g for _, g in pairs],
+            allow_unused=True,
+        )
+        _add(self.step.dense_sums, results[len(inputs) :])
+        first = torch.zeros_like(inputs[0]) if results[0] is None else results[0]
+        return first, results[1 : len(inputs)]
+
+    @contextmanager
+    def _drawing(self, *place: int) -> Iterator[None]:
+        """Make dropout inside the context a function of the batch's seed and a place.
+
+        The result is the same on every rank, and when scores are computed a second time.
+        """
+        if not self.step.draws:
+            yield
+            return
+        devices = [self.step.device] if self.step.device.type == "cuda" else []
+        with torch.random.fork_rng(devices):
+            seed_generators(self.batch.seed, *place)
+            yield
+
+    def _cells(self) -> list[range]:
+        """Return the cells of the random streams for dropout of pairs, as blocks of rows."""
+        start, stop = self.shard.row_range
+        edges = [start, *range(start - start % CELL + CELL, stop, CELL), stop]
+        return [range(a - start, b - start) for a, b in itertools.pairwise(edges) if a < b]
+
+
+def _add(sums: list[Tensor], terms: Sequence[Tensor | None]) -> None:
+    """Add each term to its sum in place; None means 0."""
+    for total, term in zip(sums, terms, strict=True):
+        if term is not None:
+            total += term
