@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 
 CHUNK = 1 << 20  # rows per piece where whole columns would be copied
-_MERGED = 1 << 22  # values counted together
+_MERGED = 1 << 18  # values counted together
 
 
 def _bits(sizes: Sequence[int]) -> list[int]:

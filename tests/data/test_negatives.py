@@ -94,7 +94,7 @@ def test_degree_draws_are_places_in_the_sums_of_weights(data, power):
 def test_degrees_are_counted_in_chunks(counts, chunk):
     counts = np.array(counts, np.int64)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kge_torchrec.data.store.filter_index.CHUNK", chunk)
+        patch.setattr("kge_torchrec.data.store.filter_index._CHUNK", chunk)
         patch.setattr("kge_torchrec.data.sort._MERGED", chunk)
         results = degrees_of(counts, counts).histogram()
     for part, expected in zip(results, np.unique(2 * counts, return_counts=True), strict=True):

@@ -361,6 +361,9 @@ def _concatenated(parts: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarra
     return np.concatenate(query), np.concatenate(entity)
 
 
+_CHUNK = 1 << 18  # entities counted at once
+
+
 class Degrees:
     """How often each of N entities is head or tail of a training triple.
 
@@ -400,5 +403,5 @@ class Degrees:
 
     def histogram(self) -> tuple[np.ndarray, np.ndarray]:
         """Return the distinct degrees, ascending, and how many entities have each; int64."""
-        ends = range(CHUNK, len(self) + CHUNK, CHUNK)
-        return value_counts(self.between(end - CHUNK, end) for end in ends)
+        starts = range(0, len(self), _CHUNK)
+        return value_counts(self.between(start, start + _CHUNK) for start in starts)
